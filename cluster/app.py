@@ -25,7 +25,7 @@ from dendro.state import StateStore
 
 from cluster.api.grpc import address_of, serve_router
 from cluster.api.status import serve_status
-from cluster.config import Config, DrafterConfig, ModelConfig, Router, Scaling, TargetConfig
+from cluster.config import Config, DrafterConfig, ModelConfig, Router, TargetConfig
 from cluster.engines import (
     actor_options,
     engine_environment,
@@ -37,6 +37,7 @@ from cluster.hub import pinned
 from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
 from cluster.scaling import LOAD
+from cluster.sections import Scaling
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dendro.errors import BadRequest
+from dendro.modes import VerificationMode
 from tree_layers.checkpoint import MAMBA_CONFIG, NO_TOKENIZER, Facts, read_facts, refuse_quantised, weight_files
 from tree_layers.errors import CheckpointError
 
@@ -61,6 +62,9 @@ def check_pairs(config: Config, facts: ClusterFacts) -> None:
         if pairing.refusal:
             raise misfit(drafter, target, pairing)
         if pairing.bridge:
+            if drawn := [mode for mode in config.verification_modes if mode is not VerificationMode.NAIVE]:
+                reason = f"{drawn[0]} needs drafters of the target's tokens; {drafter} has a bridge to {target}"
+                raise BadRequest("verification_modes", reason)
             log.info("drafter %s for target %s: bridge %s, as %s", drafter, target, pairing.bridge, pairing.why)
             continue
         if fit.warning:

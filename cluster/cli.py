@@ -32,7 +32,7 @@ from rich.console import Console
 
 from cluster.config import Config, demo_config
 from cluster.running import descendants, local_client, running_cluster, survivors
-from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, tour
+from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, logprob_lines, sample_text, tour
 from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
 
 app = typer.Typer(
@@ -245,6 +245,13 @@ def generate(
         list[str] | None,
         typer.Option("--bad-word", metavar="ID,ID,...", help="Tokens that are not completed in order; repeatable."),
     ] = None,
+    mode: Annotated[
+        str,
+        typer.Option(
+            help="coupled, greedy, or, where the configuration lists it, naive, multi-step, block or lenient (lossy)."
+        ),
+    ] = "coupled",
+    lenience: Annotated[float | None, typer.Option(help="Of --mode lenient, between 0 and 1.")] = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
     min_new_tokens: Annotated[
         int, typer.Option("--min-new-tokens", help="Before so many tokens, none that ends the answer is drawn.")
@@ -265,6 +272,11 @@ def generate(
     regex: RegexOption = None,
     grammar: GrammarOption = None,
     choices: ChoicesOption = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too, with its log-probabilities.")] = False,
+    n: Annotated[int, typer.Option("--n", "-n", help="So many answers, each with a sample index of its own.")] = 1,
+    logprobs: Annotated[
+        int | None, typer.Option(help="Print each token's log-probability, and those of so many likeliest, 0 to 20.")
+    ] = None,
     speculation: Annotated[
         str,
         typer.Option(
@@ -290,7 +302,7 @@ def generate(
             "shorten the server's own limit.",
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the stream.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer.")] = False,
 ) -> None:
     """Stream an answer; its rounds alternate between two colours."""
     options: Options = {
@@ -309,24 +321,34 @@ def generate(
         "banned_ids": banned_ids or (),
         "allowed_ids": allowed_ids or (),
         "bad_words": [_numbers("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()],
+        "mode": mode,
+        "lenience": lenience,
         "max_new_tokens": max_new_tokens,
         "min_new_tokens": min_new_tokens,
         "stop_ids": stop_ids or (),
         "stop": stop or (),
         "include_stop": include_stop,
         "structure": structure_given(json_schema, regex, grammar, choices),
+        "echo": echo,
+        "logprobs": logprobs,
+        "n": n,
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
     async def run() -> None:
         async with _client(config, address, local) as client:
-            if json:
-                print(as_json(await client.generate_text(prompt, **options)))
+            if json or n > 1:
+                for one in await client.generate_samples(prompt, **options):
+                    print(as_json(one) if json else sample_text(one))
                 return
             done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
+            for line in logprob_lines(done):
+                print(line)
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
             for line in account_lines(done.complete.speculation):
                 errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
+            if done.started.lossy:
+                errors.print(f"lossy: mode {done.started.mode} does not keep the target's law", style="yellow")
             if done.complete.session:
                 errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
 
@@ -412,70 +434,32 @@ def tune(context: typer.Context) -> None:
     _run_from("cluster.tune.command", "tune", context)
 
 
-@bench.command("speed", context_settings=ELSEWHERE, add_help_option=False)
-def bench_speed(context: typer.Context) -> None:
-    """Compare speeds with transformers and with speculation off."""
-    _run_from("cluster.bench.speed_command", "bench_speed", context)
+BENCHES = {
+    "speed": ("speed_command", "Compare speeds with transformers and with speculation off."),
+    "load": ("load_command", "Measure many concurrent clients, next to transformers' batches."),
+    "context": ("context_command", "Measure what a longer context costs a round."),
+    "trees": ("trees_command", "Compare arms, and the policies that choose among them, on recorded answers."),
+    "stopping": ("stopping_command", "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule."),
+    "verify": ("verify_command", "Compare verification modes: coupled, multi-step, block and naive."),
+    "tree-scan": ("tree_scan_command", "Measure what a tree costs a state-space layer."),
+    "kernels": ("kernels_command", "Measure this processor's products of few rows, next to torch's."),
+    "drafter": ("drafter_command", "Measure drafters: levels, drafts, sessions, and long texts."),
+    "targets": ("many_targets_command", "Measure one drafter that serves two targets at once."),
+    "bridge": ("bridge_command", "Measure a drafter of another tokenizer through each bridge."),
+    "structured": ("structured_command", "Measure answers to random JSON schemas, and the time of their masks."),
+}
+"""Module and help of each `dendro bench`."""
 
 
-@bench.command("load", context_settings=ELSEWHERE, add_help_option=False)
-def bench_load(context: typer.Context) -> None:
-    """Measure many concurrent clients, next to transformers' batches."""
-    _run_from("cluster.bench.load_command", "bench_load", context)
+def _add_bench(name: str, module: str, text: str) -> None:
+    def run(context: typer.Context) -> None:
+        _run_from(f"cluster.bench.{module}", f"bench_{name.replace('-', '_')}", context)
+
+    bench.command(name, help=text, context_settings=ELSEWHERE, add_help_option=False)(run)
 
 
-@bench.command("context", context_settings=ELSEWHERE, add_help_option=False)
-def bench_context(context: typer.Context) -> None:
-    """Measure what a longer context costs a round."""
-    _run_from("cluster.bench.context_command", "bench_context", context)
-
-
-@bench.command("trees", context_settings=ELSEWHERE, add_help_option=False)
-def bench_trees(context: typer.Context) -> None:
-    """Compare arms, and the policies that choose among them, on recorded answers."""
-    _run_from("cluster.bench.trees_command", "bench_trees", context)
-
-
-@bench.command("stopping", context_settings=ELSEWHERE, add_help_option=False)
-def bench_stopping(context: typer.Context) -> None:
-    """Compare when drafts stop: fixed lengths, fixed h, and the marginal rule."""
-    _run_from("cluster.bench.stopping_command", "bench_stopping", context)
-
-
-@bench.command("tree-scan", context_settings=ELSEWHERE, add_help_option=False)
-def bench_tree_scan(context: typer.Context) -> None:
-    """Measure what a tree costs a state-space layer."""
-    _run_from("cluster.bench.tree_scan_command", "bench_tree_scan", context)
-
-
-@bench.command("kernels", context_settings=ELSEWHERE, add_help_option=False)
-def bench_kernels(context: typer.Context) -> None:
-    """Measure this processor's products of few rows, next to torch's."""
-    _run_from("cluster.bench.kernels_command", "bench_kernels", context)
-
-
-@bench.command("drafter", context_settings=ELSEWHERE, add_help_option=False)
-def bench_drafter(context: typer.Context) -> None:
-    """Measure drafters: levels, drafts, sessions, and long texts."""
-    _run_from("cluster.bench.drafter_command", "bench_drafter", context)
-
-
-@bench.command("targets", context_settings=ELSEWHERE, add_help_option=False)
-def bench_targets(context: typer.Context) -> None:
-    """Measure one drafter that serves two targets at once."""
-    _run_from("cluster.bench.many_targets_command", "bench_targets", context)
-
-
-@bench.command("bridge", context_settings=ELSEWHERE, add_help_option=False)
-def bench_bridge(context: typer.Context) -> None:
-    """Measure a drafter of another tokenizer through each bridge."""
-    _run_from("cluster.bench.bridge_command", "bench_bridge", context)
-
-
-@bench.command("structured", context_settings=ELSEWHERE, add_help_option=False)
-def bench_structured(context: typer.Context) -> None:
-    """Measure answers to random JSON schemas, and the time of their masks."""
-    _run_from("cluster.bench.structured_command", "bench_structured", context)
+for _name, _place in BENCHES.items():
+    _add_bench(_name, *_place)
 
 
 def main() -> None:

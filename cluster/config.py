@@ -22,13 +22,15 @@ from urllib.parse import quote
 import yaml
 from dendro.errors import BadRequest
 from dendro.health import LONGEST_STEP_S
+from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from cluster.arms import OFF_ARM, Arm, canonical_arm, parsed_arms
 from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
+from cluster.sections import Autoscaling, Resources, RouterScaling, Section
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -49,59 +51,6 @@ DEFAULT_ARMS: tuple[str, ...] = (
     "dynamic(4,5,15)",
     "(3,2,2,1,1)",
 )
-
-
-class Section(BaseModel):
-    """The base of all sections. Immutable; unknown keys are errors."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
-
-
-class Resources(Section):
-    """What Ray reserves for one replica. Fractions of a core or of an accelerator are allowed."""
-
-    cpu: float = Field(default=1.0, ge=0)
-    gpu: float = Field(default=0.0, ge=0)
-    custom: dict[str, float] = Field(default_factory=dict)
-    """Ray's own named resources, such as `{verifier: 1}`, that pin a pool to its machines."""
-
-    @property
-    def bundle(self) -> dict[str, float]:
-        """The same as a bundle of a Ray placement group, which must have no zeros."""
-        return {name: amount for name, amount in {"CPU": self.cpu, "GPU": self.gpu, **self.custom}.items() if amount}
-
-
-class Scaling(Section):
-    """Bounds and delays of a pool whose number of replicas follows its load."""
-
-    min_replicas: int = Field(default=1, ge=0)
-    max_replicas: int = Field(ge=1)
-    up_after_s: float = Field(default=10.0, ge=0)
-    """How long the average load must be above its target before a replica is added."""
-    down_after_s: float = Field(default=120.0, ge=0)
-    """How long it must be below before a replica is removed. A drafter or verifier ends with its last lease, a router
-    when it has drained."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.max_replicas < max(self.min_replicas, 1):
-            raise ValueError(f"max_replicas: {self.max_replicas}; must be at least min_replicas, {self.min_replicas}")
-        return self
-
-
-class Autoscaling(Scaling):
-    """How many replicas a pool has, by its leases: a running request holds one of a verifier and one of a drafter."""
-
-    leases: float = Field(default=8.0, gt=0)
-    """Target number of leases of a replica, on average."""
-
-
-class RouterScaling(Scaling):
-    """How many routers there are, by the requests that run on them."""
-
-    min_replicas: int = Field(default=1, ge=1)
-    requests: float = Field(default=64.0, gt=0)
-    """Target number of running requests of a router, on average."""
 
 
 class ModelConfig(Section):
@@ -347,9 +296,17 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     redis: Redis = Redis()
     grpc: Grpc = Grpc()
+    verification_modes: tuple[VerificationMode, ...] = ()
+    """Modes beside coupled and greedy that requests may name: naive, multi-step, block and lenient. A drafter that
+    reports false probabilities changes the law of answers in the last three; lenient is lossy anyway."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        for mode in self.verification_modes:
+            if mode not in LISTED_MODES:
+                raise ValueError(f"verification_modes: {mode} is always served; list {', '.join(LISTED_MODES)}")
+        if len(set(self.verification_modes)) < len(self.verification_modes):
+            raise ValueError("verification_modes: names one twice")
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 raise ValueError(f"name {name!r}: only letters, digits, '-', '_' and '.' are allowed")

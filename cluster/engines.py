@@ -15,9 +15,10 @@ from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
 from cluster.checkpoint_tokenizer import backend_of, load_tokenizer, token_bytes_of
-from cluster.config import DrafterConfig, ModelConfig, Resources, TargetConfig
+from cluster.config import DrafterConfig, ModelConfig, TargetConfig
 from cluster.hub import fetched_model
 from cluster.pairing import pairing_of
+from cluster.sections import Resources
 
 if TYPE_CHECKING:
     from drafter_service.bridge.kinds import Bridge

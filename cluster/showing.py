@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import asdict
 
-from dendro.answer import Complete, Completion, Event, OpeningStats, Options, Round, SpeculationStats, collect_stream
+from dendro.answer import (
+    Complete,
+    Completion,
+    EchoedPrompt,
+    Event,
+    OpeningStats,
+    Options,
+    Round,
+    SpeculationStats,
+    collect_stream,
+)
 from dendro.client import Asking
+from dendro.logprobs import TokenLogprobs
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text as RichText
@@ -34,9 +45,15 @@ class RoundsPrinter:
         self._console.print(RichText(text, style), end="", soft_wrap=True)
         self._console.file.flush()
 
+    async def _showing_prompt(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+        async for event in events:
+            if isinstance(event, EchoedPrompt):
+                self._console.print(RichText(event.text, "dim"), end="", soft_wrap=True)
+            yield event
+
     async def show_all(self, events: AsyncIterator[Event]) -> Completion:
         """Print a stream's rounds as they come. Returns the whole answer."""
-        done = await collect_stream(events, self.show)
+        done = await collect_stream(self._showing_prompt(events), self.show)
         self._console.print()
         return done
 
@@ -48,19 +65,55 @@ def as_json(done: Completion) -> str:
         "text": done.text,
         "token_ids": done.token_ids,
         "request_id": done.started.request_id,
+        "sample": done.started.sample,
         "model": done.started.model,
+        "mode": done.started.mode,
+        "lossy": done.started.lossy,
         "seed": done.started.seed,
         "session": complete.session,
         "finish": complete.finish.value,
         "stop_string": complete.stop_string,
         "prompt_tokens": complete.prompt_tokens,
         "completion_tokens": complete.completion_tokens,
+        "logprobs": [logprobs_as_json(each) for each in done.logprobs],
+        "prompt": [
+            {
+                "offset": part.offset,
+                "token_ids": part.token_ids,
+                "text": part.text,
+                "logprobs": [logprobs_as_json(each) if each is not None else None for each in part.logprobs],
+            }
+            for part in done.prompt
+        ],
         "rounds": [{"offset": part.offset, "token_ids": part.token_ids, "shape": part.shape} for part in done.rounds],
         "speculation": {**asdict(complete.speculation), "tokens_per_s": round(complete.speculation.tokens_per_s, 2)},
         "drafter": asdict(complete.drafter) if complete.drafter else None,
         "target": asdict(complete.target) if complete.target else None,
     }
     return json.dumps(fields)
+
+
+def sample_text(done: Completion) -> str:
+    """One of several answers under a line with its number, and its log-probabilities if it has any."""
+    heading = f"--- sample {done.started.sample}: {answer_line(done.complete)}; seed {done.started.seed}"
+    return "\n".join([heading, done.text, *logprob_lines(done)])
+
+
+def logprobs_as_json(logprobs: TokenLogprobs) -> dict[str, object]:
+    top = [{"token_id": token, "logprob": value} for token, value in logprobs.top]
+    return {"logprob": logprobs.logprob, "top": top}
+
+
+def logprob_lines(done: Completion) -> Iterator[str]:
+    """A line for each token of an answer, and before them of the prompt that is echoed, as text: its id and
+    log-probability, and those of the likeliest tokens at its place. None without log-probabilities."""
+    parts: Sequence[EchoedPrompt | Round] = (*done.prompt, *done.rounds)
+    for token, its in (pair for part in parts for pair in zip(part.token_ids, part.logprobs, strict=False)):
+        if its is None:
+            yield f"token {token} has no text before it"
+            continue
+        top = ", ".join(f"{other} {value:.4f}" for other, value in its.top)
+        yield f"token {token} {its.logprob:.4f}" + (f"; likeliest: {top}" if top else "")
 
 
 def shapes_line(rounds: dict[str, int]) -> str:

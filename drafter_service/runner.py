@@ -38,14 +38,17 @@ class DraftLaw:
 
     warp: Warp
     vocabulary: int  # guesses are below it: the smaller of the drafter's and the target's
-    noise: NoiseRows | MappedNoise | None  # None at temperature 0 of the target's own ids
+    noise: NoiseRows | MappedNoise | None  # None of the target's own ids where it shares no noise
     shift: Tensor | None = None  # [vocabulary] float32; None: no bias, and no token is removed
 
     @classmethod
     def of(cls, sampling: Sampling, vocabulary: int) -> DraftLaw:
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        noise = None if warp.greedy else NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
         shift = shift_of(sampling, vocabulary)
+        if not (warp.greedy or sampling.shares_noise):
+            nothing = torch.zeros(vocabulary)  # scores at a temperature above 0 are ranked with something added
+            return cls(Warp(sampling.temperature), vocabulary, None, nothing if shift is None else shift)
+        noise = None if warp.greedy else NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
         return cls(Warp(1.0) if warp.greedy and shift is not None else warp, vocabulary, noise, shift)
 
     @classmethod
@@ -56,8 +59,8 @@ class DraftLaw:
         shift = shift_of(sampling, vocabulary)
         if shift is not None:
             shift = shift[torch.from_numpy(noise_ids.clip(0))]
-        if warp.greedy:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
-            return cls(Warp(1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)
+        if not sampling.shares_noise:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
+            return cls(Warp(sampling.temperature or 1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)
         rows = NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
         return cls(warp, len(noise_ids), MappedNoise(rows, noise_ids), shift)
 

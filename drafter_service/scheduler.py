@@ -27,6 +27,7 @@ from tree_layers.states import SlotPool
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
+from drafter_service.sampled import GuessDraws, check_drawn_shape
 from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens
 
 CATCH_UP = 8
@@ -65,7 +66,7 @@ class DraftScheduler:
         self.runs_levels = runs_levels
         self.answers: list[tuple[Ticket, Answer]] = []  # to send; the engine clears them
         self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
-        self.calibrations = {True: Calibration(), False: Calibration()}  # of greedy texts and of sampled texts
+        self.calibrations = {kind: Calibration() for kind in ("logits", "noise", "temperature")}  # by `scored_by`
         self.noise_wanted: dict[int, range] = {}  # session -> positions to prepare noise for; drops earlier noise
         self._sessions: dict[bytes, DrafterText] = {}  # least recently used first
         self._numbers = 0
@@ -122,8 +123,12 @@ class DraftScheduler:
         if call.shape.off:
             self.answers.append((ticket, DraftTree.root_only(root, self.name)))
             return
-        calibration = self.calibrations[session.greedy]
-        session.round = DraftRound(ticket, call.shape, session.base, growth_of(root, call.shape), calibration)
+        sampling, draws = session.parameters.sampling, None
+        if sampling.draws_guesses:
+            check_drawn_shape(call.shape)
+            draws = GuessDraws(sampling, session.base)
+        given = call.shape, session.base, growth_of(root, call.shape), self.calibrations[session.scored_by]
+        session.round = DraftRound(ticket, *given, draws=draws)
 
     def close(self, ticket: Ticket, call: CloseCall) -> None:
         """End a session once its memory has consumed the text up to its root."""
@@ -214,7 +219,7 @@ class DraftScheduler:
             confidences, first = chances[-len(scores) :], 0
             while first < len(scores):
                 level = slice(first, first + len(growth.frontier))
-                growth.extend(candidates[level], scores[level], confidences[level])
+                draft_round.extend(candidates[level], scores[level], confidences[level])
                 first = level.stop
             if growth.finished:
                 self._finish(session, draft_round)
@@ -284,7 +289,7 @@ class DraftScheduler:
         assert isinstance(plan.rows, Level) and session.round is not None
         growth, form = session.round.growth, fixed_form(session.round.shape)
         counts = () if form is None else form.counts[growth.level :]
-        if form is None or len(counts) < 2 or not self.runs_levels(session.number):
+        if form is None or session.round.draws or len(counts) < 2 or not self.runs_levels(session.number):
             return plan
         done, count = growth.processed, len(form.above)
         self._planned = [(session, range(done, count))]
@@ -294,7 +299,7 @@ class DraftScheduler:
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)
-        return max([CANDIDATES, *(draft_round.shape.width for draft_round in rounds if draft_round is not None)])
+        return max([CANDIDATES, *(draft_round.width for draft_round in rounds if draft_round is not None)])
 
     # -- a session's memory --------------------------------------------------------------------------------------
 
@@ -355,8 +360,10 @@ class DraftScheduler:
         token, shown = session.text.ids[position], candidates[:CANDIDATES]
         rank = shown.index(token) if token in shown else CANDIDATES
         session.ranks[position] = rank
-        if not session.parameters.sampling.allowed_ids:  # else some candidates may be tokens that are removed
-            self.calibrations[session.greedy] = self.calibrations[session.greedy].learn(scores, rank)
+        sampling = session.parameters.sampling
+        # Allowed ids may remove some candidates; drawn ones are in another order than their scores.
+        if not sampling.allowed_ids and not sampling.draws_guesses:
+            self.calibrations[session.scored_by] = self.calibrations[session.scored_by].learn(scores, rank)
 
     def _own_slot(self, session: DrafterText) -> None:
         """Ensure that the session's slot is writable: neither slot 0 nor the slot kept from opening."""
@@ -409,7 +416,7 @@ class DraftScheduler:
         return session.base - 1 - session.covers if idle else 0
 
     def _request_noise(self, session: DrafterText, positions: range) -> None:
-        if session.parameters.sampling.temperature > 0:
+        if session.parameters.sampling.shares_noise:
             self.noise_wanted[session.number] = positions
 
     # -- ends ----------------------------------------------------------------------------------------------------
@@ -421,7 +428,8 @@ class DraftScheduler:
         tokens, parents, values = draft_round.growth.arrays()
         assert draft_round.ticket is not None
         waited_us = microseconds(self.clock() - draft_round.ticket.arrived_s)
-        tree = DraftTree(tokens, parents, values, self.name, trace, waited_us, len(self._planned))
+        laws = tuple(draft_round.draws.laws) if draft_round.draws is not None else ()
+        tree = DraftTree(tokens, parents, values, self.name, trace, waited_us, len(self._planned), laws=laws)
         self.answers.append((draft_round.ticket, tree))
         session.traced = draft_round.base
         session.ranks = {}

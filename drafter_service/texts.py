@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dendro.calls import PeerText, RequestParameters, TextUpdate
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.shapes import TreeShape
-from dendro.tree import DraftTree
+from dendro.tree import LAW_TOKENS, DraftTree
 
 from drafter_service.confidence import Calibration
-from drafter_service.grow import Growth
+from drafter_service.grow import Growth, Numbers
 from drafter_service.plan import EMPTY_TEXT
+from drafter_service.sampled import GuessDraws
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,19 @@ class DraftRound:
     growth: Growth
     calibration: Calibration  # of the round's start, the same for all its rows
     slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
+    draws: GuessDraws | None = None  # where guesses are drawn, not ranked
+
+    @property
+    def width(self) -> int:
+        """Candidates that each of its rows needs."""
+        return self.shape.width if self.draws is None else LAW_TOKENS
+
+    def extend(
+        self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], chances: Sequence[Numbers]
+    ) -> None:
+        """Add the children of the frontier's rows, as `Growth.extend`."""
+        given = candidates, scores, chances
+        self.growth.extend(*(given if self.draws is None else self.draws.drawn(self.growth, candidates, scores)))
 
 
 @dataclass(eq=False)
@@ -78,6 +93,11 @@ class DrafterText:
     @property
     def greedy(self) -> bool:
         return self.parameters.sampling.temperature == 0
+
+    @property
+    def scored_by(self) -> str:
+        """What its candidates' scores have beside logits, by which they are calibrated."""
+        return "logits" if self.greedy else "noise" if self.parameters.sampling.shares_noise else "temperature"
 
 
 def check_tokens(session: DrafterText, update: TextUpdate) -> None:

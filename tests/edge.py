@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from dendro.calls import Hello, Opened
 from dendro.errors import PeerLost
+from dendro.logprobs import TokenLogprobs
 from dendro.shapes import LevelShape
 from dendro.text import Sampling, Text, Tokens, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
@@ -60,6 +61,17 @@ def plain_answer(prompt: Sequence[int], sampling: Sampling, count: int) -> list[
     return ids[len(prompt) :]
 
 
+def token_logprobs(ids: Sequence[int], token: int, top: int) -> TokenLogprobs:
+    """The fake target's log-probabilities after `ids`: numbers that float32 holds, a function of the text."""
+    digest = hashlib.sha256(f"{token}:{list(ids)}".encode()).digest()
+    return TokenLogprobs(-digest[0] / 8, tuple((digest[at], -digest[at] / 4 - at) for at in range(top)))
+
+
+def plain_logprobs(prompt: Sequence[int], answer: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Those of an answer, whatever fails on the way."""
+    return [token_logprobs([*prompt, *answer[:at]], token, top) for at, token in enumerate(answer)]
+
+
 HELLO = Hello(3, "demo", "weights", "bytes", VOCABULARY, MAX_LENGTH, 64, 16, "float32", "bitwise", 1, (END,))
 """The hello of verifiers unless a test sets another."""
 
@@ -76,9 +88,16 @@ class EdgeVerifier:
 
     def __init__(self, peers: EdgePeers, text: Text) -> None:
         self.peers = peers
+        self.text = text
         self.moves = 0
         self.hello = peers.hello
         self.opened = Opened(0, len(text) - 1, 10)
+
+    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        assert (first := self.text.echo_from) is not None
+        self.peers.echoed.append(first)
+        ids = self.text.ids
+        return tuple(plain_logprobs(ids[:first], ids[first:], self.text.logprobs or 0))
 
     async def first_hello(self) -> Hello:
         return self.peers.hello or HELLO
@@ -102,7 +121,8 @@ class EdgeVerifier:
                 break
             ranks.append(rank)
             row = children[rank]
-        verdict = Verdict(tuple(emitted), tuple(path), tuple(ranks), None, len(emitted), verify_us=5)
+        logprobs = () if text.logprobs is None else tuple(plain_logprobs(text.ids, emitted, text.logprobs))
+        verdict = Verdict(tuple(emitted), tuple(path), tuple(ranks), None, len(emitted), verify_us=5, logprobs=logprobs)
         return cut_verdict(verdict, frozenset({END}), len(text), text.limits)
 
     async def close(self, text: Text) -> None:
@@ -144,6 +164,8 @@ class EdgePeers:
         self.rounds = 0
         self.hello: Hello | None = None  # of verifiers; None: HELLO
         self.texts: list[Text] = []
+        self.beside: list[Text | None] = []  # the argument, of each verifier made
+        self.echoed: list[int] = []  # the first position, of each prompt whose log-probabilities were asked for
         self.deadlines_s: list[float] = []
         self.adaptive: list[bool] = []  # the argument, of each drafter made
         self.closed: list[tuple[str, tuple[int, ...]]] = []
@@ -161,8 +183,9 @@ class EdgePeers:
         self.adaptive.append(adaptive)
         return EdgeDrafter(self, text)
 
-    def verifier(self, target: str, text: Text) -> EdgeVerifier:
+    def verifier(self, target: str, text: Text, beside: Text | None = None) -> EdgeVerifier:
         self.texts.append(text)
+        self.beside.append(beside)
         return EdgeVerifier(self, text)
 
 

@@ -29,6 +29,8 @@ def write_permuted(source: Path, folder: Path) -> np.ndarray:
     form["model"]["vocab"] = {text: int(new[token]) for text, token in vocabulary.items()}
     for added in form["added_tokens"]:
         added["id"] = int(new[added["id"]])
+        # An added token that the vocabulary lacks would get the id after the vocabulary's, whatever is written here.
+        form["model"]["vocab"][added["content"]] = added["id"]
     (folder / "tokenizer.json").write_text(json.dumps(form))
     weights = load_file(source / "model.safetensors")
     for name, weight in weights.items():

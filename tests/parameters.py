@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from dendro.calls import RequestParameters
+from dendro.logprobs import MAX_ECHOED, MAX_TOP_LOGPROBS
+from dendro.modes import VerificationMode
+from dendro.samples import MAX_SAMPLES
 from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES
 from dendro.text import (
     LARGEST_SHIFT,
@@ -57,13 +60,14 @@ EACH: dict[str, Options] = {
 def parameters_of(options: Options, prompt: int, tokens: int) -> RequestParameters:
     """What peers get of a request with a prompt of so many tokens, which does not end at an end-of-text token."""
     fields = dict(options)
+    logprobs = fields.pop("logprobs", None)
     fields["logit_bias"] = tuple(sorted(fields.get("logit_bias", {}).items()))
     for name in ("banned_ids", "allowed_ids"):
         fields[name] = tuple(fields.get(name, ()))
     fields["bad_words"] = tuple(tuple(word) for word in fields.get("bad_words", ()))
     least, stop_ids = fields.pop("min_new_tokens", 0), tuple(fields.pop("stop_ids", ()))
     limits = Limits(prompt + tokens, True, prompt + least if least else 0, stop_ids)
-    return RequestParameters(Sampling(**fields), limits, "", (), prompt_length=prompt)
+    return RequestParameters(Sampling(**fields), limits, "", (), prompt_length=prompt, logprobs=logprobs)
 
 
 def decoded(
@@ -91,6 +95,7 @@ class Parameter:
     oracle: str  # a class of transformers, or where the formula is from
     applies: str
     drafter: str  # what a drafter does with it
+    identical: str = "yes"
 
 
 SHIFT = f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
@@ -156,6 +161,13 @@ PARAMETERS = (
     Parameter("seed", "64 bits", "none: the noise is a contract of its own", "every row above temperature 0", USED),
     Parameter("sample_index", "32 bits", "none, as for `seed`", "every row above temperature 0", USED),
     Parameter(
+        "n",
+        f"1 to {MAX_SAMPLES}; 1 with a session or a resume",
+        "so many requests, with `sample_index` and the numbers after it",
+        "the answers to a prompt",
+        USED,
+    ),
+    Parameter(
         "stop_ids", f"{MAX_STOP_IDS} ids", "`EosTokenCriteria`", "ends the answer, whose last token it is", IGNORED
     ),
     Parameter("ignore_end", "", "`generate` with `eos_token_id=None`", "end-of-text tokens end no answer", IGNORED),
@@ -166,8 +178,38 @@ PARAMETERS = (
         "ends the answer",
         IGNORED,
     ),
+    Parameter(
+        "mode",
+        f"{', '.join(VerificationMode)}; all but the first two where the configuration lists them",
+        "enumeration of all drafts and outcomes (`tests/kernels/test_sampled_walk.py`)",
+        "how the guesses of a tree decide the tokens (docs/verify.md)",
+        "draws or ranks its guesses by it",
+        "coupled, greedy, naive; multi-step and block keep the law alone, lenient is lossy",
+    ),
+    Parameter(
+        "lenience",
+        "above 0, below 1; only in mode lenient",
+        "as for `mode`",
+        "guesses in mode lenient",
+        IGNORED,
+        "lossy",
+    ),
+    Parameter(
+        "echo",
+        f"{MAX_ECHOED} log-probabilities with `logprobs`, those of likeliest tokens included",
+        "`log_softmax` of the raw logits, in float32",
+        "the request's own prompt; changes no token",
+        IGNORED,
+    ),
+    Parameter(
+        "logprobs",
+        f"0 to {MAX_TOP_LOGPROBS} likeliest tokens",
+        "`log_softmax` of the raw logits, in float32",
+        "every token of the answer; changes none",
+        IGNORED,
+    ),
 )
-"""All parameters that change an answer, in the order in which they are applied."""
+"""All parameters that change an answer or what is reported of it, in the order in which they are applied."""
 
 
 def written() -> str:
@@ -184,13 +226,15 @@ def written() -> str:
         "  `presence_penalty` (`tests/kernels/test_processors.py`, `test_warp.py`).",
         "- *Identical*: answers with speculation have the tokens of answers without, for the parameter alone and in",
         "  random combinations (`tests/cluster/test_parameters.py`, `tests/verifier_service/test_parameters.py`,",
-        "  `dendro certify`).",
+        "  `dendro certify`). Log-probabilities are the same numbers, bit for bit, where the verifier is `bitwise`;",
+        "  where it is `margin`, they differ by the rounding of its logits.",
         "- *Drafter*: what a drafter does with it. What it ignores can lower acceptance, and changes no token.",
         "",
         "| parameter | bounds | oracle | applies to | identical | drafter |",
         "|---|---|---|---|---|---|",
         *(
-            f"| `{each.name}` | {each.bounds or '-'} | {each.oracle} | {each.applies} | yes | {each.drafter} |"
+            f"| `{each.name}` | {each.bounds or '-'} | {each.oracle} | {each.applies} | "
+            f"{each.identical} | {each.drafter} |"
             for each in PARAMETERS
         ),
         "",

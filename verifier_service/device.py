@@ -3,7 +3,8 @@
 Forward, noise, filters, walk and the copying of accepted keys are one sequence of operations on tensors of a fixed
 shape. A step without prompt rows is recorded as a graph when the engine is loaded, once for each kind of drawing and
 number of rows that steps are padded to, and replayed from then on. A step that has a text whose parameters change
-logits before the temperature runs without a graph, and uploads that text's history.
+logits before the temperature runs without a graph, and uploads that text's history; so does one with a text that asks
+for log-probabilities, which are computed from the rows of its path.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from dendro.grammars import TreeMasks
+from dendro.logprobs import TokenLogprobs
 from dendro.shapes import MAX_ROWS
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
@@ -30,6 +32,7 @@ from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 
 from verifier_service.graphs import CudaGraphs, Graphs, RecordedStep
+from verifier_service.logprobs import echo_logprobs, token_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, StepOutcome, StepPlan
@@ -41,9 +44,6 @@ log = logging.getLogger("dendro.verifier")
 
 GREEDY, SAMPLED, FILTERED = range(3)
 """Kinds of drawing: without noise where all texts are greedy, without sorting where none has a filter."""
-
-Edited = tuple[Draw, Future[TreeMasks] | None]
-"""A draw whose text has a history, and the masks of its structure."""
 
 ATTEMPTS = 2
 """Attempts to record a step: another thread may disturb the first one."""
@@ -107,7 +107,10 @@ class Drawn:
 
     paths: Tensor  # [texts, max_depth + 1] wanted rows that were visited
     emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
-    lengths: Tensor  # [texts] how many of them are valid
+    lengths: Tensor  # [texts] how many of them are valid; 0 for one that is walked on the host
+    raw: dict[int, Tensor] = field(default_factory=dict)  # by draw that asks for log-probabilities: its rows' logits
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0))  # of a step with echoes: the logits of wanted rows
+    scores: dict[int, Tensor] = field(default_factory=dict)  # by draw that is walked on the host: its rows' logits
 
 
 class DeviceRunner(StepRunner):
@@ -158,25 +161,57 @@ class DeviceRunner(StepRunner):
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         if self.crew is not None:
-            self.crew.broadcast(replace(plan, draws=()))
+            self.crew.broadcast(replace(plan, draws=(), echoes=()))
         with torch.inference_mode():
             masks = self.masks.begin(plan.draws)
             shape = self._shape_of(plan)
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
             cold = shape not in self._ran
-            both = zip(plan.draws, masks, strict=True)
-            edited = [(draw, allowed) for draw, allowed in both if draw.history is not None]
-            # A graph has no place for a text's history: such a step runs without one.
-            drawn = self._step(shape, inputs, edited) if edited else self._replayed(shape, inputs)
+            # A graph has no place for a text's history, and keeps no logits: such a step runs without one.
+            alone = plan.echoes or any(
+                draw.history is not None or draw.logprobs is not None or not draw.sampling.keeps_tokens
+                for draw in plan.draws
+            )
+            drawn = self._step(shape, inputs, plan, masks) if alone else self._replayed(shape, inputs)
+            by_host = self._walked_on_host(plan, drawn.scores)
             found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
-        walks = [_walk(draw, row, self._bounds.max_depth + 1) for draw, row in zip(plan.draws, found, strict=False)]
+        walks = [
+            by_host[number] if number in by_host else _walk(draw, row, self._bounds.max_depth + 1)
+            for number, (draw, row) in enumerate(zip(plan.draws, found, strict=False))
+        ]
+        logprobs = {number: self._logprobs(plan.draws[number], walks[number], raw) for number, raw in drawn.raw.items()}
+        echoed = tuple(echo_logprobs(echo, lambda row: drawn.rows[row : row + 1]) for echo in plan.echoes)
         kept = self._accepted(plan, walks)  # the step has copied them here
         if self.crew is not None and len(kept.source):
             self.crew.broadcast(kept)
         ended = time.perf_counter()
-        return StepOutcome(tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold)
+        return StepOutcome(
+            tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold, logprobs, echoed
+        )
+
+    def _logprobs(self, draw: Draw, walked: Walk, raw: Tensor) -> tuple[TokenLogprobs, ...]:
+        """raw: the logits [rows, vocabulary] of the draw's tree"""
+        top = draw.logprobs or 0
+        pairs = zip(walked.path, walked.tokens, strict=True)
+        return tuple(token_logprobs(raw[row : row + 1], token, top) for row, token in pairs)
+
+    def _walked_on_host(self, plan: StepPlan, scores: Mapping[int, Tensor]) -> dict[int, Walk]:
+        """The walks of these draws, by their number; copies what they accept to its place. scores: logits of a draw's
+        rows, with the effect of its history"""
+        walks = {}
+        for number, rows in scores.items():
+            draw = replace(plan.draws[number], history=None, wanted=0)
+
+            def logits(row: int, rows: Tensor = rows) -> Tensor:
+                return rows[row : row + 1]
+
+            walks[number] = self.walker.walk(draw, logits)
+        if walks:
+            draws = tuple(plan.draws[number] for number in walks)
+            self.keep(self._accepted(replace(plan, draws=draws), list(walks.values())))
+        return walks
 
     def prepare(self, session: int, position: int) -> None:
         """Noise is computed within the step."""
@@ -255,13 +290,14 @@ class DeviceRunner(StepRunner):
             real["temperature"][mine] = draw.warp.temperature
             real["top_p"][mine] = draw.warp.top_p
             real["min_p"][mine] = draw.warp.min_p
-            whole["first"][number], whole["count"][number] = draw.wanted, draw.tree.rows
+            rows_walked = draw.tree.rows if draw.sampling.keeps_tokens else 0
+            whole["first"][number], whole["count"][number] = draw.wanted, rows_walked
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """For forwards without drawing: those of checks, and of workers other than the leader."""
         if self.crew is not None:
-            self.crew.broadcast(replace(plan, draws=()))
-        inputs, _ = self._upload(replace(plan, draws=()), self._shape_of(replace(plan, draws=())))
+            self.crew.broadcast(replace(plan, draws=(), echoes=()))
+        inputs, _ = self._upload(replace(plan, draws=(), echoes=()), self._shape_of(replace(plan, draws=(), echoes=())))
         return self._seen(inputs.device)
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
@@ -275,15 +311,30 @@ class DeviceRunner(StepRunner):
 
     # The step
 
-    def _step(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers], edited: Sequence[Edited] = ()) -> Drawn:
-        """Everything from rows to copied keys. Without synchronisation, unless texts have a history: `edited`."""
+    def _step(
+        self,
+        shape: StepShape,
+        inputs: tuple[StepBuffers, StepBuffers],
+        plan: StepPlan | None = None,
+        masks: Sequence[Future[TreeMasks] | None] = (),
+    ) -> Drawn:
+        """Everything from rows to copied keys. Without synchronisation, unless some draws of `plan` have a history. A
+        graph needs no plan: none of its step's draws has one, and none of its texts asks for log-probabilities.
+
+        masks: of the structure of each of the plan's draws, as begun by `MaskThread`"""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
-        for draw, allowed in edited:
-            assert draw.history is not None
+        raw, scores = dict[int, Tensor](), dict[int, Tensor]()
+        for number, draw in enumerate(plan.draws if plan is not None else ()):
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
-            found = [allowed.result().allowed(row) for row in range(draw.tree.rows)] if allowed is not None else ()
-            logits[mine] = draw.history.scores(logits[mine], draw.paths(), found)
+            if draw.logprobs is not None:
+                raw[number] = logits[mine].clone()
+            if draw.history is not None:
+                begun = masks[number]
+                found = [begun.result().allowed(row) for row in range(draw.tree.rows)] if begun is not None else ()
+                logits[mine] = draw.history.scores(logits[mine], draw.paths(), found)
+            if not draw.sampling.keeps_tokens:
+                scores[number] = logits[mine]
         if shape.drawing == GREEDY:
             picked = logits.argmax(1)
         else:
@@ -299,7 +350,9 @@ class DeviceRunner(StepRunner):
         target = torch.where(accepted, given["to_slots"][below], 0)
         for store in self.pages.stores:
             commit_rows(store, source.view(-1), target.view(-1))
-        return Drawn(paths, picked[paths], lengths)
+        # A draw with a history changes its own rows only, which are no echo's.
+        rows = logits if plan is not None and plan.echoes else torch.zeros(0)
+        return Drawn(paths, picked[paths], lengths, raw, rows, scores)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
         """Replay a step's graph, which is recorded first if needed; run the step where it cannot be recorded."""

@@ -207,7 +207,7 @@ class VerifierEngine:
     async def open(self, call: OpenCall) -> Opened:
         """Consume a text up to its root. Raises BadRequest, or Overloaded with `max_sessions + max_waiting` texts."""
         saved = None
-        if self._shelf is not None:
+        if self._shelf is not None and call.parameters.echo_from is None:
             length, arrays = await self._shelf.find(call)
             saved = Saved(length, len(arrays["dt.0"]), arrays) if arrays is not None else None
         opened: Opened = await self._ask(call, saved, await self._structure_of(call))
@@ -320,10 +320,12 @@ class VerifierEngine:
         return 0.0
 
     def _restore(self, session: VerifierText, saved: Saved) -> bool:
-        """Restore a saved memory; false where that fails, which is logged: the text is then computed."""
+        """Restore a saved memory, or copy another text's; false where that fails, which is logged: the text is then
+        computed."""
         assert session.memory.place is not None
         try:
-            self.runner.restore(session.memory.place, saved.length, saved.tokens, saved.arrays)
+            arrays = self.runner.save(saved.source, saved.length) if saved.source is not None else saved.arrays
+            self.runner.restore(session.memory.place, saved.length, saved.tokens, arrays)
         except Exception:
             log.exception("verifier: a saved memory of %d tokens could not be restored", saved.length)
             return False

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.grammars import GrammarText
-from dendro.text import Finish, Verdict
+from dendro.logprobs import TokenLogprobs, check_echo
+from dendro.text import Finish, Sampling, Verdict, check_choice
 from dendro.tree import DraftTree
-from tree_kernels.tree_attention import near_window
+from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import History, Processors, Warp
 from tree_layers.tree_mixers import Array
 
 from verifier_service.memory import TextMemory, most_pages, salt_of
-from verifier_service.recurrent import Arrangement
+from verifier_service.modes import check_laws
+from verifier_service.recurrent import Arrangement, TextStates
 
 Call = OpenCall | VerifyCall | CloseCall
 
@@ -66,8 +68,25 @@ class Capacity:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
             raise BadRequest("text", f"has a token outside the vocabulary of {self.vocabulary}")
 
-    def check_tree(self, tree: DraftTree, root: int) -> None:
-        """Raise BadRequest for a tree that does not begin with the text's last token, or exceeds a limit."""
+    def check_opening(self, update: TextUpdate, parameters: RequestParameters) -> None:
+        """Raise BadRequest, naming the field, for a text that cannot be opened with these parameters."""
+        self.check_text(update.base, update.tokens)
+        longest = parameters.limits.max_length
+        if longest > self.max_length:
+            raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {self.max_length}")
+        if longest <= update.base:
+            raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
+        if (first := parameters.echo_from) is not None:
+            check_echo("text", update.base - first, parameters.logprobs)
+        check_choice(parameters.sampling, parameters.limits, self.vocabulary, self.end_ids, parameters.structure)
+        needed = self.pages_of(longest + self.max_depth)
+        if needed > self.pages:
+            raise BadRequest("limits.max_length", f"needs {needed} pages of {PAGE} tokens; there are {self.pages}")
+
+    def check_tree(self, tree: DraftTree, ids: Sequence[int], sampling: Sampling) -> None:
+        """Raise BadRequest for a tree that does not begin with the last token of the text `ids`, exceeds a limit, or
+        cannot be verified in the request's mode."""
+        root = ids[-1]
         if tree.tokens[0] != root:
             raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}, the text ends with {root}")
         if tree.rows > self.max_rows:
@@ -76,6 +95,7 @@ class Capacity:
             raise BadRequest("tree.tokens", f"a token lies outside the vocabulary of {self.vocabulary}")
         if tree.depth > self.max_depth:
             raise BadRequest("tree.parents", f"depth {tree.depth}; a tree here has at most {self.max_depth}")
+        check_laws(tree, sampling, len(ids), self.vocabulary)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +105,7 @@ class Saved:
     length: int
     tokens: int  # number of newest tokens whose inputs it holds
     arrays: Mapping[str, Array]
+    source: TextStates | None = None  # of an open text that begins alike: the arrays are copied from there
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -119,6 +140,7 @@ class VerifierText:
     saved: Saved | None = None  # its stored memory, until it is admitted
     history: History | None = None  # where its parameters change logits before the temperature
     structure: GrammarText | None = None  # of its answer; verifications keep up with the text, and are ahead of it
+    echoed: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, of tokens from `echo_from` on
 
     @classmethod
     def opened(cls, number: int, ask: PendingCall, call: OpenCall, text: PeerText, capacity: Capacity) -> VerifierText:
@@ -176,14 +198,50 @@ class VerifierText:
         return verdict if count is None else verdict.cut(count, Finish.STRUCTURE)
 
     @property
+    def trimmed(self) -> bool:
+        """Whether guesses of its trees may be left out of a step: not where they were drawn, which would change the law
+        of what is emitted."""
+        return not self.parameters.sampling.draws_guesses
+
+    def least_rows(self, tree: DraftTree) -> int:
+        """The fewest rows of a tree that a step must have."""
+        return 1 if self.trimmed else tree.rows
+
+    @property
     def lacking(self) -> int:
         """Committed tokens before the root that the memory has not consumed."""
         return len(self.text.ids) - 1 - len(self.memory.consumed)
 
     @property
+    def shareable(self) -> list[int]:
+        """The tokens whose memory may be another text's: all but the root, and while it is opened, those before the
+        first row whose log-probabilities are asked for."""
+        first = self.parameters.echo_from if self.opening is not None else None
+        return self.text.ids[: min(len(self.text.ids), first or len(self.text.ids)) - 1]
+
+    @property
     def waits(self) -> bool:
         """Whether a call waits for it."""
         return self.opening is not None or bool(self.asks)
+
+
+def longest_saved(session: VerifierText, others: Iterable[VerifierText]) -> Saved | None:
+    """The longest memory that a state-space text can go on from: its stored one, or that of another open text of its
+    tenant which is a beginning of it, or which it is a beginning of; None where there is neither."""
+    best, session.saved = session.saved, None
+    most = len(session.shareable)
+    if best is not None and best.length > most:
+        best = None
+    for other in others:
+        place, consumed = other.memory.place, other.memory.consumed
+        length = min(len(consumed), most)
+        if place is None or other.opening is not None or other.memory.salt != session.memory.salt:
+            continue
+        if length <= (best.length if best is not None else 0) or not place.can_cut(length):
+            continue
+        if consumed[:length] == session.text.ids[:length]:
+            best = Saved(length, length - place.base_of(length) * place.extent.block, {}, place)
+    return best
 
 
 def processors_of(parameters: RequestParameters, end_ids: frozenset[int]) -> Processors:
@@ -227,6 +285,14 @@ class _Share:
     prefill: int  # committed rows, after those consumed
     ask: PendingCall | None  # with its tree
     tree: DraftTree | None = None  # the part of it in the step
+
+    @property
+    def echoed(self) -> range:
+        """Positions of its committed rows whose next tokens' log-probabilities are asked for."""
+        first = self.session.parameters.echo_from if self.session.opening is not None else None
+        start = len(self.session.memory.consumed)
+        stop = start + self.prefill
+        return range(stop if first is None else min(max(first - 1, start), stop), stop)
 
     @property
     def is_root(self) -> bool:

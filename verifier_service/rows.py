@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from dendro.logprobs import TokenLogprobs
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import pages_for
 
 from verifier_service.recurrent import RecurrentRows, pack_recurrent
-from verifier_service.walk import Draw
+from verifier_service.walk import Draw, Echo
 
 Ints = npt.NDArray[np.int64]
 NO_ROWS: Ints = np.zeros(0, np.int64)
@@ -42,6 +43,7 @@ class StepPlan:
     wanted: Ints  # [k] rows whose logits are needed
     draws: tuple[Draw, ...]
     recurrent: RecurrentRows | None = None  # of a target with states
+    echoes: tuple[Echo, ...] = ()
 
     @property
     def certain(self) -> npt.NDArray[np.bool_]:
@@ -58,6 +60,8 @@ class StepOutcome:
     forward_us: int  # of the model, attention included
     run_us: int  # of all of the step's work in the model's thread
     cold: bool = False  # kernels were compiled or recorded: later steps of its shape take less time
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by draw; of a walk's tokens
+    echoed: tuple[tuple[TokenLogprobs, ...], ...] = ()  # by echo
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,7 +167,7 @@ def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -
     return slots
 
 
-def pack(parts: Sequence[TextRows], wanted: Ints, draws: Sequence[Draw] = ()) -> StepPlan:
+def pack(parts: Sequence[TextRows], wanted: Ints, draws: Sequence[Draw] = (), echoes: Sequence[Echo] = ()) -> StepPlan:
     """The parts of several texts as one step, in this order."""
     far, start = [], 0
     for part in parts:
@@ -181,5 +185,6 @@ def pack(parts: Sequence[TextRows], wanted: Ints, draws: Sequence[Draw] = ()) ->
         far=tuple(far),
         wanted=wanted,
         draws=tuple(draws),
+        echoes=tuple(echoes),
         recurrent=pack_recurrent(recurrent) if recurrent else None,
     )

@@ -18,6 +18,7 @@ from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
+from verifier_service.logprobs import echo_logprobs, walk_with_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.recurrent import RecurrentRows, TextStates, last_writers, recurrent_rows
@@ -80,10 +81,18 @@ class StepRunner:
             logits = self._logits(inputs)
             forward_s = time.perf_counter() - began - logits.took_s
             drawn = zip(plan.draws, masks, strict=True)
-            walks = [self.walker.walk(draw, logits.row, allowed) for draw, allowed in drawn]
+            walked = [walk_with_logprobs(self.walker, draw, logits.row, allowed) for draw, allowed in drawn]
+            walks = tuple(each for each, _ in walked)
+            echoed = tuple(echo_logprobs(echo, logits.row) for echo in plan.echoes)
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
-        return StepOutcome(tuple(walks), int(1e6 * (forward_s + logits.took_s)), int(1e6 * (ended - started)))
+        return StepOutcome(
+            walks,
+            int(1e6 * (forward_s + logits.took_s)),
+            int(1e6 * (ended - started)),
+            logprobs={number: logprobs for number, (_, logprobs) in enumerate(walked) if logprobs},
+            echoed=echoed,
+        )
 
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits [wanted rows, vocabulary] float32. Writes every row's keys and values."""
@@ -99,7 +108,7 @@ class StepRunner:
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Send a step's rows to the crew and the seats; returns the padded tokens, positions and wanted rows."""
         if self.crew is not None:
-            self.crew.broadcast(replace(plan, draws=()))
+            self.crew.broadcast(replace(plan, draws=(), echoes=()))
         count = len(plan.tokens)
         padded = self._bucket(count)
         positions = self._tensor(plan.positions)

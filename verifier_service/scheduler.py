@@ -21,18 +21,25 @@ from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.smoothing import smoothed
-from dendro.text import Verdict, check_choice, cut_verdict
+from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
-from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
 from verifier_service.lingering import worth_waiting
 from verifier_service.memory import PageTable
 from verifier_service.recurrent import StatePool, recurrent_rows
-from verifier_service.requests import Capacity, PendingCall, Saved, VerifierCounters, VerifierText, _Share
+from verifier_service.requests import (
+    Capacity,
+    PendingCall,
+    Saved,
+    VerifierCounters,
+    VerifierText,
+    _Share,
+    longest_saved,
+)
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
-from verifier_service.walk import Draw
+from verifier_service.walk import Draw, Echo
 
 
 class StepScheduler:
@@ -95,17 +102,19 @@ class StepScheduler:
 
     def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
         """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
-        walks = iter(outcome.walks)
+        walks, echoed = enumerate(outcome.walks), iter(outcome.echoed)
         likely, verdicts = [], []
         if not outcome.cold:
             self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
             session = share.session
+            if positions := share.echoed:
+                session.echoed.update(zip((1 + row for row in positions), next(echoed), strict=True))
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
             if share.ask is not None:
                 try:
-                    verdict = self._verdict(share, share.ask, next(walks), outcome)
+                    verdict = self._verdict(share, share.ask, *next(walks), outcome)
                 except BadRequest as error:  # no token continues its answer's structure
                     self._refuse(session, share.ask, error)
                     continue
@@ -217,19 +226,9 @@ class StepScheduler:
 
     def _open(self, ask: PendingCall, call: OpenCall) -> None:
         capacity, update = self.capacity, call.update
-        capacity.check_text(update.base, update.tokens)
-        longest = call.parameters.limits.max_length
-        if longest > capacity.max_length:
-            raise BadRequest("limits.max_length", f"{longest} tokens; a text here has at most {capacity.max_length}")
-        if longest <= update.base:
-            raise BadRequest("limits.max_length", f"{longest} tokens leave no room after a text of {update.base}")
-        given = call.parameters
-        check_choice(given.sampling, given.limits, capacity.vocabulary, capacity.end_ids, given.structure)
+        capacity.check_opening(update, call.parameters)
         text = PeerText()
         text.follow(update)
-        needed = capacity.pages_of(longest + capacity.max_depth)
-        if needed > capacity.pages:
-            raise BadRequest("limits.max_length", f"needs {needed} pages of {PAGE} tokens; there are {capacity.pages}")
         self._free(update.opening)
         if len(self.sessions) >= capacity.max_sessions + capacity.max_waiting:
             self.counters.refused += 1
@@ -291,14 +290,14 @@ class StepScheduler:
                 continue
             session.admitted = True
             places -= 1
-            saved, session.saved = session.saved, None
+            saved = longest_saved(session, self.sessions.values()) if self.capacity.saves else None
             if saved is not None and self.memory.restore(
                 session.memory, session.text.ids[: saved.length], saved.tokens
             ):
                 self._restoring.append((session, saved))
                 session.restored = saved.length
                 continue
-            session.restored = self.memory.adopt(session.memory, session.text.ids[:-1])
+            session.restored = self.memory.adopt(session.memory, session.shareable)
             self._settle_opening(session)
 
     def _settle_opening(self, session: VerifierText) -> None:
@@ -308,7 +307,9 @@ class StepScheduler:
             waited = microseconds(self.clock() - ask.ticket.arrived_s)
             processed = len(session.memory.consumed) - session.restored
             session.opening = None
-            ask.ticket.settle(Opened(session.restored, processed, waited))
+            first, session.echoed, found = session.parameters.echo_from, {}, session.echoed
+            places = range(first, len(session.text.ids)) if first is not None else ()
+            ask.ticket.settle(Opened(session.restored, processed, waited, tuple(found[place] for place in places)))
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
         """End an opening, if it exists, and release its pages."""
@@ -336,7 +337,7 @@ class StepScheduler:
         for session in self.sessions.values():
             if session.waits and session.admitted and not session.memory.pages:
                 # Preempted: adopt the pages of its text that others have published.
-                self.memory.adopt(session.memory, session.text.ids[:-1])
+                self.memory.adopt(session.memory, session.shareable)
         ready.sort(key=lambda each: each[0])
         step_rows, prefill_rows = self.capacity.step_rows, self.capacity.prefill_rows
         # Texts that need rows of prompts: being opened, or preempted and too long for one step.
@@ -351,10 +352,11 @@ class StepScheduler:
         for _, session, ask in ready:  # the roots and the missing rows before them
             assert isinstance(ask.call, VerifyCall)
             deepest = len(session.text.ids) + ask.call.tree.depth
-            if session.lacking < room and self._hold(session, deepest, taken):
+            needed = session.lacking + session.least_rows(ask.call.tree)
+            if needed <= room and self._hold(session, deepest, taken):
                 shares.append(_Share(session, session.lacking, ask, ask.call.tree))
                 taken.add(session.number)
-                room -= session.lacking + 1
+                room -= needed
         self._trim(shares, room)
         room = step_rows
         if shares:
@@ -379,8 +381,9 @@ class StepScheduler:
 
     def _trim(self, shares: Sequence[_Share], room: int) -> None:
         """Drop the guesses that do not fit or are not worth their rows."""
+        must = sum(share.prefill + share.session.least_rows(share.tree) for share in shares if share.tree is not None)
+        shares = [share for share in shares if share.session.trimmed]
         trees = [share.tree for share in shares if share.tree is not None]
-        must = sum(share.prefill + 1 for share in shares)
         kept = worthwhile(trees, must, room, self.capacity.sizes, self.costs)
         for share, tree in zip(shares, kept, strict=True):
             share.tree = tree
@@ -417,7 +420,7 @@ class StepScheduler:
             raise BadRequest("text", f"has reached its limit of {session.parameters.limits.max_length} tokens")
         self._follow_text(session, call.update)
         session.follow_structure()
-        self.capacity.check_tree(call.tree, session.text.ids[-1])
+        self.capacity.check_tree(call.tree, session.text.ids, session.parameters.sampling)
 
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
         consumed = session.memory.consumed
@@ -429,7 +432,7 @@ class StepScheduler:
         self.memory.cut(session.memory, min(valid, len(ids) - 1))  # the root is consumed with its tree
 
     def _pack(self, shares: Sequence[_Share]) -> StepPlan:
-        parts, draws, capacity = [], [], self.capacity
+        parts, draws, echoes, capacity = [], [], [], self.capacity
         start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
         alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]
         roots = iter(root_rows(alone, capacity.near, capacity.window))
@@ -437,10 +440,15 @@ class StepScheduler:
             session, tree = share.session, share.tree
             committed = len(session.memory.consumed) + np.arange(share.prefill)
             scratch = capacity.first_scratch + guesses
+            if positions := share.echoed:
+                tokens = session.text.ids[positions.start + 1 : positions.stop + 1]
+                echoes.append(Echo(sum(map(len, wanted)), tuple(tokens), session.parameters.logprobs or 0))
+                wanted.append(start + np.array(positions) - len(session.memory.consumed))
             if tree is not None:
                 first = start + share.prefill
                 place = sum(map(len, wanted))
-                laws = session.warp, session.parameters.sampling, session.history, session.structure
+                asked = session.parameters
+                laws = session.warp, asked.sampling, session.history, asked.logprobs, session.structure
                 draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
                 wanted.append(np.arange(first, first + tree.rows))
                 guesses += tree.guesses
@@ -459,9 +467,9 @@ class StepScheduler:
                 folds += len(rows.folds)
             parts.append(part)
             start += len(part.tokens)
-        return pack(parts, np.concatenate(wanted), draws)
+        return pack(parts, np.concatenate(wanted), draws, echoes)
 
-    def _verdict(self, share: _Share, ask: PendingCall, walked: Walk, outcome: StepOutcome) -> Verdict:
+    def _verdict(self, share: _Share, ask: PendingCall, draw: int, walked: Walk, outcome: StepOutcome) -> Verdict:
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         session = share.session
         walked = session.before_stuck(walked)
@@ -478,6 +486,7 @@ class StepScheduler:
             step_rows=self._size,
             trimmed=ask.call.tree.guesses - share.tree.guesses,
             cold=outcome.cold,
+            logprobs=outcome.logprobs.get(draw, ())[: len(walked.tokens)],
         )
         verdict = session.completed(verdict)
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)

@@ -14,6 +14,8 @@ from tree_kernels.noise import NoiseRows
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of
 
+from verifier_service.modes import walk_by_mode
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
@@ -27,6 +29,7 @@ class Draw:
     warp: Warp
     sampling: Sampling
     history: History | None = None  # of the text, where its parameters change logits before the temperature
+    logprobs: int | None = None  # likeliest tokens whose log-probabilities are computed beside a token's; None: none
     structure: GrammarText | None = None  # of the text's answer, where it has a structure; then `history` is there, too
 
     def paths(self) -> list[list[int]]:
@@ -35,6 +38,15 @@ class Draw:
         for token, parent in zip(self.tree.tokens[1:].tolist(), self.tree.parents[1:].tolist(), strict=True):
             paths.append([*paths[parent], token])
         return paths
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """Rows of a text whose next tokens are known, and get log-probabilities. Plain values."""
+
+    wanted: int  # row of the step's logits that is the first of them; the others follow
+    tokens: tuple[int, ...]  # after each row
+    top: int  # likeliest tokens whose log-probabilities are computed beside a token's
 
 
 class MaskThread:
@@ -62,14 +74,21 @@ class Walker:
     def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: Future[TreeMasks] | None = None) -> Walk:
         """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order.
         masks: of the draw's structure, as begun by `MaskThread`"""
-        noise = self._rows(draw) if not draw.warp.greedy else None
         paths = draw.paths() if draw.history is not None else []
 
+        def scores(row: int) -> Tensor:
+            here = logits(draw.wanted + row)
+            if draw.history is None:
+                return here
+            allowed = [masks.result().allowed(row)] if masks is not None else ()
+            return draw.history.scores(here, [paths[row]], allowed)
+
+        if not draw.sampling.keeps_tokens:
+            return walk_by_mode(draw.tree, draw.base, draw.warp, draw.sampling, scores)
+        noise = self._rows(draw) if not draw.warp.greedy else None
+
         def pick(row: int) -> int:
-            here, drawn = logits(draw.wanted + row), None
-            if draw.history is not None:
-                allowed = [masks.result().allowed(row)] if masks is not None else ()
-                here = draw.history.scores(here, [paths[row]], allowed)
+            here, drawn = scores(row), None
             if noise is not None:
                 drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
             return int(tokens_of(here, draw.warp, drawn)[0])

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-from dendro.answer import AnswerProgress, Event
+from dendro.answer import Event
 from dendro.client import Asking
+from dendro.progress import RequestProgress
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.ingress import Ingress
@@ -21,7 +22,7 @@ class LocalClient(Asking):
         self._tenant = tenant
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
-        answer = AnswerProgress(request, timeout_s=self._ingress.config.router.request_timeout_s, attempts=1)
+        answer = RequestProgress(request, timeout_s=self._ingress.config.router.request_timeout_s, attempts=1)
         async with aclosing(self._ingress.generate(request, self._tenant)) as responses:
             async for response in responses:
                 event = answer.take(response)

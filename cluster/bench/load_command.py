@@ -175,7 +175,11 @@ def bench_load(
     ] = False,
     target: Annotated[
         Which | None,
-        typer.Option(help="The demo or the costly target, with --against-off. (default demo)", show_default=False),
+        typer.Option(
+            help="The demo or the costly target, with --against-off. (default demo)",
+            metavar="<demo|costly>",
+            show_default=False,
+        ),
     ] = None,
     temperatures: Annotated[
         str | None, typer.Option(help="Sampling temperatures with --against-off. (default 0,0.8)", show_default=False)

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import cast
 
 import numpy as np
-from dendro.answer import Options, Speculation
+from dendro.answer import Completion, Options, Speculation
 from dendro.client import Asking
 from dendro.errors import EngineFailed
+from dendro.logprobs import MAX_TOP_LOGPROBS
 from dendro.structure import Structure
 from torch import Tensor
 from tree_kernels.warp import Processors, processed
@@ -20,6 +21,8 @@ FIRST_IDS = 8
 """Ids below it are never removed, so that every combination leaves tokens to draw."""
 CHANCE = 0.4
 """Of each parameter to be set."""
+SAMPLES = 3
+"""Answers to one prompt that are compared with requests of their own."""
 MOST_LISTED = 200
 """Ids of one parameter."""
 
@@ -74,6 +77,7 @@ def random_options(rng: np.random.Generator, tokens: int, vocabulary: int, struc
         "min_new_tokens": int(rng.integers(1, tokens)),
         "stop_ids": ids(vocabulary // 6),
         "sample_index": int(rng.integers(0, 1 << 32)),
+        "logprobs": int(rng.integers(0, 1 + MAX_TOP_LOGPROBS)),
     }
     chosen = cast(Options, {name: value for name, value in made.items() if rng.random() < CHANCE})
     if structured and rng.random() < CHANCE:
@@ -113,7 +117,8 @@ async def identity_under_parameters(
     excused_below: float,
     step: Step,
 ) -> Promise:
-    """(f) Under random combinations of parameters, `auto` and the shapes in turn give the tokens of speculation off.
+    """(f) Under random combinations of parameters, `auto` and the shapes in turn give the tokens of speculation off;
+    at a bitwise verifier, its log-probabilities too.
 
     margin_of, excused_below: as in (b); the margin is that of the scores after penalties, biases and removals
     """
@@ -127,26 +132,46 @@ async def identity_under_parameters(
         plain = await _answer(service, prompt, options, "off", tokens, number)
         for way in ("auto", *shapes[number % len(shapes) :][:1]) if shapes else ("auto",):
             again = await _answer(service, prompt, options, way, tokens, number)
-            place = first_difference(again, plain)
+            place = first_difference(again.token_ids, plain.token_ids)
             promise.answers += 1
-            promise.tokens_compared += len(plain) if place is None else place
+            promise.tokens_compared += len(plain.token_ids) if place is None else place
             compared += 1
-            if place is None:
+            if place is None and (again.logprobs == plain.logprobs or margin_of is not None):
                 same += 1
+            elif place is None:
+                promise.check(False, f"{way} has other log-probabilities, under {options}")
             elif margin_of is not None and margin_of(
-                [*prompt, *plain[:place]], _scores_of(options, prompt, plain[:place])
+                [*prompt, *plain.token_ids[:place]], _scores_of(options, prompt, plain.token_ids[:place])
             ) < excused_below / (options.get("temperature") or 1.0):
                 promise.excused += 1
                 same += 1
             else:
                 promise.check(False, f"{way} differs at token {place}, under {options}")
         step()
+    if margin_of is None:  # elsewhere a first difference would have to be excused
+        await _samples_are_requests(service, promise, prompts[0], tokens)
     promise.check(
         same == compared,
         f"{combinations} random combinations, {structured} with a structure: {same} of {compared} answers identical to "
         "off or excused",
     )
     return promise
+
+
+async def _samples_are_requests(service: Asking, promise: Promise, prompt: Sequence[int], tokens: int) -> None:
+    """Add whether each of several answers to a prompt is that of a request with its sample index."""
+    fixed: Options = {"temperature": 1.0, "logprobs": 2, "max_new_tokens": tokens, "ignore_end": True, "seed": 1}
+    several: Options = {**fixed, "n": SAMPLES, "speculation": "auto"}
+    samples = await service.generate_samples(prompt, **several)
+    alone = []
+    for index in range(SAMPLES):
+        one: Options = {**fixed, "sample_index": index, "speculation": "off"}
+        alone.append(await service.generate_text(prompt, **one))
+    promise.answers += SAMPLES
+    promise.tokens_compared += sum(len(each.token_ids) for each in alone)
+    pairs = zip(samples, alone, strict=True)
+    equal = sum((ours.token_ids, ours.logprobs) == (other.token_ids, other.logprobs) for ours, other in pairs)
+    promise.check(equal == SAMPLES, f"{equal} of {SAMPLES} samples of a prompt identical to requests of their own")
 
 
 def _scores_of(options: Options, prompt: Sequence[int], answer: Sequence[int]) -> Callable[[Tensor], Tensor]:
@@ -156,8 +181,8 @@ def _scores_of(options: Options, prompt: Sequence[int], answer: Sequence[int]) -
 
 async def _answer(
     service: Asking, prompt: Sequence[int], options: Options, way: str, tokens: int, seed: int
-) -> list[int]:
-    """The ids of an answer. Raises EngineFailed if its statistics contradict each other."""
+) -> Completion:
+    """An answer. Raises EngineFailed if its statistics contradict each other."""
     fixed: Options = {
         "max_new_tokens": tokens,
         "ignore_end": True,
@@ -168,4 +193,4 @@ async def _answer(
     done = await service.generate_text(prompt, **given)
     if wrong := done.complete.speculation.contradictions:
         raise EngineFailed(f"{way}: an answer's statistics contradict each other: {'; '.join(wrong)}")
-    return list(done.token_ids)
+    return done

@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Protocol
 
+import numpy as np
 from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
 from dendro.clock import Clock
 from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
-from dendro.shapes import TreeShape
+from dendro.shapes import TreeShape, child_counts
 from dendro.tasks import first_of
 from dendro.text import Text
 from dendro.tree import DraftTree
@@ -126,7 +127,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         began_s = self._clock()
         call = DraftCall(opening.update(text), shape)
         work = asyncio.ensure_future(opening.peer.draft(call))
-        longest_s = self._longest_s
+        # A round that gives a drawn tree up may do so because of what was drawn: it waits until the drafter is hung.
+        longest_s = FROZEN_S if text.sampling.draws_guesses else self._longest_s
         deadline_s = self._pace.deadline_s(self.name, shape.depth, longest_s) if self._adaptive else longest_s
         try:
             await asyncio.wait({work}, timeout=deadline_s)
@@ -186,6 +188,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             raise BadAnswer(f"tree.tokens: begins with {tree.tokens[0]}; the text's root is {text.root}")
         if tree.rows > shape.rows or tree.depth > shape.depth:
             raise BadAnswer(f"tree: has {tree.rows} rows and depth {tree.depth}; requested was {shape}")
+        if text.sampling.draws_guesses and _children_counts(tree) != child_counts(shape):
+            raise BadAnswer(f"tree.parents: has another form than {shape}, whose guesses are drawn")
         target = self._verifier.hello
         if target is not None and (tree.tokens >= target.vocabulary).any():
             raise BadAnswer(f"tree.tokens: exceed the target's vocabulary of {target.vocabulary}")
@@ -261,7 +265,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 return
             target = self._verifier.hello
             tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
-            opening = self._pending = Opening(leased, text, *tokens)
+            opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters)
             opened = await opening.open(text)
         except (DendroError, TimeoutError) as error:
             log.info("drafter %s: %s; trying again later", self.name, error or "does not answer")
@@ -301,6 +305,11 @@ class DrafterHandles:
     async def close(self, text: Text) -> None:
         """Close the opening at each drafter, all at once."""
         await asyncio.gather(*(handle.close(text) for handle in self.handles.values()))
+
+
+def _children_counts(tree: DraftTree) -> tuple[int, ...]:
+    """The number of children of each row."""
+    return tuple(np.bincount(tree.parents[1:], minlength=tree.rows).tolist())
 
 
 def _levels(tree: DraftTree, shape: TreeShape) -> int:

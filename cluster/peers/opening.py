@@ -12,7 +12,7 @@ from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.smoothing import smoothed
 from dendro.tasks import BackgroundTasks, end_task
-from dendro.text import Text
+from dendro.text import Sampling, Text
 from tree_layers.checkpoint import Facts
 
 log = logging.getLogger("dendro.peers")
@@ -81,22 +81,26 @@ class Pace:
 class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
-    def __init__(self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "") -> None:
-        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. Only a verifier gets the text's
-        structure."""
+    def __init__(
+        self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "", sampling: Sampling | None = None
+    ) -> None:
+        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. `sampling`: the peer's, where
+        it differs from the text's. Only a verifier gets the text's structure."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
         self._parameters = RequestParameters(
-            text.sampling,
+            sampling or text.sampling,
             text.limits,
             text.tenant,
             text.marks,
             vocabulary,
             tokenizer,
             text.prompt_length,
+            text.logprobs,
+            text.echo_from,
             None if vocabulary else text.structure,
         )
 

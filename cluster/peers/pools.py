@@ -130,11 +130,18 @@ class Peers:
         self._facts = facts
         self._tokenizers = {name: target.tokenizer for name, target in facts.targets.items()}
 
-    def verifier(self, target: str, text: Text) -> VerifierHandle:
-        """A verifier for a text. Its lease and its opening run in the background."""
+    def verifier(self, target: str, text: Text, beside: Text | None = None) -> VerifierHandle:
+        """A verifier for a text. Its lease and its opening run in the background. beside: as of
+        `PeersPort.verifier`"""
         facts = self._facts.targets[target] if self._facts is not None else None
         handle = VerifierHandle(
-            text, self._targets[target], self._paces[target], self._patience_s, facts=facts, clock=self._clock
+            text,
+            self._targets[target],
+            self._paces[target],
+            self._patience_s,
+            facts=facts,
+            clock=self._clock,
+            beside=self._verifiers.get(beside) if beside is not None else None,
         )
         self._verifiers[text] = handle
         return handle

@@ -10,6 +10,7 @@ from dataclasses import replace
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.logprobs import TokenLogprobs, fit
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
@@ -20,6 +21,7 @@ from cluster.peers.opening import (
     FIRST_BACKOFF_S,
     LONGEST_BACKOFF_S,
     STRIKES,
+    Leased,
     Opening,
     Pace,
     PeerHandle,
@@ -48,8 +50,10 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         step_s: float = STEP_S,
         facts: Facts | None = None,
         clock: Clock = time.monotonic,
+        beside: VerifierHandle | None = None,
     ) -> None:
-        """`facts`: of the target's checkpoint; replicas of another one are not used."""
+        """`facts`: of the target's checkpoint; replicas of another one are not used. `beside`: the handle of a text
+        that begins alike: this one is opened at its replica first, under its lease."""
         super().__init__(pool, pace, clock)
         self._facts = facts
         self.moves = 0  # times that the text was opened at another verifier
@@ -63,7 +67,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
-        self._opening_task = self._background.start(self._lease_and_open(text))
+        first = self._lease_and_open(text) if beside is None else self._open_beside(text, beside)
+        self._opening_task = self._background.start(first)
 
     async def close(self, text: Text) -> None:
         self._limit.close()
@@ -85,6 +90,14 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         if self.hello is None:
             raise PeerLost("verifier: the handle is closed")
         return self.hello
+
+    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Wait until the text is open; the log-probabilities that the opening reported. Raises what ended it."""
+        if self.opened is None and (task := self._opening_task) is not None:
+            await asyncio.shield(task)
+        if self.opened is None:
+            raise PeerLost("verifier: the handle is closed")
+        return self.opened.logprobs
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         """The target's verdict. Raises BadRequest for a text that verifiers refuse, PeerLost or Overloaded after the
@@ -139,7 +152,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 return verdict if verdict.ahead_us <= longest_us else replace(verdict, ahead_us=longest_us)
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
-        self._opening_task = self._background.start(self._lease_and_open(text, old, same))
+        leased = old.leased if same else None
+        self._opening_task = self._background.start(self._lease_and_open(text, old, leased))
 
     async def _current_opening(self, text: Text) -> Opening[VerifierPeer]:
         if self._opening is None and self._opening_task is not None:
@@ -148,16 +162,26 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
             raise PeerLost("verifier: the handle is closed")
         return self._opening
 
-    async def _lease_and_open(self, text: Text, old: Opening[VerifierPeer] | None = None, same: bool = False) -> None:
+    async def _open_beside(self, text: Text, beside: VerifierHandle) -> None:
+        """Open the text where another is open; elsewhere, where that one's lease has ended."""
+        await beside.ready()
+        opening = beside._opening
+        await self._lease_and_open(text, leased=opening.leased if opening is not None else None)
+
+    async def _lease_and_open(
+        self,
+        text: Text,
+        old: Opening[VerifierPeer] | None = None,
+        leased: Leased[VerifierPeer] | None = None,
+    ) -> None:
         """Lease a verifier and open the text there. Retries within the patience; raises at once for the second failure
         by a verifier's own fault since the last verdict.
 
-        `old` is the opening that this one replaces, first under the `same` lease where that is set. It is closed after
-        the first attempt, not before: a lease ends with the last of its openings.
+        `old` is the opening that this one replaces. It is closed after the first attempt, not before: a lease ends with
+        the last of its openings. `leased`: what the first attempt uses, where it need not lease.
         """
         give_up_s = self._clock() + self._patience_s
         pause_s = FIRST_BACKOFF_S
-        leased = old.leased if old is not None and same else None
         while True:
             try:
                 if leased is None:
@@ -167,6 +191,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self.greeted.set()
                 self._pending = Opening(leased, text)
                 opening, opened = await self._first_open(self._pending, text)
+                self._check_echo(opened, text, opening.hello)
             except (DendroError, TimeoutError) as error:
                 self._close_pending(text)
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
@@ -181,6 +206,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
             else:
                 self.opened = self.opened or opened
+                text.echo_from = None  # where the text is opened again, the client has them
                 if opening is not self._pending:
                     self._close_pending(text)
                 self._opening, self._pending = opening, None
@@ -239,6 +265,13 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         if not second.cancelled() and second.exception() is None:
             await second.result()[0].close(text)
 
+    def _check_echo(self, opened: Opened, text: Text, hello: Hello) -> None:
+        """Raise BadAnswer where an opening does not report the log-probabilities that it was asked for."""
+        asked = text.echo_from if self.opened is None else None
+        top, tokens = (text.logprobs, max(len(text) - asked, 0)) if asked is not None else (None, 0)
+        if not fit(opened.logprobs, tokens, top, hello.vocabulary):
+            raise BadAnswer(f"verifier: its log-probabilities of {tokens} tokens of the text are not those asked for")
+
     def _is_last_fault(self, error: BaseException) -> bool:
         """Count a verifier's own fault. Returns whether it is the second since the last verdict, which is fatal."""
         self._faults += isinstance(error, EngineFailed)
@@ -269,6 +302,8 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
             raise BadAnswer(f"verifier: its verdict's path {verdict.path} is not in the tree")
     if max(verdict.tokens) >= hello.vocabulary:
         raise BadAnswer(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
+    if not fit(verdict.logprobs, len(verdict.tokens), text.logprobs, hello.vocabulary):
+        raise BadAnswer(f"verifier: its log-probabilities of {len(verdict.tokens)} tokens are not those asked for")
     room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
     if (
         room < 0

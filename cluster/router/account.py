@@ -32,6 +32,7 @@ class RoundAccount:
         self.notes = Prior()
         self._temperature = temperature
         self._policy = plan.policy
+        self._learns = plan.learns
         self._chosen = plan.adaptive  # a policy chooses among the configured arms
         self._experience = experience
         self.stopping = StopRule(experience) if plan.stops else None
@@ -61,7 +62,7 @@ class RoundAccount:
         self.notes.learn(arm, tree, verdict, worth)
         self.running.begun()
         took_us = 1e6 * (now_s - self._began_s)
-        if not first:  # the first also waits for the text to be opened
+        if not first and self._learns:  # the first also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
             self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
         if self.stopping is not None:

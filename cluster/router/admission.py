@@ -12,10 +12,11 @@ from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.grammars import Grammars
+from dendro.logprobs import check_echo, check_logprobs
 from dendro.long_work import PART, STRUCTURE_WORK, off_loop
 from dendro.structure import Structure, structure_from
 from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
-from dendro.token_lists import edits_from, stop_ids_from
+from dendro.token_lists import edits_from, mode_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
 
@@ -81,6 +82,8 @@ class Job:
     stops: StopStrings
     structure: Structure | None
     complete: bool  # `held` has the whole of a structured answer
+    logprobs: int | None  # as of `Text`
+    echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
@@ -94,6 +97,16 @@ class Job:
     @property
     def answer_length(self) -> int:
         return self.limits.max_length - len(self.prompt)
+
+    @property
+    def echo_from(self) -> int | None:
+        """As of `Text`: the first token of a text has no log-probability."""
+        return max(self.echo_start, 1) if self.echo_start is not None and self.logprobs is not None else None
+
+    @property
+    def computed_again(self) -> bool:
+        """Whether the rest of the written turn is computed: a record has no log-probabilities."""
+        return self.written is not None and self.logprobs is not None and len(self.held) < self.answer_length
 
 
 def _check_written(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int]) -> None:
@@ -118,6 +131,27 @@ def check_target_of_resume(resume: pb.Resume | None, held: list[int], target: st
     """Raise Conflict where the client's tokens come from another target than `target`, which would continue them."""
     if resume is not None and held and resume.target != target:
         raise Conflict(f"resume.target: the target has changed since the answer began; {BEGIN_AGAIN}")
+
+
+def check_written_target(job: Job, target: str) -> None:
+    """Raise Conflict where a written turn is computed again by another target than `target`."""
+    if job.written is not None and job.written.target != target:
+        raise Conflict(
+            "logprobs: the target has changed since this answer was written, and its record has none; ask without them"
+        )
+
+
+def check_written_tokens(job: Job, text: Text) -> None:
+    """Raise BadRequest where a written turn that is computed again gets other tokens. text: as far as it is computed"""
+    if job.written is None:
+        return
+    assert job.record is not None
+    if text.answer != list(job.record.tokens[len(job.prompt) : len(text)]) or (
+        text.finish is not None and (len(text), text.finish) != (job.written.end, job.written.finish)
+    ):
+        raise BadRequest(
+            "request_id", "is that of a written turn, but the parameters are others; a new turn needs a new id"
+        )
 
 
 class Admission:
@@ -156,13 +190,18 @@ class Admission:
         sampling = _sampling(request, record)
         stops = StopStrings.of(request.stop, request.include_stop)
         structure = structure_from(request)
+        logprobs = request.logprobs if request.HasField("logprobs") else None
+        check_logprobs(logprobs)
         experience = self._experience[served.name].of(tenant)
         kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
         prior = await self._priors.of(kind, experience)
         plan = plan_speculation(request.speculation, served.name, self._config, experience, sampling, prior)
         written = record.turn_of(request_id) if record is not None else None
         earlier = record.tokens if record is not None else ()
-        prompt = await self._prompt(request, served, list(earlier[: written.start] if written is not None else earlier))
+        before = list(earlier[: written.start] if written is not None else earlier)
+        prompt = await self._prompt(request, served, before)
+        if request.echo:
+            check_echo("echo", len(prompt) - len(before), logprobs)
         if written is not None:
             check_target_of_resume(resume, held, written.target)
             _check_written(written, earlier, prompt, held)
@@ -189,6 +228,8 @@ class Admission:
             stops=stops,
             structure=structure,
             complete=complete,
+            logprobs=logprobs,
+            echo_start=len(before) if request.echo and not held else None,
             plan=plan,
             kind=kind,
             experience=experience,
@@ -305,6 +346,7 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
         presence_penalty=fields.presence_penalty,
         frequency_penalty=fields.frequency_penalty,
         **edits_from(fields),
+        **mode_from(fields),
     )
 
 

@@ -22,9 +22,11 @@ from typing import TypeVar
 
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.logprobs import fill_logprobs
 from dendro.long_work import off_loop
+from dendro.samples import requests_of_samples
 from dendro.tasks import BackgroundTasks
-from dendro.text import Finish, Text, Verdict, finish_at
+from dendro.text import SEED_BITS, Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
@@ -40,10 +42,14 @@ from cluster.router.admission import (
     Served,
     check_target_of_resume,
     check_text_of_resume,
+    check_written_target,
+    check_written_tokens,
 )
+from cluster.router.echo import echo_of
 from cluster.router.ports import DrafterPort, HandlePort, PeersPort
 from cluster.router.priors import Priors
 from cluster.router.rounds import rounds
+from cluster.router.samples import SharedPrompt, merged
 from cluster.router.stop_strings import AnswerText
 from cluster.router.stopping import StoppingDrafter
 from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
@@ -124,10 +130,40 @@ class Ingress:
     async def generate(
         self, request: pb.GenerateRequest, tenant: str = ""
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Stream the answer: started, a chunk per round, complete. Raises the family in dendro.errors.
+        """Stream the answer, or as many as the request asks for: started, a chunk per round, complete. Raises the
+        family in dendro.errors.
 
         Leaving the iteration, or cancelling the task, ends the work within a round and releases the leases.
         """
+        first, *others = requests_of_samples(request)
+        if not others:
+            answers = self._answer(first, tenant)
+        else:
+            if not request.sampling.HasField("seed"):
+                seed = secrets.randbits(SEED_BITS)
+                for each in (first, *others):
+                    each.sampling.seed = seed
+            prompt = SharedPrompt()
+            rest = [self._answer_beside(each, tenant, prompt) for each in others]
+            answers = merged([self._answer(first, tenant, prompt), *rest])
+        async with aclosing(answers):
+            async for response in answers:
+                yield response
+
+    async def _answer_beside(
+        self, request: pb.GenerateRequest, tenant: str, prompt: SharedPrompt
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """A further answer to a prompt, once the first one's text is being opened."""
+        await prompt.wait()
+        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt.token_ids))
+        async with aclosing(self._answer(request, tenant, prompt)) as answer:
+            async for response in answer:
+                yield response
+
+    async def _answer(
+        self, request: pb.GenerateRequest, tenant: str, prompt: SharedPrompt | None = None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream one answer. prompt: of a request for several"""
         outcome, account = "refused", None
         request_id = request.request_id or secrets.token_hex(16)
         began_s = self._clock()
@@ -143,15 +179,19 @@ class Ingress:
                 job.record.marks if job.record else (),
                 answer if job.stops.strings else None,
                 len(job.held),
+                job.logprobs,
+                job.echo_from,
                 job.structure,
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             if job.resume is not None:
                 check_text_of_resume(job.resume, job, text)
             outcome = "left"
-            if job.written is not None:
+            if job.written is not None and not job.computed_again:
                 rest = self._rest_of_written(job, job.written, answer)
                 yield _started(job, text, job.written.target)
+                for part in await echo_of(job, ()):
+                    yield part
                 for event in rest:
                     yield event
                 outcome = "written"
@@ -163,12 +203,13 @@ class Ingress:
                 with experience.concurrency.running(fixed=not job.plan.free) as running:
                     account = RoundAccount(job.plan, experience, running, job.sampling.temperature, self._clock)
                     try:
-                        run = self._run(job, text, account, complete)
+                        run = self._run(job, text, account, complete, prompt)
                         async with aclosing(_ahead(run, self._left_s(job))) as done:
                             async for each in done:
                                 yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
                     finally:
-                        self._priors.learn(job.kind, account.notes, experience)
+                        if job.plan.learns:
+                            self._priors.learn(job.kind, account.notes, experience)
                 finish = text.finish
                 assert finish is not None
             else:  # the client has the whole answer
@@ -178,7 +219,9 @@ class Ingress:
             complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
             complete.usage.prompt_tokens = len(job.prompt)
             complete.usage.completion_tokens = len(text) - len(job.prompt)
-            if job.session:
+            if job.written is not None:
+                complete.session = job.session
+            elif job.session:
                 complete.session = await self._keep(job, text, finish)
             outcome = str(finish)
             yield pb.GenerateResponse(complete=complete)
@@ -198,13 +241,20 @@ class Ingress:
             )
 
     async def _run(
-        self, job: Job, text: Text, account: RoundAccount, complete: pb.GenerateComplete
+        self,
+        job: Job,
+        text: Text,
+        account: RoundAccount,
+        complete: pb.GenerateComplete,
+        prompt: SharedPrompt | None,
     ) -> AsyncGenerator[pb.GenerateResponse | _FinishedRound, None]:
         """Yield `started` once a verifier is leased, then each round; release the leases at the end. Sets the
         statistics of `complete`."""
         before = len(job.prompt)
         name, plan = job.served.name, job.plan
-        verifier = self._peers.verifier(name, text)
+        verifier = self._peers.verifier(name, text, prompt.first if prompt is not None else None)
+        if prompt is not None:
+            prompt.share(job.prompt, text)
         verifier.stays_off = account.stays_off
         drafter: DrafterPort = self._peers.drafters(name, text, account.running, plan.deadline_s, plan.adaptive)
         if account.stopping is not None:
@@ -220,10 +270,14 @@ class Ingress:
             account.learn_hello(hello)
             target = hello.target
             check_target_of_resume(job.resume, job.held, target)
+            check_written_target(job, target)
             job.target = target
             yield _started(job, text, target)
+            for part in await echo_of(job, await verifier.prompt_logprobs() if job.echo_from is not None else ()):
+                yield part
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
+                    check_written_tokens(job, text)
                     account.learn_hello(verifier.hello)
                     yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm_name)
         finally:
@@ -342,6 +396,8 @@ class _FinishedRound:
     def message(self, answer: AnswerText) -> pb.GenerateResponse:
         tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
         chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=self.arm)
+        for each in self.verdict.logprobs:
+            fill_logprobs(chunk.logprobs.add(), each)
         return pb.GenerateResponse(chunk=chunk)
 
 
@@ -408,5 +464,7 @@ def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:
             offset=len(job.held),
             prompt_digest=text.digest(len(job.prompt)),
             target=target,
+            mode=job.sampling.mode,
+            lossy=job.sampling.mode.lossy,
         )
     )

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from dendro.calls import Hello, Opened
+from dendro.logprobs import TokenLogprobs
 from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
@@ -40,6 +41,11 @@ class VerifierPort(Verifier, HandlePort, Protocol):
     hello: Hello | None
     stays_off: Callable[[], bool] | None
 
+    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Wait until the text is open; the log-probabilities of its tokens from `Text.echo_from` on. Raises what ended
+        the opening."""
+        ...
+
     async def first_hello(self) -> Hello:
         """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased."""
         ...
@@ -48,12 +54,13 @@ class VerifierPort(Verifier, HandlePort, Protocol):
 class PeersPort(Protocol):
     """Makes handles, without waiting. A verifier's sends the text at once, a drafter's when a tree is first requested.
     `deadline_s` is the request's limit on the wait for a draft; it can only shorten the configured one. `adaptive`: the
-    wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`)."""
+    wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`). `beside`: a text that begins alike
+    and has a verifier; this one is opened at the same replica, under the same lease, once that one is open."""
 
     def drafters(
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterPort: ...
-    def verifier(self, target: str, text: Text) -> VerifierPort: ...
+    def verifier(self, target: str, text: Text, beside: Text | None = None) -> VerifierPort: ...
 
     def expect(self, facts: ClusterFacts) -> None:
         """From now on, use only replicas of these checkpoints."""

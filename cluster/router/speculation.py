@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dendro.errors import BadRequest
+from dendro.modes import LISTED_MODES
 from dendro.shapes import MAX_ROWS, MarginalShape, ProposedShape, TreeShape
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
@@ -18,6 +19,7 @@ from cluster.arms import OFF_ARM, Arm, maker_and_shape
 from cluster.config import Config
 from cluster.policies import Experience, InformedPolicy, Static, make_policy
 from cluster.policies.prior import NO_PRIOR, Prior
+from cluster.router.modes import check_mode
 
 MODES = {
     pb.Speculation.MODE_UNSPECIFIED: "auto",
@@ -38,6 +40,7 @@ class SpeculationPlan:
     deadline_s: float = math.inf  # the request's limit on a round's wait for its draft
     stops: bool = False  # whether an arm is `until(auto,...)`, whose numbers are computed before each round
     adaptive: bool = True  # whether a round may stop waiting for a slow draft sooner; False in modes off and fixed
+    learns: bool = True  # whether its rounds count for what later requests expect: not in other modes than coupled
     names_drafters: bool = False  # whether statistics name the drafter beside the shape: the target has several
 
 
@@ -58,8 +61,10 @@ def plan_speculation(
     if speculation.policy and mode != "auto":
         raise BadRequest("speculation.policy", f"has no effect in mode {mode.upper()}; use AUTO")
     if mode == "auto":
+        check_mode(sampling, speculation, None, config)
         return _auto(speculation, target, config, experience, sampling, prior)
     arm = _fixed_arm(speculation, target, config) if mode == "fixed" else OFF_ARM
+    check_mode(sampling, speculation, arm, config)
     if arm.off and speculation.HasField("max_nodes"):
         raise BadRequest("speculation.max_nodes", "has no effect without trees")
     if not arm.drafted and speculation.HasField("deadline_ms"):
@@ -71,6 +76,7 @@ def plan_speculation(
         deadline_s=_deadline_s(speculation),
         stops=isinstance(arm.shape, MarginalShape),
         adaptive=False,
+        learns=sampling.mode not in LISTED_MODES,
         names_drafters=config.names_drafters(target),
     )
 

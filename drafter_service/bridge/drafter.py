@@ -108,6 +108,8 @@ class BridgedDrafter:
         bridge = self._bridges.get(call.parameters.tokenizer)
         if bridge is None:
             return await self.engine.open(call)
+        if call.parameters.sampling.draws_guesses:
+            raise BadRequest("mode", f"{call.parameters.sampling.mode} needs a drafter of the target's own tokens")
         text, opening = _BridgedText(bridge, bridge.translation()), call.update.opening
         self._texts[opening] = text
         try:

@@ -33,7 +33,7 @@ class Bridge(ABC):
             raise CheckpointError(f"a bridge of kind {self.kind} has nothing to guess: no tokens are common")
 
     def __str__(self) -> str:
-        shared, whole = self.vocabulary.common, len(self.drafter.bytes_of)
+        shared, whole = self.vocabulary.common, len(self.drafter.bytes_of) + len(self.drafter.control)
         return f"{self.kind}; {shared} of the drafter's {whole} tokens are tokens of the target, too"
 
     def translation(self) -> Translation:

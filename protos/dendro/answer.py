@@ -1,37 +1,23 @@
-"""A request and its answer as clients see them: options, events, and resuming an answer after its stream broke."""
+"""A request and its answer as clients see them: options and events."""
 
 from __future__ import annotations
 
 import dataclasses
 import secrets
-import time
 from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict
 
-import grpc.aio
-
-from dendro.errors import BadRequest, Conflict, DendroError, EngineFailed, PeerLost, error_for
+from dendro.errors import BadRequest, EngineFailed
+from dendro.logprobs import TokenLogprobs
 from dendro.structure import Structure, fill_structure
 from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
 
 REASON_KEY = "dendro-reason"
 """Trailing metadata of a router's own errors; those of gRPC and of a gateway do not have it."""
-
-BROKEN = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,  # the router is gone, or drains
-        grpc.StatusCode.CANCELLED,  # the router ended without a status
-        grpc.StatusCode.INTERNAL,  # a gateway lost its router
-        grpc.StatusCode.UNKNOWN,
-    }
-)
-"""Codes that, without our own reason, mean that the connection broke."""
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 2.0
 
 
 class Mode(StrEnum):
@@ -66,6 +52,20 @@ class Started:
     prompt_tokens: int
     prompt_digest: int  # of the tokens before the answer
     target: str  # digest of all that the tokens depend on besides the text: weights, dtype, exactness and others
+    mode: str = "coupled"  # the verification mode
+    lossy: bool = False  # the answer's tokens do not have the target's law
+    sample: int = 0  # the number of the answer, of a request with `n`
+
+
+@dataclass(frozen=True, slots=True)
+class EchoedPrompt:
+    """A part of the request's own prompt, where it asks for an echo."""
+
+    offset: int  # tokens of the text before this part, a session's earlier turns included
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # of each token, where asked for; None: the first token of a text
+    sample: int = 0  # as in Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,8 @@ class Round:
     token_ids: tuple[int, ...]
     text: str  # with stop strings, less what could begin one; a later round has that
     shape: str  # "off", "(3,2,1)", "small:(3,2,1)" of one of several drafters; empty: sent from the answer's record
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
+    sample: int = 0  # as in Started
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +182,10 @@ class Complete:
     drafter: OpeningStats | None
     target: OpeningStats | None
     stop_string: str = ""  # the one that ended the answer; empty: none did
+    sample: int = 0  # as in Started
 
 
-Event = Started | Round | Complete
+Event = Started | EchoedPrompt | Round | Complete
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +197,12 @@ class Completion:
     started: Started
     rounds: tuple[Round, ...]
     complete: Complete
+    prompt: tuple[EchoedPrompt, ...] = ()  # the request's own prompt, where it asks for an echo
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of each token, where the request asks for them."""
+        return tuple(each for part in self.rounds for each in part.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +226,7 @@ class Options(TypedDict, total=False):
     min_p: float | None
     seed: int | None  # default: the session's, or one that the server draws and reports
     sample_index: int | None
+    n: int | None  # answers, each with a sample index of its own; default 1
     repetition_penalty: float | None  # of tokens of the prompt and the answer; default 1: none
     presence_penalty: float | None  # of tokens of the answer; default 0
     frequency_penalty: float | None  # the same, for each time that the answer has the token; default 0
@@ -224,6 +234,8 @@ class Options(TypedDict, total=False):
     banned_ids: Sequence[int]  # tokens that are not drawn
     allowed_ids: Sequence[int]  # the only tokens that are drawn; default: all
     bad_words: Sequence[Sequence[int]]  # sequences of tokens that the answer does not complete
+    mode: str  # the verification mode: "coupled" (default), "greedy", "naive", "multi-step", "block" or "lenient"
+    lenience: float | None  # of mode "lenient", which is lossy
     max_new_tokens: int | None
     min_new_tokens: int | None  # no token that ends the answer is drawn before it has so many
     stop_ids: Sequence[int]  # tokens that end the answer; the drawn one is its last
@@ -231,6 +243,8 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]  # the answer ends with the token that completes one of these in its text
     include_stop: bool  # the text ends after the stop string, not before it
     structure: Structure | None  # what the answer's text must be; default: any text
+    echo: bool  # the answer comes with the prompt, and with `logprobs` its log-probabilities
+    logprobs: int | None  # report each token's log-probability, and those of so many likeliest tokens at its place
     session: str  # continue this session
     keep_session: bool  # start a session
     speculation: Speculation | str  # a text for `Speculation.parse`; default "auto"
@@ -247,6 +261,7 @@ def build_request(
     min_p: float | None = None,
     seed: int | None = None,
     sample_index: int | None = None,
+    n: int | None = None,
     repetition_penalty: float | None = None,
     presence_penalty: float | None = None,
     frequency_penalty: float | None = None,
@@ -254,6 +269,8 @@ def build_request(
     banned_ids: Sequence[int] = (),
     allowed_ids: Sequence[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
+    mode: str = "",
+    lenience: float | None = None,
     max_new_tokens: int | None = None,
     min_new_tokens: int | None = None,
     stop_ids: Sequence[int] = (),
@@ -261,6 +278,8 @@ def build_request(
     stop: str | Sequence[str] = (),
     include_stop: bool = False,
     structure: Structure | None = None,
+    echo: bool = False,
+    logprobs: int | None = None,
     session: str = "",
     keep_session: bool = False,
     speculation: Speculation | str = "auto",
@@ -277,6 +296,7 @@ def build_request(
         keep_session=keep_session,
         stop=stops.strings,
         include_stop=stops.included,
+        echo=echo,
     )
     if structure is not None:
         fill_structure(request.structure, structure)
@@ -295,6 +315,7 @@ def build_request(
             request.sampling.logit_bias[token] = bias
         except (ValueError, TypeError):
             raise BadRequest(f"logit_bias[{token}]", f"{bias!r} is no bias of a token id") from None
+    request.sampling.mode = mode
     options = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
     request.speculation.mode = MODES[options.mode]
     request.speculation.shape = options.shape
@@ -309,8 +330,11 @@ def build_request(
         (request.sampling, "repetition_penalty", repetition_penalty),
         (request.sampling, "presence_penalty", presence_penalty),
         (request.sampling, "frequency_penalty", frequency_penalty),
+        (request.sampling, "lenience", lenience),
         (request, "max_new_tokens", max_new_tokens),
         (request, "min_new_tokens", min_new_tokens),
+        (request, "logprobs", logprobs),
+        (request, "n", n),
         (request.speculation, "speculation.max_nodes", options.max_nodes),
         (request.speculation, "speculation.deadline_ms", options.deadline_ms),
     )
@@ -330,108 +354,14 @@ def _extend(field: MutableSequence[int], name: str, tokens: Sequence[int]) -> No
     field.extend(tokens)
 
 
-class AnswerProgress:
-    """The state of an answer over all of its streams: received tokens, retries, deadline. Does no I/O."""
-
-    def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
-        self.request = request
-        self.timeout_s = timeout_s
-        self.attempts = attempts
-        self.token_ids: list[int] = []
-        self.started: Started | None = None
-        self.finished = False
-        self._deadline = time.monotonic() + timeout_s
-        self._failures = 0  # since the last token
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds to the deadline. Raises PeerLost after it."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
-        return left
-
-    def next_request(self) -> pb.GenerateRequest:
-        """The request of the next call. Once a stream has started, it resumes after the received tokens."""
-        if self.started is None:
-            return self.request
-        request = pb.GenerateRequest()
-        request.CopyFrom(self.request)
-        request.resume.SetInParent()
-        request.resume.token_ids.extend(self.token_ids)
-        request.resume.seed = self.started.seed
-        request.resume.prompt_tokens = self.started.prompt_tokens
-        request.resume.prompt_digest = self.started.prompt_digest
-        request.resume.target = self.started.target
-        return request
-
-    def take(self, response: pb.GenerateResponse) -> Event | None:
-        """Check a message and return its event; None for `started` of a resumed stream. Raises EngineFailed for a
-        message that does not follow from the ones before, Conflict for a stream that resumes another answer."""
-        kind = response.WhichOneof("event")
-        if kind == "started":
-            first, message = self.started, response.started
-            if message.offset != len(self.token_ids):
-                raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
-            started = Started(**_fields(Started, message))
-            if first is not None:
-                self._check_resumed(first, started)
-            self.started = started
-            return started if first is None else None
-        if kind == "chunk":
-            chunk = response.chunk
-            if chunk.offset != len(self.token_ids):
-                raise EngineFailed(f"chunk at offset {chunk.offset}, expected {len(self.token_ids)}")
-            self.token_ids.extend(chunk.token_ids)
-            self._failures = 0
-            return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape)
-        if kind == "complete":
-            complete = _complete(response.complete)
-            if complete.completion_tokens != len(self.token_ids):
-                raise EngineFailed(f"complete after {complete.completion_tokens} tokens, not {len(self.token_ids)}")
-            self.finished = True
-            return complete
-        raise EngineFailed("stream contains an unknown event")
-
-    def _check_resumed(self, first: Started, started: Started) -> None:
-        """Raise Conflict if a resumed stream starts with other facts than the first one: its tokens would continue
-        another text, or be another target's."""
-        names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]
-        differ = [name for name in names if getattr(started, name) != getattr(first, name)]
-        if differ:
-            raise Conflict(f"resume: the answer began with another {', '.join(differ)}; begin the turn again")
-
-    def pause_after(self, error: grpc.RpcError | None) -> float:
-        """Seconds to wait before the next call. Raises a DendroError if the call must not be repeated."""
-        self._failures += 1
-        if error is not None:
-            final = _final_error(error, self.timeout_s)
-            if final is not None:
-                raise final from error
-        if self._failures >= self.attempts:
-            details = f": {error.details()}" if error is not None else ""
-            raise PeerLost(f"the stream broke {self._failures} times without a token{details}") from error
-        return min(FIRST_PAUSE_S * 2.0 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
+def fields_of(kind: type[Started | OpeningStats | SpeculationStats], message: object) -> dict[str, Any]:
+    """The fields of a message that have the names of a dataclass's; `sample` is that of the response."""
+    names = (each.name for each in dataclasses.fields(kind) if each.name != "sample")
+    return {name: getattr(message, name) for name in names}
 
 
-def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
-    """The error that a status stands for; None if the connection broke, so that the call may be repeated."""
-    code: grpc.StatusCode = error.code()
-    trailing = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
-    ours = any(key == REASON_KEY for key, _ in trailing)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return PeerLost(f"no complete answer within {timeout_s:g} s")
-    if code is grpc.StatusCode.UNAVAILABLE or (code in BROKEN and not ours):
-        return None
-    return error_for(code, error.details() or "")
-
-
-def _fields(kind: type[Started | OpeningStats | SpeculationStats], message: object) -> dict[str, Any]:
-    """The fields of a message that have the names of a dataclass's."""
-    return {each.name: getattr(message, each.name) for each in dataclasses.fields(kind)}
-
-
-def _complete(message: pb.GenerateComplete) -> Complete:
+def complete_from(message: pb.GenerateComplete) -> Complete:
+    """The end of an answer. Raises EngineFailed for an unknown finish reason."""
     finish = FINISHES.get(message.finish_reason)
     if finish is None:
         raise EngineFailed(f"stream ends with an unknown finish reason: {message.finish_reason}")
@@ -446,9 +376,9 @@ def _complete(message: pb.GenerateComplete) -> Complete:
         prompt_tokens=message.usage.prompt_tokens,
         completion_tokens=message.usage.completion_tokens,
         session=message.session,
-        speculation=SpeculationStats(**_fields(SpeculationStats, stats) | counts),
-        drafter=OpeningStats(**_fields(OpeningStats, message.drafter)) if message.HasField("drafter") else None,
-        target=OpeningStats(**_fields(OpeningStats, message.target)) if message.HasField("target") else None,
+        speculation=SpeculationStats(**fields_of(SpeculationStats, stats) | counts),
+        drafter=OpeningStats(**fields_of(OpeningStats, message.drafter)) if message.HasField("drafter") else None,
+        target=OpeningStats(**fields_of(OpeningStats, message.target)) if message.HasField("target") else None,
         stop_string=message.stop_string,
     )
 
@@ -483,4 +413,13 @@ def collect(events: Sequence[Event]) -> Completion:
         started=started,
         rounds=rounds,
         complete=complete,
+        prompt=tuple(event for event in events if isinstance(event, EchoedPrompt)),
     )
+
+
+def collect_samples(events: Sequence[Event]) -> tuple[Completion, ...]:
+    """The answers of a request with `n`, from all events of its stream."""
+    answers: dict[int, list[Event]] = {}
+    for event in events:
+        answers.setdefault(event.sample, []).append(event)
+    return tuple(collect(answers[sample]) for sample in sorted(answers))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dendro.errors import BadRequest, NotFound
+from dendro.logprobs import TokenLogprobs, check_logprobs
 from dendro.shapes import TreeShape
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
@@ -41,7 +42,14 @@ class RequestParameters:
     vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: the peer's own
     tokenizer: str = ""  # the target's, as of `Hello.tokenizer`; empty: the peer's own
     prompt_length: int = 0  # tokens of the text before the answer
+    logprobs: int | None = None  # as of `Text`; drafters ignore it
+    echo_from: int | None = None  # the same
     structure: Structure | None = None  # what the answer's text must be; a drafter is sent none
+
+    def __post_init__(self) -> None:
+        check_logprobs(self.logprobs)
+        if self.echo_from is not None and (self.logprobs is None or self.echo_from < 1):
+            raise BadRequest("echo_from", f"is {self.echo_from}; must be at least 1, and needs logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,7 @@ class Opened:
     restored: int
     processed: int
     open_us: int  # microseconds from the call's arrival to readiness
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the text's tokens from `echo_from` on
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,7 @@ TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", 
 of sharding, and whether the arithmetic is this project's own. The limits (`max_*`) do not change tokens; calls outside
 them are refused."""
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 class Peer(Protocol):

@@ -25,10 +25,9 @@ from typing import Self, Unpack
 import grpc.aio
 
 from dendro.answer import (
-    BROKEN,
-    AnswerProgress,
     Complete,
     Completion,
+    EchoedPrompt,
     Event,
     Mode,
     ModelInfo,
@@ -40,11 +39,14 @@ from dendro.answer import (
     Started,
     build_request,
     collect,
+    collect_samples,
     collect_stream,
     models_of,
 )
 from dendro.errors import error_for
+from dendro.progress import BROKEN, RequestProgress
 from dendro.rotation import Rotation
+from dendro.samples import one_answer
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
@@ -58,6 +60,7 @@ __all__ = [
     "ModelInfo",
     "OpeningStats",
     "Options",
+    "EchoedPrompt",
     "Round",
     "Speculation",
     "SpeculationStats",
@@ -94,9 +97,14 @@ class Asking(ABC):
                 yield event
 
     async def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
-        """The whole answer."""
-        request = build_request(prompt, **options)
+        """The whole answer. Raises BadRequest where several are asked for."""
+        request = one_answer(build_request(prompt, **options))
         return await collect_stream(self.send(request))
+
+    async def generate_samples(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> tuple[Completion, ...]:
+        """The whole answers of a request with `n`."""
+        request = build_request(prompt, **options)
+        return collect_samples([event async for event in self.send(request)])
 
 
 class AsyncClient(Asking):
@@ -145,7 +153,7 @@ class AsyncClient(Asking):
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
         """Stream the answer to a request message."""
-        answer = AnswerProgress(request, self.timeout_s, self.attempts)
+        answer = RequestProgress(request, self.timeout_s, self.attempts)
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
@@ -161,8 +169,8 @@ class AsyncClient(Asking):
             finally:
                 call.cancel()  # ends the server's work if the caller left the iteration; else does nothing
             if not answer.finished:
-                pause_s = answer.pause_after(broken)
-                self._rotation.broke(address)
+                if pause_s := answer.pause_after(broken):
+                    self._rotation.broke(address)
                 await asyncio.sleep(pause_s)
 
     async def models(self) -> tuple[ModelInfo, ...]:
@@ -229,7 +237,7 @@ class Client:
 
     def send(self, request: pb.GenerateRequest) -> Iterator[Event]:
         """Stream the answer to a request message."""
-        answer = AnswerProgress(request, self.timeout_s, self.attempts)
+        answer = RequestProgress(request, self.timeout_s, self.attempts)
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
@@ -245,14 +253,19 @@ class Client:
             finally:
                 call.cancel()
             if not answer.finished:
-                pause_s = answer.pause_after(broken)
-                self._rotation.broke(address)
+                if pause_s := answer.pause_after(broken):
+                    self._rotation.broke(address)
                 time.sleep(pause_s)
 
     def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
-        """The whole answer."""
-        request = build_request(prompt, **options)
+        """The whole answer. Raises BadRequest where several are asked for."""
+        request = one_answer(build_request(prompt, **options))
         return collect(list(self.send(request)))
+
+    def generate_samples(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> tuple[Completion, ...]:
+        """The whole answers of a request with `n`."""
+        request = build_request(prompt, **options)
+        return collect_samples(list(self.send(request)))
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ import numpy.typing as npt
 from dendro.errors import BadRequest
 from dendro.structure import Structure, StructureForm
 from dendro.tree import DraftTree
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 COMPILE_S = 10.0
 """How long a request waits for its structure to be compiled."""
@@ -33,7 +36,7 @@ INSTALL = "needs the package llguidance: pip install 'dendroaspis[structured]'"
 HEADER = '%llguidance {"no_forcing": true}\n'
 """Without it only one spelling of text that must follow is allowed: the one of a tokenizer's own."""
 OPTIONS_LINE = re.compile(r"^\s*%llguidance", re.MULTILINE)
-JSON_OPTIONS: Any = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
+JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
 """A schema cannot change them: unbounded whitespace lets a model go on for ever, and `lenient` ignores keywords."""
 
 LONGEST_REASON = 400

@@ -96,8 +96,8 @@ def structure_from(request: generation_pb2.GenerateRequest) -> Structure | None:
     form = message.WhichOneof("form")
     if form is None:
         raise BadRequest("structure", f"is empty; give one of {', '.join(StructureForm)}")
-    if form != "choices":
-        return Structure(StructureForm(form), (getattr(message, form),))
+    if (named := StructureForm(form)) is not StructureForm.CHOICES:
+        return Structure(named, (getattr(message, form),))
     if len(message.choices.texts) > MAX_CHOICES:
         raise BadRequest("structure.choices", f"has {len(message.choices.texts)} texts; must have 1 to {MAX_CHOICES}")
     return Structure(StructureForm.CHOICES, tuple(message.choices.texts))

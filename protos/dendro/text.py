@@ -12,6 +12,8 @@ from enum import StrEnum
 from typing import Protocol, Self
 
 from dendro.errors import BadRequest
+from dendro.logprobs import TokenLogprobs
+from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
 from dendro.structure import Structure
 
 SEED_BITS = 64
@@ -63,8 +65,11 @@ class Sampling:
     banned_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences that the answer does not complete
+    mode: VerificationMode = VerificationMode.COUPLED
+    lenience: float = 1.0  # of mode LENIENT, in (0, 1); 1 in all others
 
     def __post_init__(self) -> None:
+        self._check_mode()
         if not (self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature < math.inf):
             raise BadRequest(
                 "temperature",
@@ -97,6 +102,40 @@ class Sampling:
             check_count(f"bad_words[{index}]", word, MAX_BAD_WORD_TOKENS)
             if not word:
                 raise BadRequest(f"bad_words[{index}]", "is empty; it needs at least one token")
+
+    def _check_mode(self) -> None:
+        greedy, mode = self.temperature == 0, self.mode
+        if mode is VerificationMode.GREEDY and not greedy:
+            raise BadRequest("mode", f"is greedy, but the temperature is {self.temperature}; greedy needs 0")
+        if greedy and mode in (VerificationMode.NAIVE, VerificationMode.MULTI_STEP, VerificationMode.BLOCK):
+            raise BadRequest("mode", f"is {mode}, which draws tokens; at temperature 0 use greedy or coupled")
+        if mode is VerificationMode.LENIENT:
+            if not 0 < self.lenience < 1:
+                raise BadRequest("lenience", f"must lie in (0, 1) in mode lenient; got {self.lenience}")
+        elif self.lenience != 1:
+            raise BadRequest("lenience", f"is {self.lenience}, but the mode is {mode}; it belongs to lenient")
+
+    @property
+    def draws_guesses(self) -> bool:
+        """Whether guesses are drawn from the drafter's law, which is sent with the tree, and tested by their
+        probabilities. The tree must then not be trimmed, merged or shaped by what was drawn."""
+        drawn = (VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
+        return self.mode in drawn and self.temperature > 0
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether drafters rank by the noise that the target draws with."""
+        return self.temperature > 0 and self.mode not in LISTED_MODES
+
+    @property
+    def keeps_tokens(self) -> bool:
+        """Whether the tokens are those of plain decoding with the same seed, whatever the trees."""
+        return not self.draws_guesses and not self.mode.lossy
+
+    @property
+    def of_drafters(self) -> Sampling:
+        """What drafters get: in LISTED_MODES another seed, so that they cannot know the verifier's noise."""
+        return replace(self, seed=draft_seed(self.seed)) if self.mode in LISTED_MODES else self
 
 
 def check_count(field: str, values: Sized, most: int) -> None:
@@ -224,10 +263,13 @@ class Verdict:
     step_rows: int = 1  # rows of the step
     trimmed: int = 0  # guesses of the tree that the step had no room for
     cold: bool = False  # the step compiled or captured kernels; its times do not predict later steps
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):
             raise ValueError(f"verdict: {len(self.tokens)} tokens, {len(self.path)} rows, N = {self.length}")
+        if self.logprobs and len(self.logprobs) != len(self.tokens):
+            raise ValueError(f"verdict.logprobs: {len(self.logprobs)} entries for {len(self.tokens)} tokens")
         if self.texts < 1:
             raise ValueError(f"verdict.texts: must be at least 1, got {self.texts}")
         if self.step_rows < 1:
@@ -243,7 +285,14 @@ class Verdict:
 
     def cut(self, kept: int, finish: Finish | None) -> Verdict:
         """The same verdict with the first `kept` of its tokens, at least one."""
-        return replace(self, tokens=self.tokens[:kept], path=self.path[:kept], ranks=self.ranks[:kept], finish=finish)
+        return replace(
+            self,
+            tokens=self.tokens[:kept],
+            path=self.path[:kept],
+            ranks=self.ranks[:kept],
+            finish=finish,
+            logprobs=self.logprobs[:kept],
+        )
 
 
 class Stopping(Protocol):
@@ -338,10 +387,16 @@ class Text:
         marks: tuple[int, ...] = (),
         stopping: Stopping | None = None,
         held: int = 0,
+        logprobs: int | None = None,
+        echo_from: int | None = None,
         structure: Structure | None = None,
     ) -> None:
-        """held: the last tokens of `prompt` that the answer already has, where it is resumed. structure: what the
-        answer's text must be"""
+        """held: the last tokens of `prompt` that the answer already has, where it is resumed
+        logprobs: number of likeliest tokens whose log-probabilities a verdict has beside that of each of its tokens;
+        None: it has none
+        echo_from: the position of the first token whose log-probability the opening reports; None: it reports none
+        structure: what the answer's text must be
+        """
         if not prompt:
             raise BadRequest("prompt", "is empty; it needs at least one token")
         if limits.max_length <= len(prompt):
@@ -350,6 +405,8 @@ class Text:
         self.prompt_length = len(prompt) - held
         self.sampling = sampling
         self.limits = limits
+        self.logprobs = logprobs
+        self.echo_from = echo_from
         self.tenant = tenant
         self.marks = marks
         self.structure = structure

@@ -1,11 +1,13 @@
-"""Reads the lists of tokens of a request's parameters, of a client's message or a router's to its peers."""
+"""Reads a request's verification mode and lists of tokens, of a client's message or a router's to its peers."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
+from dendro.modes import VerificationMode
 from dendro.text import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -33,6 +35,14 @@ def edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[st
         "allowed_ids": tuple(message.allowed_ids),
         "bad_words": tuple(tuple(word.ids) for word in words),
     }
+
+
+def mode_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
+    """The fields of a Sampling that are about its verification mode."""
+    mode = message.mode or VerificationMode.COUPLED
+    if mode not in tuple(VerificationMode):
+        raise BadRequest("mode", f"{mode[:32]!r} is not one of {', '.join(VerificationMode)}")
+    return {"mode": VerificationMode(mode), "lenience": message.lenience if message.HasField("lenience") else 1.0}
 
 
 def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:

@@ -23,7 +23,33 @@ candidates, so a longer trace is ignored as a whole."""
 _NO_PARENT: IntArray = np.array([-1], np.int64)
 _NO_VALUE: FloatArray = np.zeros(1, np.float32)
 _NO_PARENT.flags.writeable = _NO_VALUE.flags.writeable = False  # all trees without guesses share them
+LAW_TOKENS = 32
+"""Most tokens of a drafter's law of one row."""
+LAW_TOLERANCE = 1e-3
+"""How far the sum of a law's probabilities may be from 1."""
 EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True, eq=False)
+class ChildLaw:
+    """The law from which the children of a row were drawn without replacement, in the order of their ranks. Raises
+    ValueError, naming the field."""
+
+    row: int
+    ids: IntArray  # [k] unique; at most LAW_TOKENS
+    probabilities: npt.NDArray[np.float64]  # [k] of float32 precision
+
+    def __post_init__(self) -> None:
+        name, ids, probabilities = f"tree.laws[{self.row}]", self.ids.tolist(), self.probabilities.tolist()
+        if not 1 <= len(ids) <= LAW_TOKENS or len(ids) != len(probabilities):
+            counts = f"{len(ids)} ids and {len(probabilities)} probabilities"
+            raise ValueError(f"{name}: has {counts}; as many of both, 1 to {LAW_TOKENS}")
+        if min(ids) < 0 or len(set(ids)) < len(ids):
+            raise ValueError(f"{name}.ids: are negative or not unique: {ids}")
+        if not all(0 <= probability <= 1 for probability in probabilities):
+            raise ValueError(f"{name}.probabilities: must lie in [0, 1]: {probabilities}")
+        if not abs(sum(probabilities) - 1) <= LAW_TOLERANCE:
+            raise ValueError(f"{name}.probabilities: their sum is {sum(probabilities)}; must be 1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +69,7 @@ class DraftTree:
     draft_us: int = 0  # microseconds that the tree was queued or computed at the drafter
     texts: int = 1  # texts whose trees were grown together, this one included
     missed: bool = False  # a drafter was called and sent no tree; any guesses are the router's own proposals
+    laws: tuple[ChildLaw, ...] = ()  # of the rows with children, ascending, where guesses were drawn; else empty
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -66,6 +93,8 @@ class DraftTree:
             raise ValueError(f"tree.draft_us: negative: {self.draft_us}")
         if self.texts < 1:
             raise ValueError(f"tree.texts: must be at least 1, got {self.texts}")
+        if self.laws and [law.row for law in self.laws] != sorted(set(parents[1:])):
+            raise ValueError(f"tree.laws: are of rows {[law.row for law in self.laws]}, not of those with children")
 
     @classmethod
     def of(cls, tokens: Iterable[int], parents: Iterable[int], values: Iterable[float] | None = None) -> DraftTree:

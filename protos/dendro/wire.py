@@ -29,12 +29,13 @@ from dendro.calls import (
 )
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.logprobs import MAX_ECHOED, fill_logprobs, logprobs_from
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
-from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.token_lists import edits_from, stop_ids_from
-from dendro.tree import LONGEST_TRACE, DraftTree
+from dendro.text import Finish, Limits, Sampling, Verdict, check_count
+from dendro.token_lists import edits_from, mode_from, stop_ids_from
+from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -71,12 +72,13 @@ def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
         trace=tree.trace.tolist(),
         draft_us=tree.draft_us,
         texts=tree.texts,
+        laws=[tree_pb2.ChildLaw(row=law.row, ids=law.ids, probabilities=law.probabilities) for law in tree.laws],
     )
 
 
 def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
     """The tree. Raises BadRequest where its constructor raises ValueError."""
-    for name in ("tokens", "parents", "values"):
+    for name in ("tokens", "parents", "values", "laws"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
             raise BadRequest(f"tree.{name}", f"{count} rows; a tree has 1 to {MAX_ROWS}")
     try:
@@ -89,9 +91,15 @@ def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
             trace=np.array([min(rank, _MAX_COUNT) for rank in message.trace[-MAX_TRACE:]], np.int32),
             draft_us=min(message.draft_us, MAX_US),
             texts=_within(message.texts, 1, MAX_TEXTS),
+            laws=tuple(_law_from(law) for law in message.laws),
         )
     except ValueError as error:
         raise _bad("tree", error) from None
+
+
+def _law_from(message: tree_pb2.ChildLaw) -> ChildLaw:
+    ids, probabilities = message.ids[: LAW_TOKENS + 1], message.probabilities[: LAW_TOKENS + 1]  # more are refused
+    return ChildLaw(message.row, np.array(ids, np.int64), np.array(probabilities, np.float64))
 
 
 def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
@@ -172,6 +180,8 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
             banned_ids=sampling.banned_ids,
             allowed_ids=sampling.allowed_ids,
             bad_words=[calls_pb2.TokenIds(ids=word) for word in sampling.bad_words],
+            mode=sampling.mode,
+            lenience=sampling.lenience if sampling.mode.lossy else None,
         ),
         max_length=parameters.limits.max_length,
         ignore_end=parameters.limits.ignore_end,
@@ -182,6 +192,8 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         prompt_tokens=parameters.prompt_length,
         min_length=parameters.limits.min_length,
         stop_ids=parameters.limits.stop_ids,
+        logprobs=parameters.logprobs,
+        echo_from=parameters.echo_from,
         structure=structure_message(parameters.structure),
     )
 
@@ -209,6 +221,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         presence_penalty=raw.presence_penalty,
         frequency_penalty=raw.frequency_penalty,
         **edits_from(raw),
+        **mode_from(raw),
     )
     limits = Limits(message.max_length, message.ignore_end, message.min_length, stop_ids_from(message))
     parameters = RequestParameters(
@@ -219,6 +232,8 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         vocabulary=message.vocabulary,
         tokenizer=message.tokenizer,
         prompt_length=message.prompt_tokens,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        echo_from=message.echo_from if message.HasField("echo_from") else None,
         structure=structure_of_call(message),
     )
     return OpenCall(update, parameters, message.lease)
@@ -277,7 +292,7 @@ def verifier_call_from(message: verifier_pb2.VerifierCall) -> VerifierCall:
 
 
 def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
-    return verifier_pb2.Verdict(
+    message = verifier_pb2.Verdict(
         tokens=verdict.tokens,
         path=verdict.path,
         ranks=verdict.ranks,
@@ -291,13 +306,16 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         cold=verdict.cold,
         ahead_us=verdict.ahead_us,
     )
+    for each in verdict.logprobs:
+        fill_logprobs(message.logprobs.add(), each)
+    return message
 
 
 def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
     """The verdict. Raises BadRequest if it is malformed."""
     if message.finish not in _FINISH_FROM:
         raise BadRequest("verdict.finish", f"{message.finish} is unknown")
-    for name in ("tokens", "path", "ranks"):
+    for name in ("tokens", "path", "ranks", "logprobs"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
             raise BadRequest(f"verdict.{name}", f"has {count} entries; a tree has at most {MAX_ROWS} rows")
     try:
@@ -314,6 +332,7 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             trimmed=message.trimmed,
             cold=message.cold,
             ahead_us=min(message.ahead_us, MAX_US),
+            logprobs=logprobs_from(message.logprobs),
         )
     except ValueError as error:
         raise _bad("verdict", error) from None
@@ -416,12 +435,19 @@ def answer_from(message: drafter_pb2.DrafterAnswer | verifier_pb2.VerifierAnswer
 
 
 def _opened_message(opened: Opened) -> calls_pb2.Opened:
-    return calls_pb2.Opened(restored=opened.restored, processed=opened.processed, open_us=opened.open_us)
+    message = calls_pb2.Opened(restored=opened.restored, processed=opened.processed, open_us=opened.open_us)
+    for each in opened.logprobs:
+        fill_logprobs(message.logprobs.add(), each)
+    return message
 
 
 def _opened_from(message: calls_pb2.Opened) -> Opened:
     counts = (min(message.restored, _MAX_COUNT), min(message.processed, _MAX_COUNT))
-    return Opened(*counts, open_us=min(message.open_us, MAX_US))
+    check_count("opened.logprobs", message.logprobs, MAX_ECHOED)
+    try:
+        return Opened(*counts, open_us=min(message.open_us, MAX_US), logprobs=logprobs_from(message.logprobs))
+    except ValueError as error:
+        raise _bad("opened", error) from None
 
 
 def _closed_from(message: calls_pb2.Closed) -> Closed:

@@ -51,6 +51,7 @@ async def check_identity(client: LocalClient, options: Options, ways=WAYS) -> tu
     for way in ways:
         done = await client.generate_text(PROMPT, speculation=way, **given)
         assert (done.token_ids, done.complete.finish) == (plain.token_ids, plain.complete.finish), (way, options)
+        assert done.logprobs == plain.logprobs, (way, options)
         assert not done.complete.speculation.contradictions
     return plain.token_ids
 
@@ -157,6 +158,8 @@ def plain_request(**options) -> pb.GenerateRequest:
         ("min_new_tokens", "but the answer has at most 8 tokens", {"min_new_tokens": 2**32 - 1}),
         ("stop_ids", "is outside the vocabulary", {"stop_ids": [VOCABULARY]}),
         ("stop_ids", f"at most {MAX_STOP_IDS}", {"stop_ids": [5] * HUGE}),
+        ("logprobs", "must lie in 0 to 20; got 21", {"logprobs": 21}),
+        ("logprobs", "must lie in 0 to 20", {"logprobs": 2**32 - 1}),
     ],
 )  # fmt: skip
 async def test_bad_input_is_refused_by_the_name_of_its_field_and_the_reason(field: str, reason: str, options):
@@ -173,6 +176,7 @@ async def test_bad_input_is_refused_by_the_name_of_its_field_and_the_reason(fiel
         (r"logit_bias\[-1\]", {"logit_bias": {-1: 1.0}}),
         (r"logit_bias\[1\]", {"logit_bias": {1: "much"}}),
         ("min_new_tokens", {"min_new_tokens": -1}),
+        ("logprobs", {"logprobs": -1}),
         ("presence_penalty", {"presence_penalty": "much"}),
     ],
 )
@@ -205,7 +209,7 @@ def test_the_page_of_parameters_is_up_to_date():
 def test_the_page_has_every_sampling_field_of_the_public_api_and_each_of_our_tests_parameters():
     listed = [each.name for each in PARAMETERS]
     fields = {field.name for field in pb.Sampling.DESCRIPTOR.fields} | {
-        "max_new_tokens", "min_new_tokens", "stop_ids", "ignore_end", "structure"
+        "max_new_tokens", "min_new_tokens", "stop_ids", "ignore_end", "logprobs", "n", "echo", "structure"
     }  # fmt: skip
     assert set(listed) == fields and len(listed) == len(fields)
     assert set(EACH) <= fields

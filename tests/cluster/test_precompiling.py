@@ -10,8 +10,9 @@ import pytest
 from tree_kernels.matmul import why_not_packed
 
 from cluster import precompiling
-from cluster.config import DrafterConfig, Resources, TargetConfig, demo_config
+from cluster.config import DrafterConfig, TargetConfig, demo_config
 from cluster.precompiling import kernel_modules, precompiled
+from cluster.sections import Resources
 
 LOADED = """
 from tree_kernels import kernel_cache

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
+from typing import cast
 
 import jsonschema
 import pytest
@@ -34,7 +35,7 @@ TOKENS = 192
 
 
 async def asked(client: LocalClient, structure: Structure, way: str, **options) -> Completion:
-    given = {"max_new_tokens": TOKENS, "seed": 5, **options}
+    given = cast(Options, {"max_new_tokens": TOKENS, "seed": 5, **options})
     done = await client.generate_text(PROMPT, structure=structure, speculation=way, **given)
     assert not done.complete.speculation.contradictions
     return done

@@ -10,7 +10,7 @@ from itertools import count
 import grpc
 import grpc.aio
 import pytest
-from dendro import answer as answer_module
+from dendro import progress as progress_module
 from dendro.answer import REASON_KEY, Complete, Completion, Round, Started, build_request
 from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost, one_line
@@ -75,7 +75,7 @@ async def serving(script: Script) -> AsyncIterator[tuple[Scripted, str]]:
 
 @pytest.fixture(autouse=True)
 def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answer_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(progress_module, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture(params=["asyncio", "blocking"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,9 +24,10 @@ from dendro.calls import (
 )
 from dendro.errors import BadAnswer, BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
+from dendro.modes import VerificationMode
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.tree import DraftTree
+from dendro.tree import ChildLaw, DraftTree
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -421,3 +424,70 @@ def test_a_prompt_longer_than_the_text_and_a_least_length_above_the_limit_are_re
         setattr(message.open, field, value)
         with pytest.raises(BadRequest, match=f"^{named}: is {value}"):
             wire.verifier_call_from(message)
+
+
+LAW_TREE = replace(
+    DraftTree.of([5, 7, 9, 2], [-1, 0, 0, 1]),
+    laws=(
+        ChildLaw(0, np.array([7, 9, 1]), np.array([0.5, 0.25, 0.25])),
+        ChildLaw(1, np.array([2]), np.array([1.0])),
+    ),
+)
+
+
+def test_the_laws_of_drawn_guesses_are_unchanged_by_a_round_trip():
+    back = wire.tree_from(wire.tree_message(LAW_TREE))
+    assert [law.row for law in back.laws] == [0, 1]
+    for law, sent in zip(back.laws, LAW_TREE.laws, strict=True):
+        assert (law.ids == sent.ids).all() and (law.probabilities == sent.probabilities).all()
+
+
+def _negative(message):
+    message.laws[0].probabilities[1] = -0.25
+
+
+def _above_one(message):
+    message.laws[0].probabilities[1] = 0.75
+
+
+def _missing(message):
+    del message.laws[0].probabilities[2:]
+
+
+def _of_no_number(message):
+    message.laws[1].probabilities[0] = math.nan
+
+
+def _too_long(message):
+    message.laws[0].ids.extend(range(100, 1_000_100))
+
+
+def _too_many(message):
+    message.laws.extend([message.laws[1]] * 1000)
+
+
+def _of_a_leaf(message):
+    message.laws[1].row = 3
+
+
+def _of_one_row_alone(message):
+    del message.laws[1]
+
+
+@pytest.mark.parametrize(
+    "lie", [_negative, _above_one, _missing, _of_no_number, _too_long, _too_many, _of_a_leaf, _of_one_row_alone]
+)
+def test_a_law_that_is_none_is_refused_by_its_field(lie):
+    message = wire.tree_message(LAW_TREE)
+    lie(message)
+    with pytest.raises(BadRequest, match=r"^tree\.laws"):
+        wire.tree_from(message)
+
+
+@pytest.mark.parametrize("mode, lenience", [("coupled", 1.0), ("multi-step", 1.0), ("lenient", 0.25)])
+def test_a_requests_mode_is_unchanged_by_a_round_trip(mode: str, lenience: float):
+    sampling = Sampling(temperature=0.5, mode=VerificationMode(mode), lenience=lenience)
+    parameters = RequestParameters(sampling, Limits(9), "", ())
+    call = OpenCall(TextUpdate(bytes(16), 2, 5, 0, (1, 2)), parameters)
+    back = wire.verifier_call_from(wire.verifier_call_message(1, call))
+    assert isinstance(back, OpenCall) and back.parameters.sampling == sampling

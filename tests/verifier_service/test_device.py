@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from dendro.logprobs import TokenLogprobs
+from dendro.modes import VerificationMode, draft_seed
 from dendro.text import Sampling
-from dendro.tree import DraftTree
+from dendro.tree import ChildLaw, DraftTree
 from routers import LAWS, RoundByRound, alone, guessing
 from tiny_models import make_checkpoint
 from tree_kernels.noise import gumbel_noise
+from tree_kernels.sampled_walk import drawn_order, law_of_scores
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import History, Processors, Warp, processed, tokens_of
 
@@ -28,7 +32,7 @@ from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
 from verifier_service.rows import NO_ROWS, pack, text_rows
 from verifier_service.shards import Bounds
-from verifier_service.walk import Draw
+from verifier_service.walk import Draw, Walker
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPTS = [list(range(3, 20)), [9, 8, 7], list(range(100, 166))]
@@ -104,6 +108,30 @@ async def test_trees_and_other_texts_change_no_token(engine, folder):
     )
     async with running(reference) as theirs:
         assert await alone(theirs, PROMPTS, LAWS, COUNT) == truths
+
+
+@IN_INTERPRETER
+@pytest.mark.timeout(300)
+async def test_log_probabilities_are_those_of_each_tokens_own_row(engine):
+    """Of the prompt and of the answer, with penalties that change what is drawn and no log-probability."""
+    prompt, rng = list(range(3, 20)), np.random.default_rng(3)
+    sampling = Sampling(temperature=0.8, seed=2, frequency_penalty=3.0, banned_ids=tuple(range(100, 200)))
+    async with running(engine) as ours:
+        plain = await RoundByRound(ours, prompt, sampling, COUNT).finish()
+        router, trees, found = RoundByRound(ours, prompt, sampling, COUNT), guessing(rng, plain), []
+        router.parameters = replace(router.parameters, logprobs=3, echo_from=1)
+        found += (await router.open()).logprobs
+        while len(router.text) < router.end:
+            found += (await router.round(trees(router))).logprobs
+        await router.close()
+        assert router.answer == plain
+    for place, its in enumerate(found, 1):
+        ids = router.text.ids[:place]
+        logits = engine.logits_of(ids, DraftTree.root_only(ids[-1]))[0]
+        values = torch.log_softmax(logits.to(DEVICE)[None], 1)[0].tolist()
+        order = sorted(range(len(values)), key=lambda token: (-float(logits[token]), token))[:3]
+        assert its == TokenLogprobs(values[router.text.ids[place]], tuple((each, values[each]) for each in order))
+    assert len(found) == len(prompt) - 1 + COUNT
 
 
 @pytest.mark.gpu
@@ -247,6 +275,41 @@ def test_a_step_with_a_history_runs_without_a_graph_and_each_row_has_its_own_pat
     walked = runner.run(step(tree)).walks[0]
     assert walked.tokens == ((first, second, last) if second == first else (first, second))
     assert not graphs.attempts
+
+
+@pytest.mark.parametrize("mode", [VerificationMode.MULTI_STEP, VerificationMode.BLOCK])
+def test_drawn_guesses_are_walked_on_the_host_and_their_keys_are_kept(folder, mode):
+    """A drafter of the target's own law, of which the likeliest 32 tokens are left by top-k: guesses are accepted."""
+    graphs, ids = FakeGraphs(), (5, 6, 7, 8)
+    runner, walker, warp = runner_of(folder, graphs), Walker(257), Warp(1.0, top_k=8)
+    sampling = Sampling(temperature=1.0, top_k=8, seed=3, mode=mode)
+
+    def step(tree, sampling):
+        part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
+        return pack([part], np.arange(tree.rows), [Draw(1, 0, 0, len(ids), tree, warp, sampling)])
+
+    def law_after(tree):
+        with torch.inference_mode():
+            logits = runner.forward(step(tree, sampling))[-1].cpu()
+        best = logits.topk(8)
+        return law_of_scores(best.indices.numpy(), best.values.double().numpy())
+
+    tree, laws = DraftTree.root_only(8), []
+    for row in range(2):
+        law = law_after(tree)
+        token = law.ids[drawn_order(law, draft_seed(3), len(ids), row)[0]]
+        laws.append(ChildLaw(row, law.ids, law.probabilities))
+        tree = DraftTree.of([*tree.tokens, token], range(-1, row + 1))
+    tree = replace(tree, laws=tuple(laws))
+    with torch.inference_mode():
+        logits = runner.forward(step(tree, sampling)).cpu()
+    expected = walker.walk(step(tree, sampling).draws[0], lambda row: logits[row : row + 1])
+    plan = step(tree, sampling)
+    walked = runner.run(plan).walks[0]
+    assert walked == expected and len(walked.tokens) == 3 and not graphs.attempts
+    for store in runner.pages.stores:
+        kept, scratch = store[:, plan.homes[1:]], store[:, plan.slots[1:]]
+        assert torch.equal(kept, scratch) and kept.abs().sum() > 0
 
 
 def test_rows_that_only_pad_write_to_the_zero_page_alone(folder):

@@ -6,6 +6,7 @@ from tree_kernels.noise.reference import (
     gumbel_noise,
     gumbel_of_words,
     philox4x32,
+    uniform_words,
 )
 
-__all__ = ["NOISE_VERSION", "NoiseRows", "gumbel_noise", "gumbel_of_words", "philox4x32"]
+__all__ = ["NOISE_VERSION", "NoiseRows", "gumbel_noise", "gumbel_of_words", "philox4x32", "uniform_words"]

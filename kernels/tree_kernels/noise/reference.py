@@ -1,11 +1,12 @@
-"""Gumbel noise, a function of (seed, position, sample index, stream, token id). The reference: NumPy on a CPU.
+"""Gumbel noise, a function of (seed, position, sample index, stream, row, token id). The reference: NumPy on a CPU.
 
     key      (seed's low word, seed's high word)
-    counter  (token // 4, position, sample index, version << 8 | stream)
+    counter  (token // 4, position, sample index, row << 16 | version << 8 | stream)
     word     number token % 4 of Philox4x32-10(counter, key)
     noise    -log(-log((word + 0.5) * 2**-32)), in float64, rounded to float32 at the end
 
-`position` is the absolute position, over the session, of the token *being drawn*.
+`position` is the absolute position, over the session, of the token *being drawn*. Stream 0, row 0 is the noise that
+target and drafter share; the sampled modes use the other streams with the rows of a tree (`sampled_walk`).
 """
 
 from __future__ import annotations
@@ -69,17 +70,29 @@ def gumbel_of_words(words: npt.NDArray[np.uint32] | npt.NDArray[np.uint64]) -> n
     return u.astype(np.float32)
 
 
+def uniform_words(
+    seed: int, position: int, tokens: npt.NDArray[np.int64], sample_index: int = 0, stream: int = 0, row: int = 0
+) -> npt.NDArray[np.uint32]:
+    """The words of these tokens alone at one position, [tokens]. (word + 0.5) * 2**-32 is uniform in (0, 1)."""
+    _check(seed, int(tokens.max()) + 1, sample_index, stream, row)
+    counter = np.empty((len(tokens), 4), np.uint32)
+    counter[:, 0] = tokens // 4
+    counter[:, 1:] = position, sample_index, row << 16 | NOISE_VERSION << 8 | stream
+    words = philox4x32(counter, (seed & 0xFFFF_FFFF, seed >> 32))
+    return np.take_along_axis(words, (tokens % 4)[:, None], 1)[:, 0]
+
+
 def gumbel_noise(
-    seed: int, positions: Sequence[int], vocabulary: int, sample_index: int = 0, stream: int = 0
+    seed: int, positions: Sequence[int], vocabulary: int, sample_index: int = 0, stream: int = 0, row: int = 0
 ) -> torch.Tensor:
     """Noise of every token at each position: [len(positions), vocabulary] float32, in the order of `positions`."""
-    _check(seed, vocabulary, sample_index, stream)
+    _check(seed, vocabulary, sample_index, stream, row)
     if any(not 0 <= position < 2**32 for position in positions):
         raise ValueError(f"positions: must be 0 to 2**32 - 1, got {list(positions)}")
     key = (seed & 0xFFFF_FFFF, seed >> 32)
     position = np.asarray(positions, dtype=np.uint64).reshape(-1, 1)  # [positions, 1]
     sample = np.full((1, 1), sample_index, np.uint64)
-    tag = np.full((1, 1), NOISE_VERSION << 8 | stream, np.uint64)
+    tag = np.full((1, 1), row << 16 | NOISE_VERSION << 8 | stream, np.uint64)
     blocks = -(-vocabulary // 4)
     noise = np.empty((len(position), 4 * blocks), np.float32)
     tile = max(1, TILE_BLOCKS // max(1, len(position)))
@@ -92,7 +105,7 @@ def gumbel_noise(
     return torch.from_numpy(noise)[:, :vocabulary]
 
 
-def _check(seed: int, vocabulary: int, sample_index: int, stream: int) -> None:
+def _check(seed: int, vocabulary: int, sample_index: int, stream: int, row: int) -> None:
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: must be 0 to 2**64 - 1, got {seed}")
     if vocabulary < 1:
@@ -101,6 +114,8 @@ def _check(seed: int, vocabulary: int, sample_index: int, stream: int) -> None:
         raise ValueError(f"sample_index: must be 0 to 2**32 - 1, got {sample_index}")
     if not 0 <= stream < 2**8:
         raise ValueError(f"stream: must be 0 to 255, got {stream}")
+    if not 0 <= row < 2**16:
+        raise ValueError(f"row: must be 0 to 65535, got {row}")
 
 
 class NoiseRows:
@@ -110,7 +125,7 @@ class NoiseRows:
     """
 
     def __init__(self, seed: int, vocabulary: int, sample_index: int = 0) -> None:
-        _check(seed, vocabulary, sample_index, stream=0)
+        _check(seed, vocabulary, sample_index, stream=0, row=0)
         self.seed = seed
         self.vocabulary = vocabulary
         self.sample_index = sample_index

@@ -22,13 +22,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], pick: Callable[[int], in
     for no other. The emitted tokens are exactly those picked: if the pick depends only on the text, the emitted
     tokens are those of plain decoding.
     """
-    if len(tokens) != len(parents):
-        raise ValueError(f"parents: {len(parents)} for {len(tokens)} tokens")
-    children: list[list[int]] = [[] for _ in tokens]
-    for row in range(1, len(parents)):
-        if not 0 <= parents[row] < row:
-            raise ValueError(f"parents: row {row} has parent {parents[row]}; a parent must come before its children")
-        children[parents[row]].append(row)
+    children = children_of(tokens, parents)
     path, emitted, ranks = [0], list[int](), list[int]()
     while True:
         siblings = children[path[-1]]
@@ -39,3 +33,15 @@ def walk(tokens: Sequence[int], parents: Sequence[int], pick: Callable[[int], in
             return Walk(tuple(path), tuple(emitted), tuple(ranks))
         path.append(siblings[rank])
         ranks.append(rank)
+
+
+def children_of(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
+    """The children of each row, in row order. Raises ValueError unless every parent comes before its children."""
+    if len(tokens) != len(parents):
+        raise ValueError(f"parents: {len(parents)} for {len(tokens)} tokens")
+    children: list[list[int]] = [[] for _ in tokens]
+    for row in range(1, len(parents)):
+        if not 0 <= parents[row] < row:
+            raise ValueError(f"parents: row {row} has parent {parents[row]}; a parent must come before its children")
+        children[parents[row]].append(row)
+    return children

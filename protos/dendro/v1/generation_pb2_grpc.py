@@ -50,7 +50,8 @@ class GenerationServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+        """Generate streams an answer: `started`, one `chunk` per round, `complete`. With `n` it streams so many answers, whose
+        events come in any order among each other. A stream without `complete` is broken:
         call again with the same request_id and `resume`, and it continues with the same tokens.
 
         INVALID_ARGUMENT: a field is wrong; the details begin with its name.

@@ -32,7 +32,8 @@ class GenerationServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]
-    """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+    """Generate streams an answer: `started`, one `chunk` per round, `complete`. With `n` it streams so many answers, whose
+    events come in any order among each other. A stream without `complete` is broken:
     call again with the same request_id and `resume`, and it continues with the same tokens.
 
     INVALID_ARGUMENT: a field is wrong; the details begin with its name.
@@ -49,7 +50,8 @@ class GenerationServiceStub:
 class GenerationServiceAsyncStub(GenerationServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_generation_pb2.GenerateRequest, _generation_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+    """Generate streams an answer: `started`, one `chunk` per round, `complete`. With `n` it streams so many answers, whose
+    events come in any order among each other. A stream without `complete` is broken:
     call again with the same request_id and `resume`, and it continues with the same tokens.
 
     INVALID_ARGUMENT: a field is wrong; the details begin with its name.
@@ -69,7 +71,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generation_pb2.GenerateResponse], _abc.AsyncIterator[_generation_pb2.GenerateResponse]]:
-        """Generate streams an answer: `started`, one `chunk` per round, `complete`. A stream without `complete` is broken:
+        """Generate streams an answer: `started`, one `chunk` per round, `complete`. With `n` it streams so many answers, whose
+        events come in any order among each other. A stream without `complete` is broken:
         call again with the same request_id and `resume`, and it continues with the same tokens.
 
         INVALID_ARGUMENT: a field is wrong; the details begin with its name.

@@ -181,6 +181,8 @@ class OpenCall(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MIN_LENGTH_FIELD_NUMBER: _builtins.int
     STOP_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ECHO_FROM_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
     lease: _builtins.str
     """lease is the lease that the opening belongs to. Empty only at a replica without leases."""
@@ -202,6 +204,14 @@ class OpenCall(_message.Message):
     """prompt_tokens is the number of the text's tokens before the answer. Fewer than `base` where an answer continues."""
     min_length: _builtins.int
     """min_length is the length of the text, in tokens, before which no token is drawn that would end it. Zero: any."""
+    logprobs: _builtins.int
+    """logprobs asks a verifier for the log-probability of each emitted token, and of this number of likeliest tokens at
+    its place. Absent: none. Drafters ignore it.
+    """
+    echo_from: _builtins.int
+    """echo_from asks a verifier for the log-probabilities of the text's own tokens from this position on, at least 1: the
+    first token has none. Refused without `logprobs`. Absent: none. Drafters ignore it.
+    """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
         """sampling has the sampling parameters and the seed of the noise."""
@@ -232,13 +242,22 @@ class OpenCall(_message.Message):
         prompt_tokens: _builtins.int = ...,
         min_length: _builtins.int = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _builtins.int | None = ...,
+        echo_from: _builtins.int | None = ...,
         structure: Global___Structure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_echo_from", b"_echo_from", "_logprobs", b"_logprobs", "echo_from", b"echo_from", "logprobs", b"logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ignore_end", b"ignore_end", "lease", b"lease", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "structure", b"structure", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo_from", b"_echo_from", "_logprobs", b"_logprobs", "echo_from", b"echo_from", "ignore_end", b"ignore_end", "lease", b"lease", "logprobs", b"logprobs", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "structure", b"structure", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__echo_from: _TypeAlias = _typing.Literal["echo_from"]  # noqa: Y015
+    _WhichOneofArgType__echo_from: _TypeAlias = _typing.Literal["_echo_from", b"_echo_from"]  # noqa: Y015
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__echo_from) -> _WhichOneofReturnType__echo_from | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
 
 Global___OpenCall: _TypeAlias = OpenCall  # noqa: Y015
 
@@ -267,6 +286,35 @@ class Structure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Structure: _TypeAlias = Structure  # noqa: Y015
+
+@_typing.final
+class TokenLogprobs(_message.Message):
+    """As in the public API."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROB_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprob: _builtins.float
+    @_builtins.property
+    def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        logprob: _builtins.float = ...,
+        top_ids: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprob", b"logprob", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLogprobs: _TypeAlias = TokenLogprobs  # noqa: Y015
 
 @_typing.final
 class TokenIds(_message.Message):
@@ -325,6 +373,8 @@ class Sampling(_message.Message):
     BANNED_IDS_FIELD_NUMBER: _builtins.int
     ALLOWED_IDS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    LENIENCE_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """temperature divides the logits. Zero: greedy."""
     top_k: _builtins.int
@@ -345,6 +395,12 @@ class Sampling(_message.Message):
     """
     presence_penalty: _builtins.float
     frequency_penalty: _builtins.float
+    mode: _builtins.str
+    """mode is the verification mode, as in the public API. In a mode that the configuration must list, a drafter's seed
+    is not the verifier's.
+    """
+    lenience: _builtins.float
+    """lenience is that of the mode "lenient". Absent in all others."""
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
     @_builtins.property
@@ -371,12 +427,16 @@ class Sampling(_message.Message):
         banned_ids: _abc.Iterable[_builtins.int] | None = ...,
         allowed_ids: _abc.Iterable[_builtins.int] | None = ...,
         bad_words: _abc.Iterable[Global___TokenIds] | None = ...,
+        mode: _builtins.str = ...,
+        lenience: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lenience", b"_lenience", "lenience", b"lenience"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "logit_bias", b"logit_bias", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lenience", b"_lenience", "allowed_ids", b"allowed_ids", "bad_words", b"bad_words", "banned_ids", b"banned_ids", "frequency_penalty", b"frequency_penalty", "lenience", b"lenience", "logit_bias", b"logit_bias", "min_p", b"min_p", "mode", b"mode", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "sample_index", b"sample_index", "seed", b"seed", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lenience: _TypeAlias = _typing.Literal["lenience"]  # noqa: Y015
+    _WhichOneofArgType__lenience: _TypeAlias = _typing.Literal["_lenience", b"_lenience"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lenience) -> _WhichOneofReturnType__lenience | None: ...
 
 Global___Sampling: _TypeAlias = Sampling  # noqa: Y015
 
@@ -402,22 +462,28 @@ class Opened(_message.Message):
     RESTORED_FIELD_NUMBER: _builtins.int
     PROCESSED_FIELD_NUMBER: _builtins.int
     OPEN_US_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     restored: _builtins.int
     """restored is the number of tokens that a state from the store covers."""
     processed: _builtins.int
     """processed is the number of tokens that the model had to consume."""
     open_us: _builtins.int
     """open_us is the time from the call's arrival to readiness, in microseconds."""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """logprobs has an entry for each of the text's tokens from echo_from on. Empty: they were not asked for."""
+
     def __init__(
         self,
         *,
         restored: _builtins.int = ...,
         processed: _builtins.int = ...,
         open_us: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_us", b"open_us", "processed", b"processed", "restored", b"restored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "open_us", b"open_us", "processed", b"processed", "restored", b"restored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

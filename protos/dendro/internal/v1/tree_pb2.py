@@ -24,21 +24,23 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65ndro/internal/v1/tree.proto\x12\x12\x64\x65ndro.internal.v1\"~\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x0e\n\x06values\x18\x03 \x03(\x02\x12\x10\n\x08proposer\x18\x04 \x01(\t\x12\r\n\x05trace\x18\x05 \x03(\r\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\x04\x12\r\n\x05texts\x18\x07 \x01(\r\"\xbc\x01\n\tTreeShape\x12\x0e\n\x06widths\x18\x01 \x03(\r\x12\x10\n\x08\x63hildren\x18\x02 \x03(\r\x12+\n\x04\x62\x65\x61m\x18\x03 \x01(\x0b\x32\x1d.dendro.internal.v1.BeamShape\x12\x31\n\x07\x64ynamic\x18\x04 \x01(\x0b\x32 .dendro.internal.v1.DynamicShape\x12-\n\x05until\x18\x05 \x01(\x0b\x32\x1e.dendro.internal.v1.UntilShape\")\n\tBeamShape\x12\r\n\x05steps\x18\x01 \x01(\r\x12\r\n\x05\x62\x65\x61ms\x18\x02 \x01(\r\"7\n\x0c\x44ynamicShape\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\"V\n\nUntilShape\x12\t\n\x01h\x18\x01 \x01(\x01\x12.\n\x04tree\x18\x02 \x01(\x0b\x32 .dendro.internal.v1.DynamicShape\x12\r\n\x05least\x18\x03 \x01(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1d\x64\x65ndro/internal/v1/tree.proto\x12\x12\x64\x65ndro.internal.v1\"\xaa\x01\n\tDraftTree\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0f\n\x07parents\x18\x02 \x03(\x11\x12\x0e\n\x06values\x18\x03 \x03(\x02\x12\x10\n\x08proposer\x18\x04 \x01(\t\x12\r\n\x05trace\x18\x05 \x03(\r\x12\x10\n\x08\x64raft_us\x18\x06 \x01(\x04\x12\r\n\x05texts\x18\x07 \x01(\r\x12*\n\x04laws\x18P \x03(\x0b\x32\x1c.dendro.internal.v1.ChildLaw\";\n\x08\x43hildLaw\x12\x0b\n\x03row\x18\x01 \x01(\r\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x15\n\rprobabilities\x18\x03 \x03(\x02\"\xbc\x01\n\tTreeShape\x12\x0e\n\x06widths\x18\x01 \x03(\r\x12\x10\n\x08\x63hildren\x18\x02 \x03(\r\x12+\n\x04\x62\x65\x61m\x18\x03 \x01(\x0b\x32\x1d.dendro.internal.v1.BeamShape\x12\x31\n\x07\x64ynamic\x18\x04 \x01(\x0b\x32 .dendro.internal.v1.DynamicShape\x12-\n\x05until\x18\x05 \x01(\x0b\x32\x1e.dendro.internal.v1.UntilShape\")\n\tBeamShape\x12\r\n\x05steps\x18\x01 \x01(\r\x12\r\n\x05\x62\x65\x61ms\x18\x02 \x01(\r\"7\n\x0c\x44ynamicShape\x12\t\n\x01k\x18\x01 \x01(\r\x12\r\n\x05steps\x18\x02 \x01(\r\x12\r\n\x05total\x18\x03 \x01(\r\"V\n\nUntilShape\x12\t\n\x01h\x18\x01 \x01(\x01\x12.\n\x04tree\x18\x02 \x01(\x0b\x32 .dendro.internal.v1.DynamicShape\x12\r\n\x05least\x18\x03 \x01(\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dendro.internal.v1.tree_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DRAFTTREE']._serialized_start=53
-  _globals['_DRAFTTREE']._serialized_end=179
-  _globals['_TREESHAPE']._serialized_start=182
-  _globals['_TREESHAPE']._serialized_end=370
-  _globals['_BEAMSHAPE']._serialized_start=372
-  _globals['_BEAMSHAPE']._serialized_end=413
-  _globals['_DYNAMICSHAPE']._serialized_start=415
-  _globals['_DYNAMICSHAPE']._serialized_end=470
-  _globals['_UNTILSHAPE']._serialized_start=472
-  _globals['_UNTILSHAPE']._serialized_end=558
+  _globals['_DRAFTTREE']._serialized_start=54
+  _globals['_DRAFTTREE']._serialized_end=224
+  _globals['_CHILDLAW']._serialized_start=226
+  _globals['_CHILDLAW']._serialized_end=285
+  _globals['_TREESHAPE']._serialized_start=288
+  _globals['_TREESHAPE']._serialized_end=476
+  _globals['_BEAMSHAPE']._serialized_start=478
+  _globals['_BEAMSHAPE']._serialized_end=519
+  _globals['_DYNAMICSHAPE']._serialized_start=521
+  _globals['_DYNAMICSHAPE']._serialized_end=576
+  _globals['_UNTILSHAPE']._serialized_start=578
+  _globals['_UNTILSHAPE']._serialized_end=664
 # @@protoc_insertion_point(module_scope)

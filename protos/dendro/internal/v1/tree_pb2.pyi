@@ -31,6 +31,7 @@ class DraftTree(_message.Message):
     TRACE_FIELD_NUMBER: _builtins.int
     DRAFT_US_FIELD_NUMBER: _builtins.int
     TEXTS_FIELD_NUMBER: _builtins.int
+    LAWS_FIELD_NUMBER: _builtins.int
     proposer: _builtins.str
     """proposer names the model or proposer that made the tree. Empty: none did (the root alone)."""
     draft_us: _builtins.int
@@ -55,6 +56,12 @@ class DraftTree(_message.Message):
         their number as its rank.
         """
 
+    @_builtins.property
+    def laws(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChildLaw]:
+        """laws are those from which the guesses were drawn, of each row with children, ascending. Empty: the guesses are not
+        draws, as in the modes "coupled", "greedy" and "naive".
+        """
+
     def __init__(
         self,
         *,
@@ -65,14 +72,49 @@ class DraftTree(_message.Message):
         trace: _abc.Iterable[_builtins.int] | None = ...,
         draft_us: _builtins.int = ...,
         texts: _builtins.int = ...,
+        laws: _abc.Iterable[Global___ChildLaw] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_us", b"draft_us", "parents", b"parents", "proposer", b"proposer", "texts", b"texts", "tokens", b"tokens", "trace", b"trace", "values", b"values"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draft_us", b"draft_us", "laws", b"laws", "parents", b"parents", "proposer", b"proposer", "texts", b"texts", "tokens", b"tokens", "trace", b"trace", "values", b"values"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DraftTree: _TypeAlias = DraftTree  # noqa: Y015
+
+@_typing.final
+class ChildLaw(_message.Message):
+    """The drafter's law from which the children of a row were drawn, without replacement, in the order of their rows."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROW_FIELD_NUMBER: _builtins.int
+    IDS_FIELD_NUMBER: _builtins.int
+    PROBABILITIES_FIELD_NUMBER: _builtins.int
+    row: _builtins.int
+    """row is the row of the tree."""
+    @_builtins.property
+    def ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """ids are the tokens that could be drawn, each once; 1 to 32 of them."""
+
+    @_builtins.property
+    def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """probabilities are those of the ids, in [0, 1]; their sum is 1 up to 0.001. As many as ids."""
+
+    def __init__(
+        self,
+        *,
+        row: _builtins.int = ...,
+        ids: _abc.Iterable[_builtins.int] | None = ...,
+        probabilities: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ids", b"ids", "probabilities", b"probabilities", "row", b"row"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChildLaw: _TypeAlias = ChildLaw  # noqa: Y015
 
 @_typing.final
 class TreeShape(_message.Message):

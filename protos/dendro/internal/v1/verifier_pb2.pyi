@@ -230,6 +230,7 @@ class Verdict(_message.Message):
     TRIMMED_FIELD_NUMBER: _builtins.int
     COLD_FIELD_NUMBER: _builtins.int
     AHEAD_US_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     finish: Global___Finish.ValueType
     length: _builtins.int
     """length is the number of tokens before any cut."""
@@ -259,6 +260,10 @@ class Verdict(_message.Message):
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ranks are the ranks of the accepted guesses among their siblings."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_calls_pb2.TokenLogprobs]:
+        """logprobs has an entry for each of tokens. Empty: the text was opened without asking for them."""
+
     def __init__(
         self,
         *,
@@ -274,10 +279,11 @@ class Verdict(_message.Message):
         trimmed: _builtins.int = ...,
         cold: _builtins.bool = ...,
         ahead_us: _builtins.int = ...,
+        logprobs: _abc.Iterable[_calls_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_us", b"ahead_us", "cold", b"cold", "finish", b"finish", "length", b"length", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_us", b"ahead_us", "cold", b"cold", "finish", b"finish", "length", b"length", "logprobs", b"logprobs", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

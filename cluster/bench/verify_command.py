@@ -1,0 +1,140 @@
+"""`dendro bench verify`: answers in each verification mode, with trees of 1, 2 and 4 children."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from dendro.errors import BadRequest
+
+from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
+from cluster.bench.machine import report_head
+from cluster.bench.measurement import Begin
+from cluster.bench.options import (
+    JsonFile,
+    MarkdownFile,
+    Models,
+    PlotFile,
+    check_counts,
+    check_seed,
+    chosen,
+    parse_temperatures,
+    present,
+    with_bars,
+)
+from cluster.bench.targets import DEMO, THREADS, parameter_count, target_config
+from cluster.bench.verify import ARMS, ROOM, aims_of, arm_rows, measure_arms
+from cluster.bench.verify_report import facts_of, tables_of
+from cluster.bench.verify_report import plot as draw
+from cluster.config import DEMO_MODELS
+from cluster.demo.kinds import KINDS, kind_prompts
+from cluster.demo.prompts import load_tokenizer
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
+
+DRAFTER = "mamba2"
+PROMPTS, QUICK_PROMPTS = 5, 1
+QUICK_TOKENS = 24
+REPETITIONS, QUICK_REPETITIONS = 2, 1
+TEMPERATURES, QUICK_TEMPERATURES = "1,0.6", "1"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifySettings:
+    """Validated options of a run."""
+
+    prompts: int  # of each kind
+    tokens: int
+    repetitions: int
+    temperatures: tuple[float, ...]
+    seed: int
+    models: Path
+
+    def __post_init__(self) -> None:
+        check_counts(prompts=self.prompts, tokens=self.tokens, repetitions=self.repetitions)
+        check_seed(self.seed)
+        if 0 in self.temperatures:
+            raise BadRequest("temperatures", "must be above 0: at 0 every mode is greedy")
+
+
+async def run_verify(settings: VerifySettings, begin: Begin) -> dict[str, Any]:
+    """Run the whole measurement; returns the report."""
+    started = time.monotonic()
+    torch.set_num_threads(THREADS)
+    (target,) = target_config(settings.models, DEMO).targets.values()
+    tokenizer, rows, aims = load_tokenizer(settings.models), [], []
+    prompts = [
+        prompt.token_ids
+        for kind in KINDS
+        for prompt in kind_prompts(kind, settings.prompts, PROMPT_TOKENS, tokenizer, settings.models)
+    ]
+    async with (
+        verifier_of(DEMO, target, PROMPT_TOKENS + settings.tokens + ROOM) as verifier,
+        drafter_of(settings.models / DRAFTER) as drafter,
+    ):
+        for temperature in settings.temperatures:
+            step = begin(f"temperature {temperature:g}", len(prompts) * settings.repetitions * len(ARMS))
+            sizes = settings.tokens, settings.repetitions, settings.seed
+            found = await measure_arms(drafter, verifier, prompts, temperature, *sizes, step)
+            rows += arm_rows(found, temperature)
+            aims += aims_of(found, temperature)
+    return {
+        **report_head("verify", started, True, settings.seed, THREADS),
+        "plan": {
+            "target": DEMO,
+            "parameters": parameter_count(target.checkpoint),
+            "dtype": target.dtype,
+            "drafter": DRAFTER,
+            "drafter_dtype": DRAFTER_DTYPE,
+            "kinds": list(KINDS),
+            "prompts": settings.prompts,
+            "prompt_tokens": PROMPT_TOKENS,
+            "tokens": settings.tokens,
+            "repetitions": settings.repetitions,
+        },
+        "rows": rows,
+        "aims": aims,
+    }
+
+
+def bench_verify(
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Under a minute: one prompt of each kind, one short answer of each.")
+    ] = False,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+    markdown: MarkdownFile = None,
+    prompts: Annotated[
+        int | None, typer.Option(help="Prompts of each kind: code, prose, edits; at most 9. (default 5; quick 1)")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 24)")] = None,
+    repetitions: Annotated[
+        int | None, typer.Option(help="Answers to each prompt, with seeds of their own. (default 2; quick 1)")
+    ] = None,
+    temperatures: Annotated[
+        str | None, typer.Option(help="Sampling temperatures, separated by commas. (default 1,0.6; quick 1)")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    models: Models = DEMO_MODELS,
+) -> None:
+    """Compare verification modes on the demo pair: coupled, multi-step and naive sampling with trees of 1, 2 and 4
+    children, and block verification of chains.
+
+    Reports tokens emitted per round and tokens a second, paired by prompt and seed. The aims are what the papers found:
+    block verification emits at least as much as trying guesses one by one; shared noise loses to multi-step sampling
+    with chains, and wins against it and naive sampling with 4 children.
+    """
+    settings = VerifySettings(
+        prompts=chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
+        tokens=chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
+        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
+        temperatures=parse_temperatures(chosen(temperatures, quick, QUICK_TEMPERATURES, TEMPERATURES)),
+        seed=seed,
+        models=models,
+    )
+    report = with_bars(lambda begin: asyncio.run(run_verify(settings, begin)))
+    present(report, facts_of(report), tables_of(report), json, markdown, plot, draw)

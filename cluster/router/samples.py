@@ -1,0 +1,63 @@
+"""Several answers to one prompt: their streams run beside each other, and share what the first has done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from dendro.text import Text
+from dendro.v1 import generation_pb2 as pb
+
+Responses = AsyncGenerator[pb.GenerateResponse, None]
+
+WAITING = 4
+"""Responses of all answers together that may wait for a client that does not read."""
+
+
+class SharedPrompt:
+    """What the answers to one prompt share: its tokens, and the replica where the first answer's text is opened."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.first: Text | None = None  # the first answer's text
+        self._shared = asyncio.Event()
+
+    def share(self, token_ids: list[int], text: Text) -> None:
+        """Called with each answer's text once it is being opened; those after the first change nothing."""
+        if self.first is None:
+            self.token_ids, self.first = token_ids, text
+            self._shared.set()
+
+    async def wait(self) -> None:
+        """Wait for the first answer's call of `share`."""
+        await self._shared.wait()
+
+
+async def merged(streams: Sequence[Responses]) -> Responses:
+    """The responses of several streams as they come, each with the number of its stream. Raises the first error of any
+    stream; all are closed before it ends."""
+    waiting: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue(WAITING)
+
+    async def drive(sample: int, stream: Responses) -> None:
+        async with aclosing(stream):
+            async for response in stream:
+                response.sample = sample
+                await waiting.put(response)
+
+    async def note_end() -> None:
+        await asyncio.wait(drivers, return_when=asyncio.FIRST_EXCEPTION)
+        await waiting.put(None)
+
+    drivers = [asyncio.create_task(drive(sample, stream)) for sample, stream in enumerate(streams)]
+    ending = asyncio.create_task(note_end())
+    try:
+        while (response := await waiting.get()) is not None:
+            yield response
+        for driver in drivers:
+            if driver.done():
+                driver.result()
+    finally:
+        for task in (ending, *drivers):
+            task.cancel()
+        await asyncio.gather(ending, *drivers, return_exceptions=True)

@@ -1,0 +1,60 @@
+"""The base of the configuration's sections, and what its pools share: resources and scaling."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """The base of all sections. Immutable; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class Resources(Section):
+    """What Ray reserves for one replica. Fractions of a core or of an accelerator are allowed."""
+
+    cpu: float = Field(default=1.0, ge=0)
+    gpu: float = Field(default=0.0, ge=0)
+    custom: dict[str, float] = Field(default_factory=dict)
+    """Ray's own named resources, such as `{verifier: 1}`, that pin a pool to its machines."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The same as a bundle of a Ray placement group, which must have no zeros."""
+        return {name: amount for name, amount in {"CPU": self.cpu, "GPU": self.gpu, **self.custom}.items() if amount}
+
+
+class Scaling(Section):
+    """Bounds and delays of a pool whose number of replicas follows its load."""
+
+    min_replicas: int = Field(default=1, ge=0)
+    max_replicas: int = Field(ge=1)
+    up_after_s: float = Field(default=10.0, ge=0)
+    """How long the average load must be above its target before a replica is added."""
+    down_after_s: float = Field(default=120.0, ge=0)
+    """How long it must be below before a replica is removed. A drafter or verifier ends with its last lease, a router
+    when it has drained."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.max_replicas < max(self.min_replicas, 1):
+            raise ValueError(f"max_replicas: {self.max_replicas}; must be at least min_replicas, {self.min_replicas}")
+        return self
+
+
+class Autoscaling(Scaling):
+    """How many replicas a pool has, by its leases: a running request holds one of a verifier and one of a drafter."""
+
+    leases: float = Field(default=8.0, gt=0)
+    """Target number of leases of a replica, on average."""
+
+
+class RouterScaling(Scaling):
+    """How many routers there are, by the requests that run on them."""
+
+    min_replicas: int = Field(default=1, ge=1)
+    requests: float = Field(default=64.0, gt=0)
+    """Target number of running requests of a router, on average."""

@@ -1,0 +1,52 @@
+"""The drafter's sparse laws, and the order in which a row's children are drawn from one, without replacement.
+
+Drafter and verifier compute the order by the same function from the probabilities that were sent, so that the verifier
+can check that the children of a row are the first draws.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from tree_kernels.noise import gumbel_of_words, uniform_words
+
+DRAFT_STREAM = 1
+"""The noise stream of the drafter's draws; that of shared noise is 0."""
+LEAST_PROBABILITY = 1e-6
+"""Added to the probability of each id of a law made here: so many as there are ids can then be drawn, and the mass that
+is left to draw from is never below it."""
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class SparseLaw(NamedTuple):
+    """The probabilities of a few tokens; those of all others are 0."""
+
+    ids: Ints  # [k] unique
+    probabilities: Floats  # [k] of float32 precision, at least 0; their sum is 1 up to rounding
+
+
+def law_of_scores(ids: Ints, scores: Floats) -> SparseLaw:
+    """softmax(scores [k]) over these ids, each at least about LEAST_PROBABILITY. A score may be minus infinity, not
+    all of them. Rounded to float32, in which it is sent: the draws follow the rounded numbers."""
+    weights = np.exp(scores - scores.max())
+    law = weights / weights.sum() + LEAST_PROBABILITY
+    return SparseLaw(ids, (law / law.sum()).astype(np.float32).astype(np.float64))
+
+
+def drawn_order(law: SparseLaw, seed: int, base: int, row: int, sample_index: int = 0) -> list[int]:
+    """Places in the law of the tokens that can be drawn, in the order in which they are drawn without replacement.
+
+    base: length of the text that the round starts from, so that no two rounds share noise   row: of the tree
+
+    The order of log(probability) + Gumbel noise is that of successive draws, each from what is left, renormalised.
+    """
+    noise = gumbel_of_words(uniform_words(seed, base, law.ids, sample_index, DRAFT_STREAM, row)).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        scores = np.log(law.probabilities) + noise
+    order: list[int] = np.argsort(-scores, kind="stable").tolist()
+    return [place for place in order if law.probabilities[place] > 0]

@@ -1,0 +1,192 @@
+"""Progress of a request over all of its streams: what was received, and how to resume it after a stream broke."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import grpc.aio
+
+from dendro.answer import REASON_KEY, EchoedPrompt, Event, Round, Started, complete_from, fields_of
+from dendro.errors import Conflict, DendroError, EngineFailed, PeerLost, error_for
+from dendro.logprobs import TokenLogprobs, logprobs_from
+from dendro.samples import requests_of_samples
+from dendro.v1 import generation_pb2 as pb
+
+BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,  # the router is gone, or drains
+        grpc.StatusCode.CANCELLED,  # the router ended without a status
+        grpc.StatusCode.INTERNAL,  # a gateway lost its router
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""Codes that, without our own reason, mean that the connection broke."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+
+
+class AnswerProgress:
+    """The state of one answer over all of its streams. Does no I/O."""
+
+    def __init__(self, request: pb.GenerateRequest) -> None:
+        self.request = request
+        self.token_ids: list[int] = []
+        self.started: Started | None = None
+        self.finished = False
+        self._echoed = 0  # tokens of the text up to the end of the echoed prompt, as far as it was received
+
+    def next_request(self) -> pb.GenerateRequest:
+        """The request of the next call. Once a stream has started, it resumes after the received tokens."""
+        if self.started is None:
+            return self.request
+        request = pb.GenerateRequest()
+        request.CopyFrom(self.request)
+        request.resume.SetInParent()
+        request.resume.token_ids.extend(self.token_ids)
+        request.resume.seed = self.started.seed
+        request.resume.prompt_tokens = self.started.prompt_tokens
+        request.resume.prompt_digest = self.started.prompt_digest
+        request.resume.target = self.started.target
+        return request
+
+    def take(self, response: pb.GenerateResponse) -> Event | None:
+        """Check a message and return its event; None for `started` and an echo that a resumed stream repeats. Raises
+        EngineFailed for a message that does not follow from the ones before, Conflict for a stream that resumes another
+        answer."""
+        kind = response.WhichOneof("event")
+        if kind == "started":
+            first, message = self.started, response.started
+            if message.offset != len(self.token_ids):
+                raise EngineFailed(f"stream resumes at {message.offset}, not at {len(self.token_ids)}")
+            started = Started(**fields_of(Started, message))
+            if first is not None:
+                self._check_resumed(first, started)
+            self.started = started
+            return started if first is None else None
+        if kind == "prompt":
+            return self._take_prompt(response.prompt)
+        if kind == "chunk":
+            chunk = response.chunk
+            if chunk.offset != len(self.token_ids):
+                raise EngineFailed(f"chunk at offset {chunk.offset}, expected {len(self.token_ids)}")
+            self.token_ids.extend(chunk.token_ids)
+            return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape, self._logprobs_of(chunk))
+        if kind == "complete":
+            complete = complete_from(response.complete)
+            if complete.completion_tokens != len(self.token_ids):
+                raise EngineFailed(f"complete after {complete.completion_tokens} tokens, not {len(self.token_ids)}")
+            self.finished = True
+            return complete
+        raise EngineFailed("stream contains an unknown event")
+
+    def _take_prompt(self, part: pb.GeneratePrompt) -> EchoedPrompt | None:
+        if not self.request.echo or self.token_ids or not part.token_ids or part.offset > self._echoed > 0:
+            raise EngineFailed(f"prompt at offset {part.offset} of {len(part.token_ids)} tokens was not expected")
+        if part.offset < self._echoed:
+            return None
+        self._echoed = part.offset + len(part.token_ids)
+        logprobs: tuple[TokenLogprobs | None, ...] = self._logprobs_of(part, first=not part.offset)
+        if self.request.HasField("logprobs") and not part.offset:
+            logprobs = (None, *logprobs)
+        return EchoedPrompt(part.offset, tuple(part.token_ids), part.text, logprobs)
+
+    def _logprobs_of(
+        self, chunk: pb.GenerateChunk | pb.GeneratePrompt, first: bool = False
+    ) -> tuple[TokenLogprobs, ...]:
+        """Raises EngineFailed where they are malformed, missing or not asked for. first: whether the first of its
+        tokens has none, as nothing is before it"""
+        expected = len(chunk.token_ids) - first if self.request.HasField("logprobs") else 0
+        try:
+            logprobs = logprobs_from(chunk.logprobs[: expected + 1])
+        except ValueError as error:
+            raise EngineFailed(f"chunk: {error}") from None
+        if len(logprobs) != expected:
+            raise EngineFailed(f"chunk: log-probabilities of {len(chunk.logprobs)} tokens, expected {expected}")
+        return logprobs
+
+    def _check_resumed(self, first: Started, started: Started) -> None:
+        """Raise Conflict if a resumed stream starts with other facts than the first one: its tokens would continue
+        another text, or be another target's."""
+        names = ["model", "seed", "prompt_tokens", "prompt_digest", *(["target"] if self.token_ids else [])]
+        differ = [name for name in names if getattr(started, name) != getattr(first, name)]
+        if differ:
+            raise Conflict(f"resume: the answer began with another {', '.join(differ)}; begin the turn again")
+
+
+class RequestProgress:
+    """The state of a request, with all of its answers: retries and deadline. Does no I/O.
+
+    A stream of several answers that broke is not repeated: each answer that lacks its end is resumed by itself.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
+        self.request = request
+        self.timeout_s = timeout_s
+        self.attempts = attempts
+        self.answers = [AnswerProgress(each) for each in requests_of_samples(request)]
+        self._resumed: int | None = None  # the answer that the stream resumes; None: the stream has all answers
+        self._deadline = time.monotonic() + timeout_s
+        self._failures = 0  # since the last token
+
+    @property
+    def finished(self) -> bool:
+        return all(answer.finished for answer in self.answers)
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline. Raises PeerLost after it."""
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
+        return left
+
+    def next_request(self) -> pb.GenerateRequest:
+        """The request of the next call."""
+        seed = next((answer.started.seed for answer in self.answers if answer.started is not None), None)
+        if seed is None:  # no answer has begun
+            return self.request
+        self._resumed = next(sample for sample, answer in enumerate(self.answers) if not answer.finished)
+        request = self.answers[self._resumed].next_request()
+        if not request.HasField("resume"):
+            request.sampling.seed = seed  # it may be one that the server drew for all answers
+        return request
+
+    def take(self, response: pb.GenerateResponse) -> Event | None:
+        """As of `AnswerProgress.take`, for the answer that a message belongs to."""
+        sample = response.sample if self._resumed is None else self._resumed
+        if sample >= len(self.answers) or (self._resumed is not None and response.sample):
+            raise EngineFailed(f"stream has an event of sample {response.sample}, which was not asked for")
+        event = self.answers[sample].take(response)
+        if isinstance(event, Round):
+            self._failures = 0
+        return dataclasses.replace(event, sample=sample) if event is not None and sample else event
+
+    def pause_after(self, error: grpc.RpcError | None) -> float:
+        """Seconds to wait before the next call; 0 where the last one completed its answer. Raises a DendroError if the
+        call must not be repeated."""
+        if error is None and self._resumed is not None and self.answers[self._resumed].finished:
+            return 0.0
+        self._failures += 1
+        if error is not None:
+            final = _final_error(error, self.timeout_s)
+            if final is not None:
+                raise final from error
+        if self._failures >= self.attempts:
+            details = f": {error.details()}" if error is not None else ""
+            raise PeerLost(f"the stream broke {self._failures} times without a token{details}") from error
+        return min(FIRST_PAUSE_S * 2.0 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
+
+
+def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
+    """The error that a status stands for; None if the connection broke, so that the call may be repeated."""
+    code: grpc.StatusCode = error.code()
+    trailing = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    ours = any(key == REASON_KEY for key, _ in trailing)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return PeerLost(f"no complete answer within {timeout_s:g} s")
+    if code is grpc.StatusCode.UNAVAILABLE or (code in BROKEN and not ours):
+        return None
+    return error_for(code, error.details() or "")

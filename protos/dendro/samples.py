@@ -1,0 +1,44 @@
+"""Requests for several answers to one prompt, as a request for each of them."""
+
+from __future__ import annotations
+
+from dendro.errors import BadRequest
+from dendro.v1 import generation_pb2 as pb
+
+MAX_SAMPLES = 16
+"""The most answers that a request may ask for."""
+
+
+def requests_of_samples(request: pb.GenerateRequest) -> list[pb.GenerateRequest]:
+    """A request for each answer that a request asks for. Raises BadRequest for a number of answers that no server
+    gives, and for several where there can be only one."""
+    if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
+        raise BadRequest("n", f"must lie in 1 to {MAX_SAMPLES}; got {request.n}")
+    if request.n <= 1:
+        return [request]
+    for name in ("session", "keep_session"):
+        if getattr(request, name):
+            raise BadRequest("n", f"is {request.n}, but a session continues with one answer; ask without {name}")
+    if request.HasField("resume"):
+        raise BadRequest(
+            "n", f"is {request.n} in a resume; resume each answer by a request of its own, with its sample_index"
+        )
+    first = request.sampling.sample_index
+    if first + request.n > 1 << 32:
+        raise BadRequest("sample_index", f"is {first}; {request.n} answers from there on exceed 32 bits")
+    requests = []
+    for sample in range(request.n):
+        one = pb.GenerateRequest()
+        one.CopyFrom(request)
+        one.ClearField("n")
+        one.echo = request.echo and not sample
+        one.sampling.sample_index = first + sample
+        requests.append(one)
+    return requests
+
+
+def one_answer(request: pb.GenerateRequest) -> pb.GenerateRequest:
+    """The request. Raises BadRequest where it asks for several answers."""
+    if request.n > 1:
+        raise BadRequest("n", f"is {request.n}, but this call returns one answer; use generate_samples or generate")
+    return request

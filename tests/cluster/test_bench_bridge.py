@@ -1,0 +1,61 @@
+"""`dendro bench bridge`: tokens a round through each bridge, and the drafter of another tokenizer that it makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import other_tokenizers
+import pytest
+import tiny_models
+from tree_layers.checkpoint import read_facts
+
+from cluster.bench.bridge import SHAPES, cases_of, measure_bridges, tables_of
+from cluster.bench.bridge_drafters import make_drafter
+from cluster.config import DEMO_MODELS
+
+PROMPTS = ((10, 20, 30, 40, 7, 8), (9, 200, 150, 151, 40, 41))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """A target, a drafter of its tokenizer and one of another."""
+    folder = tmp_path_factory.mktemp("bench_bridge")
+    tiny_models.make_checkpoint(folder / "target", "llama")
+    tiny_models.make_checkpoint(folder / "same", "llama", seed=3, num_hidden_layers=1)
+    tokenizer = other_tokenizers.byte_level([Path(json.__file__).read_text()], 300)
+    tiny_models.make_checkpoint(
+        folder / "other", "llama", seed=3, num_hidden_layers=1, vocab_size=tokenizer.get_vocab_size()
+    )
+    tokenizer.save(str(folder / "other" / "tokenizer.json"))
+    return folder
+
+
+@pytest.mark.slow
+async def test_each_drafter_is_measured_through_its_bridges_and_changes_no_answer(models):
+    cases, steps = cases_of(models / "same", models / "other"), []
+    rows, differences = await measure_bridges(
+        models / "target", cases, PROMPTS, 12, (0.0, 1.0), 5, lambda title, count: lambda: steps.append(title)
+    )
+    assert differences == []
+    assert [(row["drafter"], row["bridge"], row["temperature"], row["shape"]) for row in rows] == [
+        (case.drafter, case.bridge, temperature, shape)
+        for case in cases
+        for temperature in (0.0, 1.0)
+        for shape in SHAPES
+    ]
+    assert len(steps) == len(PROMPTS) * 2 * (1 + len(cases) * len(SHAPES)), "plain decoding is asked once"
+    assert all(row["emitted_per_round"] >= 1 and row["guesses_per_round"] > 0 for row in rows)
+    ((_, heads, cells),) = tables_of({"rows": rows})
+    assert len(cells) == len(cases) and all(len(line) == len(heads) for line in cells)
+
+
+@pytest.mark.long
+def test_the_made_drafter_has_its_own_tokenizer_and_begins_with_the_layers_of_the_demo_s(tmp_path):
+    """One step of training, so nearly its first weights: those of equal tokens are the demo drafter's."""
+    start, out = DEMO_MODELS / "mamba2", tmp_path / "made"
+    make_drafter(start, out, vocabulary=512, minutes=1e-4, seed=0)
+    made, given = read_facts(out), read_facts(start)
+    assert made.vocabulary == 512 < given.vocabulary
+    assert {**made.config, "vocab_size": given.vocabulary}["num_hidden_layers"] == given.config["num_hidden_layers"]
+    assert not (out.with_name(".made")).exists(), "what training kept beside it is removed"

@@ -1,0 +1,139 @@
+"""The prompt in an answer's stream: its tokens, text and log-probabilities, in sessions and after a broken stream."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+from dendro.answer import Completion, EchoedPrompt, Round, build_request
+from dendro.calls import Opened
+from dendro.errors import BadAnswer, BadRequest, EngineFailed
+from dendro.logprobs import TokenLogprobs
+from dendro.progress import AnswerProgress
+from dendro.text import Limits, Sampling, Text
+from dendro.v1 import generation_pb2 as pb
+from dendro.wire import answer_from, verifier_answer_message
+from edge import EdgePeers, ingress, plain_answer, plain_logprobs, resume_of
+
+from cluster.api.local import LocalClient
+from cluster.config import Config
+from cluster.router import echo as echo_module
+from cluster.running import local_ingress
+from cluster.sessions import MemorySessions
+
+PROMPT = "walk the σ tree "
+IDS = list(PROMPT.encode())
+
+
+def echo_of(done: Completion) -> tuple[list[int], str, list[TokenLogprobs | None]]:
+    tokens = [token for part in done.prompt for token in part.token_ids]
+    return tokens, "".join(part.text for part in done.prompt), [each for part in done.prompt for each in part.logprobs]
+
+
+@pytest.mark.parametrize("part", [1, 3, 9, 512])
+async def test_it_comes_before_the_answer_and_the_first_token_of_a_text_has_none(
+    part: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(echo_module, "ECHO_PART", part)
+    peers = EdgePeers()
+    client = LocalClient(ingress(peers))
+    events = [event async for event in client.generate(PROMPT, echo=True, logprobs=2, max_new_tokens=5)]
+    kinds = [type(event) for event in events]
+    assert kinds.index(Round) > max(at for at, kind in enumerate(kinds) if kind is EchoedPrompt) > 0
+    done = await client.generate_text(PROMPT, echo=True, logprobs=2, max_new_tokens=5)
+    assert echo_of(done) == (IDS, PROMPT, [None, *plain_logprobs(IDS[:1], IDS[1:], 2)])
+    assert peers.echoed == [1, 1] and list(done.logprobs) == plain_logprobs(IDS, done.token_ids, 2)
+    without = await client.generate_text(PROMPT, echo=True, max_new_tokens=5)
+    assert echo_of(without) == (IDS, PROMPT, []) and len(peers.echoed) == 2
+    assert (await client.generate_text(PROMPT, logprobs=2, max_new_tokens=5)).prompt == ()
+
+
+async def test_a_turn_of_a_session_echoes_its_own_prompt_given_the_text_before_it():
+    peers, sessions = EdgePeers(), MemorySessions()
+    client = LocalClient(ingress(peers, sessions))
+    first = await client.generate_text(PROMPT, max_new_tokens=4, keep_session=True)
+    before = [*IDS, *first.token_ids]
+    options: Any = {"session": first.complete.session, "echo": True, "max_new_tokens": 6, "request_id": "A"}
+    done = await client.generate_text(" and", logprobs=1, **options)
+    assert echo_of(done) == (list(b" and"), " and", plain_logprobs(before, list(b" and"), 1))
+    assert done.prompt[0].offset == len(before) and peers.echoed == [len(before)]
+    again = await client.generate_text(" and", logprobs=1, **options)  # computed again
+    assert (again.prompt, again.logprobs) == (done.prompt, done.logprobs)
+    written = await client.generate_text(" and", **options)  # from the record
+    assert echo_of(written) == (list(b" and"), " and", []) and written.complete.speculation.rounds == 0
+
+
+async def test_a_resumed_answer_echoes_only_where_the_client_has_no_token():
+    for held in (0, 3):
+        request = build_request(PROMPT, echo=True, logprobs=1, max_new_tokens=6)
+        request.resume.CopyFrom(resume_of(IDS, plain_answer(IDS, Sampling(), held)))
+        events = [each.WhichOneof("event") async for each in ingress(EdgePeers()).generate(request)]
+        assert ("prompt" in events) == (not held)
+
+
+def part_of(offset: int, tokens: int, logprobs: int) -> pb.GenerateResponse:
+    entries = [pb.TokenLogprobs(logprob=-1.0)] * logprobs
+    return pb.GenerateResponse(
+        prompt=pb.GeneratePrompt(offset=offset, token_ids=[7] * tokens, text="x", logprobs=entries)
+    )
+
+
+def test_the_client_takes_each_part_once_and_refuses_what_does_not_follow():
+    progress = AnswerProgress(build_request(PROMPT, echo=True, logprobs=0))
+    first = progress.take(part_of(0, 3, 2))
+    assert isinstance(first, EchoedPrompt) and first.logprobs[0] is None and len(first.logprobs) == 3
+    assert progress.take(part_of(0, 3, 2)) is None, "a resumed stream repeats it"
+    assert isinstance(progress.take(part_of(3, 2, 2)), EchoedPrompt)
+    for wrong in (part_of(6, 1, 1), part_of(5, 2, 1), part_of(5, 0, 0)):
+        with pytest.raises(EngineFailed, match="prompt at offset|log-probabilities of"):
+            progress.take(wrong)
+    with pytest.raises(EngineFailed, match="was not expected"):
+        AnswerProgress(build_request(PROMPT)).take(part_of(0, 3, 0))
+
+
+async def test_with_several_answers_it_comes_once():
+    peers = EdgePeers()
+    done = await LocalClient(ingress(peers)).generate_samples(PROMPT, n=3, echo=True, logprobs=1, max_new_tokens=4)
+    assert [echo_of(each)[0] for each in done] == [IDS, [], []] and peers.echoed == [1]
+
+
+async def test_a_prompt_with_too_many_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("dendro.logprobs.MAX_ECHOED", 60)
+    with pytest.raises(BadRequest, match=f"^echo: has {len(IDS)} tokens with 21 log-probabilities each; at most 60"):
+        await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, echo=True, logprobs=20)
+
+
+def test_an_opening_with_them_arrives_unchanged_and_too_many_are_refused(monkeypatch: pytest.MonkeyPatch):
+    opened = Opened(1, 2, 3, (TokenLogprobs(-0.5, ((7, -0.5),)), TokenLogprobs(-2.0, ((9, -0.25),))))
+    message = verifier_answer_message(1, opened)
+    assert answer_from(message) == opened
+    monkeypatch.setattr("dendro.wire.MAX_ECHOED", 1)
+    with pytest.raises(BadAnswer, match="opened.logprobs"):
+        answer_from(message)
+
+
+def test_a_text_asks_for_them_by_position():
+    text = Text([1, 2, 3], Sampling(), Limits(40), logprobs=2, echo_from=1)
+    assert (text.logprobs, text.echo_from) == (2, 1)
+
+
+@pytest.mark.slow
+async def test_they_do_not_depend_on_what_the_cluster_has_kept_of_the_prompt(tmp_path: Path):
+    tiny_models.make_checkpoint(tmp_path)
+    model = {"checkpoint": str(tmp_path), "dtype": "float32"}
+    config = Config.of({"targets": {"target": model | {"max_length": 512}}, "drafters": {"drafter": model}}, tmp_path)
+    prompt = [(7 * at * at + 3 * at) % 250 for at in range(300)]
+    options: Any = {"max_new_tokens": 12, "ignore_end": True, "logprobs": 2, "echo": True}
+    async with local_ingress(config) as router:
+        client = LocalClient(router)
+        fresh = await client.generate_text(prompt, speculation="off", **options)
+        again = await client.generate_text(prompt, speculation="(2,1)", **options)
+        assert (again.prompt, again.token_ids, again.logprobs) == (fresh.prompt, fresh.token_ids, fresh.logprobs)
+        assert len(echo_of(fresh)[2]) == 300 and echo_of(fresh)[2][0] is None
+        first = await client.generate_text(prompt[:200], keep_session=True, max_new_tokens=1, seed=1)
+        turn = await client.generate_text([5, 6, 7], session=first.complete.session, speculation="off", **options)
+        whole = await client.generate_text([*prompt[:200], *first.token_ids, 5, 6, 7], speculation="off", **options)
+        assert echo_of(turn)[2] == echo_of(whole)[2][-3:] and turn.logprobs == whole.logprobs
+        assert turn.complete.target is not None and turn.complete.target.restored_tokens == 192

@@ -1,0 +1,61 @@
+"""Log-probabilities of the tokens that a walk emits, from the raw logits of the rows that it visited."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+from dendro.grammars import TreeMasks
+from dendro.logprobs import TokenLogprobs
+from torch import Tensor
+from tree_kernels.tree_walk import Walk
+
+from verifier_service.walk import Draw, Echo, Walker
+
+
+def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
+    """Log-probabilities after a row, by a softmax in float32: of a token, and of the `top` tokens with the greatest
+    logits, of equal ones the lower id first.
+
+    logits [1, V]: one row at a time, so that the bits do not depend on other rows
+    """
+    logits = logits.float()
+    logprobs = torch.log_softmax(logits, 1)[0]
+    likeliest = likeliest_tokens(logits[0], top)
+    found = logprobs[torch.cat([likeliest.new_tensor([token]), likeliest])].tolist()
+    return TokenLogprobs(found[0], tuple(zip(likeliest.tolist(), found[1:], strict=True)))
+
+
+def likeliest_tokens(logits: Tensor, top: int) -> Tensor:
+    """The ids of the greatest logits [V], at most `top`, of equal ones the lower id first. (torch.topk has no order of
+    equal numbers, and sorting the vocabulary takes longer.)"""
+    top = min(top, len(logits))
+    if not top:
+        return torch.zeros(0, dtype=torch.int64, device=logits.device)
+    reached = (logits >= logits.topk(top).values[-1]).nonzero()[:, 0]
+    order = logits[reached].sort(descending=True, stable=True).indices
+    return reached[order[:top]]
+
+
+def echo_logprobs(echo: Echo, logits: Callable[[int], Tensor]) -> tuple[TokenLogprobs, ...]:
+    """Log-probabilities of the tokens after these rows. logits: as in `walk_with_logprobs`"""
+    rows = enumerate(echo.tokens, echo.wanted)
+    return tuple(token_logprobs(logits(row), token, echo.top) for row, token in rows)
+
+
+def walk_with_logprobs(
+    walker: Walker, draw: Draw, logits: Callable[[int], Tensor], masks: Future[TreeMasks] | None = None
+) -> tuple[Walk, tuple[TokenLogprobs, ...]]:
+    """A walk (`Walker.walk`) and the log-probabilities of its tokens; none where the draw does not ask for them."""
+    if draw.logprobs is None:
+        return walker.walk(draw, logits, masks), ()
+    visited: list[Tensor] = []
+
+    def row(place: int) -> Tensor:
+        visited.append(logits(place))
+        return visited[-1]
+
+    walked, top = walker.walk(draw, row, masks), draw.logprobs
+    pairs = zip(visited, walked.tokens, strict=False)
+    return walked, tuple(token_logprobs(here, token, top) for here, token in pairs)
