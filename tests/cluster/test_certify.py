@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from dendro.answer import Mode, SpeculationStats
+from dendro.answer import Mode, Speculation, SpeculationStats
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
 from parameters import PARAMETERS
@@ -18,7 +18,7 @@ from cluster.api.local import LocalClient
 from cluster.certify import command
 from cluster.certify.checks import lossy_rule_is_noticed, planted_faults_are_noticed
 from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
-from cluster.certify.parameters import identity_under_parameters
+from cluster.certify.parameters import SAMPLES, identity_under_parameters
 from cluster.certify.promises import Promise, first_difference, report
 from cluster.certify.stop_strings import stop_strings_end_answers
 from cluster.certify.twin import (
@@ -169,11 +169,17 @@ class ToyService:
         self.wrong, self.asked = wrong, []
 
     async def generate_text(self, prompt, *, speculation, max_new_tokens, **options):
+        if isinstance(speculation, str):
+            speculation = Speculation.parse(speculation)
         self.asked.append((speculation.mode, speculation.shape, options))
         ids = list(range(1, max_new_tokens + 1))
         if self.wrong and speculation.mode != Mode.OFF:
             ids[3] = 0
-        return SimpleNamespace(token_ids=tuple(ids), complete=SimpleNamespace(speculation=SpeculationStats()))
+        complete = SimpleNamespace(speculation=SpeculationStats())
+        return SimpleNamespace(token_ids=tuple(ids), complete=complete, logprobs=())
+
+    async def generate_samples(self, prompt, *, n, max_new_tokens, **options):
+        return [await self.generate_text(prompt, max_new_tokens=max_new_tokens, **options)] * n
 
 
 @pytest.mark.parametrize("margin, kept", [(None, False), (1.0, False), (1e-6, True)], ids=["bitwise", "wide", "close"])
@@ -188,13 +194,13 @@ async def test_an_answer_that_speculation_changes_breaks_the_promise_of_paramete
 
     given = [(5, 6)], 12, 20, ["(2,1)", "(1,1)"], VOCABULARY, None if margin is None else margin_of, 1e-4
     right = await identity_under_parameters(ToyService(wrong=False), *given, lambda: None)
-    assert right.kept is True and right.answers == 40 and not margins
+    assert right.kept is True and right.answers == (40 if margin is not None else 40 + SAMPLES) and not margins
     service = ToyService(wrong=True)
     promise = await identity_under_parameters(service, *given, lambda: None)
     assert promise.kept is kept and promise.excused == (40 if kept else 0)
     assert {shape for _, shape, _ in service.asked} == {"", "(2,1)", "(1,1)"}
     asked = {name for _, _, options in service.asked for name in options}
-    unset = {"max_new_tokens", *(["structure"] if margin is not None else [])}
+    unset = {"max_new_tokens", "n", "echo", "mode", "lenience", *(["structure"] if margin is not None else [])}
     assert asked | unset == {each.name for each in PARAMETERS}, "a parameter is never set"
     if margin is not None:
         assert {length for length, _ in margins} == {5} and any(removed for _, removed in margins)
