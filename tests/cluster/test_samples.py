@@ -16,11 +16,13 @@ from dendro.progress import RequestProgress
 from dendro.samples import MAX_SAMPLES
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
-from edge import EdgePeers, ingress, plain_answer, plain_logprobs, resume_of
+from edge import EdgePeers, config, ingress, plain_answer, plain_logprobs, resume_of
+from fakes import FakePool, FakeVerifier, new_text
 
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.config import Config
+from cluster.peers.pools import Peers
 from cluster.running import local_ingress
 
 PROMPT = "walk the "
@@ -148,15 +150,34 @@ def test_an_event_of_an_answer_that_was_not_asked_for_is_refused_by_the_client()
         progress.take(pb.GenerateResponse(chunk=pb.GenerateChunk(token_ids=[7]), sample=2))
 
 
+async def test_a_text_beside_another_is_opened_under_its_lease_and_elsewhere_where_that_has_ended():
+    """Of several replicas only the one with the first text has the pages of the prompt."""
+    verifier = FakeVerifier()
+    pool, first, others = FakePool(verifier), new_text(), [new_text(), new_text()]
+    peers = Peers(config(), {"demo": pool}, {})
+    one = peers.verifier("demo", first)
+    beside = [peers.verifier("demo", text, first) for text in others]
+    for handle in (one, *beside):
+        await handle.first_hello()
+        await handle.ready()
+    assert pool.leases == 1 and all(handle.opened is not None for handle in (one, *beside))
+    for handle, text in zip((one, *beside), (first, *others), strict=True):
+        await handle.close(text)
+    late = peers.verifier("demo", text := new_text(), first)
+    await late.ready()
+    assert pool.leases == 2 and late.opened is not None
+    await late.close(text)
+
+
 @pytest.mark.slow
 async def test_the_prompt_is_computed_once_and_each_answer_is_that_of_a_request_of_its_own(tmp_path: Path):
     """With a real verifier and drafter: the pages that the first answer's prompt fills are held by all."""
     tiny_models.make_checkpoint(tmp_path)
     model = {"checkpoint": str(tmp_path), "dtype": "float32"}
-    config = Config.of({"targets": {"target": model | {"max_length": 512}}, "drafters": {"drafter": model}}, tmp_path)
+    served = Config.of({"targets": {"target": model | {"max_length": 512}}, "drafters": {"drafter": model}}, tmp_path)
     prompt = [(7 * at * at + 3 * at) % 250 for at in range(300)]
     options: Any = {"temperature": 0.9, "seed": 3, "max_new_tokens": 20, "ignore_end": True, "logprobs": 2}
-    async with local_ingress(config) as router:
+    async with local_ingress(served) as router:
         client = LocalClient(router)
         done = await client.generate_samples(prompt, n=4, speculation="(2,1)", **options)
         targets = [each.complete.target for each in done]
