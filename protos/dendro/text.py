@@ -180,6 +180,9 @@ def check_choice(
     removed. As bad words remove tokens in some rows only, all of their last tokens count as removed. Beside a structure
     no removal is accepted: it could leave none of the tokens that the structure allows."""
     if structure is not None:
+        if not sampling.keeps_tokens:
+            reason = f"is not enforced in the mode {sampling.mode}, in which trees change tokens; take coupled"
+            raise BadRequest("structure", reason)
         for field in ("banned_ids", "allowed_ids", "bad_words"):
             if getattr(sampling, field):
                 raise BadRequest(field, "may leave no token that `structure` allows; describe the answer there alone")

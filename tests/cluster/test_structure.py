@@ -17,8 +17,9 @@ import tiny_hybrids
 import tiny_models
 from dendro.answer import Completion, Options, build_request
 from dendro.errors import BadRequest
+from dendro.modes import VerificationMode
 from dendro.structure import Structure
-from dendro.text import Finish
+from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
 from edge import EdgePeers, ingress, resume_of
 
@@ -150,6 +151,16 @@ async def test_removed_tokens_are_refused_beside_a_structure(name: str, value):
     request = build_request([1, 2], structure=Structure.regex("a"), **{name: value})
     with pytest.raises(BadRequest, match=f"^{name}: may leave no token that `structure` allows"):
         [each async for each in ingress(EdgePeers()).generate(request)]
+
+
+@pytest.mark.parametrize("mode", [VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT])
+def test_a_structure_is_refused_in_the_modes_whose_tokens_depend_on_trees(mode: VerificationMode):
+    lenience = 0.5 if mode is VerificationMode.LENIENT else None
+    given = {"temperature": 1.0, "mode": mode} | ({"lenience": lenience} if lenience else {})
+    with pytest.raises(BadRequest, match=f"^structure: is not enforced in the mode {mode}, in which trees"):
+        check_choice(Sampling(**given), Limits(9), 256, (), Structure.regex("a"))
+    for allowed in (VerificationMode.COUPLED, VerificationMode.NAIVE):
+        check_choice(Sampling(1.0, mode=allowed), Limits(9), 256, (), Structure.regex("a"))
 
 
 async def test_a_structure_without_a_form_or_for_a_target_without_bytes_is_refused():
