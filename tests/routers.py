@@ -106,8 +106,8 @@ def watch_logits(engine):
     bitwise_or_skip(engine)
     seen, walk = {}, engine.runner.walker.walk
 
-    def watched(draw, logits):
-        walked = walk(draw, logits)
+    def watched(draw, logits, masks=None):
+        walked = walk(draw, logits, masks)
         for row in walked.path:
             position = draw.base + int(draw.tree.depths[row])
             seen.setdefault(draw.session, {})[position] = logits(draw.wanted + row)[0].clone()

@@ -90,7 +90,7 @@ async def until(condition, seconds=20.0):
 async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degree):
     """With trees, chunks, other texts, waiting and preemption: each text's tokens are those it has alone."""
     rng = np.random.default_rng(degree)
-    engine = engine_of(folder, degree, dtype, pool_tokens=6 * PAGE)
+    engine = engine_of(folder, degree, dtype, pool_tokens=5 * PAGE)
     try:
         await engine.start()
         prompts = [rng.integers(0, 256, int(rng.integers(50, 150))).tolist() for _ in range(8)]
