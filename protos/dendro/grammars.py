@@ -45,7 +45,6 @@ LONGEST_REASON = 400
 Bits = npt.NDArray[np.uint8]
 """One bit for each token id, the lowest id first."""
 
-
 TokenBytes = Callable[[], Mapping[int, bytes]]
 """Makes the bytes of each token id that stands for text. Raises BadRequest for a tokenizer whose ids do not."""
 
@@ -207,9 +206,8 @@ class GrammarText:
 
     def __init__(self, vocabulary: Vocabulary, start: Any, prompt_length: int, ends: frozenset[int]) -> None:
         self.ends = ends
-        self.stuck: frozenset[int] = (
-            frozenset()
-        )  # rows of the last masks whose text is unfinished and has no next token
+        self.stuck: frozenset[int] = frozenset()
+        """Rows of the last masks whose text is unfinished and has no next token."""
         self.why_stuck = ""
         self._vocabulary = vocabulary
         self._text_bits = vocabulary.text_bits & ~vocabulary.bits(ends)

@@ -3,45 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_hybrids
-import tiny_models
 from dendro.answer import Options, build_request
 from dendro.errors import BadRequest
 from dendro.text import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_LISTED_IDS, MAX_STOP_IDS, Finish
 from dendro.v1 import generation_pb2 as pb
 from edge import END, VOCABULARY, EdgePeers, ingress, resume_of
 from parameters import EACH, PAGE, PARAMETERS, written
+from self_drafting import self_drafting
 
 from cluster.api.local import LocalClient
 from cluster.certify.parameters import random_options
-from cluster.config import Config
-from cluster.router.ingress import Ingress
-from cluster.running import local_ingress
 
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 TOKENS = 24
 WAYS = ("auto", "(2,2,1)", "dynamic(3,3,8)", "proposed(7)")
 HUGE = 100_000
-
-
-@asynccontextmanager
-async def serving(folder: Path, family: str) -> AsyncIterator[Ingress]:
-    """A target that drafts for itself, so that its guesses are right but for the parameters a drafter ignores."""
-    if family == "llama":
-        tiny_models.make_checkpoint(folder)
-    else:
-        tiny_hybrids.make_checkpoint(folder, family, vocab_size=tiny_models.PADDED)
-        tiny_models.write_tokenizer(folder)
-    model = {"checkpoint": str(folder), "dtype": "float32"}
-    config = Config.of({"targets": {"target": model | {"max_length": 256}}, "drafters": {"drafter": model}}, folder)
-    async with local_ingress(config) as router:
-        yield router
 
 
 async def check_identity(client: LocalClient, options: Options, ways=WAYS) -> tuple[int, ...]:
@@ -62,7 +42,7 @@ async def check_identity(client: LocalClient, options: Options, ways=WAYS) -> tu
 async def test_speculation_changes_no_token_under_any_parameter(tmp_path: Path, family: str):
     """Each alone and 20 random combinations; a Mamba-2 drafter ranks in compiled kernels where there are any."""
     rng = np.random.default_rng(1)
-    async with serving(tmp_path, family) as router:
+    async with self_drafting(tmp_path, family) as router:
         for options in EACH.values():
             await check_identity(LocalClient(router), options, ("(2,2,1)",))
         for number in range(20):
@@ -74,7 +54,7 @@ async def test_speculation_changes_no_token_under_any_parameter(tmp_path: Path, 
 @pytest.mark.timeout(600)
 async def test_speculation_changes_no_token_under_200_random_combinations(tmp_path: Path):
     rng = np.random.default_rng(2)
-    async with serving(tmp_path, "llama") as router:
+    async with self_drafting(tmp_path) as router:
         for _ in range(200):
             await check_identity(LocalClient(router), random_options(rng, TOKENS, 256))
 
@@ -83,7 +63,7 @@ async def test_speculation_changes_no_token_under_200_random_combinations(tmp_pa
 async def test_a_drafter_that_knows_bias_banned_and_allowed_ids_guesses_the_targets_tokens(tmp_path: Path):
     """The target drafts for itself: with these parameters, and noise or none, every first guess is its next token."""
     known = {name: EACH[name] for name in ("logit_bias", "banned_ids", "allowed_ids")}
-    async with serving(tmp_path, "llama") as router:
+    async with self_drafting(tmp_path) as router:
         client = LocalClient(router)
         for options in (*known.values(), known["logit_bias"] | known["allowed_ids"]):
             for temperature in (0.0, 0.7):
@@ -102,7 +82,7 @@ async def test_a_resumed_answer_and_a_later_turn_count_the_right_tokens(tmp_path
         "frequency_penalty": 2.0, "presence_penalty": 2.0, "repetition_penalty": 1.1, "temperature": 0.8, "seed": 9,
         "min_new_tokens": TOKENS - 2, "stop_ids": tuple(range(128)), "max_new_tokens": TOKENS, "ignore_end": True,
     }  # fmt: skip
-    async with serving(tmp_path, "llama") as router:
+    async with self_drafting(tmp_path) as router:
         client = LocalClient(router)
         whole = await client.generate_text(PROMPT, speculation="(2,1)", **options)
         started = whole.started

@@ -5,34 +5,32 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 from typing import cast
 
 import jsonschema
+import other_tokenizers
 import pytest
-import tiny_hybrids
-import tiny_models
 from dendro.answer import Completion, Options, build_request
 from dendro.errors import BadRequest
 from dendro.modes import VerificationMode
-from dendro.structure import Structure
+from dendro.structure import Structure, StructureForm
 from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
 from edge import EdgePeers, ingress, resume_of
+from self_drafting import self_drafting
 
 from cluster.api.local import LocalClient
 from cluster.bench.schemas import random_schema
-from cluster.config import Config, demo_config
-from cluster.router.ingress import Ingress
-from cluster.running import local_client, local_ingress
+from cluster.config import demo_config
+from cluster.running import local_client
 from cluster.structure_options import structure_given
 
 PROMPT = "config = json.loads("
 WAYS = ("(3,2,1)", "auto", "dynamic(3,3,8)", "proposed(7)")
 TOKENS = 192
+SOURCE = Path(json.__file__).read_text()
 
 
 async def asked(client: LocalClient, structure: Structure, way: str, **options) -> Completion:
@@ -74,20 +72,6 @@ async def test_answers_to_200_random_schemas_are_valid_and_at_least_95_in_100_en
     assert ends[Finish.LENGTH] <= 10, ends
 
 
-@asynccontextmanager
-async def tiny(folder: Path, family: str = "llama") -> AsyncIterator[Ingress]:
-    """A random target of single bytes that drafts for itself."""
-    if family == "llama":
-        tiny_models.make_checkpoint(folder)
-    else:
-        tiny_hybrids.make_checkpoint(folder, family, vocab_size=tiny_models.PADDED)
-        tiny_models.write_tokenizer(folder)
-    model = {"checkpoint": str(folder), "dtype": "float32"}
-    config = Config.of({"targets": {"target": model | {"max_length": 256}}, "drafters": {"drafter": model}}, folder)
-    async with local_ingress(config) as router:
-        yield router
-
-
 STRUCTURES = (
     Structure.regex("[a-c]{3,9}(x|yz)"),
     Structure.choices(["yes", "no", "yes and no", "\u00fc"]),
@@ -100,7 +84,7 @@ STRUCTURES = (
 @pytest.mark.parametrize("family", ["llama", pytest.param("mamba2", marks=pytest.mark.long)])
 async def test_a_resumed_structured_answer_goes_on_with_the_same_tokens(tmp_path: Path, family: str):
     """From every length, the whole included; a peer builds the structure's place from the answer's tokens."""
-    async with tiny(tmp_path, family) as router:
+    async with self_drafting(tmp_path, family) as router:
         client = LocalClient(router)
         for structure in STRUCTURES:
             options = {"temperature": 1.5, "seed": 3, "max_new_tokens": 40}
@@ -122,8 +106,33 @@ async def test_a_resumed_structured_answer_goes_on_with_the_same_tokens(tmp_path
 
 
 @pytest.mark.slow
+async def test_answers_of_a_tokenizer_of_sentencepieces_kind_have_their_structure(tmp_path: Path):
+    """Its tokens begin with spaces, and bytes that it lacks are tokens of their own."""
+    tokenizer = other_tokenizers.metaspace([SOURCE], 700)
+    structures = (*STRUCTURES[1:], Structure.regex("(def|class) [a-z]{1,5}: (\u20ac|\u00fc){2}"))
+    async with self_drafting(tmp_path, tokenizer=tokenizer) as router:
+        client = LocalClient(router)
+        for structure in structures:
+            plain, treed = [
+                await client.generate_text(
+                    "import", structure=structure, speculation=way, temperature=1.5, seed=3, max_new_tokens=60
+                )
+                for way in ("off", "(2,2)")
+            ]
+            assert plain.token_ids == treed.token_ids and plain.complete.finish is Finish.STRUCTURE
+            if structure.form is StructureForm.CHOICES:
+                assert plain.text in structure.texts
+            elif structure.form is StructureForm.REGEX:
+                assert re.fullmatch(structure.texts[0], plain.text)
+            elif structure.form is StructureForm.JSON_SCHEMA:
+                jsonschema.validate(json.loads(plain.text), json.loads(structure.texts[0]))
+            else:
+                assert re.fullmatch(r"\(\d{1,2}\)(,\(\d{1,2}\)){2}", plain.text)
+
+
+@pytest.mark.slow
 async def test_what_ends_a_structured_answer_and_the_turn_after_it(tmp_path: Path):
-    async with tiny(tmp_path) as router:
+    async with self_drafting(tmp_path) as router:
         client = LocalClient(router)
         for way in ("off", "(2,2)"):
             given: Options = {"temperature": 1.5, "seed": 3, "speculation": way}
@@ -175,7 +184,7 @@ async def test_a_structure_without_a_form_or_for_a_target_without_bytes_is_refus
 
 @pytest.mark.slow
 async def test_a_structure_that_does_not_compile_is_refused_before_anything_runs(tmp_path: Path):
-    async with tiny(tmp_path) as router:
+    async with self_drafting(tmp_path) as router:
         for structure, reason in (
             (Structure.json_schema({"type": "strin"}), "structure.json_schema: .*Invalid type"),
             (Structure.regex("a["), "structure.regex: "),

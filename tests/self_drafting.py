@@ -1,0 +1,35 @@
+"""A router in this process over a random target that drafts for itself: its guesses are right but for what a drafter is
+not told."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import tiny_hybrids
+import tiny_models
+from tokenizers import Tokenizer
+
+from cluster.config import Config
+from cluster.router.ingress import Ingress
+from cluster.running import local_ingress
+
+
+@asynccontextmanager
+async def self_drafting(
+    folder: Path, family: str = "llama", tokenizer: Tokenizer | None = None
+) -> AsyncIterator[Ingress]:
+    """tokenizer: the target's; default: one token for each byte"""
+    count = tiny_models.PADDED if tokenizer is None else tokenizer.get_vocab_size()
+    if family == "llama":
+        tiny_models.make_checkpoint(folder, vocab_size=count)
+    else:
+        tiny_hybrids.make_checkpoint(folder, family, vocab_size=count)
+        tiny_models.write_tokenizer(folder)
+    if tokenizer is not None:
+        tokenizer.save(str(folder / "tokenizer.json"))
+    model = {"checkpoint": str(folder), "dtype": "float32"}
+    config = Config.of({"targets": {"target": model | {"max_length": 256}}, "drafters": {"drafter": model}}, folder)
+    async with local_ingress(config) as router:
+        yield router
