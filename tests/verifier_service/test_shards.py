@@ -88,12 +88,16 @@ async def until(condition, seconds=20.0):
 @pytest.mark.parametrize("degree", [2, pytest.param(4, marks=pytest.mark.long)])
 @pytest.mark.parametrize("dtype", few_of([torch.float32, torch.bfloat16], torch.float32), ids=["fp32", "bf16"])
 async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degree):
-    """With trees, chunks, other texts, waiting and preemption: each text's tokens are those it has alone."""
+    """With trees, chunks, other texts, waiting and preemption: each text's tokens are those it has alone.
+
+    Every text begins with two pages and needs a third, so that of three that fill the pool the oldest preempts the
+    youngest.
+    """
     rng = np.random.default_rng(degree)
-    engine = engine_of(folder, degree, dtype, pool_tokens=5 * PAGE)
+    engine = engine_of(folder, degree, dtype, pool_tokens=6 * PAGE)
     try:
         await engine.start()
-        prompts = [rng.integers(0, 256, int(rng.integers(50, 150))).tolist() for _ in range(8)]
+        prompts = [rng.integers(0, 256, int(rng.integers(100, 120))).tolist() for _ in range(8)]
         laws = [LAWS[place % len(LAWS)] for place in range(len(prompts))]
         await arrive_at_random(engine, prompts, laws, 30, rng)
         stats = engine.stats()
