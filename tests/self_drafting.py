@@ -1,5 +1,5 @@
-"""A router in this process over a random target that drafts for itself: its guesses are right but for what a drafter is
-not told."""
+"""A router in this process over a random target that drafts for itself: its guesses are right, except where a drafter
+knows less than its target."""
 
 from __future__ import annotations
 
