@@ -1,7 +1,7 @@
 """Drafters of a demo target on the held-out prompts: `python -m cluster.demo.compare target OWN_DRAFTER ...`.
 
 Each is measured by the same replay of the same answers as the drafters of the demo's card, beside the bundled ones, and
-as it was before its training: with random weights.
+as it was before its training: with random layers, and rows from the target's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from cluster.training.acceptance import (
 )
 from cluster.training.card import acceptance_table
 from cluster.training.checkpoints import load_fp32
+from cluster.training.models import principal_rows, set_rows
 from drafter_service.training.sizes import new_model
 
 CPU = torch.device("cpu")
@@ -43,7 +44,8 @@ def compare(target: TargetName, drafters: Iterable[Path], models: Path = DEMO_MO
     candidates: dict[str, PreTrainedModel] = {name: load_fp32(models / name, CPU) for name in DRAFTERS}
     for folder in drafters:
         trained = load_fp32(folder, CPU)
-        candidates[f"{folder.name}, before"] = new_model(trained.config, 0, CPU).eval()
+        candidates[f"{folder.name}, before"] = before = new_model(trained.config, 0, CPU).eval()
+        set_rows(before, principal_rows(teacher.get_output_embeddings().weight, trained.config.hidden_size))
         candidates[f"{folder.name}, after"] = trained
     return {name: measure_acceptance(model, answers) for name, model in candidates.items()}
 

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from dendro.errors import BadRequest
+from torch import Tensor
 from transformers import PreTrainedModel
 from tree_layers.checkpoint import Facts, read_facts
 
@@ -38,7 +39,7 @@ from cluster.training.bars import Report, shown, stage_bar
 from cluster.training.card import drafter_card, millions
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
-from cluster.training.models import Start, load_teacher, new_student, student_from
+from cluster.training.models import Start, load_teacher, new_student, principal_rows, student_from
 from cluster.training.stages import StageFolder
 from cluster.training.transplant import Transplant
 from drafter_service.training.batches import DRAFTER_ROWS, distillation_loss, text_loss
@@ -185,7 +186,17 @@ class DrafterRun:
         if plan.start is not None:
             return student_from(plan.start, plan.facts, self.transplant, plan.seed, plan.device)
         assert plan.size is not None
-        return new_student(plan.kind, plan.size, plan.facts, plan.seed, plan.device)
+        return new_student(plan.kind, plan.size, plan.facts, self._rows(plan.size), plan.seed, plan.device)
+
+    def _rows(self, size: StudentSize) -> Tensor:
+        """Of a new drafter's tokens, from those of the target's head; kept, so that the target is not loaded again."""
+        file = self.plan.work / "rows.npy"
+        if not file.exists():
+            head = self.target.get_output_embeddings().weight
+            assert isinstance(head, Tensor)
+            with replacing(file) as partial, partial.open("wb") as stream:
+                np.save(stream, principal_rows(head[: self.plan.facts.vocabulary], size.width).cpu().numpy())
+        return torch.from_numpy(np.load(file))
 
     def data(self) -> dict[str, Any]:
         plan = self.plan
@@ -324,7 +335,7 @@ class DrafterRun:
 
     def _card(self, parameters: int, facts: dict[str, dict[str, Any]], after: dict[str, Any]) -> str:
         plan = self.plan
-        made = f"from random weights, {plan.size}"
+        made = f"with random layers and rows from the target's head, {plan.size}"
         if plan.start is not None:
             made = f"continued from {plan.start.folder}"
         if self.transplant is not None:

@@ -84,11 +84,41 @@ def load_teacher(name: str, target: TargetConfig, facts: Facts, device: torch.de
     return nn.Module.to(model.eval().requires_grad_(False), device)
 
 
+def principal_rows(rows: Tensor, width: int) -> Tensor:
+    """The rows in the coordinates of their largest principal components, in float32, turned by a fixed random rotation
+    so that every coordinate has its share of the large components.
+
+    rows [tokens, hidden]; result [tokens, min(width, hidden)]
+    """
+    rows = rows.float()
+    centred = rows - rows.mean(0)
+    components = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, :width]
+    count = components.shape[1]
+    rotation, _ = torch.linalg.qr(torch.randn(count, count, generator=torch.Generator().manual_seed(0)))
+    return centred @ components @ rotation.to(rows.device)
+
+
 def new_student(
-    kind: StudentKind, size: StudentSize, target: Facts, seed: int, device: torch.device
+    kind: StudentKind, size: StudentSize, target: Facts, rows: Tensor, seed: int, device: torch.device
 ) -> PreTrainedModel:
-    """A drafter with random weights and the target's tokens."""
-    return new_model(student_config(kind, size, _tokens(target)), seed, device)
+    """A drafter with random layers and the target's tokens, whose rows come of the target's: the drafter need not learn
+    anew which tokens resemble each other.
+
+    rows [tokens, coordinates]: `principal_rows` of the target's head
+    """
+    model = new_model(student_config(kind, size, _tokens(target)), seed, device)
+    set_rows(model, rows)
+    return model
+
+
+@torch.no_grad()
+def set_rows(model: PreTrainedModel, rows: Tensor) -> None:
+    """Make these the first coordinates of a new model's rows, which its embedding and its head share, with the spread
+    of the random ones that they replace. rows [tokens, coordinates]; further tokens keep their random rows."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    tokens, coordinates = min(len(rows), len(weight)), rows.shape[1]
+    weight[:tokens, :coordinates] = (rows[:tokens] * (weight.std() / rows.std().clamp(min=1e-12))).to(weight)
 
 
 def _tokens(target: Facts) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast
 from torch import Tensor, nn
 
+from drafter_service.training.muon import Float32Muon
 from drafter_service.training.saving import replacing
 
 
@@ -99,11 +100,14 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
     return fused
 
 
+def has_bf16_products(device: torch.device) -> bool:
+    """GPUs have them, and CPUs that have the instructions."""
+    return device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 products on GPUs and on CPUs that have the instructions; fp32 elsewhere."""
-    if device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-    return nullcontext()
+    """bf16 products where the device has them; fp32 elsewhere."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if has_bf16_products(device) else nullcontext()
 
 
 def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
@@ -118,8 +122,9 @@ def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
             matrices.append(module.weight)
     chosen = {id(matrix) for matrix in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+    muon = torch.optim.Muon if all(has_bf16_products(matrix.device) for matrix in matrices) else Float32Muon
     return [
-        torch.optim.Muon(
+        muon(
             matrices,
             lr=recipe.matrix_rate,
             momentum=0.95,
