@@ -126,7 +126,8 @@ class DraftScheduler:
         sampling, draws = session.parameters.sampling, None
         if sampling.draws_guesses:
             check_drawn_shape(call.shape)
-            draws, grown = GuessDraws(sampling, session.base), drawn_growth_of
+            draws = GuessDraws(sampling, session.base)
+            grown = drawn_growth_of
         given = call.shape, session.base, grown(root, call.shape), self.calibrations[session.scored_by]
         session.round = DraftRound(ticket, *given, draws=draws)
 

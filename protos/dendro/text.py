@@ -118,7 +118,7 @@ class Sampling:
     @property
     def draws_guesses(self) -> bool:
         """Whether guesses are drawn from the drafter's law, which is sent with the tree, and tested by their
-        probabilities. The tree must then not be trimmed, merged or shaped by what was drawn."""
+        probabilities. No guess may then be left out, added or moved because of what was drawn."""
         drawn = (VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
         return self.mode in drawn and self.temperature > 0
 
