@@ -88,17 +88,21 @@ async def test_each_mode_answers_with_full_trees_and_the_same_again_for_the_same
 
 @pytest.mark.slow
 async def test_a_policy_picks_trees_in_each_mode(tmp_path: Path):
-    """The answer has the tokens of plain decoding in mode naive, and its full length in all."""
+    """The answer has the tokens of plain decoding in mode naive, and its full length in all. A policy may find that no
+    tree pays; `ucbspec` does not weigh time."""
     async with serving(tmp_path, drafter_seed=1, arms=["(2,1)", "dynamic(3,2,5)", "(1,1,1)"]) as client:
         plain = await client.generate_text(PROMPT, **SAMPLED, speculation="off")
         for mode in LISTED_MODES:
-            for policy in ("ratio_ucb", "thompson", "fullinfo"):
+            drafted = 0
+            for policy in ("ratio_ucb", "thompson", "fullinfo", "ucbspec"):
                 way = Speculation(policy=policy)
                 done = await client.generate_text(PROMPT, **options(mode, speculation=way, max_new_tokens=48))
                 stats = done.complete.speculation
                 assert len(done.token_ids) == 48 and not stats.contradictions and not stats.trimmed_tokens
-                assert stats.drafted_tokens and set(stats.rounds_by_shape) <= {"off", *DRAWN_IN[mode]}
+                assert set(stats.rounds_by_shape) <= {"off", *DRAWN_IN[mode]}
+                drafted += stats.drafted_tokens
                 assert mode != "naive" or done.token_ids[:TOKENS] == plain.token_ids
+            assert drafted
 
 
 @pytest.mark.slow
