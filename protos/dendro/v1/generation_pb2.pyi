@@ -240,7 +240,8 @@ class Structure(_message.Message):
     where nothing may follow. `max_new_tokens`, `stop` and stop tokens that stand for text may end it earlier.
 
     Refused if it has no form, if it has more than 65536 bytes of UTF-8 in all, if it does not compile, or compiles for
-    more than 10 s, and together with banned_ids, allowed_ids or bad_words: these could leave no token to draw.
+    more than 10 s, and together with banned_ids, allowed_ids, bad_words, or min_new_tokens and stop_ids: these could leave
+    no token to draw.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
