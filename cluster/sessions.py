@@ -37,7 +37,7 @@ MAX_TOKEN = 64
 CALL_BUDGET_S = 1.0
 TOKEN_BYTES = 6
 """Of a stored token, about: base64 of 4 bytes."""
-RECORD_FORMAT = 3
+RECORD_FORMAT = 4
 KEPT_TURNS = 8
 """Last turns of a record whose requests, if retried, are answered from it. An attempt that its client left ends within
 `router.request_timeout_s`; this bounds the turns that may be written between it and the next attempt."""
@@ -56,6 +56,7 @@ class Turn:
     seed: int
     finish: str  # why the answer ended
     target: str  # digest of what the answer's tokens depend on besides the text (`Hello.target`)
+    mode: str  # the verification mode
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Trees whose guesses are drawn from the drafter's own law, without replacement, with noise of its own.
 
-The form of a tree is fixed before anything is drawn: each row has exactly the shape's number of children.
+The number of a row's children is decided before they are drawn: by the shape, or in a dynamic tree by the laws and the
+levels above (`DrawnForm`).
 """
 
 from __future__ import annotations
@@ -10,22 +11,54 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from dendro.drawn_form import DrawnForm
 from dendro.errors import BadRequest
-from dendro.shapes import LevelShape, NodeShape, TreeShape
+from dendro.shapes import DynamicShape, TreeShape
 from dendro.text import Sampling
 from dendro.tree import LAW_TOKENS, ChildLaw
-from tree_kernels.sampled_walk import drawn_order, law_of_scores
+from tree_kernels.sampled_walk import SparseLaw, drawn_order, law_of_scores
 from tree_kernels.warp import Warp, warp
 
-from drafter_service.grow import Growth, Numbers
+from drafter_service.grow import Growth, Numbers, growth_of
 
 
 def check_drawn_shape(shape: TreeShape) -> None:
-    """Raise BadRequest for a shape whose tree depends on its tokens, or draws more children than a law has tokens."""
-    if not isinstance(shape, LevelShape | NodeShape):
-        raise BadRequest("shape", f"{shape} depends on the tokens that are drawn; drawn guesses need a static tree")
+    """Raise BadRequest for a shape whose guesses are chosen by their probabilities, or that draws more children than a
+    law has tokens."""
+    if not shape.drawable:
+        raise BadRequest("shape", f"{shape} chooses guesses by their probabilities; drawn ones must not be chosen")
     if shape.width > LAW_TOKENS:
         raise BadRequest("shape", f"{shape} is wider than the {LAW_TOKENS} tokens of a row's law")
+
+
+class DrawnGrowth(Growth):
+    """A dynamic tree of drawn guesses. Unlike one of ranked guesses it is never pruned."""
+
+    shape: DynamicShape
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._form = DrawnForm(self.shape)
+        self._widths: list[int] = []
+
+    def decide(self, laws: Sequence[SparseLaw]) -> None:
+        """Decide the numbers of children of the frontier's rows, before these are drawn from the laws."""
+        self._widths = self._form.widths(laws)
+
+    def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
+        return self._widths
+
+    def _next(self, first: int) -> list[int]:
+        drawn, start = list[list[int]](), first
+        for width in self._widths:
+            drawn.append(self.tokens[start : start + width])
+            start += width
+        return [first + place for place in self._form.descend(drawn)]
+
+
+def drawn_growth_of(root: int, shape: TreeShape) -> Growth:
+    """As `growth_of`, for drawn guesses."""
+    return DrawnGrowth(root, shape) if isinstance(shape, DynamicShape) else growth_of(root, shape)
 
 
 @dataclass
@@ -49,8 +82,13 @@ class GuessDraws:
         filters = Warp(1.0, sampling.top_k, sampling.top_p, sampling.min_p)
         # The target's filters remove tokens that it would reject; any law may be drawn from.
         kept = warp(torch.tensor(np.array(scores), dtype=torch.float32), filters).double().numpy()
-        for row, ids, numbers, weights in zip(growth.frontier, candidates, scores, kept, strict=True):
-            law = law_of_scores(np.array(ids[:LAW_TOKENS], np.int64), weights[:LAW_TOKENS])
+        laws = [
+            law_of_scores(np.array(ids[:LAW_TOKENS], np.int64), weights[:LAW_TOKENS])
+            for ids, weights in zip(candidates, kept, strict=True)
+        ]
+        if isinstance(growth, DrawnGrowth):
+            growth.decide(laws)
+        for row, law, ids, numbers in zip(growth.frontier, laws, candidates, scores, strict=True):
             self.laws.append(ChildLaw(row, law.ids, law.probabilities))
             order = drawn_order(law, sampling.seed, self.base, row, sampling.sample_index)
             tokens.append([ids[place] for place in order])

@@ -27,7 +27,7 @@ from tree_layers.states import SlotPool
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
-from drafter_service.sampled import GuessDraws, check_drawn_shape
+from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
 from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens
 
 CATCH_UP = 8
@@ -119,7 +119,7 @@ class DraftScheduler:
         session = self._follow(call.update)
         session.ahead = ahead
         self._stop_round(session)
-        root = session.text.ids[-1]
+        root, grown = session.text.ids[-1], growth_of
         if call.shape.off:
             self.answers.append((ticket, DraftTree.root_only(root, self.name)))
             return
@@ -127,7 +127,8 @@ class DraftScheduler:
         if sampling.draws_guesses:
             check_drawn_shape(call.shape)
             draws = GuessDraws(sampling, session.base)
-        given = call.shape, session.base, growth_of(root, call.shape), self.calibrations[session.scored_by]
+            grown = drawn_growth_of
+        given = call.shape, session.base, grown(root, call.shape), self.calibrations[session.scored_by]
         session.round = DraftRound(ticket, *given, draws=draws)
 
     def close(self, ticket: Ticket, call: CloseCall) -> None:

@@ -227,8 +227,9 @@ def written() -> str:
         "  `presence_penalty` (`tests/kernels/test_processors.py`, `test_warp.py`).",
         "- *Identical*: answers with speculation have the tokens of answers without, for the parameter alone and in",
         "  random combinations (`tests/cluster/test_parameters.py`, `tests/verifier_service/test_parameters.py`,",
-        "  `dendro certify`). Log-probabilities are the same numbers, bit for bit, where the verifier is `bitwise`;",
-        "  where it is `margin`, they differ by the rounding of its logits.",
+        "  `dendro certify`; 200 of all parameters on a cluster: `tests/cluster/test_random_requests.py`).",
+        "  Log-probabilities are the same numbers, bit for bit, where the verifier is `bitwise`; where it is `margin`,",
+        "  they differ by the rounding of its logits.",
         "- *Drafter*: what a drafter does with it. What it ignores can lower acceptance, and changes no token.",
         "",
         "| parameter | bounds | oracle | applies to | identical | drafter |",
@@ -242,7 +243,8 @@ def written() -> str:
         "Refused by the field's name: a number that is not one or out of bounds, more entries than the bound, an id",
         "outside the target's vocabulary, `min_new_tokens` above the answer's most tokens, and removals that may leave",
         "no token to draw (the last tokens of all `bad_words` count as removed). A `structure` (structured.md) is",
-        "refused beside `banned_ids`, `allowed_ids` and `bad_words`, which could leave no token that it allows.",
+        "refused beside `banned_ids`, `allowed_ids` and `bad_words`, and beside `min_new_tokens` with `stop_ids`, which",
+        "could leave no token that it allows.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -83,7 +83,8 @@ def random_options(rng: np.random.Generator, tokens: int, vocabulary: int, struc
     chosen = cast(Options, {name: value for name, value in made.items() if rng.random() < CHANCE})
     if structured and rng.random() < CHANCE:
         chosen["structure"] = STRUCTURES[int(rng.integers(len(STRUCTURES)))]
-        for name in ("banned_ids", "allowed_ids", "bad_words"):
+        removed = ("banned_ids", "allowed_ids", "bad_words", *(("min_new_tokens",) if "stop_ids" in chosen else ()))
+        for name in removed:
             chosen.pop(name, None)  # type: ignore[misc]
     return chosen
 

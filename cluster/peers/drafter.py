@@ -13,8 +13,9 @@ from typing import Protocol
 import numpy as np
 from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
 from dendro.clock import Clock
+from dendro.drawn_form import has_drawn_form
 from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
-from dendro.shapes import TreeShape, child_counts
+from dendro.shapes import DynamicShape, TreeShape, child_counts
 from dendro.tasks import first_of
 from dendro.text import Text
 from dendro.tree import DraftTree
@@ -129,7 +130,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         work = asyncio.ensure_future(opening.peer.draft(call))
         # A round that gives a drawn tree up may do so because of what was drawn: it waits until the drafter is hung.
         longest_s = FROZEN_S if text.sampling.draws_guesses else self._longest_s
-        deadline_s = self._pace.deadline_s(self.name, shape.depth, longest_s) if self._adaptive else longest_s
+        adaptive = self._adaptive and not text.sampling.draws_guesses
+        deadline_s = self._pace.deadline_s(self.name, shape.depth, longest_s) if adaptive else longest_s
         try:
             await asyncio.wait({work}, timeout=deadline_s)
         except asyncio.CancelledError:
@@ -188,7 +190,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             raise BadAnswer(f"tree.tokens: begins with {tree.tokens[0]}; the text's root is {text.root}")
         if tree.rows > shape.rows or tree.depth > shape.depth:
             raise BadAnswer(f"tree: has {tree.rows} rows and depth {tree.depth}; requested was {shape}")
-        if text.sampling.draws_guesses and _children_counts(tree) != child_counts(shape):
+        if text.sampling.draws_guesses and not _has_form(tree, shape):
             raise BadAnswer(f"tree.parents: has another form than {shape}, whose guesses are drawn")
         target = self._verifier.hello
         if target is not None and (tree.tokens >= target.vocabulary).any():
@@ -307,9 +309,12 @@ class DrafterHandles:
         await asyncio.gather(*(handle.close(text) for handle in self.handles.values()))
 
 
-def _children_counts(tree: DraftTree) -> tuple[int, ...]:
-    """The number of children of each row."""
-    return tuple(np.bincount(tree.parents[1:], minlength=tree.rows).tolist())
+def _has_form(tree: DraftTree, shape: TreeShape) -> bool:
+    """Whether a tree of drawn guesses has the rows that its shape and, where that is dynamic, its laws decide: a guess
+    that was left out after it was drawn would change the law of what is emitted."""
+    if isinstance(shape, DynamicShape):
+        return has_drawn_form(tree, shape)
+    return tuple(np.bincount(tree.parents[1:], minlength=tree.rows).tolist()) == child_counts(shape)
 
 
 def _levels(tree: DraftTree, shape: TreeShape) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 
+from dendro.modes import LISTED_MODES, VerificationMode
 from tree_kernels import ROW_MULTIPLE
 
 
@@ -13,6 +14,12 @@ def temperature_class(temperature: float) -> str:
     if temperature == 0:
         return "greedy"
     return "cool" if temperature < 0.85 else "warm"
+
+
+def mode_class(mode: VerificationMode) -> str:
+    """Class of modes with similar acceptance: each of LISTED_MODES, and the empty text for the others, whose guesses
+    are ranked by the noise that the target draws with."""
+    return str(mode) if mode in LISTED_MODES else ""
 
 
 def row_class(rows: int) -> int:

@@ -17,12 +17,13 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+from dendro.modes import VerificationMode
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.classes import load_class, row_class, temperature_class
+from cluster.policies.classes import load_class, mode_class, row_class, temperature_class
 from cluster.policies.costs import (
     COST_STEP,
     KEPT,
@@ -45,7 +46,8 @@ CONCURRENCY_DECAY_US = 500_000.0
 GOLDEN_RATIO = 0.6180339887498949
 
 TENANTS = 512
-"""Tenants of a target whose experience a router keeps; beyond that the least recently used is dropped."""
+"""Tenants of a target whose experience a router keeps, counted once for each class of modes that they use; beyond that
+the least recently used is dropped."""
 
 
 class RunningRequest:
@@ -300,16 +302,18 @@ def _hops_us(tree: DraftTree, verdict: Verdict, took_us: float) -> float:
 
 @dataclass(slots=True)
 class Experiences:
-    """A router's experience of one target, per tenant. A tenant's clients choose the length of texts, fixed shapes and
-    draft deadlines, so its measurements must not change the predictions for others."""
+    """A router's experience of one target, per tenant and class of verification modes. A tenant's clients choose the
+    length of texts, fixed shapes and draft deadlines, so its measurements must not change the predictions for others;
+    in other modes the same arm has other lengths and costs."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
-    _by_tenant: OrderedDict[str, Experience] = field(default_factory=OrderedDict)
+    _by_tenant: OrderedDict[tuple[str, str], Experience] = field(default_factory=OrderedDict)
 
-    def of(self, tenant: str) -> Experience:
-        """The tenant's experience. At most TENANTS are kept; a tenant that was dropped begins anew."""
-        experience = self._by_tenant.setdefault(tenant, Experience(self.concurrency))
-        self._by_tenant.move_to_end(tenant)
+    def of(self, tenant: str, mode: VerificationMode = VerificationMode.COUPLED) -> Experience:
+        """The tenant's experience. At most TENANTS are kept; one that was dropped begins anew."""
+        key = tenant, mode_class(mode)
+        experience = self._by_tenant.setdefault(key, Experience(self.concurrency))
+        self._by_tenant.move_to_end(key)
         if len(self._by_tenant) > TENANTS:
             self._by_tenant.popitem(last=False)
         return experience

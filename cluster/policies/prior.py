@@ -1,8 +1,8 @@
 """Statistics of earlier requests of one kind, with which a new request begins. They affect speed only.
 
-A kind is a target, its drafters, a temperature class and a tenant. A prior has emitted lengths by arm; for each drafter
-counts of the ranks that it gave to the text's tokens, which predict arms never played; the tenant's costs; and what
-speculation gained at the target.
+A kind is a target, its drafters, a temperature class, a tenant and a class of verification modes. A prior has emitted
+lengths by arm; for each drafter counts of the ranks that it gave to the text's tokens, which predict arms never played;
+the tenant's costs; and what speculation gained at the target.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from dendro.modes import VerificationMode
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Verdict
 from dendro.tree import RANKED, DraftTree
 from dendro.wire import MAX_STEP_ROWS
 
 from cluster.arms import Arm
-from cluster.policies.classes import temperature_class
+from cluster.policies.classes import mode_class, temperature_class
 from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
 from cluster.policies.replay import RankTrace, replayed
 from cluster.policies.sequoia import reached
@@ -68,14 +69,23 @@ class PriorKey:
     drafters: tuple[str, ...]
     temperature: str  # class
     tenant: str  # tag
+    mode: str = ""  # class
 
     @classmethod
-    def of(cls, target: str, drafters: tuple[str, ...], temperature: float, tenant: str) -> PriorKey:
-        return cls(target, drafters, temperature_class(temperature), tenant_tag(tenant))
+    def of(
+        cls,
+        target: str,
+        drafters: tuple[str, ...],
+        temperature: float,
+        tenant: str,
+        mode: VerificationMode = VerificationMode.COUPLED,
+    ) -> PriorKey:
+        return cls(target, drafters, temperature_class(temperature), tenant_tag(tenant), mode_class(mode))
 
     @property
     def name(self) -> str:
-        return ":".join((self.target, "+".join(self.drafters), self.temperature, self.tenant))
+        parts = [self.target, "+".join(self.drafters), self.temperature, self.tenant]
+        return ":".join([*parts, self.mode] if self.mode else parts)
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.grammars import Grammars
 from dendro.logprobs import check_echo, check_logprobs
 from dendro.long_work import PART, STRUCTURE_WORK, off_loop
+from dendro.modes import VerificationMode
 from dendro.structure import Structure, structure_from
 from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
 from dendro.token_lists import edits_from, mode_from, stop_ids_from
@@ -109,8 +110,13 @@ class Job:
         return self.written is not None and self.logprobs is not None and len(self.held) < self.answer_length
 
 
-def _check_written(turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int]) -> None:
-    """Raise BadRequest where a request has a written turn's request id but other tokens. tokens: the session's."""
+def _check_written(
+    turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int], mode: VerificationMode
+) -> None:
+    """Raise BadRequest where a request has a written turn's request id but other tokens or another mode. tokens: the
+    session's."""
+    if mode != turn.mode:
+        raise BadRequest("request_id", f"is that of a written turn in mode {turn.mode}; {mode} needs a new id")
     if prompt != list(tokens[: turn.prompt]):
         raise BadRequest("request_id", "is that of a written turn with another prompt; a new turn needs a new id")
     if held != list(tokens[turn.prompt : turn.end][: len(held)]):
@@ -192,8 +198,9 @@ class Admission:
         structure = structure_from(request)
         logprobs = request.logprobs if request.HasField("logprobs") else None
         check_logprobs(logprobs)
-        experience = self._experience[served.name].of(tenant)
-        kind = PriorKey.of(served.name, self._config.drafters_of(served.name), sampling.temperature, tenant)
+        experience = self._experience[served.name].of(tenant, sampling.mode)
+        drafters = self._config.drafters_of(served.name)
+        kind = PriorKey.of(served.name, drafters, sampling.temperature, tenant, sampling.mode)
         prior = await self._priors.of(kind, experience)
         plan = plan_speculation(request.speculation, served.name, self._config, experience, sampling, prior)
         written = record.turn_of(request_id) if record is not None else None
@@ -204,7 +211,7 @@ class Admission:
             check_echo("echo", len(prompt) - len(before), logprobs)
         if written is not None:
             check_target_of_resume(resume, held, written.target)
-            _check_written(written, earlier, prompt, held)
+            _check_written(written, earlier, prompt, held, sampling.mode)
             sampling, end = replace(sampling, seed=written.seed), written.end
         else:
             end = len(prompt) + self._new_tokens(request, served, prompt, held)

@@ -342,6 +342,7 @@ class Ingress:
             seed=job.sampling.seed,
             finish=finish.value,
             target=job.target,
+            mode=job.sampling.mode.value,
         )
         record = Record(
             tokens=tuple(text.ids),

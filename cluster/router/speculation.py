@@ -19,7 +19,7 @@ from cluster.arms import OFF_ARM, Arm, maker_and_shape
 from cluster.config import Config
 from cluster.policies import Experience, InformedPolicy, Static, make_policy
 from cluster.policies.prior import NO_PRIOR, Prior
-from cluster.router.modes import check_mode
+from cluster.router.modes import arms_in_mode, check_arm, check_mode
 
 MODES = {
     pb.Speculation.MODE_UNSPECIFIED: "auto",
@@ -40,7 +40,7 @@ class SpeculationPlan:
     deadline_s: float = math.inf  # the request's limit on a round's wait for its draft
     stops: bool = False  # whether an arm is `until(auto,...)`, whose numbers are computed before each round
     adaptive: bool = True  # whether a round may stop waiting for a slow draft sooner; False in modes off and fixed
-    learns: bool = True  # whether its rounds count for what later requests expect: not in other modes than coupled
+    learns: bool = True  # whether its rounds count for what later requests expect: not of a fixed shape in LISTED_MODES
     names_drafters: bool = False  # whether statistics name the drafter beside the shape: the target has several
 
 
@@ -60,11 +60,11 @@ def plan_speculation(
         raise BadRequest("speculation.shape", f"is {speculation.shape!r}, but the mode is {mode.upper()}; use FIXED")
     if speculation.policy and mode != "auto":
         raise BadRequest("speculation.policy", f"has no effect in mode {mode.upper()}; use AUTO")
+    check_mode(sampling, speculation, config)
     if mode == "auto":
-        check_mode(sampling, speculation, None, config)
         return _auto(speculation, target, config, experience, sampling, prior)
     arm = _fixed_arm(speculation, target, config) if mode == "fixed" else OFF_ARM
-    check_mode(sampling, speculation, arm, config)
+    check_arm(sampling, arm)
     if arm.off and speculation.HasField("max_nodes"):
         raise BadRequest("speculation.max_nodes", "has no effect without trees")
     if not arm.drafted and speculation.HasField("deadline_ms"):
@@ -89,13 +89,15 @@ def _auto(
         arms = _bounded(arms, speculation.max_nodes)
         rows = min(1 + speculation.max_nodes, MAX_ROWS)
     name = speculation.policy or config.speculation.policy
+    arms = arms_in_mode(sampling, arms)
     policy = make_policy(name, arms, experience, sampling.temperature, sampling.seed, prior)
     bounded = speculation.HasField("max_nodes") or speculation.HasField("deadline_ms")
+    listed = sampling.mode in LISTED_MODES
     return SpeculationPlan(
         name,
         policy,
-        name == config.speculation.policy and not bounded,
-        rows,
+        name == config.speculation.policy and not bounded and not listed,
+        1 if sampling.draws_guesses else rows,  # proposals are not drawn
         _deadline_s(speculation),
         stops=any(isinstance(arm.shape, MarginalShape) for arm in arms),
         names_drafters=config.names_drafters(target),

@@ -62,6 +62,12 @@ class TreeShape(ABC):
         return False
 
     @property
+    def drawable(self) -> bool:
+        """Whether the guesses of its trees may be drawn from the drafter's law: which of them a tree has, and in which
+        order, must then not depend on their own or later tokens (ALGORITHMS 3.3)."""
+        return False
+
+    @property
     def drafted(self) -> bool:
         """Whether a drafter makes the tree."""
         return self.forwarded > 0
@@ -147,6 +153,10 @@ class LevelShape(TreeShape):
         return f"({','.join(map(str, self.widths))})" if self.widths else "off"
 
     @property
+    def drawable(self) -> bool:
+        return True
+
+    @property
     def depth(self) -> int:
         return len(self.widths)
 
@@ -203,6 +213,10 @@ class NodeShape(TreeShape):
         return tuple(levels)
 
     @property
+    def drawable(self) -> bool:
+        return True
+
+    @property
     def depth(self) -> int:
         return len(self.levels)
 
@@ -257,7 +271,8 @@ class BeamShape(TreeShape):
 @dataclass(frozen=True)
 class DynamicShape(TreeShape):
     """EAGLE-2's tree: on each of `steps` levels the `k` rows of greatest value get `k` children each, and the `total`
-    guesses of greatest value are kept (ALGORITHMS 4.1).
+    guesses of greatest value are kept (ALGORITHMS 4.1). Of drawn guesses none is left out: the numbers of children are
+    decided before they are drawn (ALGORITHMS 4.6).
 
     >>> str(DynamicShape(6, 5, 24)), DynamicShape(6, 5, 24).rows, DynamicShape(6, 5, 24).candidates
     ('dynamic(6,5,24)', 25, 150)
@@ -276,6 +291,10 @@ class DynamicShape(TreeShape):
 
     def __str__(self) -> str:
         return f"dynamic({self.k},{self.steps},{self.total})"
+
+    @property
+    def drawable(self) -> bool:
+        return True
 
     @property
     def depth(self) -> int:

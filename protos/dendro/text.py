@@ -118,7 +118,7 @@ class Sampling:
     @property
     def draws_guesses(self) -> bool:
         """Whether guesses are drawn from the drafter's law, which is sent with the tree, and tested by their
-        probabilities. The tree must then not be trimmed, merged or shaped by what was drawn."""
+        probabilities. No guess may then be left out, added or moved because of what was drawn."""
         drawn = (VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
         return self.mode in drawn and self.temperature > 0
 
@@ -186,6 +186,8 @@ def check_choice(
         for field in ("banned_ids", "allowed_ids", "bad_words"):
             if getattr(sampling, field):
                 raise BadRequest(field, "may leave no token that `structure` allows; describe the answer there alone")
+        if limits.min_length and limits.stop_ids:  # a stop token may be the only one that the structure allows
+            raise BadRequest("min_new_tokens", "removes stop_ids, and may so leave no token that `structure` allows")
     words = [(f"bad_words[{index}]", word) for index, word in enumerate(sampling.bad_words)]
     biased = tuple(token for token, _ in sampling.logit_bias)
     listed = (

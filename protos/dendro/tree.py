@@ -14,6 +14,7 @@ from dendro.shapes import MAX_ROWS, LevelShape
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
+FloatArray64 = npt.NDArray[np.float64]
 RANKED = 8
 """Candidates of a row among which a drafter ranks the text's tokens. RANKED itself stands for every rank past them."""
 LONGEST_TRACE = 64
@@ -37,7 +38,7 @@ class ChildLaw:
 
     row: int
     ids: IntArray  # [k] unique; at most LAW_TOKENS
-    probabilities: npt.NDArray[np.float64]  # [k] of float32 precision
+    probabilities: FloatArray64  # [k] of float32 precision
 
     def __post_init__(self) -> None:
         name, ids, probabilities = f"tree.laws[{self.row}]", self.ids.tolist(), self.probabilities.tolist()

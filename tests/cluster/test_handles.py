@@ -28,6 +28,7 @@ from dendro.calls import (
 )
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.internal.v1 import calls_pb2, verifier_pb2
+from dendro.modes import VerificationMode
 from dendro.shapes import TreeShape
 from dendro.text import Finish, Sampling, Text, Verdict
 from dendro.tree import DraftTree
@@ -234,6 +235,22 @@ async def test_a_late_draft_costs_at_most_its_deadline_and_changes_no_token():
     assert took_ms == [3.0, 3.0, 22.0, *[2.0] * 7, *[3.0] * (len(took_ms) - 10)]
     assert ran.lengths[3:11] == [1] * 8 and max(ran.lengths[11:]) > 1
     assert drafter.opens == 1, "the drafter still has the text"
+
+
+@virtual_time
+async def test_a_policys_round_waits_for_a_slow_tree_of_drawn_guesses():
+    """As above, with a fourth draft that takes 4 s: the tree may be late because of what was drawn, and to leave it out
+    would then change the law."""
+    drafter, verifier = FakeDrafter(pause_s=0.001), FakeVerifier(pause_s=0.002)
+
+    async def slow_after_the_third(number: int) -> None:
+        drafter.pause_s = 4.0 if number == 3 else 0.001
+
+    verifier.before_opened = partial(asyncio.sleep, 0)
+    sampling = Sampling(1.0, mode=VerificationMode.MULTI_STEP)
+    text = new_text(count=60, sampling=sampling)
+    ran = await run(text, FakePool(drafter), FakePool(verifier), each=slow_after_the_third)
+    assert ran.drafter.fallbacks.total() == 0 and drafter.calls == len(ran.lengths)
 
 
 async def test_a_drafter_that_forgot_the_text_is_opened_again_under_the_same_lease():

@@ -721,6 +721,35 @@ async def test_a_request_id_that_wrote_a_turn_is_refused_with_another_prompt(ses
     assert peers.rounds == rounds and await sessions.read(token, "") == record
 
 
+@pytest.mark.parametrize("first, other", [("coupled", "lenient"), ("lenient", ""), ("naive", "lenient")])
+async def test_a_request_id_that_wrote_a_turn_is_refused_in_another_mode_and_answered_with_the_turns(
+    sessions: Sessions, first: str, other: str
+):
+    """So `started` never reports the target's law for an answer that was written in mode lenient."""
+    peers = EdgePeers()
+    router = ingress(peers, sessions, verification_modes=["naive", "lenient"])
+    token = await first_turn(router)
+
+    def repeated(mode: str) -> pb.GenerateRequest:
+        sampling = pb.Sampling(temperature=1.0, seed=5, mode=mode)
+        if mode == "lenient":
+            sampling.lenience = 0.5
+        request = turn_of(token, " and", "A", sampling=sampling)
+        if mode in ("naive", "lenient"):
+            request.speculation.CopyFrom(pb.Speculation())
+        return request
+
+    events = [event async for event in router.generate(repeated(first))]
+    rounds, record = peers.rounds, await sessions.read(token, "")
+    with pytest.raises(BadRequest, match=f"is that of a written turn in mode {first}") as refused:
+        await anext(router.generate(repeated(other)))
+    assert refused.value.field == "request_id"
+    again = [event async for event in router.generate(repeated(first))]
+    assert again[0].started == events[0].started and token_ids_of(again) == token_ids_of(events)
+    assert (again[0].started.mode, again[0].started.lossy) == (first, first == "lenient")
+    assert peers.rounds == rounds and await sessions.read(token, "") == record
+
+
 @pytest.mark.parametrize("other_first", [True, False], ids=["other router first", "this router first"])
 @pytest.mark.parametrize("turn", [1, 2])
 async def test_a_session_whose_store_loses_its_data_during_a_turn_is_written_whole_and_read_by_all_routers(

@@ -13,7 +13,7 @@ from dendro.errors import Conflict, NotFound, PeerLost
 from cluster.redis_server import RedisServer
 from cluster.sessions import MemorySessions, Record, RedisSessions, Sessions, Turn, pack_record, unpack_record
 
-TURN = Turn("request", start=0, prompt=1, end=3, seed=2**64 - 1, finish="length", target="target")
+TURN = Turn("request", start=0, prompt=1, end=3, seed=2**64 - 1, finish="length", target="target", mode="coupled")
 RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (3,), 1, "demo", "bytes", (TURN,))
 
 
@@ -142,7 +142,7 @@ async def test_a_dead_store_raises_peer_lost_and_is_not_called_for_a_while():
 
 @pytest.mark.parametrize(
     "blob",
-    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 3', b'"format": 2')],
+    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 4', b'"format": 3')],
     ids=["nothing", "no-field", "list", "bytes", "cut", "other-format"],
 )
 def test_a_record_that_cannot_be_parsed_counts_as_missing(blob: bytes):

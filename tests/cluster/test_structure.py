@@ -162,6 +162,15 @@ async def test_removed_tokens_are_refused_beside_a_structure(name: str, value):
         [each async for each in ingress(EdgePeers()).generate(request)]
 
 
+async def test_a_least_length_is_refused_beside_a_structure_and_stop_ids_which_it_removes():
+    """Before it, a stop token may be the only one that the structure allows: that would leave none to draw."""
+    given: Options = {"structure": Structure.regex("ab+"), "min_new_tokens": 3, "max_new_tokens": 8}
+    with pytest.raises(BadRequest, match="^min_new_tokens: removes stop_ids, and may so leave no token that `struct"):
+        request = build_request([1, 2], stop_ids=[98], **given)
+        [each async for each in ingress(EdgePeers()).generate(request)]
+    check_choice(Sampling(), Limits(9, min_length=5), 256, (), Structure.regex("ab+"))
+
+
 @pytest.mark.parametrize("mode", [VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT])
 def test_a_structure_is_refused_in_the_modes_whose_tokens_depend_on_trees(mode: VerificationMode):
     lenience = 0.5 if mode is VerificationMode.LENIENT else None

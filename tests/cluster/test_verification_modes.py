@@ -12,24 +12,40 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import tiny_models
-from dendro.answer import Options, build_request
+from dendro.answer import Options, Speculation, build_request
+from dendro.drawn_form import has_drawn_form
 from dendro.errors import BadRequest
-from dendro.modes import LISTED_MODES, draft_seed
-from edge import EdgePeers, ingress
+from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
+from dendro.text import Sampling
+from dendro.v1 import generation_pb2 as pb
+from edge import EdgePeers, config, ingress
 
 from cluster.api.local import LocalClient
 from cluster.config import Config
+from cluster.peers import drafter
+from cluster.policies import Experience, Experiences
+from cluster.policies.prior import PriorKey
+from cluster.policies.rate import RatePolicy
+from cluster.router.speculation import plan_speculation
 from cluster.running import local_ingress
-from drafter_service.sampled import GuessDraws
+from drafter_service.sampled import DrawnGrowth, GuessDraws
 
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 TOKENS = 24
 SHAPES = {"naive": "(2,2,1)", "multi-step": "(2,2,1)", "block": "(1,1,1)", "lenient": "(2,1)"}
+DRAWN_IN: dict[str, tuple[str, ...]] = {
+    "naive": ("(2,1)", "dynamic(3,2,5)", "(1,1,1)"),
+    "multi-step": ("(2,1)", "dynamic(3,2,5)", "(1,1,1)"),
+    "block": ("(1,1,1)",),
+    "lenient": ("(2,1)", "dynamic(3,2,5)", "(1,1,1)"),
+}
 SAMPLED: Options = {"temperature": 0.8, "seed": 5, "max_new_tokens": TOKENS, "ignore_end": True}
 
 
 @asynccontextmanager
-async def serving(folder: Path, drafter_seed: int = 0, modes=LISTED_MODES) -> AsyncIterator[LocalClient]:
+async def serving(
+    folder: Path, drafter_seed: int = 0, modes=LISTED_MODES, arms=("(2,1)",)
+) -> AsyncIterator[LocalClient]:
     """A target, and a drafter of the same weights (seed 0) or of others."""
     (folder / "target").mkdir()
     (folder / "drafter").mkdir()
@@ -44,6 +60,7 @@ async def serving(folder: Path, drafter_seed: int = 0, modes=LISTED_MODES) -> As
             "targets": {"target": models["target"] | {"max_length": 256}},
             "drafters": {"drafter": models["drafter"]},
             "verification_modes": list(modes),
+            "speculation": {"arms": list(arms)},
         },
         folder,
     )
@@ -67,6 +84,65 @@ async def test_each_mode_answers_with_full_trees_and_the_same_again_for_the_same
             rows = {"naive": 10, "multi-step": 10, "block": 3, "lenient": 4}[mode]
             assert stats.drafted_tokens == rows * (stats.rounds - stats.late_drafts) > 0
             assert (one.started.mode, one.started.lossy) == (mode, mode == "lenient")
+
+
+@pytest.mark.slow
+async def test_a_policy_picks_trees_in_each_mode(tmp_path: Path):
+    """The answer has the tokens of plain decoding in mode naive, and its full length in all. A policy may find that no
+    tree pays; `ucbspec` does not weigh time."""
+    async with serving(tmp_path, drafter_seed=1, arms=["(2,1)", "dynamic(3,2,5)", "(1,1,1)"]) as client:
+        plain = await client.generate_text(PROMPT, **SAMPLED, speculation="off")
+        for mode in LISTED_MODES:
+            drafted = 0
+            for policy in ("ratio_ucb", "thompson", "fullinfo", "ucbspec"):
+                way = Speculation(policy=policy)
+                done = await client.generate_text(PROMPT, **options(mode, speculation=way, max_new_tokens=48))
+                stats = done.complete.speculation
+                assert len(done.token_ids) == 48 and not stats.contradictions and not stats.trimmed_tokens
+                assert set(stats.rounds_by_shape) <= {"off", *DRAWN_IN[mode]}
+                drafted += stats.drafted_tokens
+                assert mode != "naive" or done.token_ids[:TOKENS] == plain.token_ids
+            assert drafted
+
+
+@pytest.mark.slow
+async def test_a_dynamic_tree_is_drawn_by_its_form_and_its_answer_is_the_same_again(tmp_path: Path, monkeypatch):
+    checked = []
+
+    def has_form(tree, shape):
+        checked.append((has_drawn_form(tree, shape), tuple(tree.parents.tolist())))
+        return checked[-1][0]
+
+    monkeypatch.setattr(drafter, "has_drawn_form", has_form)
+    async with serving(tmp_path, drafter_seed=1) as client:
+        for mode in ("multi-step", "lenient"):
+            given = options(mode, speculation="dynamic(3,3,8)")
+            one, two = [await client.generate_text(PROMPT, **given) for _ in range(2)]
+            stats = one.complete.speculation
+            assert one.token_ids == two.token_ids and len(one.token_ids) == TOKENS
+            assert not stats.contradictions and not stats.trimmed_tokens and stats.drafted_tokens
+    assert all(good for good, _ in checked) and len({form for _, form in checked}) > 1
+
+
+@pytest.mark.slow
+async def test_a_drafter_that_leaves_drawn_guesses_out_changes_no_token(tmp_path: Path, monkeypatch):
+    """What it sends are first draws of the laws that it reports, so that the verifier cannot know."""
+
+    def failing(self, growth, candidates, scores):
+        raise RuntimeError("no tree")
+
+    def fewer(self, reached):
+        return [max(1, width - 1) for width in self._widths]
+
+    given = options("multi-step", speculation="dynamic(3,3,8)")
+    async with serving(tmp_path, drafter_seed=1) as client:
+        with monkeypatch.context() as broken:
+            broken.setattr(GuessDraws, "drawn", failing)
+            plain = await client.generate_text(PROMPT, **given)
+        monkeypatch.setattr(DrawnGrowth, "_counts", fewer)
+        monkeypatch.setattr(DrawnGrowth, "_next", lambda self, first: [])
+        done = await client.generate_text(PROMPT, **given)
+    assert done.token_ids == plain.token_ids and not done.complete.speculation.accepted_tokens
 
 
 @pytest.mark.slow
@@ -177,9 +253,8 @@ LISTED = {"verification_modes": list(LISTED_MODES)}
 @pytest.mark.parametrize(
     "field, given",
     [
-        ("speculation.mode", options("naive", speculation="auto")),
         ("mode", options("multi-step", speculation="off")),
-        ("speculation.shape", options("multi-step", speculation="dynamic(3,3,8)")),
+        ("speculation.shape", options("block", speculation="dynamic(3,3,8)")),
         ("speculation.shape", options("multi-step", speculation="until(0.5,4)")),
         ("speculation.shape", options("lenient", speculation="until(auto,4)")),
         ("speculation.shape", options("block", speculation="beam(3,2)")),
@@ -191,6 +266,41 @@ LISTED = {"verification_modes": list(LISTED_MODES)}
 async def test_a_shape_that_a_mode_cannot_have_is_refused_by_its_field(field: str, given):
     with pytest.raises(BadRequest, match=f"^{field}: .*{given['mode'] if field == 'mode' else ''}"):
         await refused(given, **LISTED)
+
+
+@pytest.mark.parametrize("mode", ["multi-step", "lenient"])
+async def test_auto_is_refused_where_no_arm_can_be_drawn(mode: str):
+    arms = {"speculation": {"arms": ["off", "until(0.6,4)", "proposed(3)"]}}
+    with pytest.raises(BadRequest, match=f"^speculation.mode: is AUTO, but no arm has trees of mode {mode}"):
+        await refused(options(mode, speculation="auto"), **LISTED, **arms)
+
+
+@pytest.mark.parametrize(
+    "mode, expected",
+    [
+        ("naive", ["off", "(1,1)", "(2,1)", "dynamic(2,2,3)", "beam(2,2)", "proposed(3)"]),
+        ("multi-step", ["off", "(1,1)", "(2,1)", "dynamic(2,2,3)"]),
+        ("block", ["off", "(1,1)"]),
+    ],
+)
+def test_a_policy_chooses_among_the_arms_that_its_mode_can_have(mode: str, expected: list[str]):
+    """Nothing is proposed where guesses are drawn, and the request does not take part in speculation trials."""
+    settings = config(speculation={"arms": ["(2,1)", "dynamic(2,2,3)", "beam(2,2)", "proposed(3)"]}, **LISTED)
+    sampling = Sampling(1.0, mode=VerificationMode(mode))
+    plan = plan_speculation(pb.Speculation(), "demo", settings, Experience(), sampling)
+    assert isinstance(plan.policy, RatePolicy) and not plan.free
+    assert [str(arm.shape) for arm in plan.policy.arms] == expected
+    assert (plan.proposed_rows == 1) == sampling.draws_guesses
+
+
+def test_what_is_learned_in_a_listed_mode_is_not_used_in_another():
+    experiences = Experiences()
+    modes = list(VerificationMode)
+    kept = [experiences.of("acme", mode) for mode in modes]
+    assert kept[0] is experiences.of("acme") and kept[0] is kept[modes.index(VerificationMode.GREEDY)]
+    assert len({id(each) for each in kept}) == len(modes) - 1
+    names = {PriorKey.of("demo", ("mamba",), 1.0, "acme", mode).name for mode in modes}
+    assert PriorKey.of("demo", ("mamba",), 1.0, "acme").name in names and len(names) == len(modes) - 1
 
 
 async def test_a_deadline_is_refused_where_the_router_waits_for_every_tree():

@@ -5,177 +5,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from itertools import permutations, product
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import tree_kernels.sampled_walk.cpu as served
 import tree_kernels.sampled_walk.reference as reference
+from enumeration import LOSSLESS, LOSSY, Law, Laws, Tree, Verify, context, law_of, siblings, trees, walks, worst
 from tree_kernels.sampled_walk import NoiseCoins, SparseLaw, drawn_order, law_of_scores, lenient_greedy
 from tree_kernels.tree_walk import Walk
-
-LOSSLESS = 1e-9
-LOSSY = 1e-2
-Text = tuple[int, ...]
-Law = dict[Text, float]
-Tree = tuple[list[int], list[int]]  # tokens, parents
-Verify = Callable[..., Walk]
 
 MULTI_STEP = [
     pytest.param(reference.multi_step, id="reference"),
     pytest.param(served.multi_step, id="served"),
 ]
 BLOCK = [pytest.param(reference.block, id="reference"), pytest.param(served.block, id="served")]
-
-
-class Laws:
-    """A random law of target and drafter after every short text; some probabilities are 0. The drafter's are those of
-    `known` tokens."""
-
-    def __init__(self, seed: int, vocabulary: int, length: int, known: int | None = None) -> None:
-        rng = np.random.default_rng(seed)
-        self.vocabulary, self.length, known = vocabulary, length, known or vocabulary
-        self.target, self.draft = dict[Text, np.ndarray](), dict[Text, SparseLaw]()
-        for text in (text for each in range(length + 1) for text in product(range(vocabulary), repeat=each)):
-            weights = rng.dirichlet(np.full(vocabulary, 0.7))
-            weights[rng.integers(vocabulary)] *= rng.integers(2)
-            self.target[text] = weights / weights.sum()
-            ids = rng.permutation(vocabulary)[:known]
-            self.draft[text] = SparseLaw(ids, rng.dirichlet(np.full(known, 0.7)))
-
-    def joint(self) -> Law:
-        law: Law = {(): 1.0}
-        for _ in range(self.length):
-            law = {
-                (*text, t): mass * self.target[text][t] for text, mass in law.items() for t in range(self.vocabulary)
-            }
-        return law
-
-
-class ScriptedCoins:
-    """Takes the first outcome of each decision, after a given prefix of outcomes; records what each could have been."""
-
-    def __init__(self, prefix: Sequence[int]) -> None:
-        self.prefix = prefix
-        self.taken: list[tuple[int, list[float]]] = []  # the outcome, and the probability of each
-
-    def accept(self, row: int, chance: float) -> bool:
-        chance = min(chance, 1.0)
-        return self._take([1.0 - chance, chance]) == 1
-
-    def draw(self, row: int, weights: np.ndarray) -> int:
-        return self._take((weights / weights.sum()).tolist())
-
-    def _take(self, chances: list[float]) -> int:
-        at = len(self.taken)
-        outcome = self.prefix[at] if at < len(self.prefix) else next(i for i, c in enumerate(chances) if c > 0)
-        self.taken.append((outcome, chances))
-        return outcome
-
-
-def outcomes(run: Callable[[ScriptedCoins], Walk]) -> Iterator[tuple[Walk, float]]:
-    """Every outcome of a verification that has a probability, and this probability."""
-    prefix: list[int] | None = []
-    while prefix is not None:
-        coins = ScriptedCoins(prefix)
-        found = run(coins)
-        yield found, math.prod(chances[outcome] for outcome, chances in coins.taken)
-        taken, prefix = coins.taken, None
-        while taken:
-            outcome, chances = taken.pop()
-            following = next((i for i, c in enumerate(chances) if i > outcome and c > 0), None)
-            if following is not None:
-                prefix = [*(each for each, _ in taken), following]
-                break
-
-
-def context(tree: Tree, row: int) -> Text:
-    tokens, parents = tree
-    above: Text = ()
-    while row > 0:
-        above, row = (tokens[row], *above), parents[row]
-    return above
-
-
-def siblings(law: SparseLaw, count: int) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Every list of tokens drawn without replacement, shorter where fewer can be drawn, and its probability."""
-    probs = {token: p for token, p in zip(law.ids.tolist(), law.probabilities.tolist(), strict=True) if p > 0}
-    for drawn in permutations(probs, min(count, len(probs))):
-        chance, left = 1.0, 1.0
-        for token in drawn:
-            chance *= probs[token] / left
-            left -= probs[token]
-        yield drawn, chance
-
-
-def trees(laws: Laws, widths: Sequence[int]) -> Iterator[tuple[Tree, float]]:
-    """Every tree of these widths that the drafter can draw, and its probability."""
-
-    def grown(tree: Tree, frontier: list[int], level: int) -> Iterator[tuple[Tree, float]]:
-        if level == len(widths):
-            yield tree, 1.0
-            return
-        choices = [list(siblings(laws.draft[context(tree, row)], widths[level])) for row in frontier]
-        for chosen in product(*choices):
-            tokens, parents, below = [*tree[0]], [*tree[1]], list[int]()
-            for row, (drawn, _) in zip(frontier, chosen, strict=True):
-                below += range(len(tokens), len(tokens) + len(drawn))
-                tokens += drawn
-                parents += [row] * len(drawn)
-            chance = math.prod(each for _, each in chosen)
-            for whole, rest in grown((tokens, parents), below, level + 1):
-                yield whole, chance * rest
-
-    return grown(([0], [-1]), [0], 0)
-
-
-def law_of(
-    laws: Laws, widths: Sequence[int], verify: Verify, changed: Callable[[Tree, Laws], Tree] = lambda tree, laws: tree
-) -> Law:
-    """The joint law of the first `laws.length` tokens: a round's, then the target's own.
-
-    changed: what is done to a tree between draw and verification
-    """
-    law: Law = defaultdict(float)
-    for drawn, chance in trees(laws, widths):
-        tree = changed(drawn, laws)
-
-        def run(coins: ScriptedCoins, tree: Tree = tree) -> Walk:
-            rows = range(len(tree[0]))
-            return verify(
-                *tree,
-                lambda row: laws.target[context(tree, row)],
-                {row: laws.draft[context(tree, row)] for row in rows if row in tree[1]},
-                coins,
-            )
-
-        for walked, mass in outcomes(run):
-            texts: Law = {walked.tokens: chance * mass}
-            for _ in range(laws.length - len(walked.tokens)):
-                texts = {
-                    (*text, t): m * p for text, m in texts.items() for t, p in enumerate(laws.target[text].tolist())
-                }
-            for text, m in texts.items():
-                law[text[: laws.length]] += m
-    return law
-
-
-def distance(one: Law, other: Law) -> float:
-    return sum(abs(one.get(text, 0.0) - other.get(text, 0.0)) for text in {*one, *other}) / 2
-
-
-def worst(
-    widths: Sequence[int], verify: Verify, vocabulary: int, seeds: int, known: int | None = None, **changes
-) -> float:
-    """The greatest total variation between emitted tokens and target, over random laws."""
-    found = []
-    for seed in range(seeds):
-        laws = Laws(seed, vocabulary, len(widths) + 1, known)
-        law = law_of(laws, widths, verify, **changes)
-        assert abs(sum(law.values()) - 1) < LOSSLESS
-        found.append(distance(law, laws.joint()))
-    return max(found)
 
 
 @pytest.mark.parametrize("verify", MULTI_STEP)
@@ -221,12 +65,7 @@ def accepted(laws: Laws, guesses: int, verify: Verify) -> float:
     """Mean number of accepted guesses of a chain."""
     mean = 0.0
     for tree, chance in trees(laws, (1,) * guesses):
-        drafts = {row: laws.draft[context(tree, row)] for row in range(guesses)}
-
-        def run(coins: ScriptedCoins, tree: Tree = tree, drafts: dict[int, SparseLaw] = drafts) -> Walk:
-            return verify(*tree, lambda at: laws.target[context(tree, at)], drafts, coins)
-
-        mean += sum(chance * mass * (len(walked.tokens) - 1) for walked, mass in outcomes(run))
+        mean += sum(chance * mass * (len(walked.tokens) - 1) for walked, mass in walks(laws, tree, verify))
     return mean
 
 
@@ -347,7 +186,7 @@ def test_lenience_raises_no_token_above_its_probability_divided_by_the_lenience(
     for seed in range(6):
         laws = Laws(seed, 4, 1)
         first: Law = defaultdict(float)
-        for text, mass in law_of(laws, (1,), lenient(verify)).items():
+        for text, mass in law_of(laws, trees(laws, (1,)), lenient(verify)).items():
             first[text[:1]] += mass
         assert all(mass <= laws.target[()][text[0]] / 0.7 + LOSSLESS for text, mass in first.items())
 

@@ -101,7 +101,7 @@ class GenerateRequest(_message.Message):
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
     the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
     turns is answered from that turn's record, so that a repeated turn is not written twice; it is refused if its
-    prompt differs from that turn's, or its `stop` would have ended the answer elsewhere.
+    prompt or its mode differs from that turn's, or its `stop` would have ended the answer elsewhere.
     """
     model: _builtins.str
     """model is the target's name. Empty: the first target of the configuration."""
@@ -240,7 +240,8 @@ class Structure(_message.Message):
     where nothing may follow. `max_new_tokens`, `stop` and stop tokens that stand for text may end it earlier.
 
     Refused if it has no form, if it has more than 65536 bytes of UTF-8 in all, if it does not compile, or compiles for
-    more than 10 s, and together with banned_ids, allowed_ids or bad_words: these could leave no token to draw.
+    more than 10 s, and together with banned_ids, allowed_ids, bad_words, or min_new_tokens and stop_ids: these could leave
+    no token to draw.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -370,10 +371,10 @@ class Sampling(_message.Message):
     """mode is the verification mode: how the guesses of a draft tree decide which tokens are emitted. Empty: "coupled".
 
     "coupled": the tokens of plain decoding with the same seed. "greedy": the same, refused unless the temperature is
-    zero. The others are refused unless the server's configuration lists them, need `speculation` of mode FIXED, and, but
-    for "lenient", a temperature above zero: "naive": the same tokens as "coupled", guessed without the noise;
-    "multi-step" and "block": draws from the target's law, which depend on drafter, shape and failures beside the seed;
-    "lenient": lossy, the answer has another law than the target.
+    zero. The others are refused unless the server's configuration lists them, and with `speculation` of mode OFF; but
+    for "lenient" they need a temperature above zero: "naive": the same tokens as "coupled", guessed without the noise;
+    "multi-step" and "block": draws from the target's law, which depend on drafter, shapes (with AUTO, on measured times)
+    and failures beside the seed; "lenient": lossy, the answer has another law than the target.
     """
     lenience: _builtins.float
     """lenience is greater than zero and less than one: in mode "lenient" a guess is accepted as if its probability by the
