@@ -156,6 +156,9 @@ class DrafterConfig(ModelConfig):
     """fused: one compiled call per forward (Mambas, on a CPU); eager: torch's operations; auto: fused where it can."""
     head: Path | None = None
     """The file of its acceptance head (`dendro train head`). Default: none; chances are calibrated while it drafts."""
+    structures: bool = True
+    """Guess only what the structure of an answer allows (docs/structured.md). Needs llguidance; without it, and through
+    a bridge, guesses are of any tokens."""
 
 
 class Router(Section):

@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dendro.engine import LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest
+from dendro.grammars import INSTALL
 from dendro.state import StateStore
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
@@ -53,13 +55,24 @@ def load_drafter(
     from drafter_service.engine import DrafterEngine
 
     drafter = fetched_model(f"drafters.{name}", drafter)
-    engine = DrafterEngine.load(drafter.checkpoint, drafter_options(name, drafter), states=states)
+    folder = drafter.tokenizer_folder
+    token_bytes = (lambda: token_bytes_of(load_tokenizer(folder))) if _follows_structures(name, drafter) else None
+    options = drafter_options(name, drafter)
+    engine = DrafterEngine.load(drafter.checkpoint, options, states=states, token_bytes=token_bytes)
     bridges = {}
     for of in drafter.targets or targets:
         if (bridge := load_bridge(name, drafter, of, targets[of])) is not None:
             log.info("drafter %s for target %s: bridge %s", name, of, bridge)
             bridges[bridge.tokenizer] = bridge
     return BridgedDrafter(engine, bridges) if bridges else engine
+
+
+def _follows_structures(name: str, drafter: DrafterConfig) -> bool:
+    """Whether a drafter masks its guesses by the structures of answers. The log has the reason where it cannot."""
+    available = find_spec("llguidance") is not None
+    if drafter.structures and not available:
+        log.info("drafter %s: guesses without the structures of answers: following them %s", name, INSTALL)
+    return drafter.structures and available
 
 
 def load_bridge(name: str, drafter: DrafterConfig, of: str, target: TargetConfig) -> Bridge | None:

@@ -23,6 +23,7 @@ import redis.exceptions
 from dendro.clock import Clock
 from dendro.errors import Conflict, NotFound, PeerLost
 from dendro.long_work import off_loop
+from dendro.modes import VerificationMode
 from dendro.text import packed_ids
 
 from cluster.state_store import REDIS_FAULTS, CircuitBreaker, CircuitOpen, within
@@ -37,7 +38,7 @@ MAX_TOKEN = 64
 CALL_BUDGET_S = 1.0
 TOKEN_BYTES = 6
 """Of a stored token, about: base64 of 4 bytes."""
-RECORD_FORMAT = 4
+RECORD_FORMAT = 3
 KEPT_TURNS = 8
 """Last turns of a record whose requests, if retried, are answered from it. An attempt that its client left ends within
 `router.request_timeout_s`; this bounds the turns that may be written between it and the next attempt."""
@@ -56,7 +57,7 @@ class Turn:
     seed: int
     finish: str  # why the answer ended
     target: str  # digest of what the answer's tokens depend on besides the text (`Hello.target`)
-    mode: str  # the verification mode
+    mode: str = VerificationMode.COUPLED.value  # the verification mode
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,12 @@ def _spell(name: bytes, tag: bytes) -> str:
 
 
 def pack_record(record: Record) -> bytes:
-    """A record as JSON; the tokens are base64 of little-endian uint32."""
+    """A record as JSON; the tokens are base64 of little-endian uint32. A turn's mode is left out where it is the
+    default, so that routers of releases without other modes can read the record."""
     fields = asdict(replace(record, tokens=()))  # asdict would copy each token by itself
+    for turn in fields["turns"]:
+        if turn["mode"] == VerificationMode.COUPLED:
+            del turn["mode"]
     fields["tokens"] = base64.b64encode(packed_ids(record.tokens)).decode()
     return json.dumps({"format": RECORD_FORMAT, **fields}, sort_keys=True).encode()
 

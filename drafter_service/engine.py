@@ -17,6 +17,7 @@ from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, 
 from dendro.clock import Clock, microseconds
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest, DendroError
+from dendro.grammars import TokenBytes
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
@@ -30,6 +31,7 @@ from drafter_service.options import DrafterOptions
 from drafter_service.plan import DraftPlan
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
+from drafter_service.structures import DraftStructures
 from drafter_service.texts import Answer, MemoryComplete, Prefilled
 
 log = logging.getLogger("dendro.drafter")
@@ -66,9 +68,12 @@ class DrafterEngine:
         options: DrafterOptions,
         clock: Clock = time.monotonic,
         kernels: str = "torch",
+        structures: DraftStructures | None = None,
     ) -> None:
-        """runner: has `text_slots` and `node_slots` of these limits   kernels: the form of the model"""
+        """runner: has `text_slots` and `node_slots` of these limits   kernels: the form of the model
+        structures: compiles those of answers; None: guesses are of any tokens"""
         self.kernels = kernels
+        self._structures = structures
         self._hello = hello
         self._runner = runner
         memory = runner.memory
@@ -90,9 +95,18 @@ class DrafterEngine:
 
     @classmethod
     def load(
-        cls, path: str | Path, options: DrafterOptions, *, states: StateStore, clock: Clock = time.monotonic
+        cls,
+        path: str | Path,
+        options: DrafterOptions,
+        *,
+        states: StateStore,
+        clock: Clock = time.monotonic,
+        token_bytes: TokenBytes | None = None,
     ) -> DrafterEngine:
-        """Load a checkpoint. Raises BadRequest, naming the field."""
+        """Load a checkpoint. Raises BadRequest, naming the field.
+
+        token_bytes: of its tokenizer, for the structures of answers; None: guesses are of any tokens
+        """
         device = torch.device(options.device)
         model, checkpoint = load_model(path, options.dtype, device, options.tokenizer, options.form)
         hello = Hello(
@@ -115,7 +129,10 @@ class DrafterEngine:
             check_head(head.facts, model, checkpoint.fingerprint)
         slots = text_slots(options.max_sessions), node_slots(options.max_rows, options.max_depth)
         form = described_form(model, checkpoint.facts.model_type, device, options.form)
-        return cls(hello, DraftRunner(model, *slots, device, head), states, options, clock, form)
+        structures = None
+        if token_bytes is not None:
+            structures = DraftStructures(options.name, token_bytes, model.vocabulary, checkpoint.facts.end_ids)
+        return cls(hello, DraftRunner(model, *slots, device, head), states, options, clock, form, structures)
 
     async def start(self) -> None:
         self._thread.start()
@@ -186,11 +203,12 @@ class DrafterEngine:
         least = min(MAX_ROWS, self._hello.vocabulary)
         if vocabulary < least:
             raise BadRequest("vocabulary", f"is {vocabulary}; must be at least {least} for this drafter")
+        structure = None if self._structures is None else await self._structures.of(call)
         restored, arrays = await self._shelf.find(call)
 
         @torch.inference_mode()
         def work(ticket: Ticket) -> None:
-            session = self._scheduler.open(ticket, call, restored, vocabulary)
+            session = self._scheduler.open(ticket, call, restored, vocabulary, structure)
             self._runner.admit(session.number, call.parameters.sampling, vocabulary, noise_ids)
             if arrays is not None:
                 try:

@@ -64,7 +64,8 @@ class Growth(ABC):
         """Add the children of each row of the frontier, which are the first of its candidates.
 
         candidates [frontier][k], best first   scores [frontier][k] by which they are ordered
-        confidences [frontier][k] logarithms, at most 0, never increasing along a row; k at least the shape's width
+        confidences [frontier][k] logarithms, at most 0, never increasing along a row
+        A row with k below the shape's width, since no other tokens may follow it, has at most k children.
         """
         above = [self.values[row] for row in self.frontier]
         reached = [
@@ -110,20 +111,28 @@ class LevelGrowth(Growth):
     shape: LevelShape
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
-        return [self.shape.widths[self.level]] * len(reached)
+        return [min(self.shape.widths[self.level], len(values)) for values in reached]
 
 
+@dataclass
 class NodeGrowth(Growth):
     """The shape sets the number of children of each row; rows without children are leaves, on any level."""
 
     shape: NodeShape
+    in_shape: list[int] = field(default_factory=lambda: [0])  # of each row: which of the shape's rows it is
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
-        return [self.shape.children[row] for row in self.frontier]
+        counts = []
+        for row, values in zip(self.frontier, reached, strict=True):
+            same = self.in_shape[row]
+            counts.append(min(self.shape.children[same], len(values)))
+            first = 1 + sum(self.shape.children[:same])
+            self.in_shape += range(first, first + counts[-1])
+        return counts
 
     def _next(self, first: int) -> list[int]:
-        counts = self.shape.children[first : len(self.tokens)]
-        return [row for row, count in enumerate(counts, first) if count]
+        children = self.shape.children  # without the leaves after the last row that has some
+        return [row for row, same in enumerate(self.in_shape[first:], first) if same < len(children) and children[same]]
 
 
 class BeamGrowth(Growth):
@@ -136,8 +145,9 @@ class BeamGrowth(Growth):
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
         counts = [0] * len(reached)
+        owners = [row for row, values in enumerate(reached) for _ in values]
         for at in greatest([value for values in reached for value in values], self.shape.beams):
-            counts[at // self.width] += 1
+            counts[owners[at]] += 1
         return counts
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from dendro.grammars import Bits
 from dendro.tree import FloatArray, IntArray
 
 BoolArray = npt.NDArray[np.bool_]
@@ -141,6 +142,7 @@ class DraftPlan:
     sessions: Sequence[int]  # [groups] number of the session, which sets the ordering and the noise
     positions: Sequence[int]  # [groups] position of the token to be guessed
     width: int  # candidates per scored token
+    masks: Sequence[Bits | None] = ()  # [scored] the tokens that may be guessed there, None: all. Empty: all anywhere
 
     @property
     def depths(self) -> Sequence[int]:

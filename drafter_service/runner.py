@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from dendro.grammars import Bits
 from dendro.text import Sampling
 from dendro.tree import IntArray
 from torch import Tensor
@@ -156,16 +158,14 @@ class DraftRunner:
             orders, width = _orders(laws, plan), _width(laws, plan)
             return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
         if compiled is not None and isinstance(rows, Level):
-            orders, width = _orders(laws, plan), _width(laws, plan)
-            return DraftOutcome(*compiled.guesses(rows, plan.groups, plan.depths, orders, width))
+            return DraftOutcome(*compiled.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self.memory.level(rows)
         if not plan.groups:
             return NOTHING
         if plan.scored is not None and len(plan.scored) < len(hidden):
             hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
         if compiled is not None:
-            orders, width = _orders(laws, plan), _width(laws, plan)
-            return DraftOutcome(*compiled.guesses_of_hidden(hidden, plan.groups, plan.depths, orders, width))
+            return DraftOutcome(*compiled.guesses_of_hidden(hidden, *_ordered(laws, plan), _width(laws, plan)))
         return self._order(hidden, laws, plan)
 
     def _order(self, hidden: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
@@ -183,7 +183,8 @@ class DraftRunner:
             chosen = slice(None) if len(alike) == 1 else torch.tensor(rows, device=self.device)
             part = logits[chosen, :vocabulary]
             noise = self._noise([group_of[row] for row in rows], laws, plan.positions)
-            ids, scores = candidates_of(part, warp, noise, width)
+            allowed = _masked(part, [plan.masks[row] for row in rows]) if plan.masks else part
+            ids, scores = candidates_of(allowed, warp, noise, width)
             candidates[rows], found[rows] = ids.cpu().numpy(), scores.cpu().numpy()
             if self.head is not None and chances is not None:
                 of = hidden[chosen], part, ids, scores, warp.temperature, depths[chosen]
@@ -207,9 +208,46 @@ def _width(laws: Sequence[DraftLaw], plan: DraftPlan) -> int:
 
 
 def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
-    """The order of each group's tokens, without masks."""
+    """The order of each group's tokens, without filters and masks."""
     noise = [law.added_to(place) for law, place in zip(laws, plan.positions, strict=True)]
     return Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
+
+
+def _ordered(laws: Sequence[DraftLaw], plan: DraftPlan) -> tuple[Sequence[int], Sequence[int], Orders]:
+    """The plan's groups, their depths, and the order of their tokens. A plan with masks has groups of single tokens, as
+    each has what it removes added to its scores."""
+    orders = _orders(laws, plan)
+    if not plan.masks:
+        return plan.groups, plan.depths, orders
+    temperatures, noise, vocabularies, depths = [], list[Tensor | None](), [], []
+    for group, mask in zip(np.repeat(np.arange(len(laws)), plan.groups).tolist(), plan.masks, strict=True):
+        added, vocabulary = orders.noise[group], orders.vocabularies[group]
+        removed = removed_by(mask, vocabulary)
+        if removed is not None:
+            added = (torch.zeros(vocabulary) if added is None else added).masked_fill(removed, -math.inf)
+        temperatures.append(orders.temperatures[group])
+        noise.append(added)
+        vocabularies.append(vocabulary)
+        depths.append(plan.depths[group])
+    return [1] * len(noise), depths, Orders(temperatures, noise, vocabularies)
+
+
+def _masked(logits: Tensor, masks: Sequence[Bits | None]) -> Tensor:
+    """logits [rows, V], minus infinity where a mask removes a token."""
+    logits = logits.clone()
+    for row, mask in zip(logits, masks, strict=True):
+        if (removed := removed_by(mask, len(row))) is not None:
+            row.masked_fill_(removed.to(row.device), -math.inf)
+    return logits
+
+
+def removed_by(mask: Bits | None, vocabulary: int) -> Tensor | None:
+    """[vocabulary] whether each token is removed; None where all are left. A mask that has none of the tokens removes
+    none: the row then has finite scores, and the scheduler drops all its candidates."""
+    if mask is None:
+        return None
+    allowed = np.unpackbits(mask, count=vocabulary, bitorder="little")
+    return torch.from_numpy(allowed == 0) if allowed.any() else None
 
 
 def candidates_of(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
+from dendro.grammars import Bits
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
@@ -28,6 +29,7 @@ from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
 from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
+from drafter_service.structures import DraftStructure, keep_allowed
 from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens
 
 CATCH_UP = 8
@@ -73,6 +75,7 @@ class DraftScheduler:
         self._turn = 0
         self._folds: list[TextFold] = []  # of the next step
         self._planned: list[tuple[DrafterText, range]] = []  # rows of each session in the current plan
+        self._masks: Sequence[Bits | None] = ()  # of that plan's scored rows
         self._kind = ""
 
     @property
@@ -81,11 +84,18 @@ class DraftScheduler:
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
-    def open(self, ticket: Ticket, call: OpenCall, restored: int, vocabulary: int) -> DrafterText:
+    def open(
+        self,
+        ticket: Ticket,
+        call: OpenCall,
+        restored: int,
+        vocabulary: int,
+        structure: DraftStructure | None = None,
+    ) -> DrafterText:
         """Open a text. The caller loads a memory of `restored` of its tokens into the slot of the returned session.
 
-        vocabulary: the target's; ids of the text are below it. Raises Overloaded and BadRequest. An opening that is
-        open already is closed first.
+        vocabulary: the target's; ids of the text are below it   structure: of the text's answer
+        Raises Overloaded and BadRequest. An opening that is open already is closed first.
         """
         if call.update.start != 0:
             raise BadRequest("update.start", f"a text is opened from its beginning, not from {call.update.start}")
@@ -94,7 +104,7 @@ class DraftScheduler:
         if len(self._sessions) >= self.max_sessions:
             raise Overloaded(f"{len(self._sessions)} texts are open at drafter {self.name}, its maximum")
         self._numbers += 1
-        session = DrafterText(self._numbers, call.update.opening, call.parameters, vocabulary)
+        session = DrafterText(self._numbers, call.update.opening, call.parameters, vocabulary, structure)
         check_tokens(session, call.update)
         session.text.follow(call.update)
         if restored:
@@ -176,7 +186,7 @@ class DraftScheduler:
                 room = room and self._reserve(session)
                 if room:
                     starting.append(session)
-            elif self._needs_prefill(session):
+            elif session.needs_prefill:
                 prompts.append(session)
         singles = [session for session in starting if session.base - session.covers == 1]
         chains = [session for session in starting if session.base - session.covers > 1]
@@ -192,9 +202,9 @@ class DraftScheduler:
     def _catch_up(self) -> DraftPlan | None:
         """A prefill of idle sessions whose memory lags."""
         for session in self._sessions.values():
-            if self._lag(session) >= CATCH_UP:
+            if session.lag >= CATCH_UP:
                 self._fold_kept(session)
-        late = [session for session in self._sessions.values() if self._lag(session) >= CATCH_UP]
+        late = [session for session in self._sessions.values() if session.lag >= CATCH_UP]
         return self._plan_prompts(late[:PREFILL_ROWS]) if late else None
 
     def apply(self, outcome: DraftOutcome) -> None:
@@ -208,15 +218,17 @@ class DraftScheduler:
             assert draft_round is not None
             candidates = outcome.candidates[at : at + len(rows)].tolist()
             scores = outcome.scores[at : at + len(rows)].tolist()
-            chances = None if outcome.chances is None else outcome.chances[at : at + len(rows)].tolist()
+            if outcome.chances is None:
+                chances = draft_round.calibration.confidences(scores)
+            else:
+                chances = outcome.chances[at : at + len(rows)].tolist()
+            keep_allowed(self._masks[at : at + len(rows)], candidates, scores, chances)
             at += len(rows)
             if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
                 session.covers = rows.stop - 1
                 for covered in range(rows.start + 1, rows.stop):
                     self._record_rank(session, covered, candidates.pop(0), scores.pop(0))
             growth = draft_round.growth
-            if chances is None:
-                chances = draft_round.calibration.confidences(scores)
             confidences, first = chances[-len(scores) :], 0
             while first < len(scores):
                 level = slice(first, first + len(growth.frontier))
@@ -241,7 +253,7 @@ class DraftScheduler:
         """One row of consecutive text per planned session; scored if there are roots."""
         lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
         tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
-        places, numbers, positions = [], [], []
+        places, numbers, positions, masks = [], [], [], list[Bits | None]()
         source = [session.slot for session, _ in self._planned]
         for row, (session, span) in enumerate(self._planned):
             self._own_slot(session)
@@ -250,6 +262,7 @@ class DraftScheduler:
                 places += [row * tokens.shape[1] + time for time in range(len(span))]
                 numbers += [session.number] * len(span)
                 positions += [covered + 1 + session.ahead for covered in span]
+                masks += session.masks(span.start)
         rows = Chains(
             tokens=tokens,
             lengths=lengths,
@@ -258,7 +271,9 @@ class DraftScheduler:
             target=np.array([session.slot for session, _ in self._planned], np.int64),
             roots=np.array(roots, np.int64),
         )
-        return DraftPlan(rows, np.array(places, np.int64), [1] * len(places), numbers, positions, self._width())
+        self._masks = masks if any(mask is not None for mask in masks) else ()
+        scored = np.array(places, np.int64)
+        return DraftPlan(rows, scored, [1] * len(places), numbers, positions, self._width(), self._masks)
 
     def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
         """One row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
@@ -266,12 +281,14 @@ class DraftScheduler:
         self._planned = []
         tokens: list[int] = []
         trees: list[Nodes] = []
+        masks: list[Bits | None] = []
         for session in sessions:
             assert session.round is not None
             growth, slots = session.round.growth, session.round.slots
             self._planned.append((session, range(growth.processed, len(growth.above))))
             tokens += [growth.tokens[row] for row in growth.frontier]
             trees.append(Nodes(slots[: len(growth.above)], growth.above[:]))
+            masks += session.masks(session.base - 1)
         level = Level(
             tokens=np.array(tokens, np.int64),
             counts=[len(new) for _, new in self._planned],
@@ -282,7 +299,9 @@ class DraftScheduler:
         )
         ahead = [session.ahead for session in sessions]
         guessed = [sum(place) + 1 for place in zip(level.starts, level.depths, ahead, strict=True)]
-        return DraftPlan(level, None, level.counts, [session.number for session in sessions], guessed, self._width())
+        self._masks = masks if any(mask is not None for mask in masks) else ()
+        numbers = [session.number for session in sessions]
+        return DraftPlan(level, None, level.counts, numbers, guessed, self._width(), self._masks)
 
     def _plan_levels(self, sessions: list[DrafterText]) -> DraftPlan:
         """The next level of one session alone; all its levels, where their form is known and one call can run them."""
@@ -291,6 +310,8 @@ class DraftScheduler:
         growth, form = session.round.growth, fixed_form(session.round.shape)
         counts = () if form is None else form.counts[growth.level :]
         if form is None or session.round.draws or len(counts) < 2 or not self.runs_levels(session.number):
+            return plan
+        if self._masks:  # those of a level depend on the guesses above it
             return plan
         done, count = growth.processed, len(form.above)
         self._planned = [(session, range(done, count))]
@@ -362,8 +383,9 @@ class DraftScheduler:
         rank = shown.index(token) if token in shown else CANDIDATES
         session.ranks[position] = rank
         sampling = session.parameters.sampling
-        # Allowed ids may remove some candidates; drawn ones are in another order than their scores.
-        if not sampling.allowed_ids and not sampling.draws_guesses:
+        # Allowed ids and structures may remove some candidates; drawn ones are in another order than their scores.
+        removed = session.structure is not None and len(shown) < CANDIDATES
+        if not sampling.allowed_ids and not sampling.draws_guesses and not removed:
             self.calibrations[session.scored_by] = self.calibrations[session.scored_by].learn(scores, rank)
 
     def _own_slot(self, session: DrafterText) -> None:
@@ -405,16 +427,6 @@ class DraftScheduler:
     def _reaches_root(self, session: DrafterText) -> bool:
         """Whether one chain covers the rest of the text, root included."""
         return session.base - session.covers <= self.chunk
-
-    def _needs_prefill(self, session: DrafterText) -> bool:
-        """Whether a caller waits and the memory does not reach up to the root."""
-        waits = session.opened is not None or session.closing is not None or session.round is not None
-        return waits and session.covers < session.base - 1
-
-    def _lag(self, session: DrafterText) -> int:
-        """Tokens before the root that an idle session's memory lacks; 0 if it is busy."""
-        idle = session.round is None and session.closing is None
-        return session.base - 1 - session.covers if idle else 0
 
     def _request_noise(self, session: DrafterText, positions: range) -> None:
         if session.parameters.sampling.shares_noise:
@@ -481,16 +493,8 @@ class DraftScheduler:
         for draft_round in (session.kept, session.round):
             if draft_round is not None:
                 self._drop_tree(session, draft_round)
-        self.answers += [(ticket, reason) for ticket in self._waiting(session)]
+        self.answers += [(ticket, reason) for ticket in session.waiting]
         self.texts.release({session.slot, session.first_slot} - {EMPTY_TEXT})
         self.noise_wanted.pop(session.number, None)
         del self._sessions[session.opening]
         self.closed.append(session.number)
-
-    def _waiting(self, session: DrafterText) -> list[Ticket]:
-        tickets = [
-            session.round.ticket if session.round is not None else None,
-            session.opened[0] if session.opened is not None else None,
-            session.closing,
-        ]
-        return [ticket for ticket in tickets if ticket is not None]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from dendro.calls import PeerText, RequestParameters, TextUpdate
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
+from dendro.grammars import Bits
 from dendro.shapes import TreeShape
 from dendro.tree import LAW_TOKENS, DraftTree
 
@@ -15,6 +16,7 @@ from drafter_service.confidence import Calibration
 from drafter_service.grow import Growth, Numbers
 from drafter_service.plan import EMPTY_TEXT
 from drafter_service.sampled import GuessDraws
+from drafter_service.structures import DraftStructure
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class DrafterText:
     opening: bytes
     parameters: RequestParameters
     vocabulary: int  # the target's: ids of the text are below it
+    structure: DraftStructure | None = None  # of its answer; None: guesses are of any tokens
     text: PeerText = field(default_factory=PeerText)
     slot: int = EMPTY_TEXT
     covers: int = 0
@@ -89,6 +92,37 @@ class DrafterText:
     @property
     def base(self) -> int:
         return len(self.text.tokens)
+
+    def masks(self, first: int) -> list[Bits | None]:
+        """What may be guessed after the rows that its round puts through the model next: the text's tokens from `first`
+        on, and then levels of the tree."""
+        assert self.round is not None
+        growth = self.round.growth
+        if self.structure is None:
+            return [None for _ in (growth.frontier if growth.processed else range(first, self.base))]
+        return self.structure.of_level(growth) if growth.processed else self.structure.after_text(self.text.ids, first)
+
+    @property
+    def lag(self) -> int:
+        """Tokens before the root that an idle text's memory lacks; 0 if it is busy."""
+        idle = self.round is None and self.closing is None
+        return self.base - 1 - self.covers if idle else 0
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether a caller waits and the memory does not reach up to the root."""
+        waits = self.opened is not None or self.closing is not None or self.round is not None
+        return waits and self.covers < self.base - 1
+
+    @property
+    def waiting(self) -> list[Ticket]:
+        """Of the callers that wait for it."""
+        tickets = [
+            self.round.ticket if self.round is not None else None,
+            self.opened[0] if self.opened is not None else None,
+            self.closing,
+        ]
+        return [ticket for ticket in tickets if ticket is not None]
 
     @property
     def greedy(self) -> bool:

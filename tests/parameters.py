@@ -137,7 +137,7 @@ PARAMETERS = (
         f"{MAX_STRUCTURE_BYTES} bytes, {MAX_CHOICES} choices",
         "trying every token (`tests/dendro/test_grammars.py`); the package `jsonschema`",
         "every row",
-        IGNORED,
+        "guesses only what it allows, where it can follow it",
     ),
     Parameter(
         "frequency_penalty", SHIFT, "the formula of the OpenAI API", "tokens of the answer, once each time", IGNORED

@@ -18,9 +18,10 @@ from cluster.running import local_ingress
 
 @asynccontextmanager
 async def self_drafting(
-    folder: Path, family: str = "llama", tokenizer: Tokenizer | None = None
+    folder: Path, family: str = "llama", tokenizer: Tokenizer | None = None, structures: bool = True
 ) -> AsyncIterator[Ingress]:
-    """tokenizer: the target's; default: one token for each byte"""
+    """tokenizer: the target's; default: one token for each byte   structures: of the drafter's configuration. Rounds
+    wait for their drafts on a busy machine, too."""
     count = tiny_models.PADDED if tokenizer is None else tokenizer.get_vocab_size()
     if family == "llama":
         tiny_models.make_checkpoint(folder, vocab_size=count)
@@ -30,6 +31,11 @@ async def self_drafting(
     if tokenizer is not None:
         tokenizer.save(str(folder / "tokenizer.json"))
     model = {"checkpoint": str(folder), "dtype": "float32"}
-    config = Config.of({"targets": {"target": model | {"max_length": 256}}, "drafters": {"drafter": model}}, folder)
+    sections = {
+        "targets": {"target": model | {"max_length": 256}},
+        "drafters": {"drafter": model | {"structures": structures}},
+        "router": {"draft_timeout_ms": 30_000},
+    }
+    config = Config.of(sections, folder)
     async with local_ingress(config) as router:
         yield router

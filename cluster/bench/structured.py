@@ -1,11 +1,12 @@
-"""What structured answers cost: the masks of a round, with and without a tree, and the rounds of whole answers."""
+"""What structured answers cost: the masks of a round, with and without a tree, and the rounds of whole answers, with a
+drafter that follows the structure and with one that does not."""
 
 from __future__ import annotations
 
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -27,10 +28,18 @@ WAYS = (OFF, "(3,2,1)", "auto")
 TREE = LevelShape((3, 2, 1))
 UNSTRUCTURED = "none"
 SCHEMAS = "random schemas"
+FOLLOWS, IGNORES = "follows it", "ignores it"
+"""What the drafter does with the structure."""
+CASES = (
+    *((SCHEMAS, way, FOLLOWS) for way in WAYS),
+    *((SCHEMAS, way, IGNORES) for way in WAYS if way != OFF),
+    *((UNSTRUCTURED, way, FOLLOWS) for way in WAYS),
+)
+"""Structures, ways and drafters of the measured answers."""
 
 
 async def measure_structured(
-    client: Asking,
+    clients: Mapping[str, Asking],
     grammars_of: Callable[[], Grammars],
     prompt: str,
     schemas: int,
@@ -39,37 +48,37 @@ async def measure_structured(
     seed: int,
     begin: Begin,
 ) -> tuple[list[Row], list[str]]:
-    """Rows of answers and of masks, and the answers that speculation changed. grammars_of: makes a compiler that has
-    compiled nothing"""
+    """Rows of answers and of masks, and the answers that speculation changed. clients: by what their drafters do with
+    structures   grammars_of: makes a compiler that has compiled nothing"""
     rows: list[Row] = []
     differences: list[str] = []
     structures = [Structure.json_schema(random_schema(Random(seed + index))) for index in range(schemas)]
     for temperature in temperatures:
-        step = begin(f"answers at temperature {temperature:g}", 2 * len(WAYS) * schemas)
-        found: dict[tuple[str, str], list[Completion]] = {}
-        for index, structure in enumerate(structures):  # the ways take turns
-            for given, kind in ((structure, SCHEMAS), (None, UNSTRUCTURED)):
-                for way in WAYS:
-                    options: Options = {
-                        "max_new_tokens": tokens,
-                        "temperature": temperature,
-                        "seed": seed + index,
-                        "structure": given,
-                        "ignore_end": given is None,
-                        "speculation": Speculation.parse(way),
-                    }
-                    done = await client.generate_text(prompt, **options)
-                    found.setdefault((kind, way), []).append(done)
-                    if done.token_ids != found[kind, OFF][index].token_ids:
-                        differences.append(f"temperature {temperature:g}, {kind}, {way}, schema {index}")
-                    step()
-        rows += [_answers_row(temperature, *names, answers) for names, answers in found.items()]
+        step = begin(f"answers at temperature {temperature:g}", len(CASES) * schemas)
+        found: dict[tuple[str, str, str], list[Completion]] = {case: [] for case in CASES}
+        for index, structure in enumerate(structures):  # the cases take turns
+            for kind, way, drafter in CASES:
+                structured = kind == SCHEMAS
+                options: Options = {
+                    "max_new_tokens": tokens,
+                    "temperature": temperature,
+                    "seed": seed + index,
+                    "structure": structure if structured else None,
+                    "ignore_end": not structured,
+                    "speculation": Speculation.parse(way),
+                }
+                done = await clients[drafter].generate_text(prompt, **options)
+                found[kind, way, drafter].append(done)
+                if done.token_ids != found[kind, OFF, FOLLOWS][index].token_ids:
+                    differences.append(f"temperature {temperature:g}, {kind}, {way}, drafter {drafter}, schema {index}")
+                step()
+        rows += [_answers_row(temperature, *case, answers) for case, answers in found.items()]
         step = begin(f"masks at temperature {temperature:g}", schemas)
-        rows += await _mask_rows(grammars_of(), temperature, structures, found[SCHEMAS, OFF], step)
+        rows += await _mask_rows(grammars_of(), temperature, structures, found[SCHEMAS, OFF, FOLLOWS], step)
     return rows, differences
 
 
-def _answers_row(temperature: float, kind: str, way: str, answers: Sequence[Completion]) -> Row:
+def _answers_row(temperature: float, kind: str, way: str, drafter: str, answers: Sequence[Completion]) -> Row:
     stats = [each.complete.speculation for each in answers]
     rounds, emitted = sum(each.rounds for each in stats), sum(each.emitted_tokens for each in stats)
     after, decode_us = sum(each.decode_tokens for each in stats), sum(each.decode_us for each in stats)
@@ -78,10 +87,12 @@ def _answers_row(temperature: float, kind: str, way: str, answers: Sequence[Comp
         "temperature": temperature,
         "structure": kind,
         "way": way,
+        "drafter": "-" if way == OFF or kind == UNSTRUCTURED else drafter,
         "answers": len(answers),
         "ended": sum(each.complete.finish is not Finish.LENGTH for each in answers),
         "tokens": emitted,
         "emitted_per_round": emitted / rounds,
+        "draft_ms_per_round": sum(each.draft_us for each in stats) / rounds / 1e3,
         "verify_ms_per_round": sum(each.verify_us for each in stats) / rounds / 1e3,
         "tokens_per_s": 1e6 * after / decode_us if decode_us else None,
     }
@@ -147,7 +158,8 @@ def facts_of(report: Report) -> Iterator[str]:
     yield from machine_facts(report)
     yield (
         f"The demo's target and drafter, after {json.dumps(plan['prompt'])}; {plan['schemas']} random schemas, answers "
-        f"of at most {plan['tokens']} tokens; structure none: as many answers without one, of exactly so many tokens"
+        f"of at most {plan['tokens']} tokens; structure none: as many answers without one, of exactly so many tokens. "
+        f"The drafter {FOLLOWS}: its guesses are masked; {IGNORES}: `structures: false` in its configuration"
     )
 
 
@@ -155,7 +167,8 @@ def tables_of(report: Report) -> Iterator[Cells]:
     """The answers' rounds, and the time of masks."""
     answers = [row for row in report["rows"] if row["measured"] == "answers"]
     masks = [row for row in report["rows"] if row["measured"] == "masks"]
-    heads = ("structure", "T", "way", "ended", "tokens", "tokens per round", "verify ms per round", "tokens/s")
+    heads = ("structure", "T", "way", "drafter", "ended", "tokens", "tokens per round", "draft ms per round")
+    heads = (*heads, "verify ms per round", "tokens/s")
     yield (
         "Answers",
         heads,
@@ -164,9 +177,11 @@ def tables_of(report: Report) -> Iterator[Cells]:
                 row["structure"],
                 f"{row['temperature']:g}",
                 row["way"],
+                row["drafter"],
                 f"{row['ended']} of {row['answers']}",
                 str(row["tokens"]),
                 number(row["emitted_per_round"]),
+                number(row["draft_ms_per_round"]),
                 number(row["verify_ms_per_round"]),
                 number(row["tokens_per_s"], 0),
             )
@@ -184,6 +199,7 @@ def _mask_cells(row: Row, answers: Sequence[Row]) -> tuple[str, ...]:
         each["emitted_per_round"]
         for each in answers
         if (each["structure"], each["way"], each["temperature"]) == (SCHEMAS, way, row["temperature"])
+        and each["drafter"] != IGNORES
     )
     return (
         f"{row['rows']} row{'s' * (row['rows'] > 1)}",

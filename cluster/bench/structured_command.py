@@ -1,4 +1,5 @@
-"""`dendro bench structured`: answers to random JSON schemas, with and without trees, and the time of their masks."""
+"""`dendro bench structured`: answers to random JSON schemas, with and without trees, by drafters that follow the
+schemas and that ignore them, and the time of their masks."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from cluster.bench.options import (
     present,
     with_bars,
 )
-from cluster.bench.structured import facts_of, measure_structured, tables_of
+from cluster.bench.structured import FOLLOWS, IGNORES, facts_of, measure_structured, tables_of
 from cluster.checkpoint_tokenizer import load_tokenizer, token_bytes_of
 from cluster.config import demo_config
 from cluster.running import local_client
@@ -43,9 +44,15 @@ def run_structured(
     def grammars_of() -> Grammars:
         return Grammars(lambda: token_bytes_of(load_tokenizer(target.tokenizer_folder)), vocabulary)
 
+    without = {name: drafter.model_copy(update={"structures": False}) for name, drafter in config.drafters.items()}
+
     async def run() -> tuple[list[dict[str, Any]], list[str]]:
-        async with local_client(config) as client:
-            return await measure_structured(client, grammars_of, PROMPT, schemas, tokens, temperatures, seed, begin)
+        plan = grammars_of, PROMPT, schemas, tokens, temperatures, seed, begin
+        async with (
+            local_client(config) as follows,
+            local_client(config.model_copy(update={"drafters": without})) as ignores,
+        ):
+            return await measure_structured({FOLLOWS: follows, IGNORES: ignores}, *plan)
 
     rows, differences = asyncio.run(run())
     plan = {"schemas": schemas, "tokens": tokens, "prompt": PROMPT}
@@ -67,9 +74,10 @@ def bench_structured(
     temperatures: Temperatures = "0,1",
     seed: Annotated[int, typer.Option(help="Seed of schemas and sampling.")] = 0,
 ) -> None:
-    """Measure answers to random JSON schemas on the demo's models, beside answers without a structure: tokens per round
-    and verification time with speculation off, fixed and chosen, and the time of a round's masks with and without a
-    tree. Exit status 1 where an answer differs from plain decoding.
+    """Measure answers to random JSON schemas on the demo's models, beside answers without a structure: tokens per
+    round, draft and verification time with speculation off, fixed and chosen, by a drafter that follows the structure
+    and by one that ignores it, and the time of a round's masks with and without a tree. Exit status 1 where an answer
+    differs from plain decoding.
     """
     check_seed(seed)
     drawn = parse_temperatures(temperatures)

@@ -85,7 +85,7 @@ class Opening(Generic[P]):
         self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "", sampling: Sampling | None = None
     ) -> None:
         """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. `sampling`: the peer's, where
-        it differs from the text's. Only a verifier gets the text's structure."""
+        it differs from the text's."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
@@ -101,7 +101,7 @@ class Opening(Generic[P]):
             text.prompt_length,
             text.logprobs,
             text.echo_from,
-            None if vocabulary else text.structure,
+            text.structure,
         )
 
     async def open(self, text: Text) -> Opened:

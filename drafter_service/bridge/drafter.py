@@ -117,7 +117,7 @@ class BridgedDrafter:
             if self._texts.get(opening) is not text:
                 raise NotFound("opening: was closed before it was ready")
             text.translated = True
-            parameters = replace(call.parameters, marks=marks, vocabulary=0)
+            parameters = replace(call.parameters, marks=marks, vocabulary=0, structure=None)
             return await self.engine.open(replace(call, update=update, parameters=parameters), bridge.noise_ids)
         except BaseException:
             if self._texts.get(opening) is text:

@@ -44,7 +44,7 @@ class RequestParameters:
     prompt_length: int = 0  # tokens of the text before the answer
     logprobs: int | None = None  # as of `Text`; drafters ignore it
     echo_from: int | None = None  # the same
-    structure: Structure | None = None  # what the answer's text must be; a drafter is sent none
+    structure: Structure | None = None  # what the answer's text must be; a drafter only guesses by it
 
     def __post_init__(self) -> None:
         check_logprobs(self.logprobs)

@@ -212,6 +212,8 @@ class GrammarText:
         self._vocabulary = vocabulary
         self._text_bits = vocabulary.text_bits & ~vocabulary.bits(ends)
         self._end_bits = vocabulary.bits(ends)
+        self.nothing = np.zeros_like(self._text_bits)
+        """The mask that allows no token."""
         self._start = start
         self._prompt_length = prompt_length
         self._matcher = start.deep_copy()
@@ -261,6 +263,10 @@ class GrammarText:
             not self._matcher.is_error() and self._matcher.is_accepting() and not self._text_after(self._matcher).any()
         )
 
+    def place(self) -> GrammarPlace:
+        """Where the text stands; it may be moved on without moving this text."""
+        return GrammarPlace(self, self._matcher.deep_copy())
+
     def masks(self, tree: DraftTree) -> TreeMasks:
         """Of each row of a tree whose root is the text's last token; sets `stuck`. The search for a row's tokens does
         not hold the interpreter lock."""
@@ -270,31 +276,58 @@ class GrammarText:
         tokens = tree.tokens.tolist()
         rows: list[Bits | None] = [None] * tree.rows
         stuck = set()
-        waiting = [(0, self._matcher.deep_copy())]
+        waiting = [(0, self.place())]
         while waiting:
-            row, matcher = waiting.pop()
-            text = self._text_after(matcher)
-            may_end = matcher.is_accepting() and not matcher.is_error()
-            if not text.any():
-                if not may_end:
+            row, place = waiting.pop()
+            if not place.text.any():
+                if not place.may_end:
                     stuck.add(row)
-                    self.why_stuck = (
-                        _reason(matcher) if matcher.is_error() else "no token of the tokenizer continues it"
-                    )
+                    self.why_stuck = place.why_stuck
                 continue
-            rows[row] = text | self._end_bits if may_end else text
+            rows[row] = place.allowed
             for child in children[row]:
-                token = tokens[child]
-                if text[token >> 3] >> (token & 7) & 1:
-                    below = matcher.deep_copy()
-                    if below.try_consume_tokens([token]) == 1:
-                        waiting.append((child, below))
+                if (below := place.after(tokens[child])) is not None:
+                    waiting.append((child, below))
         self.stuck = frozenset(stuck)
         return TreeMasks(self._vocabulary.size, rows)
 
     def _text_after(self, matcher: Any) -> Bits:
         """The tokens of text that may follow."""
         if matcher.is_stopped():  # complete, or in error: its mask has the end token alone
-            return np.zeros_like(self._text_bits)
+            return self.nothing
         found: Bits = np.frombuffer(matcher.compute_bitmask(), np.uint8) & self._text_bits
         return found
+
+
+class GrammarPlace:
+    """What may follow one text, such as that of a row of a tree."""
+
+    def __init__(self, of: GrammarText, matcher: Any) -> None:
+        """matcher: after that text; it is not moved"""
+        self._of = of
+        self._matcher = matcher
+        self.text = of._text_after(matcher)
+        """The tokens of text that may follow."""
+        self.may_end = bool(matcher.is_accepting() and not matcher.is_error())
+
+    @property
+    def allowed(self) -> Bits:
+        """All tokens that may follow; none where the structure is complete."""
+        return self.text | self._of._end_bits if self.may_end and self.text.any() else self.text
+
+    @property
+    def why_stuck(self) -> str:
+        """Why no text follows a text that may not end."""
+        return _reason(self._matcher) if self._matcher.is_error() else "no token of the tokenizer continues it"
+
+    def after(self, token: int) -> GrammarPlace | None:
+        """The place after one more token; None after one that is not of text, or not allowed."""
+        if not permits(self.text, token):
+            return None
+        below = self._matcher.deep_copy()
+        return GrammarPlace(self._of, below) if below.try_consume_tokens([token]) == 1 else None
+
+
+def permits(mask: Bits | bytes, token: int) -> bool:
+    """Whether a mask has a token."""
+    return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)

@@ -19,6 +19,7 @@ from dendro.engine import started
 from dendro.errors import BadRequest, NotFound
 from dendro.shapes import TreeShape
 from dendro.state import MemoryStates
+from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.wire import drafter_call_from, drafter_call_message
 from tree_layers.checkpoint import read_facts
@@ -33,6 +34,7 @@ from cluster.running import local_client
 from drafter_service.bridge.drafter import BridgedDrafter
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
+from drafter_service.structures import DraftStructure
 
 TEXT = Path(json.__file__).read_text()
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0, seed=11)
@@ -136,12 +138,18 @@ class BridgedText:
         self.sent = len(self.text)
         return made
 
-    async def open(self, marks: tuple[int, ...] = ()):
-        parameters = RequestParameters(self.sampling, Limits(200), "", marks, 257, self.tokenizer)
+    async def open(self, marks: tuple[int, ...] = (), structure: Structure | None = None):
+        given = self.sampling, Limits(200), "", marks, 257, self.tokenizer, len(self.text)
+        parameters = RequestParameters(*given, structure=structure)
         return await self.engine.open(OpenCall(self.update(), parameters))
 
     async def draft(self, shape: str):
         return await self.engine.draft(DraftCall(self.update(), TreeShape.parse(shape)))
+
+    @property
+    def followed(self) -> DraftStructure | None:
+        """The structure that the engine masks its guesses by."""
+        return self.engine.engine._scheduler._sessions[self.opening].structure
 
     async def close(self):
         return await self.engine.close(CloseCall(self.update()))
@@ -153,6 +161,21 @@ def loaded(models: Path, drafter: str, bridge: str, states: Any = None) -> tuple
     engine = load_drafter("d", config.drafters["d"], states or MemoryStates(), config.targets)
     assert isinstance(engine, BridgedDrafter)
     return engine, read_facts(models / "target").tokenizer
+
+
+@pytest.mark.parametrize("bridge", ["string", "intersection"])
+async def test_a_structure_is_followed_without_a_bridge_and_not_through_one(models, bridge):
+    engine, tokenizer = loaded(models, "bpe", bridge)
+    structure = Structure.choices(["ab"])
+    async with started(engine):
+        plain, through, own = [BridgedText(engine, [5, 6, 7], which, GREEDY) for which in (tokenizer, tokenizer, "")]
+        for text, given in ((plain, None), (through, structure), (own, structure)):
+            await text.open(structure=given)
+        assert through.followed is None and own.followed is not None
+        trees = [(await text.draft("(3,2,1)")).tokens.tolist() for text in (plain, through, own)]
+        assert trees[0] == trees[1] and 2 <= len(trees[2]) <= 4
+        for text in (plain, through, own):
+            await text.close()
 
 
 @pytest.mark.parametrize("bridge", ["string", "intersection"])

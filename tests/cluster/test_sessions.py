@@ -13,7 +13,7 @@ from dendro.errors import Conflict, NotFound, PeerLost
 from cluster.redis_server import RedisServer
 from cluster.sessions import MemorySessions, Record, RedisSessions, Sessions, Turn, pack_record, unpack_record
 
-TURN = Turn("request", start=0, prompt=1, end=3, seed=2**64 - 1, finish="length", target="target", mode="coupled")
+TURN = Turn("request", start=0, prompt=1, end=3, seed=2**64 - 1, finish="length", target="target")
 RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (3,), 1, "demo", "bytes", (TURN,))
 
 
@@ -44,6 +44,14 @@ async def test_a_written_record_is_read_back(make):
     token = await store.new_token("a")
     await store.write(token, "a", RECORD)
     assert await store.read(token, "a") == RECORD
+
+
+def test_a_turn_in_the_default_mode_is_stored_as_by_releases_without_modes() -> None:
+    packed = pack_record(RECORD)
+    assert b'"mode"' not in packed
+    assert unpack_record(packed) == RECORD and RECORD.turns[0].mode == "coupled"
+    other = replace(RECORD, turns=(replace(TURN, mode="naive"),))
+    assert unpack_record(pack_record(other)) == other
 
 
 async def test_tokens_differ_and_contain_128_random_bits(make):
@@ -142,7 +150,7 @@ async def test_a_dead_store_raises_peer_lost_and_is_not_called_for_a_while():
 
 @pytest.mark.parametrize(
     "blob",
-    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 4', b'"format": 3')],
+    [b"", b"{}", b"[]", b"\xff", pack_record(RECORD)[:-9], pack_record(RECORD).replace(b'"format": 3', b'"format": 2')],
     ids=["nothing", "no-field", "list", "bytes", "cut", "other-format"],
 )
 def test_a_record_that_cannot_be_parsed_counts_as_missing(blob: bytes):

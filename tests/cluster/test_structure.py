@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
+import sys
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -12,9 +14,11 @@ from typing import cast
 import jsonschema
 import other_tokenizers
 import pytest
+import tiny_models
 from dendro.answer import Completion, Options, build_request
 from dendro.errors import BadRequest
 from dendro.modes import VerificationMode
+from dendro.state import NoStates
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
@@ -23,9 +27,11 @@ from self_drafting import self_drafting
 
 from cluster.api.local import LocalClient
 from cluster.bench.schemas import random_schema
-from cluster.config import demo_config
+from cluster.config import Config, demo_config
+from cluster.engines import load_drafter
 from cluster.running import local_client
 from cluster.structure_options import structure_given
+from drafter_service.engine import DrafterEngine
 
 PROMPT = "config = json.loads("
 WAYS = ("(3,2,1)", "auto", "dynamic(3,3,8)", "proposed(7)")
@@ -106,6 +112,35 @@ async def test_a_resumed_structured_answer_goes_on_with_the_same_tokens(tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mamba2"])
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+async def test_a_target_that_drafts_for_itself_guesses_every_token_of_a_structured_answer(
+    tmp_path: Path, family: str, temperature: float
+):
+    """A round then emits all levels of its tree and one more token. A drafter that ignores the structure guesses fewer;
+    the tokens are the same."""
+    rounds: dict[bool, int] = {}
+    for structures in (True, False):
+        folder = tmp_path / str(structures)
+        folder.mkdir()
+        async with self_drafting(folder, family, structures=structures) as router:
+            client = LocalClient(router)
+            for structure in (*STRUCTURES, Structure.json_schema(random_schema(Random(3)))):
+                given: Options = {"temperature": temperature, "seed": 3, "max_new_tokens": 60, "structure": structure}
+                plain = await client.generate_text([5, 6], speculation="off", **given)
+                for way in ("(1,1,1)", "(3,2,1)", "nodes(2,1,0,1)"):
+                    done = await client.generate_text([5, 6], speculation=way, **given)
+                    assert done.token_ids == plain.token_ids, (structure, way)
+                    stats = done.complete.speculation
+                    late = stats.late_drafts  # before the drafter has opened the text; such a round emits one token
+                    assert not stats.contradictions
+                    rounds[structures] = rounds.get(structures, 0) + stats.rounds
+                    if structures:
+                        assert stats.rounds - late == -(-(len(done.token_ids) - late) // 4), (structure, way)
+    assert rounds[False] > rounds[True]
+
+
+@pytest.mark.slow
 async def test_answers_of_a_tokenizer_of_sentencepieces_kind_have_their_structure(tmp_path: Path):
     """Its tokens begin with spaces, and bytes that it lacks are tokens of their own."""
     tokenizer = other_tokenizers.metaspace([SOURCE], 700)
@@ -153,6 +188,26 @@ async def test_what_ends_a_structured_answer_and_the_turn_after_it(tmp_path: Pat
             again = await client.generate_text([7], session=first.complete.session, structure=STRUCTURES[1], **given)
             fresh = await client.generate_text([5, 6, *first.token_ids, 7], structure=STRUCTURES[1], **given)
             assert again.token_ids == fresh.token_ids and again.text in STRUCTURES[1].texts
+
+
+def test_a_drafter_follows_structures_unless_it_is_configured_otherwise_or_lacks_llguidance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    tiny_models.make_checkpoint(tmp_path)
+    model = {"checkpoint": str(tmp_path), "dtype": "float32"}
+    follows = []
+    caplog.set_level(logging.INFO, "dendro.engines")
+    for structures, installed in ((True, True), (False, True), (False, False), (True, False)):
+        assert not caplog.messages
+        if not installed:
+            monkeypatch.setitem(sys.modules, "llguidance", None)
+        config = Config.of({"targets": {"t": model}, "drafters": {"d": model | {"structures": structures}}}, tmp_path)
+        engine = load_drafter("d", config.drafters["d"], NoStates(), config.targets)
+        assert isinstance(engine, DrafterEngine)
+        follows.append(engine._structures is not None)
+    assert follows == [True, False, False, False]
+    (line,) = caplog.messages
+    assert line.startswith("drafter d: guesses without the structures of answers: following them needs the package")
 
 
 @pytest.mark.parametrize("name, value", [("banned_ids", [5]), ("allowed_ids", [5]), ("bad_words", [[5, 6]])])

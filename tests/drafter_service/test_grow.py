@@ -92,6 +92,31 @@ def test_a_grown_tree_has_the_rows_depth_and_processed_rows_of_its_shape(shape, 
         assert tree.tokens[tree.children(row)].tolist() == list(range(len(tree.children(row))))
 
 
+def paths(shape: TreeShape, candidates: Callable[[tuple[int, ...]], int]) -> set[tuple[int, ...]]:
+    """The paths of a tree whose rows have so many candidates, 0, 1, ..., by their paths."""
+    growth, found = growth_of(99, shape), {0: ()}
+    while not growth.finished:
+        counts = [candidates(found[row]) for row in growth.frontier]
+        chances = [(-0.3 - 0.4 * np.arange(count)).tolist() for count in counts]
+        growth.extend([list(range(count)) for count in counts], chances, chances)
+        for row in range(len(found), len(growth.tokens)):
+            found[row] = (*found[growth.parents[row]], growth.tokens[row])
+    tree = DraftTree(*growth.arrays())
+    assert tree.rows <= shape.rows and growth.processed <= shape.forwarded
+    return set(found.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_with_few_candidates_has_as_many_children_and_others_have_those_of_the_shape(shape):
+    def few(path: tuple[int, ...]) -> int:
+        return (3 + sum(path) + len(path)) % 4
+
+    found, whole = paths(shape, few), paths(shape, lambda path: MAX_K)
+    assert all(rank < few(path[:at]) for path in found for at, rank in enumerate(path))
+    if isinstance(shape, LevelShape | NodeShape):  # the others give the room to other rows
+        assert found == {path for path in whole if all(rank < few(path[:at]) for at, rank in enumerate(path))}
+
+
 def test_a_node_tree_gives_each_row_its_number_of_children():
     tree, _ = grown(NodeShape((3, 0, 2, 1, 0, 2)), -np.arange(1.0, 9.0))
     assert tree.parents.tolist() == [-1, 0, 0, 0, 2, 2, 3, 5, 5]

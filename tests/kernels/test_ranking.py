@@ -42,6 +42,20 @@ def test_rows_of_several_sessions_have_their_own_temperature_noise_and_vocabular
         assert np.array_equal(ids[row], alone.ids[0].numpy()) and np.array_equal(scores[row], alone.scores[0].numpy())
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_tokens_to_which_minus_infinity_is_added_are_ranked_last(temperature):
+    """As those that a structure does not allow; at temperature 0, too."""
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(2))
+    removed = torch.arange(300) % 50 != 7  # all but six tokens
+    noise = gumbel_noise(7, [3], 300)
+    added = noise[0] if temperature else torch.zeros(300)
+    ids, scores = ranked(logits, [1], Orders([temperature], [added.masked_fill(removed, -math.inf)], [300]), 8)
+    masked = logits.masked_fill(removed, -math.inf)
+    wanted = drafter_ranking(masked, Warp(temperature), noise if temperature else None, 8)
+    assert np.array_equal(ids, wanted.ids.numpy()) and np.array_equal(scores, wanted.scores.numpy())
+    assert sorted(ids[0, :6].tolist()) == [7, 57, 107, 157, 207, 257] and np.isneginf(scores[0, 6:]).all()
+
+
 def test_a_nan_is_ranked_last_and_ids_stay_distinct():
     logits = torch.full((1, 12), math.nan)
     logits[0, 5] = 1.0

@@ -22,8 +22,8 @@ Scores = npt.NDArray[np.float32]
 class Orders(NamedTuple):
     """How the tokens of rows, or of groups of rows, are ordered."""
 
-    temperatures: Sequence[float]  # 0: by the logits, without noise
-    noise: Sequence[Tensor | None]  # each at least [vocabulary] float32, None at temperature 0
+    temperatures: Sequence[float]  # 0: by the logits themselves
+    noise: Sequence[Tensor | None]  # each at least [vocabulary] float32, added to the scores; None: nothing
     vocabularies: Sequence[int]  # only tokens below count
 
 

@@ -15,15 +15,15 @@ inlined = njit(**INLINED)
 
 @inlined
 def score(logits: int, noise: int, temperature: float, target: int, count: int) -> None:
-    """logits / temperature + noise; at temperature 0 the logits. A NaN becomes minus infinity."""
+    """logits / temperature + noise; at temperature 0 logits + noise. A NaN becomes minus infinity."""
     given, made = floats(logits), floats(target)
     if noise == 0:
         for i in range(count):
             made[i] = given[i] if given[i] == given[i] else -math.inf
     else:
-        added = floats(noise)
+        added, divisor = floats(noise), temperature if temperature > 0 else float32(1.0)
         for i in range(count):
-            value = given[i] / temperature + added[i]
+            value = given[i] / divisor + added[i]
             made[i] = value if value == value else float32(-math.inf)
 
 

@@ -226,7 +226,9 @@ class OpenCall(_message.Message):
 
     @_builtins.property
     def structure(self) -> Global___Structure:
-        """structure is what the answer's text must be. Absent: any text, or the peer is a drafter."""
+        """structure is what the answer's text must be; a drafter that can follow it guesses only what it allows. Absent: any
+        text.
+        """
 
     def __init__(
         self,

@@ -1,0 +1,129 @@
+"""What the structures of answers allow in the rows of drafts.
+
+A drafter only guesses: where a structure cannot be compiled or followed, its guesses are of any tokens.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from dendro.calls import OpenCall
+from dendro.errors import BadRequest
+from dendro.grammars import Bits, GrammarPlace, Grammars, GrammarText, TokenBytes, permits
+from dendro.long_work import STRUCTURE_WORK, off_loop
+
+from drafter_service.grow import Growth
+
+log = logging.getLogger("dendro.drafter")
+
+SLOW_ROW_S = 0.01
+"""A mask that takes longer delays the other texts of its drafter."""
+PATIENCE_S = 0.5
+"""After so much time above SLOW_ROW_S a row, a text is drafted without its structure."""
+
+
+class DraftStructures:
+    """Compiles the structures of the answers that a drafter opens."""
+
+    def __init__(self, name: str, token_bytes: TokenBytes, vocabulary: int, end_ids: Collection[int]) -> None:
+        """name: the drafter's   token_bytes, end_ids: of its tokenizer   vocabulary: its token ids are below it"""
+        self._name = name
+        self._end_ids = end_ids
+        self._grammars = Grammars(token_bytes, vocabulary)
+
+    async def of(self, call: OpenCall) -> DraftStructure | None:
+        """The structure of an opened text's answer; None where guesses are of any tokens. Compiled in a thread."""
+        given, ids = call.parameters, call.update.tokens
+        if given.structure is None or given.sampling.draws_guesses:
+            return None
+        try:
+            grammar = await self._grammars.compiled(given.structure)
+        except BadRequest as error:
+            log.warning("drafter %s: guesses without the structure of an answer: %s", self._name, error)
+            return None
+        end_ids = () if given.limits.ignore_end else self._end_ids
+        text = grammar.text(given.prompt_length, end_ids, given.limits.stop_ids)
+        structure = DraftStructure(self._name, text, given.prompt_length)
+        await off_loop(STRUCTURE_WORK * max(0, len(ids) - given.prompt_length), lambda: structure.follow(ids))
+        return structure
+
+
+class DraftStructure:
+    """The structure of one text's answer: what it allows after each token of the text, and in the tree of a round."""
+
+    def __init__(self, name: str, text: GrammarText, prompt_length: int) -> None:
+        self._name = name
+        self._text = text
+        self._prompt_length = prompt_length
+        self._lost = False  # the text is none of the structure's, or the masks take too long
+        self._slow_s = 0.0
+        self._places: dict[int, GrammarPlace | None] = {}  # by row of the tree; None: nothing may follow
+
+    def follow(self, ids: Sequence[int]) -> None:
+        """The whole text is now `ids`. After one that the structure does not allow, nothing is masked any more."""
+        if self._lost or len(ids) < self._prompt_length:
+            return
+        try:
+            self._text.follow(ids)
+        except BadRequest as error:
+            self._give_up(error)
+
+    def _give_up(self, reason: object) -> None:
+        if not self._lost:
+            log.warning("drafter %s: guesses without the structure of an answer: %s", self._name, reason)
+            self._lost = True
+
+    def _took(self, seconds: float) -> None:
+        self._slow_s = max(0.0, self._slow_s + seconds - SLOW_ROW_S)
+        if self._slow_s > PATIENCE_S:
+            self._give_up(f"its masks take {seconds:.3f} s a row")
+
+    def after_text(self, ids: Sequence[int], first: int) -> list[Bits | None]:
+        """The tokens that may follow the text's first `first` + 1 tokens, those and one more, ..., and all `ids`; the
+        last are those of a new tree's root. None: any."""
+        found: list[Bits | None] = []
+        self._places = {}
+        for length in range(first + 1, len(ids) + 1):
+            began_s = time.perf_counter()
+            self.follow(ids[:length])
+            if self._lost or length < self._prompt_length:
+                found.append(None)
+                continue
+            self._places = {0: self._text.place()}
+            self._took(time.perf_counter() - began_s)
+            found.append(self._of_row(0))
+        return found
+
+    def of_level(self, growth: Growth) -> list[Bits | None]:
+        """The tokens that may follow each row of a tree's frontier; None: any."""
+        for row in growth.frontier:
+            if row and not self._lost:
+                began_s = time.perf_counter()
+                above = self._places.get(growth.parents[row])
+                self._places[row] = None if above is None else above.after(growth.tokens[row])
+                self._took(time.perf_counter() - began_s)
+        return [self._of_row(row) for row in growth.frontier]
+
+    def _of_row(self, row: int) -> Bits | None:
+        if self._lost or 0 not in self._places:
+            return None
+        place = self._places[row]
+        return self._text.nothing if place is None else place.allowed
+
+
+def keep_allowed(masks: Sequence[Bits | None], *lists: list[list[Any]]) -> None:
+    """Remove from each row's candidates those that its mask lacks, and what the further lists have in their places.
+
+    masks [rows]   lists: each [rows][k], the candidates first; changed
+    """
+    for row, mask in enumerate(masks):
+        if mask is None:
+            continue
+        bits = mask.tobytes()
+        kept = [place for place, token in enumerate(lists[0][row]) if permits(bits, token)]
+        if len(kept) < len(lists[0][row]):
+            for each in lists:
+                each[row] = [each[row][place] for place in kept]
