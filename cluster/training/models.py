@@ -95,7 +95,8 @@ def principal_rows(rows: Tensor, width: int) -> Tensor:
     components = torch.linalg.eigh(centred.T @ centred).eigenvectors.flip(1)[:, :width]
     count = components.shape[1]
     rotation, _ = torch.linalg.qr(torch.randn(count, count, generator=torch.Generator().manual_seed(0)))
-    return centred @ components @ rotation.to(rows.device)
+    turned: Tensor = centred @ components @ rotation.to(rows.device)
+    return turned
 
 
 def new_student(
