@@ -17,7 +17,7 @@ from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
 from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
-from cluster.config import Config, ModelConfig, TargetConfig
+from cluster.config import Config, ModelConfig
 from cluster.hub import fetched_model, pinned
 from cluster.pairing import Pairing
 
@@ -90,7 +90,7 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
             report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
         entry = _describe(report, "targets", name, target, facts.targets[name])
         entry.arms = [arm.name(config.names_drafters(name)) for arm in config.arms_of(name)]
-        entry.left_out = _left_out(config, name, target)
+        entry.left_out = config.arms_left_out(name)
         report.targets.append(entry)
     for name, drafter in config.drafters.items():
         report.drafters.append(_describe(report, "drafters", name, drafter, facts.drafters[name]))
@@ -128,21 +128,6 @@ def _describe(report: Report, section: str, name: str, model: ModelConfig, facts
         commit=model.revision,
         weights=None if numbers is None else numbers * BYTES_OF[model.dtype],
     )
-
-
-def _left_out(config: Config, name: str, target: TargetConfig) -> dict[str, str]:
-    """Configured arms that a target cannot use, each with the reason."""
-    reasons = {}
-    for arm, (drafter, shape) in zip(config.speculation.arms, config.speculation.parsed, strict=True):
-        makers = config.makers_of(name, shape)
-        if not target.holds(shape):
-            limits = f"max_rows is {target.max_rows}, max_depth {target.max_depth}"
-            reasons[arm] = f"{shape.rows} rows and depth {shape.depth}; {limits}"
-        elif drafter and drafter not in makers:
-            reasons[arm] = f"{drafter} does not draft for it"
-        elif not makers:
-            reasons[arm] = "no drafter makes it" if shape.drafted else "no proposer makes it"
-    return reasons
 
 
 def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) -> None:

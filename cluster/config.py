@@ -14,6 +14,7 @@ invalid value by the name of its field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -26,7 +27,7 @@ from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from cluster.arms import OFF_ARM, Arm, canonical_arm, parsed_arms
+from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms
 from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
@@ -40,6 +41,7 @@ BridgeChoice = Literal["auto", "none", "string", "intersection"]
 
 ArmText = Annotated[str, AfterValidator(canonical_arm)]
 """A shape as text, in its canonical form, with or without its drafter: `off`, `(1,1,1,1)`, `small:(3,2,1)`."""
+ArmTexts = Annotated[tuple[ArmText, ...], AfterValidator(distinct_arms)]
 
 DEFAULT_ARMS: tuple[str, ...] = (
     "off",
@@ -134,6 +136,9 @@ class TargetConfig(ModelConfig):
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
     """Rows of the largest tree, the root included."""
     max_depth: int = Field(default=DEFAULT_DEPTH, ge=0, le=MAX_ROWS - 1)
+    arms: ArmTexts | None = None
+    """The target's own arms in place of `speculation.arms`. Each must be within its limits and have a drafter, or
+    proposers. Default: those of `speculation.arms` for which that holds."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -197,10 +202,11 @@ class SpeculationConfig(Section):
 
     policy: str = "ratio_ucb"
     """One of ratio_ucb, discounted_ucb, thompson, fullinfo, ucbspec and paper_ucb."""
-    arms: tuple[ArmText, ...] = DEFAULT_ARMS
-    """The shapes to choose among. `(3,2,1)` is an arm of each drafter of a target, `small:(3,2,1)` of the drafter
-    `small` alone. A target uses those that it has a drafter for, or proposers, for `proposed(7)`. `off` is always
-    added, and for each drafter with arms a chain of depth 4 at most: policies fall back to these."""
+    arms: ArmTexts = DEFAULT_ARMS
+    """The shapes to choose among, for targets without `arms` of their own. `(3,2,1)` is an arm of each drafter of a
+    target, `small:(3,2,1)` of the drafter `small` alone. A target uses those that it has a drafter for, or proposers,
+    for `proposed(7)`. `off` is always added, and for each drafter with arms a chain of depth 4 at most: policies fall
+    back to these."""
     proposers: tuple[str, ...] = PROPOSERS
     """Proposers that guess without a model, beside a drafter or without one. Empty: none."""
 
@@ -208,24 +214,12 @@ class SpeculationConfig(Section):
     def _check(self) -> Self:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        if not self.arms:
-            raise ValueError("arms: is empty; name at least one shape")
-        if len(set(self.arms)) != len(self.arms):
-            raise ValueError("arms: names a shape twice")
-        for drafter, shape in self.parsed:
-            if drafter and str(shape) in self.arms:
-                raise ValueError(f"arms: names {Arm(drafter, shape)} beside {shape}, an arm of every drafter")
         for name in self.proposers:
             if name not in PROPOSERS:
                 raise ValueError(f"proposers: {name!r} is not one of {', '.join(PROPOSERS)}")
         if len(set(self.proposers)) != len(self.proposers):
             raise ValueError("proposers: names one twice")
         return self
-
-    @property
-    def parsed(self) -> tuple[tuple[str, TreeShape], ...]:
-        """Each of `arms` as its drafter, empty where none is named, and its shape."""
-        return parsed_arms(self.arms)
 
 
 class Redis(Section):
@@ -314,10 +308,14 @@ class Config(Section):
             for target in model.targets:
                 if target not in self.targets:
                     raise ValueError(f"drafters.{name}.targets: there is no target {target!r}")
-        for maker, shape in self.speculation.parsed:
+        for maker, shape in parsed_arms(self.speculation.arms):
             if maker and maker not in self.drafters:
                 arm = Arm(maker, shape)
                 raise ValueError(f"speculation.arms: {arm} names a drafter that is not among drafters, {maker!r}")
+        for name, served in self.targets.items():
+            if served.arms is not None:
+                for text, why in self.arms_left_out(name).items():
+                    raise ValueError(f"targets.{name}.arms: {text} cannot be used: {why}")
         return self
 
     @classmethod
@@ -375,12 +373,31 @@ class Config(Section):
         limits = self.targets[target]
         arms = (
             Arm(maker, shape)
-            for drafter, shape in self.speculation.parsed
+            for drafter, shape in parsed_arms(self.arm_texts(target))
             if limits.holds(shape)
             for maker in self.makers_of(target, shape)
             if drafter in ("", maker)
         )
         return tuple(arms) or (OFF_ARM,)
+
+    def arm_texts(self, target: str) -> tuple[str, ...]:
+        """The arms that are configured for a target: its own, else those of `speculation`."""
+        own = self.targets[target].arms
+        return self.speculation.arms if own is None else own
+
+    def arms_left_out(self, target: str) -> dict[str, str]:
+        """Arms that are configured for a target and that it cannot use, each with the reason."""
+        limits, texts, reasons = self.targets[target], self.arm_texts(target), {}
+        for text, (drafter, shape) in zip(texts, parsed_arms(texts), strict=True):
+            makers = self.makers_of(target, shape)
+            if not limits.holds(shape):
+                most = f"max_rows is {limits.max_rows}, max_depth {limits.max_depth}"
+                reasons[text] = f"{shape.rows} rows and depth {shape.depth}; {most}"
+            elif drafter and drafter not in makers:
+                reasons[text] = f"{drafter} does not draft for it"
+            elif not makers:
+                reasons[text] = "no drafter makes it" if shape.drafted else "no proposer makes it"
+        return reasons
 
     def makers_of(self, target: str, shape: TreeShape) -> tuple[str, ...]:
         """Who can make trees of this shape for a target: each of its drafters, or the proposers together. Empty where
@@ -424,7 +441,7 @@ def _first_fault(error: ValidationError) -> tuple[str, str]:
     else:
         reason = str(fault.get("ctx", {}).get("error", fault["msg"]))
         head, _, rest = reason.partition(": ")
-        if rest and head.replace(".", "").replace("_", "").isalnum():  # a section's check begins with its field
+        if rest and re.fullmatch(r"[\w.-]+", head):  # a section's check begins with its field
             path, reason = ".".join(part for part in (path, head) if part), rest
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return path or "config", reason + more

@@ -19,7 +19,7 @@ from dendro.shapes import BeamShape, DynamicShape, MarginalShape, NodeShape, Unt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cluster.arms import Arm
+from cluster.arms import Arm, parsed_arms
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import Step
 from cluster.certify import checks
@@ -93,7 +93,7 @@ def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str
     They name their drafter where there are several."""
     arms = (
         Arm(maker, shape).name(len(drafters) > 1)
-        for drafter, shape in (*config.speculation.parsed, *(("", shape) for shape in OF_EACH_KIND))
+        for drafter, shape in (*parsed_arms(config.arm_texts(target)), *(("", shape) for shape in OF_EACH_KIND))
         if not shape.off and config.targets[target].holds(shape)
         for maker in (drafters if shape.drafted else config.makers_of(target, shape))
         if drafter in ("", maker)

@@ -40,7 +40,7 @@ from cluster.tune.tuning import (
     costs_row,
     rows_of,
 )
-from cluster.tune.writing import check_writable, text_of, write_arms
+from cluster.tune.writing import check_writable, field_of_arms, text_of, write_arms
 from drafter_service.confidence import CANDIDATES
 
 SHAPE_COLUMNS = (
@@ -253,7 +253,7 @@ def tune(
     ] = False,
     write: Annotated[
         bool,
-        typer.Option("--write", help="Write the trees found into CONFIG's speculation.arms; the rest is unchanged."),
+        typer.Option("--write", help="Write the trees found into CONFIG as the target's arms; the rest is unchanged."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the configuration with the trees found to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file named by --out.")] = False,
@@ -280,15 +280,17 @@ def tune(
     Tokens per second of each tree are predicted from the drafter's ranks of the target's answers to held-out prompts
     and from the measured costs of rounds of different sizes. The best tree at each temperature, found by Sequoia's
     program, and the best chain are then run on other prompts beside the configured arms. Nothing is written without
-    --write or --out. Exit status 1 if a tree changed the tokens.
+    --write or --out. They are written to speculation.arms, or, where other targets use those, to the target's own arms.
+    Exit status 1 if a tree changed the tokens.
     """
     checked = fetched(pinned(Config.load(config))) if config is not None else demo_config()
     text = text_of(config, checked)
     goal = check_writable(config, write, out, force)
     size = QUICK if quick else FULL
+    name = checked.target_named(target)
     plans = plans_of(
         checked,
-        checked.target_named(target),
+        name,
         TuneSize(
             prompts or size.learned,
             size.timed,
@@ -302,5 +304,7 @@ def tune(
     report = with_bars(lambda begin: asyncio.run(run_tune(checked, plans, local, begin)))
     present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])
     if goal is not None:
-        write_arms(config, text, goal, report["arms"])
-        Console().print(f"written to {goal}; before: {list(checked.speculation.arms)}", markup=False, soft_wrap=True)
+        field = field_of_arms(checked, name)
+        write_arms(config, text, goal, field, report["arms"])
+        before = list(checked.arm_texts(name))
+        Console().print(f"{'.'.join(field)} written to {goal}; before: {before}", markup=False, soft_wrap=True)

@@ -74,6 +74,11 @@ def test_arms_with_more_than_max_rows_are_named_with_the_limit(models, tmp_path)
     assert "max_rows is 8" in target["left_out"]["(3,2,2,1,1)"] and "left out: (3,2,2,1,1)" in done.stdout
 
 
+def test_a_targets_own_arms_are_listed_in_place_of_the_clusters(models, tmp_path):
+    _, report = run(tmp_path, fields(models, arms=["off", "(2,1)"]), "--no-load")
+    assert report["targets"][0]["arms"] == ["off", "(2,1)"] and report["targets"][0]["left_out"] == {}
+
+
 def test_no_load_counts_the_weights_and_loads_no_model(models, tmp_path):
     done, report = run(tmp_path, fields(models, dtype="bfloat16"), "--no-load")
     assert done.exit_code == 0 and "loading" not in done.stderr
