@@ -12,7 +12,6 @@ from dendro.engine import Engine
 from dendro.errors import BadRequest, DendroError
 from dendro.state import MemoryStates
 from rich.console import Console
-from rich.table import Table
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
@@ -20,6 +19,7 @@ from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig
 from cluster.hub import fetched_model, pinned
 from cluster.pairing import Pairing
+from cluster.tables import folding_table
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 NOT_LOADED = "-"
@@ -175,30 +175,25 @@ def _weights(model: ModelConfig) -> int | None:
 
 def show(console: Console, report: Report) -> None:
     """Print a report as tables."""
-    models = Table(title="memory of one replica, at most", title_justify="left")
-    for column in ("model", "kind", "dtype", "replicas", "weights", "head", "pages", "states", "in all", "exactness"):
-        models.add_column(column, justify="left" if column in ("model", "kind", "dtype", "exactness") else "right")
-    for section, entries in (("targets", report.targets), ("drafters", report.drafters)):
-        for entry in entries:
-            memory = entry.memory or {}
-            parts = [_size(memory.get(part)) for part in ("head", "pages", "states")]
-            sizes = (_size(entry.weights), *parts, _size(entry.total))
-            models.add_row(
-                f"{section}.{entry.name}",
-                entry.kind,
-                entry.dtype,
-                str(entry.replicas),
-                *sizes,
-                entry.exactness or NOT_LOADED,
-            )
-    console.print(models)
+    models = [
+        (
+            f"{section}.{entry.name}",
+            entry.kind,
+            entry.dtype,
+            str(entry.replicas),
+            _memory(entry),
+            entry.exactness or NOT_LOADED,
+        )
+        for section, entries in (("targets", report.targets), ("drafters", report.drafters))
+        for entry in entries
+    ]
+    columns = ("model", "kind", "dtype", "replicas", "memory of one, at most", "exactness")
+    console.print(folding_table("models", columns, models, right=[3]))
     if report.pairs:
-        pairs = Table(title="drafters", title_justify="left")
-        for column in ("drafter", "target", "fits", "bridge", "why"):
-            pairs.add_column(column)
-        for pair in report.pairs:
-            pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.bridge, pair.why)
-        console.print(pairs)
+        pairs = [
+            (pair.drafter, pair.target, "yes" if pair.fits else "no", pair.bridge, pair.why) for pair in report.pairs
+        ]
+        console.print(folding_table("drafters", ("drafter", "target", "fits", "bridge", "why"), pairs))
     for entry in (*report.targets, *report.drafters):
         if entry.kernels:
             console.print(f"kernels of {entry.name}: {entry.kernels}", markup=False, soft_wrap=True)
@@ -212,9 +207,14 @@ def show(console: Console, report: Report) -> None:
         console.print("can be served")
 
 
-def _size(count: int | None) -> str:
-    if count is None:
-        return NOT_LOADED
+def _memory(entry: ModelReport) -> str:
+    """`weights 2.1 MB, head 1 MB, pages 4 MB, states 0 B; in all 7.1 MB`; without what is not known."""
+    parts = {"weights": entry.weights, **(entry.memory or {})}
+    known = ", ".join(f"{part} {_size(count)}" for part, count in parts.items() if count is not None)
+    return known + ("" if entry.total is None else f"; in all {_size(entry.total)}") or NOT_LOADED
+
+
+def _size(count: int) -> str:
     scaled, unit = float(count), "B"
     for larger in ("kB", "MB", "GB"):
         if scaled >= 1000:

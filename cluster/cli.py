@@ -34,6 +34,7 @@ from cluster.config import Config, demo_config
 from cluster.running import descendants, local_client, running_cluster, survivors
 from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, logprob_lines, sample_text, tour
 from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
+from cluster.tables import page
 
 app = typer.Typer(
     name="dendro",
@@ -194,7 +195,7 @@ def check(
     from cluster.checking import as_report, examine, show
 
     report = examine(_config(config), load, lambda line: errors.print(line, style="dim", markup=False))
-    show(Console(highlight=False), report)
+    show(page(), report)
     if json_file is not None:
         json_file.write_text(as_report(report))
     if report.problems:
@@ -364,7 +365,7 @@ def demo(
 ) -> None:
     """Start one router, one verifier and one drafter on Ray Serve with a Redis; generate two turns of a session; show
     their statistics; stop all processes."""
-    console = Console(highlight=False)
+    console = page()
     checked = _config(config)
     where = "in this process" if local else "one router, one verifier, one drafter and a Redis on Ray Serve"
     console.print(f"[bold]dendro demo[/]: starting {where} ...")

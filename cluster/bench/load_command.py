@@ -24,7 +24,6 @@ from cluster.bench.load_report import plot as draw
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    PLAIN_WIDTH,
     JsonFile,
     MarkdownFile,
     Models,
@@ -40,6 +39,7 @@ from cluster.config import DEMO_MODELS, Config
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
 from cluster.running import running_cluster
+from cluster.tables import PLAIN_WIDTH
 from cluster.training.acceptance import PROMPT_TOKENS
 
 CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32), (1, 4)

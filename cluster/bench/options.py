@@ -14,14 +14,13 @@ from transformers.utils import logging
 
 from cluster.bench.measurement import Begin, Step
 from cluster.bench.report import Cells, Report, as_json, as_markdown, show
+from cluster.tables import PLAIN_WIDTH, page
 
 JsonFile = Annotated[Path | None, typer.Option(help="Write the report as JSON.")]
 PlotFile = Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")]
 MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")]
 Models = Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")]
 Temperatures = Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")]
-
-PLAIN_WIDTH = 150  # columns, if the output is not a terminal
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
@@ -111,8 +110,7 @@ def present(
     """Show a report, and write it in every format that has a path. `differences`: answers that speculation changed;
     exits with status 1 where there are some."""
     facts, tables = list(facts), list(tables)
-    console = Console()
-    show(console if console.is_terminal else Console(width=width), facts, tables, differences)
+    show(page(width), facts, tables, differences)
     for path in (json, markdown, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

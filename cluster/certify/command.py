@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from cluster.hub import fetched, pinned
 from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
+from cluster.tables import page
 from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
@@ -216,11 +216,10 @@ def certify(
         checked = checked.model_copy(update={"targets": {name: served}})
     checked = fetched(pinned(checked))
     subject = address or (str(config) if config else "the bundled demo")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         found = asyncio.run(run_certify(checked, address, local, QUICK if quick else FULL, progress))
-    show(console, found, subject)
+    show(page(), found, subject)
     if json_file is not None:
         threads = next(iter(checked.targets.values())).threads
         json_file.write_text(json.dumps(report(found, describe_machine(threads), subject), indent=2) + "\n")

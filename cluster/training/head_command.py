@@ -15,12 +15,11 @@ from typing import Annotated
 import torch
 import typer
 from dendro.errors import BadRequest
-from rich.console import Console
-from rich.table import Table
 from transformers.utils import logging
 
 from cluster.config import Config, demo_config
 from cluster.hub import fetched_model
+from cluster.tables import folding_table, page
 from cluster.training.acceptance import TEMPERATURES
 from cluster.training.adding import with_head, write_head_entry
 from cluster.training.data import DataSource
@@ -130,11 +129,8 @@ def head(
     run = train_head(plan, resume)
     if write and config is not None:
         write_head_entry(config, drafter, entry)
-    table = Table(*HEADER, title="Held out")
-    for row in quality_rows(run.done.facts("export")["qualities"]):
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(table)
+    console = page()
+    console.print(folding_table("Held out", HEADER, quality_rows(run.done.facts("export")["qualities"])))
     console.print(f"The head is {plan.file}, its card {CARD_FILE} beside it.", markup=False, soft_wrap=True)
     done = f"{config} has" if write else f"Add to drafters.{drafter}"
     console.print(f"{done}: head: {entry}. {plan.work} may be deleted.", markup=False, soft_wrap=True)
