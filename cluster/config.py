@@ -31,7 +31,7 @@ from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms
 from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
-from cluster.sections import Autoscaling, Resources, RouterScaling, Section
+from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -55,7 +55,7 @@ DEFAULT_ARMS: tuple[str, ...] = (
 )
 
 
-class ModelConfig(Section):
+class ModelConfig(Replicated):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
     checkpoint: Path
@@ -68,8 +68,6 @@ class ModelConfig(Section):
     tokenizer_revision: str = ""
     dtype: Dtype = "bfloat16"
     threads: int = Field(default=1, ge=1)
-    replicas: int = Field(default=1, ge=0)
-    """A fixed number; must not be given beside `autoscaling`."""
     autoscaling: Autoscaling | None = None
     resources: Resources = Resources()
     max_sessions: int = Field(default=16, ge=1)
@@ -102,20 +100,6 @@ class ModelConfig(Section):
     def tokenizer_field(self) -> str:
         """The field that names it."""
         return "checkpoint" if self.tokenizer is None else "tokenizer"
-
-    @property
-    def most_replicas(self) -> int:
-        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
-
-    @property
-    def least_replicas(self) -> int:
-        return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas
-
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.autoscaling is not None and "replicas" in self.model_fields_set:
-            raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
-        return self
 
 
 class TargetConfig(ModelConfig):
@@ -163,11 +147,10 @@ class DrafterConfig(ModelConfig):
     """The file of its acceptance head (`dendro train head`). Default: none; chances are calibrated while it drafts."""
 
 
-class Router(Section):
+class Router(Replicated):
     """The deployment that clients call, with its limits."""
 
     replicas: int = Field(default=1, ge=1)
-    """A fixed number; must not be given beside `autoscaling`."""
     autoscaling: RouterScaling | None = None
     resources: Resources = Resources(cpu=0.25)
     max_prompt_bytes: int = Field(default=1 << 20, ge=1)
@@ -185,16 +168,6 @@ class Router(Section):
     draft_timeout_ms: float = Field(default=500.0, gt=0)
     """The longest a round waits for its draft; a round whose draft is late is plain decoding. Rounds with a fixed shape
     wait up to this limit; others have a shorter deadline, computed from usual drafts and rounds."""
-
-    @property
-    def most_replicas(self) -> int:
-        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
-
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.autoscaling is not None and "replicas" in self.model_fields_set:
-            raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
-        return self
 
 
 class SpeculationConfig(Section):

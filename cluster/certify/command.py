@@ -25,7 +25,8 @@ from cluster.certify import checks
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
-from cluster.config import Config, TargetConfig, demo_config
+from cluster.command_options import ConfigArgument, JsonFile, Local, given_config
+from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
@@ -196,12 +197,12 @@ def _own_engine(name: str, target: TargetConfig) -> VerifierEngine:
 
 
 def certify(
-    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
+    config: ConfigArgument = None,
     address: Annotated[str, typer.Option(help="A running cluster to check; needs --target.")] = "",
     target: Annotated[Path | None, typer.Option(help="The target it serves: a folder, or a name on a hub.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")] = False,
+    local: Local = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few prompts: takes minutes, checks less.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Check on held-out prompts that answers have the target's own tokens and law under every speculation.
 
@@ -209,7 +210,7 @@ def certify(
     """
     if bool(address) != (target is not None) or (address and (config or local)):
         raise BadRequest("address", "needs --target, and excludes a configuration and --local")
-    checked = Config.load(config) if config else demo_config()
+    checked = given_config(config)
     if target is not None:
         name, served = next(iter(checked.targets.items()))
         served = served.model_copy(update={"checkpoint": resolved_path(target, Path.cwd())})

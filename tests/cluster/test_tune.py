@@ -28,7 +28,7 @@ from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
 from cluster.router.rounds import rounds
-from cluster.tune.command import QUICK, facts_of, plans_of, run_tune, tables_of, tune
+from cluster.tune.command import TuneSize, facts_of, plans_of, run_tune, tables_of, tune
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
@@ -344,7 +344,7 @@ def configured(pair: tuple[Path, Path], folder: Path, **target: object) -> Path:
 def plan_for(file: Path, **size: int):
     config = Config.load(file)
     small = {"learned": 2, "timed": 1, "held_out": 1, "tokens": 16} | size
-    return config, plans_of(config, "tiny", type(QUICK)(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
+    return config, plans_of(config, "tiny", TuneSize(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
 
 
 def test_arms_of_several_drafters_name_them_and_those_of_one_do_not():
