@@ -25,6 +25,7 @@ from dendro.errors import BadRequest
 from dendro.health import LONGEST_STEP_S
 from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
+from dendro.state import MAX_BLOB_BYTES
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms
@@ -204,6 +205,8 @@ class Redis(Section):
     """The environment variable that has the server's password, so that no file contains it."""
     record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
     state_ttl_s: int = Field(default=24 * 3600, ge=1)
+    max_state_mb: int = Field(default=64, ge=0, le=MAX_BLOB_BYTES >> 20)
+    """The largest saved state of a text, in MiB; a text with a larger one is processed again in the next turn."""
     prior_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
     """How long the prior of a kind of request is kept after the last request of that kind."""
     memory_mb: int = Field(default=512, ge=8)
