@@ -335,7 +335,7 @@ def generate(
             for line in logprob_lines(done):
                 print(line)
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
-            for line in account_lines(done.complete.speculation):
+            for line in account_lines(done.complete):
                 errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
             if done.started.lossy:
                 errors.print(f"lossy: mode {done.started.mode} does not keep the target's law", style="yellow")
