@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from cluster import cli
 from cluster.tables import PLAIN_WIDTH, folding_table, page
 
 COLUMNS = ("drafter", "target", "why")
@@ -45,3 +48,20 @@ def test_output_that_is_no_terminal_has_a_width_of_its_own(monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     assert page().width == 80
+
+
+COMMANDS = (
+    *("serve", "config", "check", "generate", "demo", "certify", "tune"),
+    *("train demo", "train drafter", "train head"),
+    *(f"bench {name}" for name in cli.BENCHES),
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_names_every_option_at_80_columns(command: str):
+    wide, narrow = (
+        CliRunner().invoke(cli.app, [*command.split(), "--help"], env={"COLUMNS": str(width)}).stdout
+        for width in (300, 80)
+    )
+    assert "…" not in narrow
+    assert set(re.findall(r" (--[a-z-]+)", wide)) == set(re.findall(r" (--[a-z-]+)", narrow)) > {"--help"}
