@@ -25,7 +25,7 @@ from dendro.state import StateStore
 
 from cluster.api.grpc import address_of, serve_router
 from cluster.api.status import serve_status
-from cluster.config import Config, DrafterConfig, ModelConfig, Router, TargetConfig
+from cluster.config import Config, DrafterConfig, ModelConfig, Redis, Router, TargetConfig
 from cluster.engines import (
     actor_options,
     engine_environment,
@@ -193,12 +193,12 @@ class RouterShell:
 class _RedisStatesAt:
     """Makes a replica's store in the replica's process, as connections cannot be sent to one."""
 
-    def __init__(self, url: str, ttl_s: int) -> None:
+    def __init__(self, url: str, redis: Redis) -> None:
         self._url = url
-        self._ttl_s = ttl_s
+        self._redis = redis
 
     def __call__(self) -> StateStore:
-        return RedisStates(self._url, self._ttl_s)
+        return RedisStates(self._url, self._redis.state_ttl_s, max_bytes=self._redis.max_state_mb << 20)
 
 
 def build(
@@ -211,7 +211,7 @@ def build(
 ) -> Application:
     """The application of a configuration. The loaders are parameters, so that tests can deploy their own engines."""
     longest_s = config.router.request_timeout_s + DRAIN_MARGIN_S
-    states = _RedisStatesAt(redis_url, config.redis.state_ttl_s)
+    states = _RedisStatesAt(redis_url, config.redis)
     draft = partial(load_drafter, targets=config.targets) if drafter is None else drafter
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_PERIOD_S,

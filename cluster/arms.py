@@ -106,3 +106,16 @@ def drafters_of(arms: Sequence[Arm]) -> tuple[str, ...]:
 def parsed_arms(texts: tuple[str, ...]) -> tuple[tuple[str, TreeShape], ...]:
     """The arms of a configuration, which every request reads: the drafter, empty where none is named, and the shape."""
     return tuple(maker_and_shape(text) for text in texts)
+
+
+def distinct_arms(texts: tuple[str, ...]) -> tuple[str, ...]:
+    """A configuration's list of arms in their canonical form, unchanged. Raises ValueError where it is empty or names
+    an arm twice."""
+    if not texts:
+        raise ValueError("is empty; name at least one shape")
+    if len(set(texts)) != len(texts):
+        raise ValueError("names a shape twice")
+    for drafter, shape in parsed_arms(texts):
+        if drafter and str(shape) in texts:
+            raise ValueError(f"names {Arm(drafter, shape)} beside {shape}, an arm of every drafter")
+    return texts

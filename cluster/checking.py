@@ -12,14 +12,14 @@ from dendro.engine import Engine
 from dendro.errors import BadRequest, DendroError
 from dendro.state import MemoryStates
 from rich.console import Console
-from rich.table import Table
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
 from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
-from cluster.config import Config, ModelConfig, TargetConfig
+from cluster.config import Config, ModelConfig
 from cluster.hub import fetched_model, pinned
 from cluster.pairing import Pairing
+from cluster.tables import folding_table
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 NOT_LOADED = "-"
@@ -90,7 +90,7 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
             report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
         entry = _describe(report, "targets", name, target, facts.targets[name])
         entry.arms = [arm.name(config.names_drafters(name)) for arm in config.arms_of(name)]
-        entry.left_out = _left_out(config, name, target)
+        entry.left_out = config.arms_left_out(name)
         report.targets.append(entry)
     for name, drafter in config.drafters.items():
         report.drafters.append(_describe(report, "drafters", name, drafter, facts.drafters[name]))
@@ -128,21 +128,6 @@ def _describe(report: Report, section: str, name: str, model: ModelConfig, facts
         commit=model.revision,
         weights=None if numbers is None else numbers * BYTES_OF[model.dtype],
     )
-
-
-def _left_out(config: Config, name: str, target: TargetConfig) -> dict[str, str]:
-    """Configured arms that a target cannot use, each with the reason."""
-    reasons = {}
-    for arm, (drafter, shape) in zip(config.speculation.arms, config.speculation.parsed, strict=True):
-        makers = config.makers_of(name, shape)
-        if not target.holds(shape):
-            limits = f"max_rows is {target.max_rows}, max_depth {target.max_depth}"
-            reasons[arm] = f"{shape.rows} rows and depth {shape.depth}; {limits}"
-        elif drafter and drafter not in makers:
-            reasons[arm] = f"{drafter} does not draft for it"
-        elif not makers:
-            reasons[arm] = "no drafter makes it" if shape.drafted else "no proposer makes it"
-    return reasons
 
 
 def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) -> None:
@@ -190,30 +175,25 @@ def _weights(model: ModelConfig) -> int | None:
 
 def show(console: Console, report: Report) -> None:
     """Print a report as tables."""
-    models = Table(title="memory of one replica, at most", title_justify="left")
-    for column in ("model", "kind", "dtype", "replicas", "weights", "head", "pages", "states", "in all", "exactness"):
-        models.add_column(column, justify="left" if column in ("model", "kind", "dtype", "exactness") else "right")
-    for section, entries in (("targets", report.targets), ("drafters", report.drafters)):
-        for entry in entries:
-            memory = entry.memory or {}
-            parts = [_size(memory.get(part)) for part in ("head", "pages", "states")]
-            sizes = (_size(entry.weights), *parts, _size(entry.total))
-            models.add_row(
-                f"{section}.{entry.name}",
-                entry.kind,
-                entry.dtype,
-                str(entry.replicas),
-                *sizes,
-                entry.exactness or NOT_LOADED,
-            )
-    console.print(models)
+    models = [
+        (
+            f"{section}.{entry.name}",
+            entry.kind,
+            entry.dtype,
+            str(entry.replicas),
+            _memory(entry),
+            entry.exactness or NOT_LOADED,
+        )
+        for section, entries in (("targets", report.targets), ("drafters", report.drafters))
+        for entry in entries
+    ]
+    columns = ("model", "kind", "dtype", "replicas", "memory of one, at most", "exactness")
+    console.print(folding_table("models", columns, models, right=[3]))
     if report.pairs:
-        pairs = Table(title="drafters", title_justify="left")
-        for column in ("drafter", "target", "fits", "bridge", "why"):
-            pairs.add_column(column)
-        for pair in report.pairs:
-            pairs.add_row(pair.drafter, pair.target, "yes" if pair.fits else "no", pair.bridge, pair.why)
-        console.print(pairs)
+        pairs = [
+            (pair.drafter, pair.target, "yes" if pair.fits else "no", pair.bridge, pair.why) for pair in report.pairs
+        ]
+        console.print(folding_table("drafters", ("drafter", "target", "fits", "bridge", "why"), pairs))
     for entry in (*report.targets, *report.drafters):
         if entry.kernels:
             console.print(f"kernels of {entry.name}: {entry.kernels}", markup=False, soft_wrap=True)
@@ -227,9 +207,14 @@ def show(console: Console, report: Report) -> None:
         console.print("can be served")
 
 
-def _size(count: int | None) -> str:
-    if count is None:
-        return NOT_LOADED
+def _memory(entry: ModelReport) -> str:
+    """`weights 2.1 MB, head 1 MB, pages 4 MB, states 0 B; in all 7.1 MB`; without what is not known."""
+    parts = {"weights": entry.weights, **(entry.memory or {})}
+    known = ", ".join(f"{part} {_size(count)}" for part, count in parts.items() if count is not None)
+    return known + ("" if entry.total is None else f"; in all {_size(entry.total)}") or NOT_LOADED
+
+
+def _size(count: int) -> str:
     scaled, unit = float(count), "B"
     for larger in ("kB", "MB", "GB"):
         if scaled >= 1000:

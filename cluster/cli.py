@@ -30,10 +30,12 @@ from dendro.client import Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
 from rich.console import Console
 
-from cluster.config import Config, demo_config
+from cluster.command_options import ConfigArgument, ConfigOption, JsonFile, Local, TargetName, given_config
+from cluster.config import Config
 from cluster.running import descendants, local_client, running_cluster, survivors
 from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, logprob_lines, sample_text, tour
 from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
+from cluster.tables import page
 
 app = typer.Typer(
     name="dendro",
@@ -79,17 +81,9 @@ def options(
     works on the bundled demo pair."""
 
 
-ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
-]
-
 SECOND_TURN = "\n\n\ndef main():\n"
 DEMO_PROMPT_TOKENS = 96
 SHUTDOWN_S = 15.0
-
-
-def _config(path: Path | None) -> Config:
-    return demo_config() if path is None else Config.load(path)
 
 
 def _log_to_stderr(level: int) -> None:
@@ -126,18 +120,16 @@ async def _client(config: Path | None, address: str, local: bool) -> AsyncIterat
         async with AsyncClient(address) as client:
             yield client
     elif local:
-        async with local_client(_config(config)) as near:
+        async with local_client(given_config(config)) as near:
             yield near
     else:
-        async with running_cluster(_config(config)) as started, AsyncClient(started) as client:
+        async with running_cluster(given_config(config)) as started, AsyncClient(started) as client:
             yield client
 
 
 @app.command()
 def serve(
-    config: Annotated[
-        Path | None, typer.Argument(help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
-    ] = None,
+    config: ConfigArgument = None,
     ray: Annotated[
         str, typer.Option(help="A running Ray, such as `auto`. Default: one is started here, and stopped at the end.")
     ] = "",
@@ -149,7 +141,7 @@ def serve(
         stop = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-        checked = _config(config)
+        checked = given_config(config)
         async with running_cluster(checked, ray) as address:
             print(address, flush=True)
             errors.print(f"serving {', '.join(checked.targets)} at {address}; Ctrl-C stops everything")
@@ -172,7 +164,7 @@ def write_config(
     from cluster.hub import pinned
     from cluster.serve_config import as_yaml
 
-    text = as_yaml(pinned(_config(config)))
+    text = as_yaml(pinned(given_config(config)))
     if output is None:
         print(text, end="")
     else:
@@ -181,20 +173,18 @@ def write_config(
 
 @app.command()
 def check(
-    config: Annotated[
-        Path | None, typer.Argument(help="A cluster's YAML file. Default: the bundled demo.", show_default=False)
-    ] = None,
+    config: ConfigArgument = None,
     load: Annotated[
         bool, typer.Option("--load/--no-load", help="Load every model, one after the other, and check its rows.")
     ] = True,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Check, before anything is started, whether a configuration can be served here: which drafter fits which target,
     the memory, the exactness on this processor, and the arms of each target. Exit status 2 where it cannot."""
     from cluster.checking import as_report, examine, show
 
-    report = examine(_config(config), load, lambda line: errors.print(line, style="dim", markup=False))
-    show(Console(highlight=False), report)
+    report = examine(given_config(config), load, lambda line: errors.print(line, style="dim", markup=False))
+    show(page(), report)
     if json_file is not None:
         json_file.write_text(as_report(report))
     if report.problems:
@@ -213,9 +203,9 @@ def _numbers(option: str, text: str, separator: str, *kinds: Callable[[str], Any
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     address: Annotated[str, typer.Option(help="A running cluster, host:port. Default: one is started.")] = "",
-    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
+    local: Local = False,
     config: ConfigOption = None,
-    model: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
+    model: TargetName = "",
     session: Annotated[str, typer.Option(help="Continue this session.")] = "",
     keep_session: Annotated[bool, typer.Option("--keep-session", help="Begin a session; prints its token.")] = False,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -345,7 +335,7 @@ def generate(
             for line in logprob_lines(done):
                 print(line)
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
-            for line in account_lines(done.complete.speculation):
+            for line in account_lines(done.complete):
                 errors.print(f"[dim]{line}[/]", highlight=False, soft_wrap=True)
             if done.started.lossy:
                 errors.print(f"lossy: mode {done.started.mode} does not keep the target's law", style="yellow")
@@ -358,14 +348,14 @@ def generate(
 @app.command()
 def demo(
     config: ConfigOption = None,
-    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
+    local: Local = False,
     prompt: Annotated[str, typer.Option(help="Default: a held-out passage of the demo's corpus.")] = "",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 96,
 ) -> None:
     """Start one router, one verifier and one drafter on Ray Serve with a Redis; generate two turns of a session; show
     their statistics; stop all processes."""
-    console = Console(highlight=False)
-    checked = _config(config)
+    console = page()
+    checked = given_config(config)
     where = "in this process" if local else "one router, one verifier, one drafter and a Redis on Ray Serve"
     console.print(f"[bold]dendro demo[/]: starting {where} ...")
 

@@ -14,6 +14,7 @@ invalid value by the name of its field.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -24,13 +25,14 @@ from dendro.errors import BadRequest
 from dendro.health import LONGEST_STEP_S
 from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
+from dendro.state import MAX_BLOB_BYTES
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from cluster.arms import OFF_ARM, Arm, canonical_arm, parsed_arms
+from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms
 from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
-from cluster.sections import Autoscaling, Resources, RouterScaling, Section
+from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -40,6 +42,7 @@ BridgeChoice = Literal["auto", "none", "string", "intersection"]
 
 ArmText = Annotated[str, AfterValidator(canonical_arm)]
 """A shape as text, in its canonical form, with or without its drafter: `off`, `(1,1,1,1)`, `small:(3,2,1)`."""
+ArmTexts = Annotated[tuple[ArmText, ...], AfterValidator(distinct_arms)]
 
 DEFAULT_ARMS: tuple[str, ...] = (
     "off",
@@ -53,7 +56,7 @@ DEFAULT_ARMS: tuple[str, ...] = (
 )
 
 
-class ModelConfig(Section):
+class ModelConfig(Replicated):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
     checkpoint: Path
@@ -66,8 +69,6 @@ class ModelConfig(Section):
     tokenizer_revision: str = ""
     dtype: Dtype = "bfloat16"
     threads: int = Field(default=1, ge=1)
-    replicas: int = Field(default=1, ge=0)
-    """A fixed number; must not be given beside `autoscaling`."""
     autoscaling: Autoscaling | None = None
     resources: Resources = Resources()
     max_sessions: int = Field(default=16, ge=1)
@@ -101,20 +102,6 @@ class ModelConfig(Section):
         """The field that names it."""
         return "checkpoint" if self.tokenizer is None else "tokenizer"
 
-    @property
-    def most_replicas(self) -> int:
-        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
-
-    @property
-    def least_replicas(self) -> int:
-        return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas
-
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.autoscaling is not None and "replicas" in self.model_fields_set:
-            raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
-        return self
-
 
 class TargetConfig(ModelConfig):
     """A served model: one verifier deployment."""
@@ -134,6 +121,9 @@ class TargetConfig(ModelConfig):
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
     """Rows of the largest tree, the root included."""
     max_depth: int = Field(default=DEFAULT_DEPTH, ge=0, le=MAX_ROWS - 1)
+    arms: ArmTexts | None = None
+    """The target's own arms in place of `speculation.arms`. Each must be within its limits and have a drafter, or
+    proposers. Default: those of `speculation.arms` for which that holds."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -161,11 +151,10 @@ class DrafterConfig(ModelConfig):
     a bridge, guesses are of any tokens."""
 
 
-class Router(Section):
+class Router(Replicated):
     """The deployment that clients call, with its limits."""
 
     replicas: int = Field(default=1, ge=1)
-    """A fixed number; must not be given beside `autoscaling`."""
     autoscaling: RouterScaling | None = None
     resources: Resources = Resources(cpu=0.25)
     max_prompt_bytes: int = Field(default=1 << 20, ge=1)
@@ -184,26 +173,17 @@ class Router(Section):
     """The longest a round waits for its draft; a round whose draft is late is plain decoding. Rounds with a fixed shape
     wait up to this limit; others have a shorter deadline, computed from usual drafts and rounds."""
 
-    @property
-    def most_replicas(self) -> int:
-        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
-
-    @model_validator(mode="after")
-    def _check_replicas(self) -> Self:
-        if self.autoscaling is not None and "replicas" in self.model_fields_set:
-            raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
-        return self
-
 
 class SpeculationConfig(Section):
     """How shapes are chosen for requests in mode `auto`."""
 
     policy: str = "ratio_ucb"
     """One of ratio_ucb, discounted_ucb, thompson, fullinfo, ucbspec and paper_ucb."""
-    arms: tuple[ArmText, ...] = DEFAULT_ARMS
-    """The shapes to choose among. `(3,2,1)` is an arm of each drafter of a target, `small:(3,2,1)` of the drafter
-    `small` alone. A target uses those that it has a drafter for, or proposers, for `proposed(7)`. `off` is always
-    added, and for each drafter with arms a chain of depth 4 at most: policies fall back to these."""
+    arms: ArmTexts = DEFAULT_ARMS
+    """The shapes to choose among, for targets without `arms` of their own. `(3,2,1)` is an arm of each drafter of a
+    target, `small:(3,2,1)` of the drafter `small` alone. A target uses those that it has a drafter for, or proposers,
+    for `proposed(7)`. `off` is always added, and for each drafter with arms a chain of depth 4 at most: policies fall
+    back to these."""
     proposers: tuple[str, ...] = PROPOSERS
     """Proposers that guess without a model, beside a drafter or without one. Empty: none."""
 
@@ -211,24 +191,12 @@ class SpeculationConfig(Section):
     def _check(self) -> Self:
         if self.policy not in POLICIES:
             raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
-        if not self.arms:
-            raise ValueError("arms: is empty; name at least one shape")
-        if len(set(self.arms)) != len(self.arms):
-            raise ValueError("arms: names a shape twice")
-        for drafter, shape in self.parsed:
-            if drafter and str(shape) in self.arms:
-                raise ValueError(f"arms: names {Arm(drafter, shape)} beside {shape}, an arm of every drafter")
         for name in self.proposers:
             if name not in PROPOSERS:
                 raise ValueError(f"proposers: {name!r} is not one of {', '.join(PROPOSERS)}")
         if len(set(self.proposers)) != len(self.proposers):
             raise ValueError("proposers: names one twice")
         return self
-
-    @property
-    def parsed(self) -> tuple[tuple[str, TreeShape], ...]:
-        """Each of `arms` as its drafter, empty where none is named, and its shape."""
-        return parsed_arms(self.arms)
 
 
 class Redis(Section):
@@ -240,6 +208,8 @@ class Redis(Section):
     """The environment variable that has the server's password, so that no file contains it."""
     record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
     state_ttl_s: int = Field(default=24 * 3600, ge=1)
+    max_state_mb: int = Field(default=64, ge=0, le=MAX_BLOB_BYTES >> 20)
+    """The largest saved state of a text, in MiB; a text with a larger one is processed again in the next turn."""
     prior_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
     """How long the prior of a kind of request is kept after the last request of that kind."""
     memory_mb: int = Field(default=512, ge=8)
@@ -317,10 +287,14 @@ class Config(Section):
             for target in model.targets:
                 if target not in self.targets:
                     raise ValueError(f"drafters.{name}.targets: there is no target {target!r}")
-        for maker, shape in self.speculation.parsed:
+        for maker, shape in parsed_arms(self.speculation.arms):
             if maker and maker not in self.drafters:
                 arm = Arm(maker, shape)
                 raise ValueError(f"speculation.arms: {arm} names a drafter that is not among drafters, {maker!r}")
+        for name, served in self.targets.items():
+            if served.arms is not None:
+                for text, why in self.arms_left_out(name).items():
+                    raise ValueError(f"targets.{name}.arms: {text} cannot be used: {why}")
         return self
 
     @classmethod
@@ -378,12 +352,31 @@ class Config(Section):
         limits = self.targets[target]
         arms = (
             Arm(maker, shape)
-            for drafter, shape in self.speculation.parsed
+            for drafter, shape in parsed_arms(self.arm_texts(target))
             if limits.holds(shape)
             for maker in self.makers_of(target, shape)
             if drafter in ("", maker)
         )
         return tuple(arms) or (OFF_ARM,)
+
+    def arm_texts(self, target: str) -> tuple[str, ...]:
+        """The arms that are configured for a target: its own, else those of `speculation`."""
+        own = self.targets[target].arms
+        return self.speculation.arms if own is None else own
+
+    def arms_left_out(self, target: str) -> dict[str, str]:
+        """Arms that are configured for a target and that it cannot use, each with the reason."""
+        limits, texts, reasons = self.targets[target], self.arm_texts(target), {}
+        for text, (drafter, shape) in zip(texts, parsed_arms(texts), strict=True):
+            makers = self.makers_of(target, shape)
+            if not limits.holds(shape):
+                most = f"max_rows is {limits.max_rows}, max_depth {limits.max_depth}"
+                reasons[text] = f"{shape.rows} rows and depth {shape.depth}; {most}"
+            elif drafter and drafter not in makers:
+                reasons[text] = f"{drafter} does not draft for it"
+            elif not makers:
+                reasons[text] = "no drafter makes it" if shape.drafted else "no proposer makes it"
+        return reasons
 
     def makers_of(self, target: str, shape: TreeShape) -> tuple[str, ...]:
         """Who can make trees of this shape for a target: each of its drafters, or the proposers together. Empty where
@@ -427,7 +420,7 @@ def _first_fault(error: ValidationError) -> tuple[str, str]:
     else:
         reason = str(fault.get("ctx", {}).get("error", fault["msg"]))
         head, _, rest = reason.partition(": ")
-        if rest and head.replace(".", "").replace("_", "").isalnum():  # a section's check begins with its field
+        if rest and re.fullmatch(r"[\w.-]+", head):  # a section's check begins with its field
             path, reason = ".".join(part for part in (path, head) if part), rest
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return path or "config", reason + more

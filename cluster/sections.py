@@ -58,3 +58,25 @@ class RouterScaling(Scaling):
     min_replicas: int = Field(default=1, ge=1)
     requests: float = Field(default=64.0, gt=0)
     """Target number of running requests of a router, on average."""
+
+
+class Replicated(Section):
+    """A deployment of a fixed number of replicas, or of a number that follows its load."""
+
+    replicas: int = Field(default=1, ge=0)
+    """A fixed number; must not be given beside `autoscaling`."""
+    autoscaling: Scaling | None = None
+
+    @property
+    def most_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
+
+    @property
+    def least_replicas(self) -> int:
+        return self.autoscaling.min_replicas if self.autoscaling is not None else self.replicas
+
+    @model_validator(mode="after")
+    def _check_replicas(self) -> Self:
+        if self.autoscaling is not None and "replicas" in self.model_fields_set:
+            raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
+        return self

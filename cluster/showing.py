@@ -10,19 +10,20 @@ from dataclasses import asdict
 from dendro.answer import (
     Complete,
     Completion,
+    DrafterStats,
     EchoedPrompt,
     Event,
     OpeningStats,
     Options,
     Round,
-    SpeculationStats,
     collect_stream,
 )
 from dendro.client import Asking
 from dendro.logprobs import TokenLogprobs
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text as RichText
+
+from cluster.tables import folding_table
 
 ROUND_STYLES = ("bold cyan", "bold yellow")
 MARK = "|"
@@ -88,6 +89,7 @@ def as_json(done: Completion) -> str:
         "rounds": [{"offset": part.offset, "token_ids": part.token_ids, "shape": part.shape} for part in done.rounds],
         "speculation": {**asdict(complete.speculation), "tokens_per_s": round(complete.speculation.tokens_per_s, 2)},
         "drafter": asdict(complete.drafter) if complete.drafter else None,
+        "drafters": [asdict(each) for each in complete.drafters],
         "target": asdict(complete.target) if complete.target else None,
     }
     return json.dumps(fields)
@@ -131,8 +133,18 @@ def opening_line(opening: OpeningStats | None) -> str:
     )
 
 
-def account_lines(stats: SpeculationStats) -> tuple[str, ...]:
-    """An answer's statistics, as text: its guesses, shapes, tokens by round, and times."""
+def drafter_line(drafter: DrafterStats) -> str:
+    """A drafter's part in an answer, as text."""
+    late = f", {drafter.late_drafts} of its trees late or lost" if drafter.late_drafts else ""
+    return (
+        f"drafter {drafter.name}: trees in {drafter.rounds} rounds{late}; {drafter.accepted_tokens} of "
+        f"{drafter.drafted_tokens} guesses accepted; its memory of the text: {opening_line(drafter.opening)}"
+    )
+
+
+def account_lines(complete: Complete) -> tuple[str, ...]:
+    """An answer's statistics, as text: its guesses, shapes, tokens by round, times, and each drafter's part."""
+    stats = complete.speculation
     if not stats.rounds:
         return ("no rounds: the answer was complete already",)
     trimmed = f" ({stats.trimmed_tokens} of them not verified)" if stats.trimmed_tokens else ""
@@ -152,6 +164,7 @@ def account_lines(stats: SpeculationStats) -> tuple[str, ...]:
         f"shapes, by {stats.policy}: {shapes_line(stats.rounds_by_shape)}",
         f"tokens of a round: {lengths} rounds",
         f"time of the rounds: {stats.rounds_us / 1000:.1f} ms = {parts}",
+        *map(drafter_line, complete.drafters),
     )
 
 
@@ -196,19 +209,19 @@ async def tour(
     console.print("\nMeasuring the first answer with speculation and without, in turn ...")
     measured = await speeds(client, prompt, {"max_new_tokens": new_tokens, "ignore_end": True}, repetitions)
 
-    table = Table(title="What happened", show_header=True, title_justify="left")
-    table.add_column("")
-    table.add_column("turn one")
-    table.add_column("turn two")
     both = (one.complete, two.complete)
-    table.add_row("text before the answer", *(f"{turn.prompt_tokens} tokens" for turn in both))
-    table.add_row("answer", *(f"{turn.completion_tokens} tokens ({turn.finish.value})" for turn in both))
-    table.add_row("rounds", *(str(turn.speculation.rounds) for turn in both))
-    table.add_row("emitted per round", *(f"{turn.speculation.emitted_per_round:.2f} tokens" for turn in both))
-    table.add_row("shapes the policy picked", *(shapes_line(turn.speculation.rounds_by_shape) for turn in both))
-    table.add_row("drafter's memory of the text", *(opening_line(turn.drafter) for turn in both))
-    table.add_row("target's memory of the text", *(opening_line(turn.target) for turn in both))
-    console.print(table)
+    rows: list[tuple[str, ...]] = [
+        ("text before the answer", *(f"{turn.prompt_tokens} tokens" for turn in both)),
+        ("answer", *(f"{turn.completion_tokens} tokens ({turn.finish.value})" for turn in both)),
+        ("rounds", *(str(turn.speculation.rounds) for turn in both)),
+        ("emitted per round", *(f"{turn.speculation.emitted_per_round:.2f} tokens" for turn in both)),
+        ("shapes the policy picked", *(shapes_line(turn.speculation.rounds_by_shape) for turn in both)),
+    ]
+    for name in dict.fromkeys(each.name for turn in both for each in turn.drafters):
+        found = (next((each.opening for each in turn.drafters if each.name == name), None) for turn in both)
+        rows.append((f"memory of the text: drafter {name}", *map(opening_line, found)))
+    rows.append(("memory of the text: target", *(opening_line(turn.target) for turn in both)))
+    console.print(folding_table("What happened", ("", "turn one", "turn two"), rows))
     ratio = measured["auto"] / measured["off"] if measured["off"] else float("nan")
     console.print(
         f"Speed: {measured['auto']:.0f} tokens/s with speculation, {measured['off']:.0f} with it off "

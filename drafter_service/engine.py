@@ -77,7 +77,8 @@ class DrafterEngine:
         self._hello = hello
         self._runner = runner
         memory = runner.memory
-        self._shelf = Shelf(states, hello.fingerprint, hello.tokenizer, memory.layout, memory.check)
+        names = hello.fingerprint, hello.tokenizer, memory.layout
+        self._shelf = Shelf(states, *names, memory.check, memory.text_bytes)
         self._clock = clock
         self._options = options
         self._text_slots = text_slots(options.max_sessions)

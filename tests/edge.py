@@ -134,13 +134,13 @@ class EdgeDrafter:
 
     def __init__(self, peers: EdgePeers, text: Text) -> None:
         self.peers = peers
-        self.opened: Opened | None = None
+        self.openings: dict[str, Opened] = {}
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         if arm.off or self.peers.drafter_lost:
             return replace(DraftTree.root_only(text.root), missed=not arm.off)
         shape = arm.shape
-        self.opened = self.opened or Opened(0, len(text) - 1, 10)
+        self.openings.setdefault(arm.maker, Opened(0, len(text) - 1, 10))
         if not isinstance(shape, LevelShape):  # other shapes: a chain of first guesses
             shape = LevelShape((1,) * shape.depth)
         ids, levels = list(text.ids), []

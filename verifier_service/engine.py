@@ -195,7 +195,12 @@ class VerifierEngine:
         if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
             block = capacity.recurrent.extent.block
             names = hello.fingerprint, hello.tokenizer, memory.layout(block)
-            shelf = Shelf(states or NoStates(), *names, lambda arrays, tokens: memory.check(arrays, 2 * block))
+            shelf = Shelf(
+                states or NoStates(),
+                *names,
+                check=lambda arrays, tokens: memory.check(arrays, 2 * block),
+                most_bytes=lambda tokens: memory.saved_bytes(2 * block),
+            )
         scheduler = StepScheduler(capacity, clock)
         return cls(scheduler, runner, hello, shelf, options.longest_step_s, differ, kernels, token_bytes)
 

@@ -16,24 +16,24 @@ from cluster.bench.bridge_drafters import make_drafter
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    JsonFile,
+    Default,
     MarkdownFile,
     Models,
     Temperatures,
-    check_seed,
-    chosen,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.targets import parameter_count
+from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS, DrafterConfig, TargetConfig, demo_models
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import load_bridge
 
 PROMPT_TOKENS = 128
-PROMPTS, QUICK_PROMPTS = 16, 3
-TOKENS, QUICK_TOKENS = 64, 32
+PROMPTS = Default(16, quick=3)
+TOKENS = Default(64, quick=32)
 THREADS = 1
 
 
@@ -80,20 +80,15 @@ def bench_bridge(
     minutes: Annotated[float, typer.Option(min=0.01, help="Training of the made drafter.")] = 10,
     vocabulary: Annotated[int, typer.Option(min=257, max=65536, help="Tokens of its tokenizer.")] = 2048,
     threads: Annotated[int, typer.Option(min=1, help="Threads of its training.")] = 2,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts. (default 16; quick 3)", show_default=False)
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of an answer. (default 64; quick 32)", show_default=False)
-    ] = None,
+    prompts: Annotated[int | None, PROMPTS.option("Prompts.", least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("Tokens of an answer.", least=1)] = None,
     temperatures: Temperatures = "0,1",
-    seed: Annotated[int, typer.Option(help="Seed of training and sampling.")] = 0,
+    seed: Annotated[int, seed_option("training and sampling")] = 0,
 ) -> None:
     """Train a small Mamba-2 with another tokenizer on the standard library's text, and measure the tokens that a round
     emits with it through either bridge, beside the demo's drafter. Exit status 1 where an answer differs from plain
     decoding.
     """
-    check_seed(seed)
     drawn = parse_temperatures(temperatures)
     models = demo_models(models)
     if not (out / "model.safetensors").exists():
@@ -101,6 +96,6 @@ def bench_bridge(
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         make_drafter(models / "mamba2", out, vocabulary, minutes, seed)
         torch.set_num_threads(THREADS)
-    counts = chosen(prompts, quick, QUICK_PROMPTS, PROMPTS), chosen(tokens, quick, QUICK_TOKENS, TOKENS)
+    counts = PROMPTS.chosen(prompts, quick), TOKENS.chosen(tokens, quick)
     report = with_bars(lambda begin: run_bridge(models, out, minutes, *counts, drawn, seed, begin))
     present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])

@@ -30,13 +30,14 @@ from cluster.bench.context_report import plot as draw
 from cluster.bench.in_process import verifier_of
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
-from cluster.bench.options import JsonFile, MarkdownFile, Models, PlotFile, chosen, numbers_in, present, with_bars
+from cluster.bench.options import Default, MarkdownFile, Models, PlotFile, numbers_in, present, with_bars
 from cluster.bench.targets import THREADS, Which, parameter_count, target_config
+from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 
-QUICK_CONTEXTS = (256, 1024, 2048)
-REPETITIONS, QUICK_REPETITIONS = 15, 5
+LENGTHS = Default(CONTEXTS, quick=(256, 1024, 2048))
+REPETITIONS = Default(15, quick=5)
 PROMPT_TOKENS = 256
 
 
@@ -94,13 +95,8 @@ def bench_context(
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
     target: Annotated[Which, typer.Option(help="The demo target, or the costly one made from it.")] = Which.COSTLY,
-    contexts: Annotated[
-        str | None,
-        typer.Option(help="Tokens, separated by commas. (default 256 to 8192, doubling; quick 256,1024,2048)"),
-    ] = None,
-    repetitions: Annotated[
-        int | None, typer.Option(min=1, help="Repetitions of each round. (default 15; quick 5)", show_default=False)
-    ] = None,
+    contexts: Annotated[str | None, LENGTHS.option("Tokens, separated by commas.")] = None,
+    repetitions: Annotated[int | None, REPETITIONS.option("Repetitions of each round.", least=1)] = None,
     models: Models = DEMO_MODELS,
 ) -> None:
     """Measure a round by context length: time, memory and the bytes that must be read, without speculation, with a
@@ -109,8 +105,8 @@ def bench_context(
     """
     if target not in (Which.DEMO, Which.COSTLY):
         raise BadRequest("target", "one at a time: demo or costly")
-    found = parse_contexts(contexts) if contexts is not None else chosen(None, quick, QUICK_CONTEXTS, CONTEXTS)
-    repeated = chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS)
-    blocks = chosen(None, quick, QUICK_BLOCKS, BLOCKS)
+    found = parse_contexts(contexts) if contexts is not None else LENGTHS.at(quick)
+    repeated = REPETITIONS.chosen(repetitions, quick)
+    blocks = QUICK_BLOCKS if quick else BLOCKS
     report = with_bars(lambda begin: asyncio.run(run_context(target.value, found, repeated, blocks, models, begin)))
     present(report, facts_of(report), tables_of(report), json, markdown, plot, draw)

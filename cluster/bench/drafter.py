@@ -43,10 +43,6 @@ STEP_ROWS = 1
 """Rows of the level that is measured at texts of different lengths."""
 CHAIN, TREE, BEAM, DYNAMIC = "(1,1,1,1)", "(3,2,1)", "beam(5,3)", "dynamic(4,5,15)"
 SHAPES = (CHAIN, TREE, BEAM, DYNAMIC)
-SESSIONS = (1, 2, 4, 8, 16, 32)
-"""Texts that draft a TREE at once."""
-CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
-"""Tokens of the texts of different lengths, as in Figure 1 of Mamba Drafters for Speculative Decoding."""
 ACCEPTED = 2
 """The most guesses by which a text grows between two of its drafts; a token of the corpus follows them."""
 WHOLE = "whole"

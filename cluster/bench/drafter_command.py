@@ -13,12 +13,10 @@ import torch
 import typer
 from dendro.shapes import MAX_ROWS
 
-from cluster.bench.context import with_positions
+from cluster.bench.context import CONTEXTS, with_positions
 from cluster.bench.drafter import (
-    CONTEXTS,
     DRAFTERS,
     LLAMA,
-    SESSIONS,
     SHAPES,
     STEP_ROWS,
     TREE,
@@ -37,14 +35,18 @@ from cluster.bench.drafter_report import plot as draw
 from cluster.bench.in_process import DRAFTER_DTYPE
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
-from cluster.bench.options import JsonFile, MarkdownFile, Models, PlotFile, chosen, present, with_bars
+from cluster.bench.options import Default, MarkdownFile, Models, PlotFile, present, with_bars
 from cluster.bench.targets import parameter_count
+from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import Prompt, held_out_prompts, load_tokenizer
 
 THREADS = 1
-REPETITIONS, QUICK_REPETITIONS = 60, 7
-QUICK_SESSIONS, QUICK_CONTEXTS = (1, 8, 32), (256, 2048)
+REPETITIONS = Default(60, quick=7)
+SESSIONS = Default((1, 2, 4, 8, 16, 32), quick=(1, 8, 32))
+"""Texts that draft a TREE at once."""
+LENGTHS = Default(CONTEXTS, quick=(256, 2048))
+"""Tokens of the texts of different lengths, as in Figure 1 of Mamba Drafters for Speculative Decoding."""
 PROMPT_TOKENS = 128
 LONG_PROMPT_TOKENS = 256
 """Tokens of each of the prompts that together are a long text."""
@@ -148,16 +150,12 @@ def bench_drafter(
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
-    repetitions: Annotated[
-        int | None, typer.Option(min=1, help="Repetitions of everything. (default 60; quick 7)", show_default=False)
-    ] = None,
+    repetitions: Annotated[int | None, REPETITIONS.option("Repetitions of everything.", least=1)] = None,
     models: Models = DEMO_MODELS,
 ) -> None:
     """Time the demo's drafters in every form, in this process, with one thread, at temperature 1: levels of a tree,
     whole drafts, 1 to 32 sessions at once; and the time and memory of the three drafters from 256 to 8,192 tokens.
     """
-    sessions = chosen(None, quick, QUICK_SESSIONS, SESSIONS)
-    contexts = chosen(None, quick, QUICK_CONTEXTS, CONTEXTS)
-    repeated = chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS)
-    report = with_bars(lambda begin: run_drafter(sessions, contexts, repeated, models, begin))
+    repeated = REPETITIONS.chosen(repetitions, quick)
+    report = with_bars(lambda begin: run_drafter(SESSIONS.at(quick), LENGTHS.at(quick), repeated, models, begin))
     present(report, facts_of(report), tables_of(report), json, markdown, plot, draw)

@@ -19,7 +19,6 @@ from cluster.bench.statistics import Estimate, median_estimate
 
 SHAPES = ((384, 21760), (21760, 384), (2048, 8192))
 """Inputs and outputs: the costly target's MLP, and a square-ish layer of a model of 1 to 2 billion parameters."""
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 OURS, PLAIN, PACKED, READ, MULTIPLY = "ours", "torch", "torch packed", "reading", "multiplying"
 SQUARE = 384
 """Rows, inputs and outputs of the product whose rate is the processor's: 1.8 MB, which caches hold."""

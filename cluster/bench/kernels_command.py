@@ -11,15 +11,16 @@ import typer
 from dendro.errors import BadRequest
 from tree_kernels.matmul import why_not_packed
 
-from cluster.bench.kernels import ROWS, SHAPES, aims_of, measure_products, products_of, rows_agree
+from cluster.bench.kernels import SHAPES, aims_of, measure_products, products_of, rows_agree
 from cluster.bench.kernels_report import facts_of, tables_of
 from cluster.bench.kernels_report import plot as draw
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
-from cluster.bench.options import JsonFile, MarkdownFile, PlotFile, chosen, numbers_in, present, with_bars
+from cluster.bench.options import Default, MarkdownFile, PlotFile, numbers_in, present, with_bars
+from cluster.command_options import JsonFile
 
-REPETITIONS, QUICK_REPETITIONS = 21, 5
-QUICK_ROWS = (1, 8, 32)
+REPETITIONS = Default(21, quick=5)
+ROWS = Default((1, 2, 4, 8, 16, 32, 64, 128), quick=(1, 8, 32))
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -52,13 +53,8 @@ def bench_kernels(
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
-    rows: Annotated[
-        str | None,
-        typer.Option(help="Numbers of rows, separated by commas. (default 1 to 128; quick 1,8,32)"),
-    ] = None,
-    repetitions: Annotated[
-        int | None, typer.Option(min=1, help="Repetitions of each product. (default 21; quick 5)", show_default=False)
-    ] = None,
+    rows: Annotated[str | None, ROWS.option("Numbers of rows, separated by commas.")] = None,
+    repetitions: Annotated[int | None, REPETITIONS.option("Repetitions of each product.", least=1)] = None,
     dtype: Annotated[str, typer.Option(help="Of weights and rows: bfloat16, float16 or float32.")] = "bfloat16",
     threads: Annotated[int, typer.Option(min=1, max=64, help="Threads of a product.")] = 2,
 ) -> None:
@@ -68,9 +64,7 @@ def bench_kernels(
     """
     if dtype not in DTYPES:
         raise BadRequest("dtype", f"must be one of {', '.join(DTYPES)}; got {dtype!r}")
-    counts = (
-        tuple(sorted(numbers_in("rows", rows, int, 1))) if rows is not None else chosen(None, quick, QUICK_ROWS, ROWS)
-    )
-    repeated = chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS)
+    counts = tuple(sorted(numbers_in("rows", rows, int, 1))) if rows is not None else ROWS.at(quick)
+    repeated = REPETITIONS.chosen(repetitions, quick)
     report = with_bars(lambda begin: run_kernels(counts, repeated, dtype, threads, begin))
     present(report, facts_of(report), tables_of(report), json, markdown, plot, draw)

@@ -24,31 +24,32 @@ from cluster.bench.load_report import plot as draw
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    PLAIN_WIDTH,
-    JsonFile,
+    Default,
     MarkdownFile,
     Models,
     PlotFile,
-    chosen,
     numbers_in,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.targets import COSTLY, DEMO, THREADS, Which, parameter_count, target_config
+from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS, Config
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
 from cluster.running import running_cluster
+from cluster.tables import PLAIN_WIDTH
 from cluster.training.acceptance import PROMPT_TOKENS
 
-CLIENTS, QUICK_CLIENTS = (1, 2, 4, 8, 16, 32), (1, 4)
-PAIRED_CLIENTS, PAIRED_TEMPERATURES = (1, 4, 8, 32), "0,0.8"
-ARRIVALS, QUICK_ARRIVALS = (0.25, 0.5, 0.75, 1.0), (0.5,)
-TOKENS, QUICK_TOKENS = 64, 32
-ANSWERS, QUICK_ANSWERS = 2, 1
+CLIENTS = Default((1, 2, 4, 8, 16, 32), quick=(1, 4))
+PAIRED_CLIENTS, PAIRED_TEMPERATURES = Default((1, 4, 8, 32), quick=(1, 4)), "0,0.8"
+ARRIVALS = Default((0.25, 0.5, 0.75, 1.0), quick=(0.5,))
+TOKENS = Default(64, quick=32)
+ANSWERS = Default(2, quick=1)
 REQUESTS = 16
-REPETITIONS, QUICK_REPETITIONS = 5, 1
+REPETITIONS = Default(5, quick=1)
 PROMPTS = 32
 
 
@@ -150,21 +151,12 @@ def bench_load(
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
-    clients: Annotated[
-        str | None,
-        typer.Option(help="Clients of the closed loops, separated by commas. (default 1,2,4,8,16,32; quick 1,4)"),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, help="New tokens of every answer. (default 64; quick 32)")
-    ] = None,
-    answers: Annotated[
-        int | None, typer.Option(min=1, help="Answers for every client of a closed loop. (default 2; quick 1)")
-    ] = None,
+    clients: Annotated[str | None, CLIENTS.option("Clients of the closed loops, separated by commas.")] = None,
+    tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=2)] = None,
+    answers: Annotated[int | None, ANSWERS.option("Answers for every client of a closed loop.", least=1)] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests of every open loop.")] = REQUESTS,
-    repetitions: Annotated[
-        int | None, typer.Option(min=1, help="Repetitions of every block. (default 5; quick 1)", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the order and of the arrivals.")] = 0,
+    repetitions: Annotated[int | None, REPETITIONS.option("Repetitions of every block.", least=1)] = None,
+    seed: Annotated[int, seed_option("the order and of the arrivals")] = 0,
     against_off: Annotated[
         bool,
         typer.Option(
@@ -204,11 +196,11 @@ def bench_load(
     if against_off:
         pairs = PairsPlan(
             prompts=prompts,
-            tokens=chosen(tokens, quick, QUICK_TOKENS, TOKENS),
-            clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else PAIRED_CLIENTS,
+            tokens=TOKENS.chosen(tokens, quick),
+            clients=parse_clients(clients) if clients is not None else PAIRED_CLIENTS.at(quick),
             temperatures=parse_temperatures(temperatures or PAIRED_TEMPERATURES),
-            answers=chosen(answers, quick, QUICK_ANSWERS, ANSWERS),
-            pairs=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
+            answers=ANSWERS.chosen(answers, quick),
+            pairs=REPETITIONS.chosen(repetitions, quick),
         )
         name = COSTLY if target is Which.COSTLY else DEMO
         report = with_bars(lambda begin: asyncio.run(run_against_off(pairs, name, models, begin)))
@@ -216,12 +208,12 @@ def bench_load(
         return
     plan = LoadPlan(
         prompts=prompts,
-        tokens=chosen(tokens, quick, QUICK_TOKENS, TOKENS),
-        clients=parse_clients(clients) if clients is not None else QUICK_CLIENTS if quick else CLIENTS,
-        answers=chosen(answers, quick, QUICK_ANSWERS, ANSWERS),
-        arrivals=QUICK_ARRIVALS if quick else ARRIVALS,
+        tokens=TOKENS.chosen(tokens, quick),
+        clients=parse_clients(clients) if clients is not None else CLIENTS.at(quick),
+        answers=ANSWERS.chosen(answers, quick),
+        arrivals=ARRIVALS.at(quick),
         requests=requests,
-        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
+        repetitions=REPETITIONS.chosen(repetitions, quick),
         seed=seed,
     )
     report = with_bars(lambda begin: asyncio.run(run_load(plan, models, begin)))

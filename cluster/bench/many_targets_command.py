@@ -18,18 +18,17 @@ from cluster.bench.many_targets import TargetsPlan, measure_targets, rows_of
 from cluster.bench.many_targets_report import facts_of, tables_of
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    JsonFile,
+    Default,
     MarkdownFile,
     Models,
     Temperatures,
-    check_counts,
-    check_seed,
-    chosen,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.targets import MAMBA2_TARGET, parameter_count
+from cluster.command_options import JsonFile, Local
 from cluster.config import DEMO_MODELS, Config, demo_models, pair_config
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.running import running
@@ -37,14 +36,15 @@ from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
 TARGET, SHARED, LLAMA = "target", "mamba2", "llama"
 """Folders among the demo's models: the first target, the drafter of both, and a drafter of the first target alone."""
-PROMPTS, QUICK_PROMPTS, QUICK_TOKENS = 8, 2, 16
+PROMPTS = Default(8, quick=2)
+TOKENS = Default(ANSWER_TOKENS, quick=16)
 THREADS = 1
 ROUTER = {"draft_timeout_ms": 30_000}
 
 
 @dataclass(frozen=True, slots=True)
 class TargetsSettings:
-    """Validated options of a run."""
+    """The options of a run."""
 
     prompts: int
     tokens: int
@@ -53,12 +53,6 @@ class TargetsSettings:
     local: bool
     seed: int
     models: Path
-
-    def __post_init__(self) -> None:
-        check_counts(prompts=self.prompts)
-        if self.tokens < 2:
-            raise BadRequest("tokens", f"must be at least 2; got {self.tokens}")
-        check_seed(self.seed)
 
 
 def targets_config(models: Path, costly: bool) -> Config:
@@ -128,14 +122,14 @@ def bench_targets(
     quick: Annotated[bool, typer.Option("--quick", help="Under a minute: few prompts, short answers.")] = False,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
-    prompts: Annotated[int | None, typer.Option(help="Number of held-out prompts. (default 8; quick 2)")] = None,
-    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 16)")] = None,
+    prompts: Annotated[int | None, PROMPTS.option("Number of held-out prompts.", least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=2)] = None,
     temperatures: Temperatures = "0,1",
     costly: Annotated[
         bool, typer.Option("--costly", help="Costly forms of both targets, of the same function.")
     ] = False,
-    local: Annotated[bool, typer.Option("--local", help="Run the engines in this process, without Ray.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the order and of sampling.")] = 0,
+    local: Local = False,
+    seed: Annotated[int, seed_option("the order and of sampling")] = 0,
     models: Models = DEMO_MODELS,
 ) -> None:
     """One drafter for two targets, without training it again: tokens a round, and tokens a second over those without
@@ -146,8 +140,8 @@ def bench_targets(
     Exits with status 1 if speculation changed a token.
     """
     settings = TargetsSettings(
-        chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
-        chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
+        PROMPTS.chosen(prompts, quick),
+        TOKENS.chosen(tokens, quick),
         parse_temperatures(temperatures),
         costly,
         local,

@@ -3,45 +3,77 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Generic, TypeVar
 
 import typer
 from dendro.errors import BadRequest
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from transformers.utils import logging
+from typer.models import OptionInfo
 
 from cluster.bench.measurement import Begin, Step
 from cluster.bench.report import Cells, Report, as_json, as_markdown, show
+from cluster.tables import PLAIN_WIDTH, page
 
-JsonFile = Annotated[Path | None, typer.Option(help="Write the report as JSON.")]
-PlotFile = Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.")]
-MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables as Markdown.")]
-Models = Annotated[Path, typer.Option(help="Folder written by `dendro train demo`.")]
+PlotFile = Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.", show_default=False)]
+MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables as Markdown.", show_default=False)]
+Models = Annotated[
+    Path, typer.Option(help="Folder written by `dendro train demo`. Default: the bundled one.", show_default=False)
+]
 Temperatures = Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")]
-
-PLAIN_WIDTH = 150  # columns, if the output is not a terminal
 
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
 
-def chosen(given: T | None, quick: bool, brief: T, full: T) -> T:
-    """An option's value, or its default: `brief` with --quick, else `full`."""
-    return given if given is not None else brief if quick else full
+@dataclass(frozen=True, slots=True)
+class Default(Generic[T]):
+    """The default of an option, and its default with --quick. The option itself is None unless it is given."""
+
+    full: T
+    quick: T
+
+    def chosen(self, given: T | None, quick: bool) -> T:
+        """An option's value, or its default."""
+        return given if given is not None else self.at(quick)
+
+    def at(self, quick: bool) -> T:
+        return self.quick if quick else self.full
+
+    def option(self, text: str, least: int | None = None) -> OptionInfo:
+        """The option, whose help is `text` and both defaults. least: of a number"""
+        text = f"{text} (default {_as_given(self.full)}; quick {_as_given(self.quick)})"
+        option: OptionInfo = typer.Option(min=least, help=text, show_default=False)
+        return option
 
 
-def check_counts(**counts: int) -> None:
-    """Raises BadRequest for the first that is below 1."""
-    for name, count in counts.items():
-        if count < 1:
-            raise BadRequest(name, f"must be at least 1; got {count}")
+def _as_given(default: object) -> str:
+    """A default as it would be given on the command line."""
+    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
 
-def check_seed(seed: int) -> None:
-    if not 0 <= seed < 1 << 32:
-        raise BadRequest("seed", f"must be an unsigned 32-bit number; got {seed}")
+def seed_option(of: str) -> OptionInfo:
+    """--seed, an unsigned 32-bit number."""
+    option: OptionInfo = typer.Option(min=0, max=(1 << 32) - 1, help=f"Seed of {of}.")
+    return option
+
+
+@dataclass(frozen=True, slots=True)
+class KindsSettings:
+    """The options of a bench that has prompts of every kind of `cluster.demo.kinds`."""
+
+    prompts: int  # of each kind
+    tokens: int
+    repetitions: int
+    temperatures: tuple[float, ...]
+    seed: int
+    models: Path
+
+
+KIND_PROMPTS = "Prompts of each kind: code, prose, edits; at most 9."
 
 
 def numbers_in(field: str, text: str, kind: Callable[[str], Number], least: Number, count: int = 1) -> list[Number]:
@@ -111,8 +143,7 @@ def present(
     """Show a report, and write it in every format that has a path. `differences`: answers that speculation changed;
     exits with status 1 where there are some."""
     facts, tables = list(facts), list(tables)
-    console = Console()
-    show(console if console.is_terminal else Console(width=width), facts, tables, differences)
+    show(page(width), facts, tables, differences)
     for path in (json, markdown, plot):
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)

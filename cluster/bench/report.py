@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from cluster.bench.statistics import CONFIDENCE, Estimate
+from cluster.tables import folding_table
 
 Report = Mapping[str, Any]
 Row = dict[str, Any]
@@ -93,13 +93,8 @@ def show(console: Console, facts: Iterable[str], tables: Iterable[Cells], differ
     for fact in facts:
         console.print(fact, highlight=False, markup=False)
     for title, columns, rows in tables:
-        table = Table(title=title, title_justify="left")
-        for index, column in enumerate(columns):
-            left = index == 0 or column in ("why", "shapes picked")
-            table.add_column(column, justify="left" if left else "right", overflow="fold")
-        for cells in rows:
-            table.add_row(*cells)
-        console.print(table)
+        right = [index for index, column in enumerate(columns) if index and column not in ("why", "shapes picked")]
+        console.print(folding_table(title, columns, rows, right=right))
     for line in differences[:MOST_DIFFERENCES]:
         console.print(f"DIFFERENT: {line}", style="red", markup=False)
 

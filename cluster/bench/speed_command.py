@@ -20,16 +20,14 @@ from cluster.bench.llama_cpp import LlamaCppProcess
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import BASELINES, GENERATE, LLAMA_CPP, LLAMA_CPP_ROWS, Begin
 from cluster.bench.options import (
-    JsonFile,
+    Default,
     MarkdownFile,
     Models,
     PlotFile,
     Temperatures,
-    check_counts,
-    check_seed,
-    chosen,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.ours import ClusterClient
@@ -46,6 +44,7 @@ from cluster.bench.speed_aims import aims_of
 from cluster.bench.speed_report import different, facts_of, tables_of
 from cluster.bench.speed_report import plot as draw
 from cluster.bench.targets import COSTLY, MAMBA2, THREADS, Which, parameter_count, target_config
+from cluster.command_options import JsonFile, Local
 from cluster.config import DEMO_MODELS, Config
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
@@ -55,14 +54,16 @@ from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 TIME_LIMIT_S = 1140.0  # of a whole run, startup and warm-up included: 19 minutes
 COSTLY_SHARE = 0.7  # of the time limit, for the first of two targets
 CHECKED_PROMPTS = 2  # answered in every way before timing starts; 1 if there are fewer than 4
-PROMPTS, REPETITIONS = 16, 2
+PROMPTS = Default(16, quick=2)
+TOKENS = Default(ANSWER_TOKENS, quick=16)
+REPETITIONS = Default(2, quick=1)
 CHOOSING_PROMPTS = 3  # beyond the measured ones, for the library's settings
-QUICK_PROMPTS, QUICK_TOKENS, QUICK_REPETITIONS = 2, 16, 1
+TARGETS = Default(Which.BOTH, quick=Which.COSTLY)
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedSettings:
-    """Validated options of a run."""
+    """The options of a run."""
 
     targets: tuple[str, ...]
     prompts: int
@@ -72,10 +73,6 @@ class SpeedSettings:
     local: bool
     seed: int
     models: Path
-
-    def __post_init__(self) -> None:
-        check_counts(prompts=self.prompts, tokens=self.tokens, repetitions=self.repetitions)
-        check_seed(self.seed)
 
 
 @asynccontextmanager
@@ -182,21 +179,17 @@ def bench_speed(
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
-    prompts: Annotated[int | None, typer.Option(help="Number of held-out prompts. (default 16; quick 2)")] = None,
-    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 16)")] = None,
+    prompts: Annotated[int | None, PROMPTS.option("Number of held-out prompts.", least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=1)] = None,
     repetitions: Annotated[
-        int | None, typer.Option(help="Repetitions of each prompt at each temperature. (default 2; quick 1)")
+        int | None, REPETITIONS.option("Repetitions of each prompt at each temperature.", least=1)
     ] = None,
     target: Annotated[
-        Which | None,
-        typer.Option(
-            help="What to measure; mamba2: the costly form of the demo's Mamba-2 target. (default both; quick costly)",
-            show_default=False,
-        ),
+        Which | None, TARGETS.option("What to measure; mamba2: the costly form of the demo's Mamba-2 target.")
     ] = None,
     temperatures: Temperatures = "0,1",
-    local: Annotated[bool, typer.Option("--local", help="Run our engines in this process, without Ray.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of the order and of sampling.")] = 0,
+    local: Local = False,
+    seed: Annotated[int, seed_option("the order and of sampling")] = 0,
     models: Models = DEMO_MODELS,
 ) -> None:
     """Compare speeds: transformers' generate, its prompt lookup and its assisted generation, with the library's
@@ -206,10 +199,10 @@ def bench_speed(
     status 1 if ours answered differently with speculation than without.
     """
     settings = SpeedSettings(
-        targets=chosen(target, quick, Which.COSTLY, Which.BOTH).names,
-        prompts=chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
-        tokens=chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
-        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
+        targets=TARGETS.chosen(target, quick).names,
+        prompts=PROMPTS.chosen(prompts, quick),
+        tokens=TOKENS.chosen(tokens, quick),
+        repetitions=REPETITIONS.chosen(repetitions, quick),
         temperatures=parse_temperatures(temperatures),
         local=local,
         seed=seed,

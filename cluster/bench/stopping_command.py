@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,16 +16,16 @@ from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    JsonFile,
+    KIND_PROMPTS,
+    Default,
+    KindsSettings,
     MarkdownFile,
     Models,
     PlotFile,
     Temperatures,
-    check_counts,
-    check_seed,
-    chosen,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.prompted import write_answers
@@ -45,14 +44,16 @@ from cluster.bench.stopping_report import facts_of, tables_of
 from cluster.bench.stopping_report import plot as draw
 from cluster.bench.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.bench.traces import SPARE, grown_trees
+from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
 DRAFTER = "mamba2"
-PROMPTS, QUICK_PROMPTS = 9, 1
-QUICK_TOKENS = 24
-REPETITIONS, QUICK_REPETITIONS = 15, 3
+PROMPTS = Default(9, quick=1)
+TOKENS = Default(ANSWER_TOKENS, quick=24)
+REPETITIONS = Default(15, quick=3)
+LIVE = Default(True, quick=False)
 LIVE_PROMPTS = 1
 """Prompts of each kind whose answers are generated in real time."""
 SIDE_BY_SIDE = 9
@@ -62,20 +63,10 @@ MARGIN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class StoppingSettings:
-    """Validated options of a run."""
+class StoppingSettings(KindsSettings):
+    """The options of a run."""
 
-    prompts: int  # of each kind
-    tokens: int
-    repetitions: int
-    temperatures: tuple[float, ...]
     live: bool
-    seed: int
-    models: Path
-
-    def __post_init__(self) -> None:
-        check_counts(prompts=self.prompts, tokens=self.tokens, repetitions=self.repetitions)
-        check_seed(self.seed)
 
 
 async def record(settings: StoppingSettings, begin: Begin) -> tuple[StoppingRecord, list[dict[str, Any]]]:
@@ -157,11 +148,9 @@ def bench_stopping(
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
-    prompts: Annotated[
-        int | None, typer.Option(help="Prompts of each kind: code, prose, edits; at most 9. (default 9; quick 1)")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 24)")] = None,
-    repetitions: Annotated[int | None, typer.Option(help="Measurements of each cost. (default 15; quick 3)")] = None,
+    prompts: Annotated[int | None, PROMPTS.option(KIND_PROMPTS, least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=1)] = None,
+    repetitions: Annotated[int | None, REPETITIONS.option("Measurements of each cost.", least=1)] = None,
     temperatures: Temperatures = "0,1",
     live: Annotated[
         bool | None,
@@ -172,7 +161,7 @@ def bench_stopping(
             show_default=False,
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling at temperatures above 0.")] = 0,
+    seed: Annotated[int, seed_option("sampling at temperatures above 0")] = 0,
     models: Models = DEMO_MODELS,
 ) -> None:
     """Compare when drafts stop: after a fixed number of levels, at a fixed chance h that a guess is rejected
@@ -184,11 +173,11 @@ def bench_stopping(
     rule reaches 99 % of the rate of the best h in hindsight.
     """
     settings = StoppingSettings(
-        prompts=chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
-        tokens=chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
-        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
+        prompts=PROMPTS.chosen(prompts, quick),
+        tokens=TOKENS.chosen(tokens, quick),
+        repetitions=REPETITIONS.chosen(repetitions, quick),
         temperatures=parse_temperatures(temperatures),
-        live=chosen(live, quick, False, True),
+        live=LIVE.chosen(live, quick),
         seed=seed,
         models=models,
     )

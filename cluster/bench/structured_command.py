@@ -14,23 +14,23 @@ from tree_layers.checkpoint import read_facts
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    JsonFile,
+    Default,
     MarkdownFile,
     Temperatures,
-    check_seed,
-    chosen,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.structured import FOLLOWS, IGNORES, facts_of, measure_structured, tables_of
 from cluster.checkpoint_tokenizer import load_tokenizer, token_bytes_of
+from cluster.command_options import JsonFile
 from cluster.config import demo_config
 from cluster.running import local_client
 
 PROMPT = "config = json.loads("
-SCHEMAS, QUICK_SCHEMAS = 40, 4
-TOKENS, QUICK_TOKENS = 128, 64
+SCHEMAS = Default(40, quick=4)
+TOKENS = Default(128, quick=64)
 
 
 def run_structured(
@@ -64,23 +64,17 @@ def bench_structured(
     quick: Annotated[bool, typer.Option("--quick", help="Four schemas, answers of at most 64 tokens.")] = False,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
-    schemas: Annotated[
-        int | None, typer.Option(min=1, help="Random schemas. (default 40; quick 4)", show_default=False)
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="The most tokens of an answer. (default 128; quick 64)", show_default=False),
-    ] = None,
+    schemas: Annotated[int | None, SCHEMAS.option("Random schemas.", least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("The most tokens of an answer.", least=1)] = None,
     temperatures: Temperatures = "0,1",
-    seed: Annotated[int, typer.Option(help="Seed of schemas and sampling.")] = 0,
+    seed: Annotated[int, seed_option("schemas and sampling")] = 0,
 ) -> None:
     """Measure answers to random JSON schemas on the demo's models, beside answers without a structure: tokens per
     round, draft and verification time with speculation off, fixed and chosen, by a drafter that follows the structure
     and by one that ignores it, and the time of a round's masks with and without a tree. Exit status 1 where an answer
     differs from plain decoding.
     """
-    check_seed(seed)
     drawn = parse_temperatures(temperatures)
-    counts = chosen(schemas, quick, QUICK_SCHEMAS, SCHEMAS), chosen(tokens, quick, QUICK_TOKENS, TOKENS)
+    counts = SCHEMAS.chosen(schemas, quick), TOKENS.chosen(tokens, quick)
     report = with_bars(lambda begin: run_structured(*counts, drawn, seed, begin))
     present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])

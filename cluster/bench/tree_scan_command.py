@@ -13,7 +13,7 @@ from tree_kernels.tree_attention import NEAR_CHOICES
 
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
-from cluster.bench.options import JsonFile, MarkdownFile, PlotFile, chosen, present, with_bars
+from cluster.bench.options import Default, MarkdownFile, PlotFile, present, seed_option, with_bars
 from cluster.bench.targets import THREADS
 from cluster.bench.tree_scan import (
     BEAM_STEPS,
@@ -33,8 +33,9 @@ from cluster.bench.tree_scan import (
 )
 from cluster.bench.tree_scan_report import facts_of, tables_of
 from cluster.bench.tree_scan_report import plot as draw
+from cluster.command_options import JsonFile
 
-REPETITIONS, QUICK_REPETITIONS = 20, 5
+REPETITIONS = Default(20, quick=5)
 
 
 def parse_size(text: str) -> ScanModelSize:
@@ -115,15 +116,13 @@ def bench_tree_scan(
     block: Annotated[
         int, typer.Option(help="Tokens of a block: 16, 32 or 64, at least the depth of the deepest tree.")
     ] = 16,
-    repetitions: Annotated[
-        int | None, typer.Option(min=1, help="Repetitions of each step. (default 20; quick 5)", show_default=False)
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, inputs and beams.")] = 0,
+    repetitions: Annotated[int | None, REPETITIONS.option("Repetitions of each step.", least=1)] = None,
+    seed: Annotated[int, seed_option("weights, inputs and beams")] = 0,
 ) -> None:
     """Time a tree in a state-space layer: packed, as a batch of its paths, and by transformers' chunk scan; and measure
     the memory of a model with trees, relative to plain decoding. Runs on the CPU, in this process.
     """
-    repeated = chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS)
+    repeated = REPETITIONS.chosen(repetitions, quick)
     published = parse_size(size)
     report = with_bars(lambda begin: run_tree_scan(published, block, repeated, quick, seed, begin))
     present(report, facts_of(report), tables_of(report), json, markdown, plot, draw)

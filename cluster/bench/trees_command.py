@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,16 +19,16 @@ from cluster.bench.live import live_row, live_shapes
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    JsonFile,
+    KIND_PROMPTS,
+    Default,
+    KindsSettings,
     MarkdownFile,
     Models,
     PlotFile,
     Temperatures,
-    check_counts,
-    check_seed,
-    chosen,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.prompted import write_answers
@@ -62,17 +61,18 @@ from cluster.bench.trees_causes import calibration_rows, causes_rows
 from cluster.bench.trees_context import measure_contexts
 from cluster.bench.trees_report import facts_of, tables_of
 from cluster.bench.trees_report import plot as draw
+from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS
 from cluster.policies import POLICIES
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
-DRAFTERS = ("mamba2", "mamba", "llama")
+DRAFTERS = Default("mamba2,mamba,llama", quick="mamba2")
 """The first is the main one: its trees are grown, and policies are replayed with it."""
-PROMPTS, QUICK_PROMPTS = 8, 1
-QUICK_TOKENS = 16
-REPETITIONS, QUICK_REPETITIONS = 15, 3
-QUICK_CONTEXTS = (256, 1024)
+PROMPTS = Default(8, quick=1)
+TOKENS = Default(ANSWER_TOKENS, quick=16)
+REPETITIONS = Default(15, quick=3)
+LENGTHS = Default(CONTEXTS, quick=(256, 1024))
 SIDE_BY_SIDE = 8
 """Texts that are drafted together."""
 MARGIN = 8
@@ -80,22 +80,14 @@ MARGIN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class TreesSettings:
-    """Validated options of a run."""
+class TreesSettings(KindsSettings):
+    """The options of a run."""
 
-    prompts: int  # of each kind
-    tokens: int
-    repetitions: int
-    temperatures: tuple[float, ...]
     drafters: tuple[str, ...]
     live: bool
     contexts: tuple[int, ...]  # tokens; empty: longer texts are not measured
-    seed: int
-    models: Path
 
     def __post_init__(self) -> None:
-        check_counts(prompts=self.prompts, tokens=self.tokens, repetitions=self.repetitions)
-        check_seed(self.seed)
         for name in self.drafters:
             if not (self.models / name / "config.json").exists():
                 raise BadRequest("drafters", f"{self.models / name} holds no checkpoint")
@@ -244,19 +236,15 @@ def bench_trees(
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
-    prompts: Annotated[
-        int | None, typer.Option(help="Prompts of each kind: code, prose, edits; at most 9. (default 8; quick 1)")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 16)")] = None,
-    repetitions: Annotated[int | None, typer.Option(help="Measurements of each cost. (default 15; quick 3)")] = None,
+    prompts: Annotated[int | None, PROMPTS.option(KIND_PROMPTS, least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=1)] = None,
+    repetitions: Annotated[int | None, REPETITIONS.option("Measurements of each cost.", least=1)] = None,
     temperatures: Temperatures = "0,1",
     drafters: Annotated[
         str | None,
-        typer.Option(
-            help="Folders beside the target, separated by commas. All arms and policies are measured with the first, "
-            "static trees alone with the others. A drafter that the service does not support has ranks, but no costs. "
-            "(default mamba2,mamba,llama; quick mamba2)",
-            show_default=False,
+        DRAFTERS.option(
+            "Folders beside the target, separated by commas. All arms and policies are measured with the first, static "
+            "trees alone with the others. A drafter that the service does not support has ranks, but no costs."
         ),
     ] = None,
     context: Annotated[
@@ -268,7 +256,7 @@ def bench_trees(
     live: Annotated[
         bool, typer.Option(help="Also run some arms in real time, with drafter and verifier in this process.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Seed of sampling at temperatures above 0.")] = 0,
+    seed: Annotated[int, seed_option("sampling at temperatures above 0")] = 0,
     models: Models = DEMO_MODELS,
 ) -> None:
     """Compare ways to guess: chains, static trees, beams, dynamic trees, and every policy that chooses among them, on
@@ -281,13 +269,13 @@ def bench_trees(
     speculation.
     """
     settings = TreesSettings(
-        prompts=chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
-        tokens=chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
-        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
+        prompts=PROMPTS.chosen(prompts, quick),
+        tokens=TOKENS.chosen(tokens, quick),
+        repetitions=REPETITIONS.chosen(repetitions, quick),
         temperatures=parse_temperatures(temperatures),
-        drafters=parse_drafters(chosen(drafters, quick, DRAFTERS[0], ",".join(DRAFTERS))),
+        drafters=parse_drafters(DRAFTERS.chosen(drafters, quick)),
         live=live,
-        contexts=chosen(None, quick, QUICK_CONTEXTS, CONTEXTS) if context else (),
+        contexts=LENGTHS.at(quick) if context else (),
         seed=seed,
         models=models,
     )

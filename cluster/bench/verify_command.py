@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -16,47 +15,39 @@ from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import (
-    JsonFile,
+    KIND_PROMPTS,
+    Default,
+    KindsSettings,
     MarkdownFile,
     Models,
     PlotFile,
-    check_counts,
-    check_seed,
-    chosen,
     parse_temperatures,
     present,
+    seed_option,
     with_bars,
 )
 from cluster.bench.targets import DEMO, THREADS, parameter_count, target_config
 from cluster.bench.verify import ARMS, ROOM, aims_of, arm_rows, measure_arms
 from cluster.bench.verify_report import facts_of, tables_of
 from cluster.bench.verify_report import plot as draw
+from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.prompts import load_tokenizer
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
 DRAFTER = "mamba2"
-PROMPTS, QUICK_PROMPTS = 5, 1
-QUICK_TOKENS = 24
-REPETITIONS, QUICK_REPETITIONS = 2, 1
-TEMPERATURES, QUICK_TEMPERATURES = "1,0.6", "1"
+PROMPTS = Default(5, quick=1)
+TOKENS = Default(ANSWER_TOKENS, quick=24)
+REPETITIONS = Default(2, quick=1)
+TEMPERATURES = Default("1,0.6", quick="1")
 
 
 @dataclass(frozen=True, slots=True)
-class VerifySettings:
-    """Validated options of a run."""
-
-    prompts: int  # of each kind
-    tokens: int
-    repetitions: int
-    temperatures: tuple[float, ...]
-    seed: int
-    models: Path
+class VerifySettings(KindsSettings):
+    """The options of a run."""
 
     def __post_init__(self) -> None:
-        check_counts(prompts=self.prompts, tokens=self.tokens, repetitions=self.repetitions)
-        check_seed(self.seed)
         if 0 in self.temperatures:
             raise BadRequest("temperatures", "must be above 0: at 0 every mode is greedy")
 
@@ -108,17 +99,13 @@ def bench_verify(
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
-    prompts: Annotated[
-        int | None, typer.Option(help="Prompts of each kind: code, prose, edits; at most 9. (default 5; quick 1)")
-    ] = None,
-    tokens: Annotated[int | None, typer.Option(help="New tokens of every answer. (default 64; quick 24)")] = None,
+    prompts: Annotated[int | None, PROMPTS.option(KIND_PROMPTS, least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=1)] = None,
     repetitions: Annotated[
-        int | None, typer.Option(help="Answers to each prompt, with seeds of their own. (default 2; quick 1)")
+        int | None, REPETITIONS.option("Answers to each prompt, with seeds of their own.", least=1)
     ] = None,
-    temperatures: Annotated[
-        str | None, typer.Option(help="Sampling temperatures, separated by commas. (default 1,0.6; quick 1)")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    temperatures: Annotated[str | None, TEMPERATURES.option("Sampling temperatures, separated by commas.")] = None,
+    seed: Annotated[int, seed_option("sampling")] = 0,
     models: Models = DEMO_MODELS,
 ) -> None:
     """Compare verification modes on the demo pair: coupled, multi-step and naive sampling with trees of 1, 2 and 4
@@ -129,10 +116,10 @@ def bench_verify(
     with chains, and wins against it and naive sampling with 4 children.
     """
     settings = VerifySettings(
-        prompts=chosen(prompts, quick, QUICK_PROMPTS, PROMPTS),
-        tokens=chosen(tokens, quick, QUICK_TOKENS, ANSWER_TOKENS),
-        repetitions=chosen(repetitions, quick, QUICK_REPETITIONS, REPETITIONS),
-        temperatures=parse_temperatures(chosen(temperatures, quick, QUICK_TEMPERATURES, TEMPERATURES)),
+        prompts=PROMPTS.chosen(prompts, quick),
+        tokens=TOKENS.chosen(tokens, quick),
+        repetitions=REPETITIONS.chosen(repetitions, quick),
+        temperatures=parse_temperatures(TEMPERATURES.chosen(temperatures, quick)),
         seed=seed,
         models=models,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -19,20 +18,22 @@ from dendro.shapes import BeamShape, DynamicShape, MarginalShape, NodeShape, Unt
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from cluster.arms import Arm
+from cluster.arms import Arm, parsed_arms
 from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import Step
 from cluster.certify import checks
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
-from cluster.config import Config, TargetConfig, demo_config
+from cluster.command_options import ConfigArgument, JsonFile, Local, given_config
+from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
 from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
+from cluster.tables import page
 from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
@@ -93,7 +94,7 @@ def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str
     They name their drafter where there are several."""
     arms = (
         Arm(maker, shape).name(len(drafters) > 1)
-        for drafter, shape in (*config.speculation.parsed, *(("", shape) for shape in OF_EACH_KIND))
+        for drafter, shape in (*parsed_arms(config.arm_texts(target)), *(("", shape) for shape in OF_EACH_KIND))
         if not shape.off and config.targets[target].holds(shape)
         for maker in (drafters if shape.drafted else config.makers_of(target, shape))
         if drafter in ("", maker)
@@ -196,12 +197,12 @@ def _own_engine(name: str, target: TargetConfig) -> VerifierEngine:
 
 
 def certify(
-    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
+    config: ConfigArgument = None,
     address: Annotated[str, typer.Option(help="A running cluster to check; needs --target.")] = "",
     target: Annotated[Path | None, typer.Option(help="The target it serves: a folder, or a name on a hub.")] = None,
-    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")] = False,
+    local: Local = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few prompts: takes minutes, checks less.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Check on held-out prompts that answers have the target's own tokens and law under every speculation.
 
@@ -209,18 +210,17 @@ def certify(
     """
     if bool(address) != (target is not None) or (address and (config or local)):
         raise BadRequest("address", "needs --target, and excludes a configuration and --local")
-    checked = Config.load(config) if config else demo_config()
+    checked = given_config(config)
     if target is not None:
         name, served = next(iter(checked.targets.items()))
         served = served.model_copy(update={"checkpoint": resolved_path(target, Path.cwd())})
         checked = checked.model_copy(update={"targets": {name: served}})
     checked = fetched(pinned(checked))
     subject = address or (str(config) if config else "the bundled demo")
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         found = asyncio.run(run_certify(checked, address, local, QUICK if quick else FULL, progress))
-    show(console, found, subject)
+    show(page(), found, subject)
     if json_file is not None:
         threads = next(iter(checked.targets.values())).threads
         json_file.write_text(json.dumps(report(found, describe_machine(threads), subject), indent=2) + "\n")

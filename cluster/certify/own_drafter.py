@@ -38,7 +38,7 @@ class TokenMemory:
         self._nodes: dict[int, list[int]] = {}
 
     def text_bytes(self, longest: int) -> int:
-        return 0
+        return 8 * longest
 
     def save(self, text: int, tokens: int) -> Arrays:
         return {"tokens": np.array(self._texts[text], np.int64)}

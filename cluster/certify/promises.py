@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text as RichText
+
+from cluster.tables import folding_table
 
 
 @dataclass(slots=True)
@@ -48,18 +50,17 @@ def report(promises: Sequence[Promise], machine: dict[str, object], subject: str
 
 def show(console: Console, promises: Sequence[Promise], subject: str) -> None:
     """Print the report as a table; of the broken findings, the first 8."""
-    table = Table(title=f"dendro certify: {subject}", show_lines=True)
-    for column in ("promise", "kept", "answers", "tokens compared", "excused", "found"):
-        table.add_column(column, overflow="fold", justify="right" if column[0] in "ate" else "left")
-    word = {True: "[green]kept", False: "[red]BROKEN", None: "[yellow]not checked"}
-    for promise in promises:
-        lines = promise.broken[:8] + promise.found + ([promise.why] if promise.why else [])
-        table.add_row(
+    word = {True: ("kept", "green"), False: ("BROKEN", "red"), None: ("not checked", "yellow")}
+    rows = [
+        (
             promise.promise,
-            word[promise.kept],
+            RichText(*word[promise.kept]),
             f"{promise.answers:,}",
             f"{promise.tokens_compared:,}",
             f"{promise.excused:,}",
-            "\n".join(lines),
+            "\n".join(promise.broken[:8] + promise.found + ([promise.why] if promise.why else [])),
         )
-    console.print(table)
+        for promise in promises
+    ]
+    columns = ("promise", "kept", "answers", "tokens compared", "excused", "found")
+    console.print(folding_table(f"dendro certify: {subject}", columns, rows, right=[2, 3, 4], lines=True))

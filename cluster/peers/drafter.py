@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -291,9 +292,9 @@ class DrafterHandles:
         self._make = make
 
     @property
-    def opened(self) -> Opened | None:
-        """Of the first drafter that has opened the text."""
-        return next((handle.opened for handle in self.handles.values() if handle.opened is not None), None)
+    def openings(self) -> dict[str, Opened]:
+        """The first opening at each drafter that has opened the text."""
+        return {name: handle.opened for name, handle in self.handles.items() if handle.opened is not None}
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         if arm.drafted and arm.maker not in self.handles:
@@ -325,7 +326,7 @@ def _levels(tree: DraftTree, shape: TreeShape) -> int:
 class NoDrafter:
     """The handle of a target that has no drafter."""
 
-    opened: Opened | None = None
+    openings: Mapping[str, Opened] = MappingProxyType({})
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         return DraftTree.root_only(text.root)

@@ -7,7 +7,7 @@ they suffice. Where the drafter is late, lost or absent, the tree has proposals 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,8 +63,8 @@ class Proposals:
         self._ended = False
 
     @property
-    def opened(self) -> Opened | None:
-        return self._drafter.opened
+    def openings(self) -> Mapping[str, Opened]:
+        return self._drafter.openings
 
     def offer(self, text: Text) -> DraftTree:
         """All proposals for the next round as one tree; the root alone where there are none. Those of one proposer

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
-from dendro.calls import Hello
+from dendro.calls import Hello, Opened
 from dendro.clock import Clock
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
@@ -45,6 +46,7 @@ class RoundAccount:
         self._names_drafters = plan.names_drafters
         self.offer: Offer | None = None  # makes the proposals for the next round
         self.stats = pb.SpeculationStats(policy=plan.name)
+        self._drafters: dict[str, pb.DrafterStats] = {}  # by name, in the order of their first rounds
 
     def choose(self) -> Arm:
         self._began_s = self._clock()
@@ -101,6 +103,15 @@ class RoundAccount:
         stats.discarded_tokens += tree.guesses - accepted
         stats.trimmed_tokens += verdict.trimmed
         stats.late_drafts += tree.missed
+        if not arm.drafted:
+            return
+        drafter = self._drafters.setdefault(arm.maker, pb.DrafterStats(name=arm.maker))
+        if tree.missed:  # any guesses are proposals
+            drafter.late_drafts += 1
+        else:
+            drafter.rounds += 1
+            drafter.drafted_tokens += tree.guesses
+            drafter.accepted_tokens += accepted
 
     def _time(self, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, first: bool) -> None:
         stats, tokens = self.stats, len(verdict.tokens)
@@ -118,3 +129,20 @@ class RoundAccount:
             stats.hop_us += rest_us
             stats.decode_tokens += tokens
             stats.decode_us = int(1e6 * (now_s - self._first_s))
+
+    def fill(self, complete: pb.GenerateComplete, openings: Mapping[str, Opened], target: Opened | None) -> None:
+        """Set the statistics of `complete`. openings: of the drafters that opened the text, by name; target: of the
+        verifier"""
+        complete.speculation.CopyFrom(self.stats)
+        complete.drafters.extend(self._drafters.values())
+        opened = [each for each in complete.drafters if each.name in openings]
+        for each in opened:
+            each.opening.CopyFrom(_opening_message(openings[each.name]))
+        if opened:
+            complete.drafter.CopyFrom(max(opened, key=lambda each: each.rounds).opening)
+        if target is not None:
+            complete.target.CopyFrom(_opening_message(target))
+
+
+def _opening_message(opened: Opened) -> pb.OpeningStats:
+    return pb.OpeningStats(restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us)

@@ -282,15 +282,8 @@ class Ingress:
                     yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm_name)
         finally:
             await self._close(text, drafter, verifier)
-        complete.speculation.CopyFrom(account.stats)
+        account.fill(complete, drafter.openings, verifier.opened)
         complete.speculation.verifier_moves = verifier.moves
-        for stats, opened in ((complete.drafter, drafter.opened), (complete.target, verifier.opened)):
-            if opened is not None:
-                stats.CopyFrom(
-                    pb.OpeningStats(
-                        restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us
-                    )
-                )
 
     def _left_s(self, job: Job) -> float:
         return self.config.router.request_timeout_s - (self._clock() - job.began_s)

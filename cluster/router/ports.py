@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from dendro.calls import Hello, Opened
@@ -18,11 +18,6 @@ from cluster.router.rounds import Drafter, Verifier
 class HandlePort(Protocol):
     """What the handles of drafters and verifiers have in common."""
 
-    @property
-    def opened(self) -> Opened | None:
-        """Tokens and time of the first opening; None until a peer has opened the text."""
-        ...
-
     async def close(self, text: Text) -> None:
         """Release the lease; the peer saves its state of `text`. Never raises."""
         ...
@@ -30,6 +25,11 @@ class HandlePort(Protocol):
 
 class DrafterPort(Drafter, HandlePort, Protocol):
     """A request's drafters, each leased when its first tree is requested."""
+
+    @property
+    def openings(self) -> Mapping[str, Opened]:
+        """Tokens and time of the first opening at each drafter that has opened the text, by its name."""
+        ...
 
 
 class VerifierPort(Verifier, HandlePort, Protocol):
@@ -40,6 +40,11 @@ class VerifierPort(Verifier, HandlePort, Protocol):
     moves: int
     hello: Hello | None
     stays_off: Callable[[], bool] | None
+
+    @property
+    def opened(self) -> Opened | None:
+        """Tokens and time of the first opening; None until a verifier has opened the text."""
+        ...
 
     async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Wait until the text is open; the log-probabilities of its tokens from `Text.echo_from` on. Raises what ended

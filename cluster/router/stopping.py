@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from dendro.calls import Opened
 from dendro.text import Text
 from dendro.tree import DraftTree
@@ -19,8 +21,8 @@ class StoppingDrafter:
         self._rule = rule
 
     @property
-    def opened(self) -> Opened | None:
-        return self._drafter.opened
+    def openings(self) -> Mapping[str, Opened]:
+        return self._drafter.openings
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         tree = await self._drafter.draft(text, self._rule.resolved(arm))

@@ -20,12 +20,14 @@ from dendro.errors import BadRequest
 from rich.console import Console
 from transformers.utils import logging
 
-from cluster.config import Config, TargetConfig, demo_config
+from cluster.command_options import ConfigArgument, TargetName, given_config
+from cluster.config import TargetConfig
 from cluster.hub import fetched_model
 from cluster.training.adding import entry_line, with_drafter, write_drafter
 from cluster.training.data import DataSource
 from cluster.training.drafter import LABELS, DrafterPlan, Length, train_drafter
 from cluster.training.models import checked_target, start_from
+from cluster.training.options import Pattern, Resume, TextField
 from drafter_service.training.batches import DRAFTER_ROWS
 from drafter_service.training.sizes import SIZES, STUDENT_KINDS, StudentKind, StudentSize
 from drafter_service.training.together import train_together
@@ -62,14 +64,14 @@ def drafter_entry(plan: DrafterPlan, folder: Path) -> dict[str, Any]:
 
 
 def drafter(
-    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
+    config: ConfigArgument = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(help="A text, a .jsonl file, or a folder of them. May be given several times."),
     ] = None,
-    target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
-    pattern: Annotated[str, typer.Option(help="Names of a folder's files.")] = "*",
-    field: Annotated[str, typer.Option(help="The field of a JSON line that has its text.")] = "text",
+    target: TargetName = "",
+    pattern: Pattern = "*",
+    field: TextField = "text",
     kind: Annotated[
         str | None, typer.Option(help="mamba, mamba2 or llama. (default mamba2)", show_default=False)
     ] = None,
@@ -113,7 +115,7 @@ def drafter(
         int | None,
         typer.Option(min=1, help="Processes that train together. (default: one a GPU)", show_default=False),
     ] = None,
-    resume: Annotated[bool, typer.Option(help="Resume a stopped run with the same --out.")] = True,
+    resume: Resume = True,
     fuse: Annotated[
         bool, typer.Option("--compile/--no-compile", help="Compile forwards, where a C++ compiler is installed.")
     ] = True,
@@ -124,7 +126,7 @@ def drafter(
     from these labels. Run the same command again to resume a run that was stopped or killed. OUT gets an ordinary
     checkpoint with a card; OUT.training has the rest and may be deleted afterwards. Uses all GPUs of the machine.
     """
-    checked = Config.load(config) if config is not None else demo_config()
+    checked = given_config(config)
     name = checked.target_named(target)
     plan = _plan(
         name,

@@ -15,18 +15,18 @@ from typing import Annotated
 import torch
 import typer
 from dendro.errors import BadRequest
-from rich.console import Console
-from rich.table import Table
 from transformers.utils import logging
 
-from cluster.config import Config, demo_config
+from cluster.command_options import ConfigArgument, TargetName, given_config
 from cluster.hub import fetched_model
+from cluster.tables import folding_table, page
 from cluster.training.acceptance import TEMPERATURES
 from cluster.training.adding import with_head, write_head_entry
 from cluster.training.data import DataSource
 from cluster.training.head import CARD_FILE, HeadPlan, train_head, warps_of
 from cluster.training.head_card import HEADER, quality_rows
 from cluster.training.models import checked_target
+from cluster.training.options import Pattern, Resume, TextField
 from drafter_service.acceptance_head import MOST_BLOCKS
 from drafter_service.training.examples import FEEDS, FROM_TARGET, ExampleLaw
 
@@ -35,17 +35,17 @@ DEFAULT_BLOCKS = 1
 
 
 def head(
-    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
+    config: ConfigArgument = None,
     data: Annotated[
         list[Path] | None,
         typer.Option(
             help="A text, a .jsonl file, or a folder of them: one kind of prompt. May be given several times."
         ),
     ] = None,
-    target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
+    target: TargetName = "",
     drafter: Annotated[str, typer.Option(help="The drafter's name. Default: the target's first.")] = "",
-    pattern: Annotated[str, typer.Option(help="Names of a folder's files.")] = "*",
-    field: Annotated[str, typer.Option(help="The field of a JSON line that has its text.")] = "text",
+    pattern: Pattern = "*",
+    field: TextField = "text",
     depth: Annotated[
         int, typer.Option(min=0, max=MOST_BLOCKS, help="Residual blocks of the head (D).")
     ] = DEFAULT_BLOCKS,
@@ -77,7 +77,7 @@ def head(
         bool, typer.Option("--write", help="Write the head into the drafter's entry of CONFIG; the rest is unchanged.")
     ] = False,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: those of the target.")] = None,
-    resume: Annotated[bool, typer.Option(help="Resume a stopped run with the same --out.")] = True,
+    resume: Resume = True,
 ) -> None:
     """Train an acceptance head (SpecDec++): the chances that a drafter's guesses come true, for one target.
 
@@ -85,7 +85,7 @@ def head(
     It is calibrated and measured on held-out texts of each --data. Run the same command again to resume a run that was
     stopped or killed. OUT gets the head and its card; OUT.training has the rest and may be deleted afterwards.
     """
-    checked = Config.load(config) if config is not None else demo_config()
+    checked = given_config(config)
     name = checked.target_named(target)
     own = checked.drafters_of(name)
     if not own or (drafter and drafter not in own):
@@ -130,11 +130,8 @@ def head(
     run = train_head(plan, resume)
     if write and config is not None:
         write_head_entry(config, drafter, entry)
-    table = Table(*HEADER, title="Held out")
-    for row in quality_rows(run.done.facts("export")["qualities"]):
-        table.add_row(*row)
-    console = Console(highlight=False)
-    console.print(table)
+    console = page()
+    console.print(folding_table("Held out", HEADER, quality_rows(run.done.facts("export")["qualities"])))
     console.print(f"The head is {plan.file}, its card {CARD_FILE} beside it.", markup=False, soft_wrap=True)
     done = f"{config} has" if write else f"Add to drafters.{drafter}"
     console.print(f"{done}: head: {entry}. {plan.work} may be deleted.", markup=False, soft_wrap=True)

@@ -18,10 +18,11 @@ from tokenizers import Tokenizer
 
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
-from cluster.bench.options import JsonFile, MarkdownFile, parse_temperatures, present, with_bars
+from cluster.bench.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
 from cluster.bench.report import Cells, Report, interval, machine_facts, number
 from cluster.bench.targets import parameter_count
-from cluster.config import Config, TargetConfig, demo_config
+from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
+from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts
 from cluster.hub import fetched, pinned
 from cluster.router.tokenizer import CheckpointTokenizer
@@ -40,7 +41,7 @@ from cluster.tune.tuning import (
     costs_row,
     rows_of,
 )
-from cluster.tune.writing import check_writable, text_of, write_arms
+from cluster.tune.writing import check_writable, field_of_arms, text_of, write_arms
 from drafter_service.confidence import CANDIDATES
 
 SHAPE_COLUMNS = (
@@ -79,8 +80,10 @@ class TuneSize:
     tokens: int
 
 
-FULL = TuneSize(24, 6, 8, ANSWER_TOKENS)
-QUICK = TuneSize(6, 1, 2, 24)
+LEARNED = Default(24, quick=6)
+TIMED = Default(6, quick=1)
+HELD_OUT = Default(8, quick=2)
+TOKENS = Default(ANSWER_TOKENS, quick=24)
 
 
 def _tokenizer(target: TargetConfig, name: str) -> Tokenizer:
@@ -245,55 +248,49 @@ def tables_of(report: Report) -> Iterator[Cells]:
 
 
 def tune(
-    config: Annotated[Path | None, typer.Argument(help="A configuration; default: the bundled demo.")] = None,
-    target: Annotated[str, typer.Option(help="The target's name. Default: the first.")] = "",
+    config: ConfigArgument = None,
+    target: TargetName = "",
     temperatures: Annotated[str, typer.Option(help="Separated by commas; each gets trees of its own.")] = "0,1",
     quick: Annotated[
         bool, typer.Option("--quick", help="Under a minute for each drafter: few prompts, short answers.")
     ] = False,
     write: Annotated[
         bool,
-        typer.Option("--write", help="Write the trees found into CONFIG's speculation.arms; the rest is unchanged."),
+        typer.Option("--write", help="Write the trees found into CONFIG as the target's arms; the rest is unchanged."),
     ] = False,
     out: Annotated[Path | None, typer.Option(help="Write the configuration with the trees found to this file.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the file named by --out.")] = False,
     json: JsonFile = None,
     markdown: MarkdownFile = None,
-    local: Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, no Redis.")] = False,
-    prompts: Annotated[
-        int | None, typer.Option(min=1, help="Prompts to count ranks on. (default 24; quick 6)", show_default=False)
-    ] = None,
-    held_out: Annotated[
-        int | None,
-        typer.Option("--held-out", min=1, help="Prompts to run shapes on. (default 8; quick 2)", show_default=False),
-    ] = None,
-    tokens: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of every answer. (default 64; quick 24)", show_default=False)
-    ] = None,
+    local: Local = False,
+    prompts: Annotated[int | None, LEARNED.option("Prompts to count ranks on.", least=1)] = None,
+    held_out: Annotated[int | None, HELD_OUT.option("Prompts to run shapes on.", least=1)] = None,
+    tokens: Annotated[int | None, TOKENS.option("Tokens of every answer.", least=2)] = None,
     max_rows: Annotated[int, typer.Option(min=2, max=MAX_ROWS, help="Rows of a tree, root included.")] = MAX_ROWS,
     max_depth: Annotated[int, typer.Option(min=1, max=MAX_ROWS - 1, help="Levels below the root.")] = 10,
     max_children: Annotated[int, typer.Option(min=1, max=CANDIDATES, help="Children of one row.")] = CANDIDATES,
-    seed: Annotated[int, typer.Option(help="Seed of sampling and of the order of runs.")] = 0,
+    seed: Annotated[int, seed_option("sampling and of the order of runs")] = 0,
 ) -> None:
     """Find the trees that suit a target, each of its drafters and this machine.
 
     Tokens per second of each tree are predicted from the drafter's ranks of the target's answers to held-out prompts
     and from the measured costs of rounds of different sizes. The best tree at each temperature, found by Sequoia's
     program, and the best chain are then run on other prompts beside the configured arms. Nothing is written without
-    --write or --out. Exit status 1 if a tree changed the tokens.
+    --write or --out. They are written to speculation.arms, or, where other targets use those, to the target's own arms.
+    Exit status 1 if a tree changed the tokens.
     """
-    checked = fetched(pinned(Config.load(config))) if config is not None else demo_config()
+    checked = fetched(pinned(given_config(config)))
     text = text_of(config, checked)
     goal = check_writable(config, write, out, force)
-    size = QUICK if quick else FULL
+    name = checked.target_named(target)
     plans = plans_of(
         checked,
-        checked.target_named(target),
+        name,
         TuneSize(
-            prompts or size.learned,
-            size.timed,
-            held_out or size.held_out,
-            tokens or size.tokens,
+            LEARNED.chosen(prompts, quick),
+            TIMED.at(quick),
+            HELD_OUT.chosen(held_out, quick),
+            TOKENS.chosen(tokens, quick),
         ),
         parse_temperatures(temperatures),
         SearchLimits(max_rows, max_depth, max_children),
@@ -302,5 +299,7 @@ def tune(
     report = with_bars(lambda begin: asyncio.run(run_tune(checked, plans, local, begin)))
     present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])
     if goal is not None:
-        write_arms(config, text, goal, report["arms"])
-        Console().print(f"written to {goal}; before: {list(checked.speculation.arms)}", markup=False, soft_wrap=True)
+        field = field_of_arms(checked, name)
+        write_arms(config, text, goal, field, report["arms"])
+        before = list(checked.arm_texts(name))
+        Console().print(f"{'.'.join(field)} written to {goal}; before: {before}", markup=False, soft_wrap=True)

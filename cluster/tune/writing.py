@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import yaml
 from dendro.errors import BadRequest
@@ -11,45 +12,71 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from cluster.config import Config
 
+Keys = tuple[str, ...]
+"""Keys from a configuration's root: `("speculation", "arms")`, or `("targets", "big", "arms")`."""
 
-def with_arms(text: str, arms: Sequence[str]) -> str:
-    """The same YAML with other `speculation.arms`. Raises BadRequest if the edit would change anything else."""
+
+def field_of_arms(config: Config, target: str) -> Keys:
+    """Where new arms of a target are written. Its own `arms`, where it has them or another target takes its arms from
+    `speculation.arms`, which then stay as they are; else `speculation.arms`."""
+    others = (served for name, served in config.targets.items() if name != target)
+    if config.targets[target].arms is not None or any(served.arms is None for served in others):
+        return "targets", target, "arms"
+    return "speculation", "arms"
+
+
+def with_arms(text: str, field: Keys, arms: Sequence[str]) -> str:
+    """The same YAML with other arms at `field`. Raises BadRequest if the edit would change anything else."""
     old = yaml.safe_load(text)
     root = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(root, MappingNode) or not isinstance(old, dict):
         raise BadRequest("config", "holds no mapping of sections")
-    new = _edited(text, root, arms)
+    new = _edited(text, root, field, arms)
     try:
         edited = yaml.safe_load(new)
     except yaml.YAMLError:
         edited = None
-    if edited != old | {"speculation": (old.get("speculation") or {}) | {"arms": list(arms)}}:
-        raise BadRequest("config", f"its YAML is too unusual to edit; write speculation.arms: {_flow(arms)} into it")
+    if edited != _replaced(old, field, arms):
+        reason = f"its YAML is too unusual to edit; write {'.'.join(field)}: {_flow(arms)} into it"
+        raise BadRequest("config", reason)
     return new
+
+
+def _replaced(old: dict[str, Any] | None, field: Keys, arms: Sequence[str]) -> dict[str, Any]:
+    """The values with other arms at `field`."""
+    key, *rest = field
+    return (old or {}) | {key: _replaced((old or {}).get(key), tuple(rest), arms) if rest else list(arms)}
 
 
 def _flow(arms: Sequence[str]) -> str:
     return "[" + ", ".join(f'"{arm}"' for arm in arms) + "]"
 
 
-def _edited(text: str, root: MappingNode, arms: Sequence[str]) -> str:
-    section = value_of(root, "speculation")
-    if section is None:
-        if root.flow_style:
-            return inserted(text, root, f"speculation: {{arms: {_flow(arms)}}}")
-        return f"{text.rstrip()}\n\nspeculation:\n  arms: {_flow(arms)}\n"
-    if not isinstance(section, MappingNode):
-        start, stop = section.start_mark.index, section.end_mark.index
-        return f"{text[:start]}{'' if stop > start else ' '}{{arms: {_flow(arms)}}}{text[stop:]}"
-    value = value_of(section, "arms")
+def _entry(field: Keys, arms: Sequence[str]) -> str:
+    """`speculation: {arms: ["off"]}`"""
+    key, *rest = field
+    return f"{key}: {{{_entry(tuple(rest), arms)}}}" if rest else f"{key}: {_flow(arms)}"
+
+
+def _edited(text: str, mapping: MappingNode, field: Keys, arms: Sequence[str]) -> str:
+    """The text with other arms at `field`, whose first key is in `mapping` or is to be."""
+    key, *rest = field
+    value = value_of(mapping, key)
     if value is None:
-        return inserted(text, section, f"arms: {_flow(arms)}")
+        if mapping.flow_style or not rest:
+            return inserted(text, mapping, _entry(field, arms))
+        return f"{text.rstrip()}\n\n{key}:\n  {_entry(tuple(rest), arms)}\n"  # a section that the file lacks
+    if rest and isinstance(value, MappingNode):
+        return _edited(text, value, tuple(rest), arms)
     start, stop = value.start_mark.index, value.end_mark.index
+    space = "" if stop > start else " "  # after the colon of an empty value
+    if rest:
+        return f"{text[:start]}{space}{{{_entry(tuple(rest), arms)}}}{text[stop:]}"
     if isinstance(value, SequenceNode) and value.value and not value.flow_style:
         stop = value.value[-1].end_mark.index  # a block's end mark is at the next token, past comments
         indent = "\n" + " " * value.start_mark.column
         return text[:start] + indent.join(f'- "{arm}"' for arm in arms) + text[stop:]
-    return text[:start] + _flow(arms) + text[stop:]
+    return f"{text[:start]}{space}{_flow(arms)}{text[stop:]}"
 
 
 def inserted(text: str, mapping: MappingNode, entry: str) -> str:
@@ -95,9 +122,9 @@ def check_writable(source: Path | None, write: bool, out: Path | None, force: bo
     return out
 
 
-def write_arms(source: Path | None, text: str, goal: Path, arms: Sequence[str]) -> None:
-    """Write `text`, that of `source`, with these arms to `goal`. Raises BadRequest if `source` has changed."""
+def write_arms(source: Path | None, text: str, goal: Path, field: Keys, arms: Sequence[str]) -> None:
+    """Write `text`, that of `source`, to `goal`, with these arms at `field`. Raises BadRequest if `source` changed."""
     if source is not None and source.read_text() != text:
         raise BadRequest("config", f"{source} has changed while we measured; nothing was written")
     goal.parent.mkdir(parents=True, exist_ok=True)
-    goal.write_text(with_arms(text, arms))
+    goal.write_text(with_arms(text, field, arms))

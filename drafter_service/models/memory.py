@@ -34,7 +34,7 @@ class DrafterMemory(Protocol):
         ...
 
     def text_bytes(self, longest: int) -> int:
-        """Most bytes of a text slot if no text is longer than `longest` tokens."""
+        """Most bytes of a text slot, and of what `save` returns, if no text is longer than `longest` tokens."""
         ...
 
     @property

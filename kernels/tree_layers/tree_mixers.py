@@ -105,6 +105,10 @@ class RecurrentMemory:
                 arrays[f"{name}.{index}"] = as_array(store.index_select(0, tokens))
         return arrays
 
+    def saved_bytes(self, tokens: int) -> int:
+        """Bytes of the arrays of `save` for so many tokens."""
+        return sum(layout.state_bytes + tokens * layout.token_bytes for layout in self.layouts)
+
     def check(self, arrays: Mapping[str, Array], most: int) -> None:
         """Raise ValueError unless the arrays have the form of `save` for 1 to `most` tokens, and finite numbers."""
         wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}

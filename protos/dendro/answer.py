@@ -90,6 +90,18 @@ class OpeningStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DrafterStats:
+    """One drafter's part in an answer. Guesses of proposers in rounds with its tree count as its own do."""
+
+    name: str
+    rounds: int  # that had its tree
+    late_drafts: int  # rounds for which it was asked and its tree did not come
+    drafted_tokens: int  # guesses of its rounds
+    accepted_tokens: int
+    opening: OpeningStats | None  # None: it did not open the text
+
+
+@dataclass(frozen=True, slots=True)
 class Speculation:
     """How an answer is speculated on; does not change its tokens. The server refuses contradictory fields by name.
 
@@ -179,9 +191,10 @@ class Complete:
     completion_tokens: int
     session: str  # empty: none was requested, or the store could not keep it
     speculation: SpeculationStats
-    drafter: OpeningStats | None
+    drafter: OpeningStats | None  # of the drafter with the most rounds; None: none opened the text
     target: OpeningStats | None
     stop_string: str = ""  # the one that ended the answer; empty: none did
+    drafters: tuple[DrafterStats, ...] = ()  # those that were asked for trees, in the order of their first ones
     sample: int = 0  # as in Started
 
 
@@ -354,7 +367,7 @@ def _extend(field: MutableSequence[int], name: str, tokens: Sequence[int]) -> No
     field.extend(tokens)
 
 
-def fields_of(kind: type[Started | OpeningStats | SpeculationStats], message: object) -> dict[str, Any]:
+def fields_of(kind: type[Started | OpeningStats | DrafterStats | SpeculationStats], message: object) -> dict[str, Any]:
     """The fields of a message that have the names of a dataclass's; `sample` is that of the response."""
     names = (each.name for each in dataclasses.fields(kind) if each.name != "sample")
     return {name: getattr(message, name) for name in names}
@@ -377,10 +390,20 @@ def complete_from(message: pb.GenerateComplete) -> Complete:
         completion_tokens=message.usage.completion_tokens,
         session=message.session,
         speculation=SpeculationStats(**fields_of(SpeculationStats, stats) | counts),
-        drafter=OpeningStats(**fields_of(OpeningStats, message.drafter)) if message.HasField("drafter") else None,
-        target=OpeningStats(**fields_of(OpeningStats, message.target)) if message.HasField("target") else None,
+        drafter=_opening_from(message.drafter) if message.HasField("drafter") else None,
+        target=_opening_from(message.target) if message.HasField("target") else None,
         stop_string=message.stop_string,
+        drafters=tuple(_drafter_from(each) for each in message.drafters),
     )
+
+
+def _opening_from(message: pb.OpeningStats) -> OpeningStats:
+    return OpeningStats(**fields_of(OpeningStats, message))
+
+
+def _drafter_from(message: pb.DrafterStats) -> DrafterStats:
+    opening = _opening_from(message.opening) if message.HasField("opening") else None
+    return DrafterStats(**fields_of(DrafterStats, message) | {"opening": opening})
 
 
 def models_of(response: pb.GetServerInfoResponse) -> tuple[ModelInfo, ...]:

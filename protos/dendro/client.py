@@ -27,6 +27,7 @@ import grpc.aio
 from dendro.answer import (
     Complete,
     Completion,
+    DrafterStats,
     EchoedPrompt,
     Event,
     Mode,
@@ -55,6 +56,7 @@ __all__ = [
     "Client",
     "Complete",
     "Completion",
+    "DrafterStats",
     "Event",
     "Mode",
     "ModelInfo",

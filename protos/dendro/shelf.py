@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from dendro.calls import OpenCall
 from dendro.long_work import off_loop
-from dendro.state import StateHeader, StateStore, pack_state, unpack_state
+from dendro.state import StateHeader, StateStore, most_blob_bytes, pack_state, unpack_state
 from dendro.text import Tokens, state_name
 
 log = logging.getLogger("dendro.states")
@@ -41,15 +41,23 @@ class Shelf:
     """The states of one model in one layout."""
 
     def __init__(
-        self, store: StateStore, fingerprint: str, tokenizer: str, layout: str, check: Callable[[Arrays, int], None]
+        self,
+        store: StateStore,
+        fingerprint: str,
+        tokenizer: str,
+        layout: str,
+        check: Callable[[Arrays, int], None],
+        most_bytes: Callable[[int], int],
     ) -> None:
-        """check: raises ValueError or TypeError unless the engine can load these arrays for this number of tokens."""
+        """check: raises ValueError or TypeError unless the engine can load these arrays for this number of tokens
+        most_bytes: of the arrays of so many tokens; of a longer blob in the store, no more than these are read"""
         self.counters = ShelfCounters()
         self._store = store
         self._fingerprint = fingerprint
         self._tokenizer = tokenizer
         self._layout = layout
         self._check = check
+        self._most_bytes = most_bytes
 
     async def find(self, call: OpenCall) -> tuple[int, Arrays | None]:
         """The longest saved state of this text, after the number of tokens that it covers; (0, None) if there is none.
@@ -61,7 +69,8 @@ class Shelf:
         tokens = Tokens(ids)
         for length in sorted((length for length in lengths if 1 <= length <= longest), reverse=True)[:LOOKUPS]:
             part = partial(self._name, call.parameters.tenant, ids[:length])
-            blob = await self._store.load(await off_loop(length, part))
+            name = await off_loop(length, part)
+            blob = await self._store.load(name, most_blob_bytes(self._most_bytes(length)))
             if blob is None:
                 continue
             try:

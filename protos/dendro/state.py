@@ -22,22 +22,31 @@ FORMAT = 2
 _PREFIX = struct.Struct("<4sHI")
 _CHECKSUM_BYTES = 32
 _DTYPES = {"float32": "<f4", "uint16": "<u2", "int64": "<i8", "uint8": "|u1"}  # bfloat16 is stored as its bits, uint16
-MAX_BLOB_BYTES = 64 << 20
+MAX_BLOB_BYTES = 512 << 20
+"""What Redis stores under one key. States do not pass gRPC: engines read and write them in the store themselves."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_DIMENSIONS = 8
+
+
+def most_blob_bytes(tensor_bytes: int) -> int:
+    """The most bytes of a blob whose tensors have so many."""
+    return _PREFIX.size + MAX_HEADER_BYTES + tensor_bytes + _CHECKSUM_BYTES
 
 
 class StateStore(Protocol):
     """Keeps blobs by name for a while. Losing blobs only costs time. No call raises."""
 
-    async def load(self, name: str) -> bytes | None: ...
+    async def load(self, name: str, most: int) -> bytes | None:
+        """The blob of that name. None for one of more than `most` bytes, of which no more than these are read."""
+        ...
+
     async def save(self, name: str, blob: bytes) -> bool: ...
 
 
 class NoStates:
     """A store that keeps nothing."""
 
-    async def load(self, name: str) -> bytes | None:
+    async def load(self, name: str, most: int) -> bytes | None:
         return None
 
     async def save(self, name: str, blob: bytes) -> bool:
@@ -50,8 +59,9 @@ class MemoryStates:
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}
 
-    async def load(self, name: str) -> bytes | None:
-        return self.blobs.get(name)
+    async def load(self, name: str, most: int) -> bytes | None:
+        blob = self.blobs.get(name)
+        return None if blob is None or len(blob) > most else blob
 
     async def save(self, name: str, blob: bytes) -> bool:
         self.blobs[name] = blob

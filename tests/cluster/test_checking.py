@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from cluster import cli
+from cluster.checking import _size
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -37,11 +39,10 @@ def fields(models: Path, drafter: str = "drafter", **target: object) -> dict:
     return {"targets": {"t": own}, "drafters": drafters, "speculation": {"arms": ["off", "(1,1)", "(3,2,2,1,1)"]}}
 
 
-def run(tmp_path: Path, config: dict, *options: str):
+def run(tmp_path: Path, config: dict, *options: str, **environment: str):
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
-    done = CliRunner().invoke(
-        cli.app, ["check", str(tmp_path / "c.yaml"), "--json", str(tmp_path / "r.json"), *options]
-    )
+    words = ["check", str(tmp_path / "c.yaml"), "--json", str(tmp_path / "r.json"), *options]
+    done = CliRunner().invoke(cli.app, words, env=environment)
     report = json.loads((tmp_path / "r.json").read_text()) if (tmp_path / "r.json").exists() else None
     return done, report
 
@@ -72,6 +73,47 @@ def test_arms_with_more_than_max_rows_are_named_with_the_limit(models, tmp_path)
     (target,) = report["targets"]
     assert target["arms"] == ["off", "(1,1)"] and list(target["left_out"]) == ["(3,2,2,1,1)"]
     assert "max_rows is 8" in target["left_out"]["(3,2,2,1,1)"] and "left out: (3,2,2,1,1)" in done.stdout
+
+
+def test_a_targets_own_arms_are_listed_in_place_of_the_clusters(models, tmp_path):
+    _, report = run(tmp_path, fields(models, arms=["off", "(2,1)"]), "--no-load")
+    assert report["targets"][0]["arms"] == ["off", "(2,1)"] and report["targets"][0]["left_out"] == {}
+
+
+@pytest.mark.parametrize("terminal", ["", "1"], ids=["a pipe", "a terminal"])
+def test_no_cell_is_cut_at_80_columns(models, tmp_path, terminal: str):
+    config = fields(models, "other")
+    names = "a-target-with-a-name-longer-than-any-column", "a-drafter-with-a-name-longer-than-any-column"
+    for section, name in zip(("targets", "drafters"), names, strict=True):
+        config[section] = {name: next(iter(config[section].values()))}
+    config["drafters"][names[1]]["bridge"] = "none"
+    done, report = run(tmp_path, config, "--no-load", COLUMNS="80", FORCE_COLOR=terminal, NO_COLOR="1", TERM="xterm")
+    shown, (pair,) = table_columns(done.stdout), report["pairs"]
+    assert "…" not in done.stdout and not pair["fits"]
+    assert {*names, pair["why"].replace(" ", "")} <= shown
+    assert f"targets.{names[0]}drafters.{names[1]}" in shown, "the first column of the table of models"
+    weights = (_size(report[section][0]["weights"]) for section in ("targets", "drafters"))
+    assert "".join(f"weights{size}" for size in weights).replace(" ", "") in shown
+    if terminal:
+        assert max(len(line) for line in plain(done.stdout).splitlines() if "│" in line) <= 80
+
+
+def plain(output: str) -> str:
+    """Without the codes of a terminal."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", output)
+
+
+def table_columns(output: str) -> set[str]:
+    """The columns of printed tables from border to border, without spaces and line breaks."""
+    found, parts = set(), list[str]()
+    for line in plain(output).splitlines():
+        if line.startswith("│"):
+            cells = [cell.replace(" ", "") for cell in line.strip("│").split("│")]
+            parts = [before + cell for before, cell in zip(parts or [""] * len(cells), cells, strict=True)]
+        else:
+            found |= set(parts)
+            parts = []
+    return found
 
 
 def test_no_load_counts_the_weights_and_loads_no_model(models, tmp_path):

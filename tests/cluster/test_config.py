@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 from dendro.errors import BadRequest
-from dendro.shapes import LevelShape
 
 from cluster.arms import OFF_ARM
 from cluster.config import Config, demo_config, pair_config
@@ -37,7 +36,7 @@ def test_a_valid_file_is_read_completely(load, tmp_path: Path):
     assert config.targets["demo"].checkpoint == tmp_path / "models" / "target"
     assert config.drafters["mamba"].checkpoint == Path("/abs/mamba")
     assert config.targets["demo"].resources.custom == {"verifier": 1.0}
-    assert config.speculation.parsed == tuple(("", LevelShape(widths)) for widths in ((), (1, 1), (3, 2, 2, 1, 1)))
+    assert config.arm_texts("demo") == ("off", "(1,1)", "(3,2,2,1,1)")
     assert config.redis.url == "" and config.grpc.port == 0
     assert config.drafters_of("demo") == ("mamba", "other")
     assert config.target_named("") == "demo"
@@ -83,6 +82,44 @@ speculation: {arms: ["off", "(2,1)", "small: 3,2,1", proposed(7)], proposers: [l
         "lookup:proposed(7)",
     ]
     assert [str(arm) for arm in config.arms_of("u")] == ["off", "d:(2,1)", "e:(2,1)", "lookup:proposed(7)"]
+
+
+TWO_TARGETS = """
+targets:
+  big-one: {{checkpoint: x, max_depth: 3, arms: {arms}}}
+  other: {{checkpoint: y}}
+drafters: {{d: {{checkpoint: x}}, e: {{checkpoint: x, targets: [other]}}}}
+speculation: {{arms: ["off", "(2,1)"], proposers: []}}
+"""
+
+
+def test_a_targets_own_arms_replace_the_clusters_for_it_alone(load):
+    config = load(TWO_TARGETS.format(arms="['off', '1,1,1', 'd: beam(2,2)']"))
+    assert [str(arm) for arm in config.arms_of("big-one")] == ["off", "d:(1,1,1)", "d:beam(2,2)"]
+    assert [str(arm) for arm in config.arms_of("other")] == ["off", "d:(2,1)", "e:(2,1)"]
+
+
+@pytest.mark.parametrize(
+    "arms, field, reason",
+    [
+        ("[]", "targets.big-one.arms", "is empty; name at least one shape"),
+        ("['1,1', '(1,1)']", "targets.big-one.arms", "names a shape twice"),
+        ("['d:(2,1)', '(2,1)']", "targets.big-one.arms", "names d:(2,1) beside (2,1), an arm of every drafter"),
+        ("[wide]", "targets.big-one.arms.0", "'wide' is not a shape"),
+        (
+            "['1,1,1,1']",
+            "targets.big-one.arms",
+            "(1,1,1,1) cannot be used: 5 rows and depth 4; max_rows is 64, max_depth 3",
+        ),
+        ("['e:(2,1)']", "targets.big-one.arms", "e:(2,1) cannot be used: e does not draft for it"),
+        ("['f:(2,1)']", "targets.big-one.arms", "f:(2,1) cannot be used: f does not draft for it"),
+        ("[proposed(7)]", "targets.big-one.arms", "proposed(7) cannot be used: no proposer makes it"),
+    ],
+)
+def test_a_targets_own_arm_that_it_cannot_use_is_refused_by_its_field(load, arms: str, field: str, reason: str):
+    with pytest.raises(BadRequest) as refused:
+        load(TWO_TARGETS.format(arms=arms))
+    assert refused.value.field == field and refused.value.reason.startswith(reason)
 
 
 @pytest.mark.parametrize(

@@ -80,5 +80,5 @@ async def test_reading_a_state_from_a_frozen_store_is_a_miss_within_the_budget(r
     async with freezing(redis_url, b"GET") as (url, frozen):
         states = RedisStates(url, ttl_s=60, budget_s=BUDGET_S)
         async with asyncio.timeout(SOON_S):
-            assert await states.load("name") is None
+            assert await states.load("name", 1 << 20) is None
         assert frozen.is_set() and states.counters.errors == 1

@@ -8,20 +8,26 @@ from dataclasses import dataclass, field, replace
 from itertools import cycle, pairwise
 
 import pytest
-from dendro.calls import IDLE_ROUNDS, Hello
+from dendro.answer import Complete, complete_from
+from dendro.calls import IDLE_ROUNDS, DrafterPeer, Hello, OpenCall, Opened
 from dendro.errors import PeerLost
 from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
-from edge import config
+from dendro.v1 import generation_pb2 as pb
+from edge import SERVED, config
 from fakes import VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
 from sockets import end, process
 from virtual_time import virtual_time
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.drafter import DrafterHandles
+from cluster.peers.opening import Leased, Pool
 from cluster.peers.pools import Peers
 from cluster.policies.experience import Concurrency, RunningRequest
+from cluster.router.ingress import Ingress
 from cluster.router.rounds import rounds
+from cluster.sessions import MemorySessions
+from cluster.showing import account_lines, drafter_line
 
 ONE, OTHER = Arm.parse("mamba:(1,1,1)"), Arm.parse("small:(1,1,1)")
 CONFIG = config(
@@ -92,7 +98,8 @@ async def test_each_drafter_has_a_lease_and_an_opening_of_its_own_closed_with_th
     assert pair.one.closed_with == pair.other.closed_with == [len(text)]
     assert [handle.saved for handle in drafters.handles.values()] == [len(text) - 1] * 2
     assert policy.came(ONE)[3:].count(False) == policy.came(OTHER)[3:].count(False) == 0
-    assert drafters.opened == drafters.handles["mamba"].opened
+    assert drafters.openings == {name: handle.opened for name, handle in drafters.handles.items()}
+    assert drafters.openings.keys() == {"mamba", "small"}
 
 
 @virtual_time
@@ -173,6 +180,69 @@ async def test_a_tree_that_the_verifier_refuses_counts_against_the_drafter_that_
     pair.other.spoil = DraftTree.of([7, 101], [-1, 0])  # outside the vocabulary; the text ends with 7
     _, drafters, _ = await pair.run([ONE, OTHER], count=100)
     assert drafters.handles["small"]._given_up == "struck" and not drafters.handles["mamba"]._given_up
+
+
+class EmptyPool:
+    """A drafter's pool without a replica."""
+
+    async def lease(self) -> Leased:
+        raise PeerLost("drafter: there is none")
+
+
+class MarkedDrafter(FakeDrafter):
+    """Restores `restored` tokens, so that its opening is known from others."""
+
+    def __init__(self, restored: int) -> None:
+        super().__init__()
+        self.restored = restored
+
+    async def open(self, call: OpenCall) -> Opened:
+        return replace(await super().open(call), restored=self.restored)
+
+
+async def completed(pools: dict[str, Pool[DrafterPeer]], arms: Sequence[Arm], monkeypatch) -> Complete:
+    """The end of an answer of which the rounds play these arms in turn."""
+    monkeypatch.setattr("cluster.router.speculation.make_policy", lambda *_: Script(arms))
+    settings = config(
+        drafters={"mamba": {"checkpoint": "mamba"}, "small": {"checkpoint": "small"}},
+        speculation={"arms": ["off", "(1,1,1)"], "proposers": []},
+    )
+    peers = Peers(settings, {"demo": FakePool(FakeVerifier())}, pools)
+    router = Ingress(settings, peers, MemorySessions(), SERVED)
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5, 6, 7]), max_new_tokens=200, ignore_end=True)
+    return complete_from([event async for event in router.generate(request)][-1].complete)
+
+
+async def test_complete_reports_every_drafter_and_the_opening_of_the_one_with_the_most_rounds(monkeypatch):
+    pools = {"mamba": FakePool(MarkedDrafter(1)), "small": FakePool(MarkedDrafter(2))}
+    complete = await completed(pools, [ONE, OTHER, OTHER, OFF_ARM], monkeypatch)
+    stats, (one, other) = complete.speculation, complete.drafters
+    assert (one.name, other.name) == ("mamba", "small") and 0 < one.rounds < other.rounds
+    for each in (one, other):
+        assert each.rounds + each.late_drafts == stats.rounds_by_shape[f"{each.name}:(1,1,1)"]
+        assert each.drafted_tokens == 3 * each.rounds and 0 < each.accepted_tokens < each.drafted_tokens
+    assert one.late_drafts + other.late_drafts == stats.late_drafts
+    assert one.drafted_tokens + other.drafted_tokens == stats.drafted_tokens
+    assert one.accepted_tokens + other.accepted_tokens == stats.accepted_tokens
+    assert one.opening is not None and one.opening.restored_tokens == 1
+    assert other.opening is not None and other.opening.restored_tokens == 2
+    assert complete.drafter == other.opening
+    assert [line.split(":")[0] for line in account_lines(complete)[-2:]] == ["drafter mamba", "drafter small"]
+
+
+async def test_complete_reports_a_drafter_without_a_replica_as_not_opened(monkeypatch):
+    pools = {"mamba": EmptyPool(), "small": FakePool(MarkedDrafter(2))}
+    complete = await completed(pools, [ONE, OTHER], monkeypatch)
+    lost, other = complete.drafters
+    assert lost.opening is None and lost.rounds == lost.drafted_tokens == 0
+    assert lost.late_drafts == complete.speculation.rounds_by_shape["mamba:(1,1,1)"]
+    assert complete.drafter is not None and complete.drafter == other.opening
+    assert "memory of the text: not opened" in drafter_line(lost)
+
+
+async def test_complete_names_no_drafter_where_none_was_asked(monkeypatch):
+    complete = await completed({"mamba": EmptyPool(), "small": EmptyPool()}, [OFF_ARM], monkeypatch)
+    assert complete.drafters == () and complete.drafter is None
 
 
 async def test_a_killed_drafter_of_two_changes_no_token_and_the_others_arms_go_on():

@@ -28,7 +28,7 @@ from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
 from cluster.router.rounds import rounds
-from cluster.tune.command import QUICK, facts_of, plans_of, run_tune, tables_of, tune
+from cluster.tune.command import TuneSize, facts_of, plans_of, run_tune, tables_of, tune
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
@@ -38,7 +38,7 @@ from cluster.tune.measuring import (
     replayed,
 )
 from cluster.tune.tuning import SearchLimits, Tuned, arms_of, as_arm, is_chain
-from cluster.tune.writing import check_writable, with_arms, write_arms
+from cluster.tune.writing import check_writable, field_of_arms, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
@@ -217,6 +217,7 @@ def test_a_tree_of_even_levels_is_named_by_their_widths():
 
 
 ARMS = ["off", "(1,1)", "nodes(3,1,1)"]
+CLUSTERS, BIGS = ("speculation", "arms"), ("targets", "big", "arms")
 WHOLE = """# our cluster
 targets:
   big: {checkpoint: models/big}  # the target
@@ -240,19 +241,66 @@ EMPTY = "targets:\n  big: {checkpoint: models/big}\nspeculation:\nredis: {}\n"
     ids=["flow", "block", "flush block", "no arms", "all flow", "no section", "empty section", "bare", "braces"],
 )
 def test_only_the_arms_change_and_comments_stay(text: str):
-    new = with_arms(text, ARMS)
+    new = with_arms(text, CLUSTERS, ARMS)
     old = yaml.safe_load(text)
     assert yaml.safe_load(new) == old | {"speculation": (old.get("speculation") or {}) | {"arms": ARMS}}
     for line in text.splitlines():
         _, hash_mark, comment = line.partition("#")
         assert hash_mark + comment in new
-    assert with_arms(new, ARMS) == new
+    assert with_arms(new, CLUSTERS, ARMS) == new
+
+
+IN_BLOCKS = WHOLE.replace(" {checkpoint: models/big}  #", "\n    # of the target\n    checkpoint: models/big  #")
+OWN = WHOLE.replace("checkpoint: models/big", 'checkpoint: models/big, arms: ["off", "(2,1)"]')
+OWN_BLOCK = IN_BLOCKS.replace("    checkpoint:", '    arms:\n      - "off"\n      - "(2,1)"\n    checkpoint:')
+OWN_EMPTY = IN_BLOCKS.replace("    checkpoint:", "    arms:\n    checkpoint:")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [WHOLE, IN_BLOCKS, OWN, OWN_BLOCK, OWN_EMPTY, FLOW, NONE],
+    ids=["flow", "blocks", "own", "own in a block", "own, empty", "all flow", "no section"],
+)
+def test_only_a_targets_own_arms_change_and_comments_stay(text: str):
+    new = with_arms(text, BIGS, ARMS)
+    old = yaml.safe_load(text)
+    assert yaml.safe_load(new) == old | {"targets": {"big": old["targets"]["big"] | {"arms": ARMS}}}
+    assert [line.partition("#")[2] for line in new.splitlines() if "#" in line] == [
+        line.partition("#")[2] for line in text.splitlines() if "#" in line
+    ]
+    assert with_arms(new, BIGS, ARMS) == new
 
 
 def test_yaml_that_cannot_be_edited_safely_is_refused_with_what_to_write():
     merged = "base: &b\n  arms: [off]\nspeculation: *b\ntargets: {}\n"
     with pytest.raises(BadRequest, match=r'write speculation.arms: \["off", "\(1,1\)", "nodes'):
-        with_arms(merged, ARMS)
+        with_arms(merged, CLUSTERS, ARMS)
+    shared = "targets:\n  big: &b {checkpoint: x}\n  other: *b\n"
+    with pytest.raises(BadRequest, match=r'write targets.big.arms: \["off", "\(1,1\)", "nodes'):
+        with_arms(shared, BIGS, ARMS)
+
+
+@pytest.mark.parametrize(
+    "big, other, field",
+    [
+        ("", None, CLUSTERS),
+        (", arms: [off]", None, BIGS),
+        ("", "", BIGS),
+        (", arms: [off]", "", BIGS),
+        ("", ", arms: [off]", CLUSTERS),
+        (", arms: [off]", ", arms: [off]", BIGS),
+    ],
+)
+def test_new_arms_of_a_target_leave_those_of_other_targets_as_they_are(big: str, other: str | None, field, tmp_path):
+    text = f"targets:\n  big: {{checkpoint: x{big}}}\n"
+    text += "" if other is None else f"  other: {{checkpoint: y{other}}}\n"
+    text += 'drafters: {d: {checkpoint: z}}\nspeculation: {arms: ["(2,1)"]}\n'
+    before = Config.of(yaml.safe_load(text), tmp_path)
+    assert field_of_arms(before, "big") == field
+    after = Config.of(yaml.safe_load(with_arms(text, field, ARMS)), tmp_path)
+    assert after.arm_texts("big") == tuple(ARMS)
+    if other is not None:
+        assert after.arms_of("other") == before.arms_of("other")
 
 
 def test_no_file_is_overwritten_without_force(tmp_path):
@@ -271,10 +319,10 @@ def test_no_file_is_overwritten_without_force(tmp_path):
     ):
         with pytest.raises(BadRequest, match=message):
             check_writable(*arguments)
-    write_arms(source, WHOLE, source, ARMS)
+    write_arms(source, WHOLE, source, CLUSTERS, ARMS)
     assert source.read_text() == WHOLE.replace('["off", "(1,1,1,1)"]', '["off", "(1,1)", "nodes(3,1,1)"]')
     with pytest.raises(BadRequest, match="has changed while we measured; nothing was written"):
-        write_arms(source, WHOLE, other, ARMS)
+        write_arms(source, WHOLE, other, CLUSTERS, ARMS)
     assert other.read_text() == "mine"
 
 
@@ -296,7 +344,7 @@ def configured(pair: tuple[Path, Path], folder: Path, **target: object) -> Path:
 def plan_for(file: Path, **size: int):
     config = Config.load(file)
     small = {"learned": 2, "timed": 1, "held_out": 1, "tokens": 16} | size
-    return config, plans_of(config, "tiny", type(QUICK)(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
+    return config, plans_of(config, "tiny", TuneSize(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
 
 
 def test_arms_of_several_drafters_name_them_and_those_of_one_do_not():
@@ -389,18 +437,29 @@ def test_what_cannot_be_tuned_is_refused_before_anything_is_loaded(pair, tmp_pat
         tune(file, target="large")
 
 
-def test_the_command_writes_the_arms_found_and_prints_the_arms_before(pair, tmp_path):
+@pytest.mark.parametrize("targets", [1, 2])
+def test_the_command_writes_the_arms_found_and_prints_the_arms_before(pair, tmp_path, targets: int):
     file = configured(pair, tmp_path)
+    if targets > 1:
+        sections = yaml.safe_load(file.read_text())
+        sections["targets"]["other"] = dict(sections["targets"]["tiny"])
+        file.write_text("# tiny\n" + yaml.safe_dump(sections))
+    before = Config.load(file)
     words = ["tune", str(file), "--local", "--quick", "--write", "--temperatures", "0", "--prompts", "1"]
     sizes = ["--held-out", "1", "--tokens", "12", "--max-rows", "8", "--json", str(tmp_path / "report.json")]
     sizes += ["--markdown", str(tmp_path / "tuning.md")]
     done = CliRunner().invoke(cli.app, words + sizes, env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     report = json.loads((tmp_path / "report.json").read_text())
-    assert Config.load(file).speculation.arms == tuple(report["arms"])
-    assert file.read_text().startswith("# tiny\n") and "beam(2,2)" not in file.read_text()
+    after = Config.load(file)
+    assert after.arm_texts("tiny") == tuple(report["arms"])
+    assert file.read_text().startswith("# tiny\n")
+    if targets > 1:
+        assert after.arms_of("other") == before.arms_of("other") and "targets.tiny.arms written" in done.stdout
+    else:
+        assert "beam(2,2)" not in file.read_text() and "speculation.arms written" in done.stdout
     assert (tmp_path / "tuning.md").read_text().startswith("# dendro tune\n")
-    assert "E[N]" in done.stdout and "written to" in done.stdout and "beam(2,2)" in done.stdout
+    assert "E[N]" in done.stdout and "beam(2,2)" in done.stdout
 
 
 def test_help_of_tune_names_every_option():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.shelf import Shelf
-from dendro.state import BadState, MemoryStates, StateHeader, pack_state, unpack_state
+from dendro.state import BadState, MemoryStates, StateHeader, most_blob_bytes, pack_state, unpack_state
 from dendro.text import Limits, Sampling, Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,7 +125,7 @@ def test_a_changed_byte_under_the_right_checksum_is_refused_or_gives_tensors(pla
 @pytest.mark.parametrize("name", MUTATIONS)
 async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(name):
     store = MemoryStates()
-    shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None)
+    shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None, lambda tokens: 1 << 30)
     update = TextUpdate.of(new_opening(), TEXT, 0)
     call = OpenCall(update, RequestParameters(Sampling(), Limits(9), "", ()))
     await shelf.put("", [1, 2], TEXT.digest(2), TENSORS)
@@ -134,3 +134,26 @@ async def test_a_changed_state_in_the_store_is_counted_and_missing_for_its_text(
     store.blobs[key] = MUTATIONS[name]
     assert await shelf.find(call) == (0, None)
     assert shelf.counters.states_refused == 1
+
+
+class CountingStates(MemoryStates):
+    """Keeps the limits of its loads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limits: list[int] = []
+
+    async def load(self, name: str, most: int) -> bytes | None:
+        self.limits.append(most)
+        return await super().load(name, most)
+
+
+async def test_the_store_is_asked_for_no_more_bytes_than_a_state_of_so_many_tokens_can_have():
+    store = CountingStates()
+    shelf = Shelf(store, "f", "t", "l", lambda arrays, tokens: None, lambda tokens: 1000 * tokens)
+    call = OpenCall(TextUpdate.of(new_opening(), TEXT, 0), RequestParameters(Sampling(), Limits(9), "", ()))
+    await shelf.put("", [1, 2], TEXT.digest(2), {"a": np.zeros(2000, np.uint8)})
+    assert (await shelf.find(call))[0] == 2 and store.limits == [most_blob_bytes(2000)]
+    await shelf.put("", [1, 2], TEXT.digest(2), {"a": np.zeros(most_blob_bytes(2000), np.uint8)})
+    assert await shelf.find(call) == (0, None)
+    assert (shelf.counters.states_missed, shelf.counters.states_refused) == (1, 0)

@@ -812,6 +812,7 @@ class GenerateComplete(_message.Message):
     SESSION_FIELD_NUMBER: _builtins.int
     DRAFTER_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    DRAFTERS_FIELD_NUMBER: _builtins.int
     STOP_STRING_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     session: _builtins.str
@@ -830,11 +831,17 @@ class GenerateComplete(_message.Message):
 
     @_builtins.property
     def drafter(self) -> Global___OpeningStats:
-        """drafter is the cost of opening the text at the first drafter that was chosen. Absent: there was none."""
+        """drafter is the cost of opening the text at the drafter whose trees most rounds had; of several, at the first one that
+        was chosen. Absent: no drafter opened the text.
+        """
 
     @_builtins.property
     def target(self) -> Global___OpeningStats:
         """target is the cost of opening the text at the verifier. Absent: the answer is sent from its record."""
+
+    @_builtins.property
+    def drafters(self) -> _containers.RepeatedCompositeFieldContainer[Global___DrafterStats]:
+        """drafters are the drafters that were asked for trees, in the order of their first ones."""
 
     def __init__(
         self,
@@ -845,11 +852,12 @@ class GenerateComplete(_message.Message):
         session: _builtins.str = ...,
         drafter: Global___OpeningStats | None = ...,
         target: Global___OpeningStats | None = ...,
+        drafters: _abc.Iterable[Global___DrafterStats] | None = ...,
         stop_string: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "speculation", b"speculation", "target", b"target", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "finish_reason", b"finish_reason", "session", b"session", "speculation", b"speculation", "stop_string", b"stop_string", "target", b"target", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "drafters", b"drafters", "finish_reason", b"finish_reason", "session", b"session", "speculation", b"speculation", "stop_string", b"stop_string", "target", b"target", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1040,6 +1048,50 @@ class SpeculationStats(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
+
+@_typing.final
+class DrafterStats(_message.Message):
+    """DrafterStats is one drafter's share of SpeculationStats. A round with its tree may have guesses of proposers, too, which
+    count as the others do. The sum of late_drafts is that of SpeculationStats.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    ROUNDS_FIELD_NUMBER: _builtins.int
+    LATE_DRAFTS_FIELD_NUMBER: _builtins.int
+    DRAFTED_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is the drafter's name in the server's configuration."""
+    rounds: _builtins.int
+    """rounds counts the rounds that had its tree; late_drafts those for which it was asked and its tree did not come."""
+    late_drafts: _builtins.int
+    drafted_tokens: _builtins.int
+    """drafted_tokens counts the guesses of its rounds, accepted_tokens those that became part of the answer."""
+    accepted_tokens: _builtins.int
+    @_builtins.property
+    def opening(self) -> Global___OpeningStats:
+        """opening is the cost of opening the text at it, the first time. Absent: it did not open the text."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        rounds: _builtins.int = ...,
+        late_drafts: _builtins.int = ...,
+        drafted_tokens: _builtins.int = ...,
+        accepted_tokens: _builtins.int = ...,
+        opening: Global___OpeningStats | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["opening", b"opening"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "drafted_tokens", b"drafted_tokens", "late_drafts", b"late_drafts", "name", b"name", "opening", b"opening", "rounds", b"rounds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DrafterStats: _TypeAlias = DrafterStats  # noqa: Y015
 
 @_typing.final
 class OpeningStats(_message.Message):

@@ -1,0 +1,68 @@
+"""Options of `dendro bench` and `dendro tune`: help states their defaults, and numbers out of range are refused."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.bench.options import Default
+
+BENCHES = [("bench", name) for name in cli.BENCHES]
+
+
+def output_of(*words: str) -> tuple[int, str]:
+    """Exit status and output, on one line and without borders."""
+    done = CliRunner().invoke(cli.app, list(words), env={"COLUMNS": "200"})
+    return done.exit_code, re.sub(r"[\s│]+", " ", done.output)
+
+
+def test_a_default_is_the_quick_one_with_quick_alone_and_none_where_the_option_is_given():
+    default = Default(9, quick=1)
+    assert [default.chosen(given, quick) for given in (None, 0, 4) for quick in (False, True)] == [9, 1, 0, 0, 4, 4]
+    assert default.at(True) == 1 and default.at(False) == 9
+
+
+@pytest.mark.parametrize("command", [*BENCHES, ("tune",)], ids=" ".join)
+def test_help_states_the_defaults_of_every_option_that_quick_changes(command: tuple[str, ...]):
+    status, text = output_of(*command, "--help")
+    assert status == 0
+    defaults = [value for value in vars(import_module(place_of(command))).values() if isinstance(value, Default)]
+    shown = re.findall(r"\(default ([^();]+); quick ([^()]+)\)", text)
+    given = [default.option("").help for default in defaults]
+    assert shown and {f" (default {full}; quick {quick})" for full, quick in shown} <= {*given, LIVE}
+
+
+LIVE = " (default --live; quick --no-live)"
+
+
+def place_of(command: tuple[str, ...]) -> str:
+    """The module of a command."""
+    return "cluster.tune.command" if command == ("tune",) else f"cluster.bench.{cli.BENCHES[command[-1]][0]}"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "bench speed --prompts 0",
+        "bench speed --tokens -1",
+        "bench speed --repetitions 0",
+        "bench speed --seed -1",
+        "bench stopping --prompts 0",
+        "bench trees --tokens 0",
+        "bench trees --seed -1",
+        "bench verify --repetitions 0",
+        "bench targets --prompts 0",
+        "bench targets --tokens 1",
+        "bench targets --seed 4294967296",
+        "tune --tokens 1",
+        "tune --held-out 0",
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(words: str):
+    *command, option, value = words.split()
+    status, text = output_of(*command, option, value)
+    assert status == 2 and f"Invalid value for {option}: " in text.replace("'", "")
