@@ -141,7 +141,7 @@ class RedisStates:
         while True:
             start, wanted = len(held), min(PART_BYTES, most + 1 - len(held))
             part = await self._ask(partial(self._redis.getrange, key, start, start + wanted - 1))
-            if part is None or not (held or part):
+            if not isinstance(part, bytes) or not (held or part):
                 self.counters.misses += 1
                 return None
             held += part

@@ -97,6 +97,11 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._pause_s = FIRST_BACKOFF_S
         self._not_before_s = 0.0
 
+    @property
+    def openings(self) -> dict[str, Opened]:
+        """The first opening, where there was one."""
+        return {} if self.opened is None else {self.name: self.opened}
+
     def strike(self) -> None:
         """Count a malformed tree; after STRIKES of them no more are requested."""
         self._strikes += 1
