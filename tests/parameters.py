@@ -243,8 +243,8 @@ def written() -> str:
         "Refused by the field's name: a number that is not one or out of bounds, more entries than the bound, an id",
         "outside the target's vocabulary, `min_new_tokens` above the answer's most tokens, and removals that may leave",
         "no token to draw (the last tokens of all `bad_words` count as removed). A `structure` (structured.md) is",
-        "refused beside `banned_ids`, `allowed_ids` and `bad_words`, and beside `min_new_tokens` with `stop_ids`, which",
-        "could leave no token that it allows.",
+        "refused beside `banned_ids`, `allowed_ids` and `bad_words`, and beside `min_new_tokens` with `stop_ids`:",
+        "these could leave no token that it allows.",
     ]
     return "\n".join(lines) + "\n"
 
