@@ -197,13 +197,18 @@ def distance(one: Law, other: Law) -> float:
 
 
 def worst(
-    widths: Sequence[int], verify: Verify, vocabulary: int, seeds: int, known: int | None = None, **changes
+    widths: Sequence[int],
+    verify: Verify,
+    vocabulary: int,
+    seeds: int,
+    known: int | None = None,
+    changed: Callable[[Tree, Laws], Tree] = unchanged,
 ) -> float:
     """The greatest total variation between emitted tokens and target, over random laws."""
     found = []
     for seed in range(seeds):
         laws = Laws(seed, vocabulary, len(widths) + 1, known)
-        law = law_of(laws, trees(laws, widths), verify, **changes)
+        law = law_of(laws, trees(laws, widths), verify, changed)
         assert abs(sum(law.values()) - 1) < LOSSLESS
         found.append(distance(law, laws.joint()))
     return max(found)
