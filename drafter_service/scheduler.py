@@ -311,7 +311,7 @@ class DraftScheduler:
         counts = () if form is None else form.counts[growth.level :]
         if form is None or session.round.draws or len(counts) < 2 or not self.runs_levels(session.number):
             return plan
-        if self._masks:  # those of a level depend on the guesses above it
+        if self._masks or (growth.processed and session.structure is not None):  # its form depends on the masks
             return plan
         done, count = growth.processed, len(form.above)
         self._planned = [(session, range(done, count))]
