@@ -131,6 +131,7 @@ class VerifierText:
     asks: deque[PendingCall] = field(default_factory=deque)  # verifications, in order of arrival
     ahead: PendingCall | None = None  # of `asks`, the round that is begun before its call
     early: Verdict | None = None  # of a round whose call has not arrived
+    leaving: bool = False  # it was closed, and its memory is being saved
     admitted: bool = False  # it may hold pages; until then it waits
     answered: float | None = None  # time of its last verdict; None where no round is expected next
     rows: int = 1  # of its last tree
@@ -164,6 +165,19 @@ class VerifierText:
             history=history,
             structure=ask.structure,
         )
+
+    def drop(self, ask: PendingCall) -> bool:
+        """Remove a call from those that wait for a step. Returns whether it was the round begun ahead."""
+        self.asks.remove(ask)
+        was_ahead = ask is self.ahead
+        if was_ahead:
+            self.ahead = None
+        return was_ahead
+
+    def drop_all(self) -> None:
+        """Remove all calls that wait for a step, and the opening."""
+        self.asks.clear()
+        self.ahead = self.opening = None
 
     def follow(self, update: TextUpdate) -> int:
         """Update the text to a call's. Returns the length of what the old and the new text have in common."""

@@ -130,17 +130,14 @@ class StepScheduler:
         self._ended = self.clock()
         self.counters.step_us += microseconds(self._ended - self._began)
         for session, ask, verdict in verdicts:  # last: the next calls may arrive at once
-            session.asks.remove(ask)
-            if ask is session.ahead:
-                session.ahead, session.early = None, verdict
+            if session.drop(ask):
+                session.early = verdict
             else:
                 self._answer(session, ask, verdict)
         return likely
 
     def _refuse(self, session: VerifierText, ask: PendingCall, error: BadRequest) -> None:
-        session.asks.remove(ask)
-        if ask is session.ahead:  # nobody waits for it: its call will run, and be refused
-            session.ahead = None
+        session.drop(ask)  # nobody waits for a round begun ahead: its call will run, and be refused
         ask.ticket.settle(error)
 
     def _answer(self, session: VerifierText, ask: PendingCall, verdict: Verdict) -> None:
@@ -163,8 +160,7 @@ class StepScheduler:
         Its times are then those since the call's arrival; the step's time before that is its `ahead_us`."""
         verdict, session.early = session.early, None
         if session.ahead is not None:  # it has not run: the call itself takes its place
-            session.asks.remove(session.ahead)
-            session.ahead = None
+            session.drop(session.ahead)
         if verdict is None:
             return False
         text = session.text.tokens
@@ -218,6 +214,8 @@ class StepScheduler:
             self._free(call.update.opening)
             ask.ticket.settle(Closed(saved=0))  # attention keys are never saved
             return
+        if session.leaving:
+            raise NotFound("opening: it was closed")
         if session.answered is not None:
             session.away_s = smoothed(session.away_s, ask.ticket.arrived_s - session.answered)
             session.answered = None
@@ -250,6 +248,7 @@ class StepScheduler:
         if not session.memory.consumed or session.lacking:
             return False
         self._fail(session, NotFound("opening: it was closed"))
+        session.leaving = True
         self._leaving.append((session, ask))
         return True
 
@@ -323,8 +322,7 @@ class StepScheduler:
     def _fail(self, session: VerifierText, reason: DendroError) -> None:
         for ask in (*session.asks, *([session.opening] if session.opening else [])):
             ask.ticket.settle(reason)
-        session.asks.clear()
-        session.opening = None
+        session.drop_all()
 
     # Packing a step
 
@@ -410,7 +408,7 @@ class StepScheduler:
                     return ask
                 except DendroError as error:
                     ask.ticket.settle(error)
-            session.asks.popleft()
+            session.drop(ask)
         return None
 
     def _follow(self, session: VerifierText, call: VerifyCall) -> None:

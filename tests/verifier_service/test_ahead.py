@@ -9,7 +9,7 @@ import pytest
 import tiny_mamba
 import tiny_models
 import torch
-from dendro.errors import NotFound
+from dendro.errors import BadRequest, NotFound
 from dendro.state import MemoryStates
 from dendro.text import Sampling
 from dendro.tree import DraftTree
@@ -230,3 +230,43 @@ async def test_a_step_that_fails_ahead_of_its_call_costs_an_opening_and_no_answe
         await router.round()
     (truth,) = await alone(engine, [PROMPT], [Sampling()], 24)
     assert await RoundByRound(engine, PROMPT).finish() == truth
+
+
+async def test_a_round_ahead_that_is_refused_is_dropped_and_all_texts_go_on(engine, monkeypatch):
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 8)
+    router, other = RoundByRound(engine, PROMPT, LAWS[1], 8), RoundByRound(engine, PROMPT[::-1], Sampling(), 8)
+    await router.open()
+    await other.open()
+    follow, refused = engine.scheduler._follow, []
+
+    def refusing(session, call):
+        if call.update.start == call.update.base > len(PROMPT) and not refused:  # the round begun ahead
+            refused.append(call)
+            raise BadRequest("text", "refused by a test")
+        return follow(session, call)
+
+    monkeypatch.setattr(engine.scheduler, "_follow", refusing)
+    await router.round(ahead=always)
+    await idle(engine)
+    assert refused
+    assert await router.go_on() == truth
+    await other.go_on()
+
+
+async def test_a_call_that_arrives_while_its_closed_text_is_saved_is_refused_and_other_texts_go_on(folder):
+    engine = engine_of(folder, MemoryStates())
+    await engine.start()
+    try:
+        other = RoundByRound(engine, PROMPT[::-1], Sampling(), 12)
+        await other.open()
+        for _ in range(8):
+            router = RoundByRound(engine, PROMPT, LAWS[1])
+            await router.open()
+            await router.round(ahead=always)
+            late = asyncio.create_task(router.round())
+            await router.close()
+            with pytest.raises(NotFound):
+                await late
+        await other.go_on()
+    finally:
+        await engine.stop()
