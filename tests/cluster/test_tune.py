@@ -284,11 +284,11 @@ def test_yaml_that_cannot_be_edited_safely_is_refused_with_what_to_write():
     "big, other, field",
     [
         ("", None, CLUSTERS),
-        (", arms: [off]", None, BIGS),
+        (', arms: ["off"]', None, BIGS),
         ("", "", BIGS),
-        (", arms: [off]", "", BIGS),
-        ("", ", arms: [off]", CLUSTERS),
-        (", arms: [off]", ", arms: [off]", BIGS),
+        (', arms: ["off"]', "", BIGS),
+        ("", ', arms: ["off"]', CLUSTERS),
+        (', arms: ["off"]', ', arms: ["off"]', BIGS),
     ],
 )
 def test_new_arms_of_a_target_leave_those_of_other_targets_as_they_are(big: str, other: str | None, field, tmp_path):
@@ -443,7 +443,7 @@ def test_the_command_writes_the_arms_found_and_prints_the_arms_before(pair, tmp_
     if targets > 1:
         sections = yaml.safe_load(file.read_text())
         sections["targets"]["other"] = dict(sections["targets"]["tiny"])
-        file.write_text("# tiny\n" + yaml.safe_dump(sections))
+        file.write_text("# tiny\n" + yaml.safe_dump(sections, sort_keys=False))
     before = Config.load(file)
     words = ["tune", str(file), "--local", "--quick", "--write", "--temperatures", "0", "--prompts", "1"]
     sizes = ["--held-out", "1", "--tokens", "12", "--max-rows", "8", "--json", str(tmp_path / "report.json")]
