@@ -120,7 +120,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             if not self._gate.speculates:
                 return self._root_alone(text, "unwanted")
             self._begin(text)
-            await self._wait_first()
+            await self._wait_first(text)
         reason = self._refusal(text, shape)
         if reason:
             return self._root_alone(text, reason)
@@ -202,10 +202,15 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         if target is not None and (tree.tokens >= target.vocabulary).any():
             raise BadAnswer(f"tree.tokens: exceed the target's vocabulary of {target.vocabulary}")
 
-    async def _wait_first(self) -> None:
+    async def _wait_first(self, text: Text) -> None:
         """Wait for the drafter's opening, but no longer than for the verifier's. So a first tree that is requested in a
-        later round, when the verifier's text is open, does not wait."""
-        if self._opening is None and self._opening_task is not None:
+        later round, when the verifier's text is open, does not wait. Where guesses are drawn, wait until the drafter
+        is hung: the tokens of an answer depend on which rounds have a tree."""
+        if self._opening is not None or self._opening_task is None:
+            return
+        if text.sampling.draws_guesses:
+            await asyncio.wait({self._opening_task}, timeout=FROZEN_S)
+        else:
             await first_of(self._opening_task, self._verifier.ready())
 
     def _root_alone(self, text: Text, reason: str, wall_s: float = 0.0) -> DraftTree:

@@ -253,6 +253,18 @@ async def test_a_policys_round_waits_for_a_slow_tree_of_drawn_guesses():
     assert ran.drafter.fallbacks.total() == 0 and drafter.calls == len(ran.lengths)
 
 
+@pytest.mark.parametrize(("mode", "first"), [(VerificationMode.COUPLED, "opening"), (VerificationMode.MULTI_STEP, "")])
+@virtual_time
+async def test_a_first_round_waits_for_a_drafter_that_opens_late_where_guesses_are_drawn(mode, first):
+    """The tokens of an answer depend there on which rounds have a tree, and a seed should give the same ones again."""
+    drafter, verifier = FakeDrafter(pause_s=0.001), FakeVerifier(pause_s=0.002)
+    drafter.before_opened = partial(asyncio.sleep, 4.0)
+    verifier.before_opened = partial(asyncio.sleep, 0)
+    text = new_text(count=60, sampling=Sampling(1.0, mode=mode))
+    ran = await run(text, FakePool(drafter), FakePool(verifier))
+    assert set(ran.drafter.fallbacks) == ({first} if first else set())
+
+
 async def test_a_drafter_that_forgot_the_text_is_opened_again_under_the_same_lease():
     drafter = FakeDrafter()
 
