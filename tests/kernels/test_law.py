@@ -11,6 +11,7 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 import torch
+from enumeration import LOSSLESS, LOSSY, context
 from scipy.stats import chi2_contingency, chisquare
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.tree_walk import walk
@@ -21,8 +22,6 @@ Text = tuple[int, ...]
 Probs = tuple[Fraction, ...]
 Law = dict[Text, Fraction]
 Tree = tuple[list[int], list[int]]  # tokens, parents; row 0 is the root
-LOSSLESS = 1e-9
-LOSSY = 1e-2
 
 
 def random_probs(rng: np.random.Generator, vocabulary: int = VOCABULARY) -> Probs:
@@ -48,14 +47,6 @@ class LawModel:
 
 def total_variation(one: Law, other: Law) -> float:
     return float(sum(abs(one.get(text, Fraction(0)) - other.get(text, Fraction(0))) for text in {*one, *other}) / 2)
-
-
-def context(tree: Tree, row: int) -> Text:
-    tokens, parents = tree
-    above: Text = ()
-    while row > 0:
-        above, row = (tokens[row], *above), parents[row]
-    return above
 
 
 # --- every tree, every draw of the target ----------------------------------------------------------------------------
