@@ -108,6 +108,13 @@ def parsed_arms(texts: tuple[str, ...]) -> tuple[tuple[str, TreeShape], ...]:
     return tuple(maker_and_shape(text) for text in texts)
 
 
+def quoted_arm(given: object) -> object:
+    """An arm as YAML has read it. Raises ValueError for `off` without quotes, which is a boolean there."""
+    if given is False:
+        raise ValueError('is a boolean: YAML reads off as one; write "off", with the quotes')
+    return given
+
+
 def distinct_arms(texts: tuple[str, ...]) -> tuple[str, ...]:
     """A configuration's list of arms in their canonical form, unchanged. Raises ValueError where it is empty or names
     an arm twice."""

@@ -26,9 +26,9 @@ from dendro.health import LONGEST_STEP_S
 from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from dendro.state import MAX_BLOB_BYTES
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
-from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms
+from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms, quoted_arm
 from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
@@ -40,7 +40,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 BridgeChoice = Literal["auto", "none", "string", "intersection"]
 
 
-ArmText = Annotated[str, AfterValidator(canonical_arm)]
+ArmText = Annotated[str, BeforeValidator(quoted_arm), AfterValidator(canonical_arm)]
 """A shape as text, in its canonical form, with or without its drafter: `off`, `(1,1,1,1)`, `small:(3,2,1)`."""
 ArmTexts = Annotated[tuple[ArmText, ...], AfterValidator(distinct_arms)]
 

@@ -106,6 +106,7 @@ def test_a_targets_own_arms_replace_the_clusters_for_it_alone(load):
         ("['1,1', '(1,1)']", "targets.big-one.arms", "names a shape twice"),
         ("['d:(2,1)', '(2,1)']", "targets.big-one.arms", "names d:(2,1) beside (2,1), an arm of every drafter"),
         ("[wide]", "targets.big-one.arms.0", "'wide' is not a shape"),
+        ("[off, '2,1']", "targets.big-one.arms.0", 'is a boolean: YAML reads off as one; write "off", with the quotes'),
         (
             "['1,1,1,1']",
             "targets.big-one.arms",
