@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from dendro.errors import BadRequest
+from torch.distributed.tensor import debug
 from tree_kernels.tree_attention import PAGE
 
 from verifier_service.collectives import (
@@ -282,6 +283,16 @@ def load_shard(
     finally:
         if memory is not None:
             dist.destroy_process_group()  # only needed to read the shards
+            _forget_shardings()
+
+
+def _forget_shardings() -> None:
+    """Clear what torch keeps of shardings for this thread: it keeps the process group, with its threads, for as long as
+    the thread lives. A child that another thread forks would destroy it, wait for threads that it does not have, and
+    crash: so does Ray's start."""
+    # torch has no public function for it; a version without this one keeps the group.
+    clear: Callable[[], None] = getattr(debug, "_clear_sharding_prop_cache", lambda: None)
+    clear()
 
 
 def has_ended(stream: socket.socket) -> bool:

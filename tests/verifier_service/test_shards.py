@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from dataclasses import replace
@@ -138,6 +140,21 @@ def test_each_worker_keeps_the_keys_of_its_own_heads(folder):
     heads = [engine.runner.target.layouts[0].kv_heads for engine in (one, four)]
     assert heads == [4, 1]
     assert {report.token_bytes for report in four.runner.crew.reports} == {four.runner.target.token_bytes}
+
+
+def test_a_group_that_is_gone_keeps_no_threads_and_no_forked_child_from_starting(folder):
+    before = len(os.listdir("/proc/self/task"))
+    engine = engine_of(folder, 2)
+    engine.runner.crew.stop()
+    del engine
+    gc.collect()
+    ends: list[int] = []
+    # With a function of Python to run in the child, as Ray starts its processes, and from another thread than the one
+    # that loaded the shard.
+    fork = threading.Thread(target=lambda: ends.append(subprocess.call(["true"], preexec_fn=lambda: None)))
+    fork.start()
+    fork.join()
+    assert ends == [0] and len(os.listdir("/proc/self/task")) <= before + torch.get_num_threads()
 
 
 async def test_replicas_of_another_degree_have_another_fingerprint(folder):
