@@ -183,7 +183,7 @@ PARAMETERS = (
         "mode",
         f"{', '.join(VerificationMode)}; all but the first two where the configuration lists them",
         "enumeration of all drafts and outcomes (`tests/kernels/test_sampled_walk.py`)",
-        "how the guesses of a tree decide the tokens (docs/verify.md)",
+        "how the guesses of a tree decide the tokens (docs/modes.md)",
         "draws or ranks its guesses by it",
         "coupled, greedy, naive; multi-step and block keep the law alone, lenient is lossy",
     ),

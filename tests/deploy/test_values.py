@@ -59,6 +59,7 @@ def test_every_section_has_a_comment():
         ({"redis": {"password": "x"}}, "password"),
         ({"podSecurity": {"runAsUser": 0}}, "runAsUser"),
         ({"cluster": {"redis": {"url": "redis://x"}}}, "redis"),
+        ({"cluster": {"redis": {"max_state_mb": 513}}}, "max_state_mb"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
     ],
 )

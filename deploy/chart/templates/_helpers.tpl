@@ -35,9 +35,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{/* The cluster's configuration, with Redis, the ports and each model's pool filled in. */}}
 {{- define "dendro.cluster" -}}
 {{- $config := deepCopy .Values.cluster }}
-{{- range $key := list "redis" "grpc" }}
-{{- if hasKey $config $key }}{{ fail (printf "cluster.%s: is filled in from the value %s" $key $key) }}{{ end }}
-{{- end }}
+{{- if hasKey $config "grpc" }}{{ fail "cluster.grpc: is filled in from the value grpc" }}{{ end }}
 {{- if not $config.targets }}{{ fail "cluster.targets: name at least one target" }}{{ end }}
 {{- range $section, $pool := dict "targets" "verifier" "drafters" "drafter" }}
 {{- range $name, $model := get $config $section }}
@@ -51,7 +49,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- range $key := list "drafters" "speculation" }}
 {{- if not (get $config $key) }}{{ $_ := unset $config $key }}{{ end }}
 {{- end }}
-{{- $redis := dict "url" (include "dendro.redisUrl" .) }}
+{{- $redis := mergeOverwrite (dict) ($config.redis | default dict) (dict "url" (include "dendro.redisUrl" .)) }}
 {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
 {{- $_ := set $config "redis" $redis }}
 {{- $_ := set $config "grpc" (dict "host" "0.0.0.0" "port" (int .Values.grpc.port) "status_port" (int .Values.grpc.statusPort)) }}
