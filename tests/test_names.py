@@ -41,8 +41,9 @@ PROSE = (".py", ".md", ".proto", ".yaml", ".toml", ".tpl", ".txt", "Makefile", "
 GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
-        *("benchmarks", "context", "drafter", "families", "kernels", "load", "pairs", "parameters"),
-        *("speed-llama", "speed-mamba2", "stopping", "targets", "tree-scan", "trees", "tuning"),
+        *("benchmarks", "context", "drafter", "families", "kernels", "load", "load-demo", "pairs", "parameters"),
+        *("speed-llama", "speed-mamba2", "speed-temperature-1", "stopping", "structured-cost", "targets"),
+        *("tree-scan", "trees", "tuning", "verify"),
     )
 )
 """Pages that benches and tests write; their lines are what was printed."""
