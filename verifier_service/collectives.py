@@ -173,6 +173,10 @@ def join_memory(path: Path, size: int) -> mmap.mmap | None:
         os.close(descriptor)
 
 
+_gather: Callable[[Tensor, Tensor], object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""One function: torch 2.13 has it by its new name too, and warns at the old one."""
+
+
 class ProcessGroup:
     """Workers on any machines: torch's process group gathers all parts, and each worker adds them in order."""
 
@@ -189,7 +193,7 @@ class ProcessGroup:
     def _exchange(self, mine: Tensor) -> list[Tensor]:
         parts = mine.new_empty(self.size * mine.numel())
         try:
-            dist.all_gather_into_tensor(parts, mine.view(-1))
+            _gather(parts, mine.view(-1))
         except RuntimeError as error:
             raise WorkerLost(f"the process group broke: {error}") from error
         return list(parts.view(self.size, *mine.shape))

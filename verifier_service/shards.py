@@ -27,7 +27,6 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from dendro.errors import BadRequest
-from torch.distributed.tensor import debug
 from tree_kernels.tree_attention import PAGE
 
 from verifier_service.collectives import (
@@ -132,6 +131,7 @@ class Crew:
         self.size = len(streams) + 1
         self.memory_is_shared = False  # all workers are on this machine and share memory
         self.reports: list[Loaded] = []
+        self._made_group = False  # torch's process group, which exchanges what no shared memory does
         self._streams = list(streams)
         self._sockets = [socket.socket(fileno=os.dup(stream.fileno())) for stream in streams]
         self._wake, self._sleep = multiprocessing.Pipe()
@@ -179,6 +179,7 @@ class Crew:
             self.broadcast(shard)
             self.memory_is_shared = all([self._receive(stream, MemoryAccess).opened for stream in self._streams])
             self.broadcast(MemoryAccess(self.memory_is_shared))
+        self._made_group = not self.memory_is_shared and not dist.is_initialized()
         target, report = load_shard(shard, 0, store, memory if self.memory_is_shared else None, self.check)
         self.reports = [self._receive(stream, Loaded) for stream in self._streams]
         reports = [report, *self.reports]
@@ -231,6 +232,9 @@ class Crew:
             stream.close()
         for peeked in self._sockets:
             peeked.close()
+        made, self._made_group = self._made_group, False
+        if made:
+            _leave_group()
 
     def _receive(self, stream: Connection, kind: type[Report]) -> Report:
         rank = 1 + self._streams.index(stream)
@@ -271,6 +275,7 @@ def load_shard(
         timeout=timedelta(seconds=GROUP_S),
     )
     group: Collectives = ProcessGroup() if memory is None else SharedMemory(rank, shard.size, memory, check)
+    target = None
     try:
         target = load_target(
             shard.checkpoint, shard.dtype, device, shard.buckets, shard.threads, group, shard.tokenizer
@@ -281,16 +286,28 @@ def load_shard(
     except (WorkerLost, dist.DistError):
         return None, Loaded(alone=True)
     finally:
-        if memory is not None:
-            dist.destroy_process_group()  # only needed to read the shards
-            _forget_shardings()
+        # With shared memory the group was needed for loading alone. Without it, the other workers of one that failed
+        # would wait GROUP_S for it.
+        if memory is not None or target is None:
+            _leave_group()
+        _clear_sharding_caches()
 
 
-def _forget_shardings() -> None:
-    """Clear what torch keeps of shardings for this thread: it keeps the process group, with its threads, for as long as
-    the thread lives. A child that another thread forks would destroy it, wait for threads that it does not have, and
-    crash: so does Ray's start."""
-    # torch has no public function for it; a version without this one keeps the group.
+def _leave_group() -> None:
+    """Destroy torch's process group, where there is one. NCCL's ends with its process: it may wait for other workers,
+    which may be gone."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
+def _clear_sharding_caches() -> None:
+    """Clear DTensor's caches of sharding propagation, which torch keeps for each thread. Their entries hold the process
+    group and its threads until this thread ends. If another thread forks, as Ray does to start its processes, the child
+    clears this thread's state: the group is destroyed there, joins threads that the child does not have, and crashes.
+    """
+    from torch.distributed.tensor import debug  # takes a second, and only shards need it
+
+    # torch has no public function for this; a version without it keeps the group.
     clear: Callable[[], None] = getattr(debug, "_clear_sharding_prop_cache", lambda: None)
     clear()
 

@@ -142,19 +142,38 @@ def test_each_worker_keeps_the_keys_of_its_own_heads(folder):
     assert {report.token_bytes for report in four.runner.crew.reports} == {four.runner.target.token_bytes}
 
 
-def test_a_group_that_is_gone_keeps_no_threads_and_no_forked_child_from_starting(folder):
-    before = len(os.listdir("/proc/self/task"))
+def thread_count():
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_without_shared_memory_logits_have_the_same_bits(folder, monkeypatch):
+    """As on processors other than x86, where torch's process group exchanges the parts at every step."""
+    ids, found = list(range(40)), []
+    for shared in (True, False):
+        monkeypatch.setattr(shards, "can_share_memory", lambda device, shared=shared: shared)
+        engine = engine_of(folder, 2)
+        try:
+            assert engine.runner.crew.memory_is_shared is shared
+            found.append(engine.logits_of(ids, DraftTree.root_only(ids[-1])))
+        finally:
+            engine.runner.crew.stop()
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared memory", "process group"])
+def test_a_stopped_group_leaves_no_threads_and_forked_children_of_other_threads_start(folder, shared, monkeypatch):
+    monkeypatch.setattr(shards, "can_share_memory", lambda device: shared)
+    before = thread_count()
     engine = engine_of(folder, 2)
     engine.runner.crew.stop()
     del engine
     gc.collect()
     ends: list[int] = []
-    # With a function of Python to run in the child, as Ray starts its processes, and from another thread than the one
-    # that loaded the shard.
+    # Like Ray's start, with a function of Python that the child runs before its program.
     fork = threading.Thread(target=lambda: ends.append(subprocess.call(["true"], preexec_fn=lambda: None)))
     fork.start()
     fork.join()
-    assert ends == [0] and len(os.listdir("/proc/self/task")) <= before + torch.get_num_threads()
+    assert ends == [0] and thread_count() <= before + torch.get_num_threads()
 
 
 async def test_replicas_of_another_degree_have_another_fingerprint(folder):
