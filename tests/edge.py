@@ -136,6 +136,9 @@ class EdgeDrafter:
         self.peers = peers
         self.openings: dict[str, Opened] = {}
 
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        self.peers.prepared.append(arm)
+
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         if arm.off or self.peers.drafter_lost:
             return replace(DraftTree.root_only(text.root), missed=not arm.off)
@@ -168,6 +171,8 @@ class EdgePeers:
         self.echoed: list[int] = []  # the first position, of each prompt whose log-probabilities were asked for
         self.deadlines_s: list[float] = []
         self.adaptive: list[bool] = []  # the argument, of each drafter made
+        self.plain_first: list[bool] = []  # the argument, of each verifier made
+        self.prepared: list[Arm] = []  # the argument, of each drafter that was prepared
         self.closed: list[tuple[str, tuple[int, ...]]] = []
         self.all_closed = asyncio.Event()  # set when both handles of a request are closed
 
@@ -183,9 +188,10 @@ class EdgePeers:
         self.adaptive.append(adaptive)
         return EdgeDrafter(self, text)
 
-    def verifier(self, target: str, text: Text, beside: Text | None = None) -> EdgeVerifier:
+    def verifier(self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False) -> EdgeVerifier:
         self.texts.append(text)
         self.beside.append(beside)
+        self.plain_first.append(plain_first)
         return EdgeVerifier(self, text)
 
 

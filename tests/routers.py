@@ -31,8 +31,8 @@ class RoundByRound:
     def update(self):
         return TextUpdate.of(self.opening, self.text, self.known)
 
-    async def open(self):
-        opened = await self.engine.open(OpenCall(self.update(), self.parameters))
+    async def open(self, ahead=False):
+        opened = await self.engine.open(OpenCall(self.update(), self.parameters, ahead=ahead))
         self.known = len(self.text)
         return opened
 
@@ -63,7 +63,7 @@ class RoundByRound:
         return self.text.ids[len(self.prompt) :]
 
     async def finish(self, trees=None, ahead=None):
-        await self.open()
+        await self.open(ahead is not None and ahead())
         return await self.go_on(trees, ahead)
 
     async def go_on(self, trees=None, ahead=None):
@@ -125,7 +125,7 @@ async def alone(engine, prompts, laws, count):
 
 async def arrive_at_random(engine, prompts, laws, count, rng, vocabulary=256, leaving=False):
     """Send texts at random times, with random trees, and check that each has the answer that it has alone. Random calls
-    announce a round without a tree; some of the rounds after them have one.
+    and openings announce a round without a tree; some of the rounds after them have one.
 
     leaving: every fifth text is closed after five rounds
     """
@@ -144,7 +144,7 @@ async def arrive_at_random(engine, prompts, laws, count, rng, vocabulary=256, le
         if not leaves:
             assert await router.finish(trees, announced) == truth
             return
-        await router.open()
+        await router.open(announced())
         for _ in range(5):
             await router.round(trees(router), announced)
         await router.close()

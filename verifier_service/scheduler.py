@@ -4,7 +4,8 @@ Ask -> submit() -> next(): answer calls that need no forward, then pack one step
 StepOutcome -> apply(): record what the memory now covers, and answer
 
 A call may announce a round of the root alone. It is begun before its call, from the verdict just sent, and its verdict
-kept for the call: the way to the router and back costs no time. At most one is ahead; a call with a tree drops it.
+kept for the call: the way to the router and back costs no time. At most one is ahead; a call with a tree drops it. An
+opening may announce the first one: its root is a row of the step with the text's last rows, so it costs no step.
 """
 
 from __future__ import annotations
@@ -117,13 +118,13 @@ class StepScheduler:
                     verdict = self._verdict(share, share.ask, *next(walks), outcome)
                 except BadRequest as error:  # no token continues its answer's structure
                     self._refuse(session, share.ask, error)
-                    continue
-                path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
-                self.memory.append(session.memory, path)
-                verdicts.append((session, share.ask, verdict))
-                session.rows = share.tree.rows if share.tree is not None else 1
-                if not session.warp.greedy:
-                    likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
+                else:
+                    path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
+                    self.memory.append(session.memory, path)
+                    verdicts.append((session, share.ask, verdict))
+                    session.rows = share.tree.rows if share.tree is not None else 1
+                    if not session.warp.greedy:
+                        likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
             self._settle_opening(session)
         self._running = []
         self.counters.forward_us += outcome.forward_us
@@ -148,8 +149,12 @@ class StepScheduler:
         session.answered = None if ended or ask.call.ahead else self._ended
         if ended or not ask.call.ahead:
             return
-        text, opening = session.text.tokens, ask.call.update.opening
-        text.extend(verdict.tokens)
+        session.text.tokens.extend(verdict.tokens)
+        self._begin_ahead(session, ask.call.update.opening)
+
+    def _begin_ahead(self, session: VerifierText, opening: bytes) -> None:
+        """Queue a round of the text's root alone, whose call is expected."""
+        text = session.text.tokens
         call = VerifyCall(TextUpdate.of(opening, text, len(text)), DraftTree.root_only(text.ids[-1]))
         session.ahead = PendingCall(call, Ticket(self.clock()))
         session.asks.append(session.ahead)
@@ -235,7 +240,10 @@ class StepScheduler:
                 f"wait, the most allowed"
             )
         self._numbers += 1
-        self.sessions[update.opening] = VerifierText.opened(self._numbers, ask, call, text, capacity)
+        session = VerifierText.opened(self._numbers, ask, call, text, capacity)
+        self.sessions[update.opening] = session
+        if call.ahead:
+            self._begin_ahead(session, update.opening)
 
     def _leave(self, session: VerifierText, ask: PendingCall, call: CloseCall) -> bool:
         """Queue a closed text's memory to be saved; false where it does not cover the text."""
@@ -302,9 +310,9 @@ class StepScheduler:
     def _settle_opening(self, session: VerifierText) -> None:
         """Answer the open call once all but the root is consumed."""
         ask = session.opening
-        if ask is not None and not session.lacking:
+        if ask is not None and session.lacking <= 0:  # below where the root is consumed, too
             waited = microseconds(self.clock() - ask.ticket.arrived_s)
-            processed = len(session.memory.consumed) - session.restored
+            processed = len(session.text.ids) - 1 - session.restored
             session.opening = None
             first, session.echoed, found = session.parameters.echo_from, {}, session.echoed
             places = range(first, len(session.text.ids)) if first is not None else ()
@@ -364,12 +372,14 @@ class StepScheduler:
             room = min(self._padded(wanted), step_rows) - used
         for session in list(self.sessions.values()):  # the oldest first
             rows = min(session.lacking, room)
-            if not rows or session.number in taken or not session.admitted or not session.waits:
+            if rows <= 0 or session.number in taken or not session.admitted or not session.waits:
                 continue
-            if self._hold(session, len(session.memory.consumed) + rows, taken):
-                shares.append(_Share(session, rows, None))
+            first = session.opening is not None and rows == session.lacking < room
+            ask = self._followed(session) if first else None  # the round that the opening announced, if it did
+            if self._hold(session, len(session.memory.consumed) + rows + (ask is not None), taken):
+                shares.append(_Share(session, rows, ask, DraftTree.root_only(session.text.ids[-1]) if ask else None))
                 taken.add(session.number)
-                room -= rows
+                room -= rows + (ask is not None)
         return shares
 
     def _padded(self, rows: int) -> int:
@@ -483,7 +493,7 @@ class StepScheduler:
             texts=sum(share.ask is not None for share in self._running),
             step_rows=self._size,
             trimmed=ask.call.tree.guesses - share.tree.guesses,
-            cold=outcome.cold,
+            cold=outcome.cold or share.prefill > 0,
             logprobs=outcome.logprobs.get(draw, ())[: len(walked.tokens)],
         )
         verdict = session.completed(verdict)

@@ -18,9 +18,9 @@ def mean_round(stats: SpeculationStats) -> RoundTimes | None:
         return None
     return RoundTimes(
         total_ms=stats.decode_us / (stats.rounds - 1) / 1000,
-        draft_ms=stats.draft_us / stats.rounds / 1000,
-        verify_ms=(stats.verify_us + stats.ahead_us) / stats.rounds / 1000,
-        queue_ms=stats.queue_us / stats.rounds / 1000,
+        draft_ms=stats.draft_us / stats.timed_rounds / 1000,
+        verify_ms=(stats.verify_us + stats.ahead_us) / stats.timed_rounds / 1000,
+        queue_ms=stats.queue_us / stats.timed_rounds / 1000,
         shapes=stats.rounds_by_shape,
     )
 

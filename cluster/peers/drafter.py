@@ -115,11 +115,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._idle = 0
         self._verifier.on_refused_tree = self.strike  # until another drafter makes a tree
         if self._opening_task is None:
-            # Until a verifier is leased or its opening has failed: requests that arrive with this one are counted then.
-            await first_of(self._verifier.ready(), self._verifier.greeted.wait())
-            if not self._gate.speculates:
+            if not await self._begin_first(text):
                 return self._root_alone(text, "unwanted")
-            self._begin(text)
             await self._wait_first(text)
         reason = self._refusal(text, shape)
         if reason:
@@ -129,6 +126,19 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             self._begin(text)
             return self._root_alone(text, "opening")
         return await self._draft(opening, text, shape)
+
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        """As of `DrafterPort`; does nothing for an arm of another maker."""
+        if arm.maker == self.name and self._opening_task is None:
+            await self._begin_first(text)
+
+    async def _begin_first(self, text: Text) -> bool:
+        """Begin the first opening; false where the trial lets the request not speculate."""
+        # Until a verifier is leased or its opening has failed: requests that arrive with this one are counted then.
+        await first_of(self._verifier.ready(), self._verifier.greeted.wait())
+        if self._gate.speculates:
+            self._begin(text)
+        return self._gate.speculates
 
     async def _draft(self, opening: Opening[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
         began_s = self._clock()
@@ -306,14 +316,24 @@ class DrafterHandles:
         """The first opening at each drafter that has opened the text."""
         return {name: handle.opened for name, handle in self.handles.items() if handle.opened is not None}
 
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        """As of `DrafterPort`."""
+        if arm.drafted:
+            await self._handle(arm.maker).prepare(text, arm)
+
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        if arm.drafted and arm.maker not in self.handles:
-            self.handles[arm.maker] = self._make(arm.maker)
+        if arm.drafted:
+            self._handle(arm.maker)
         tree = DraftTree.root_only(text.root)
         for name, handle in self.handles.items():  # those that are not asked count the round as idle
             made = await handle.draft(text, arm)
             tree = made if name == arm.maker else tree
         return tree
+
+    def _handle(self, name: str) -> DrafterHandle:
+        if name not in self.handles:
+            self.handles[name] = self._make(name)
+        return self.handles[name]
 
     async def close(self, text: Text) -> None:
         """Close the opening at each drafter, all at once."""
@@ -337,6 +357,9 @@ class NoDrafter:
     """The handle of a target that has no drafter."""
 
     openings: Mapping[str, Opened] = MappingProxyType({})
+
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        return
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         return DraftTree.root_only(text.root)

@@ -82,15 +82,22 @@ class Opening(Generic[P]):
     """One opening of one text at one leased peer."""
 
     def __init__(
-        self, leased: Leased[P], text: Text, vocabulary: int = 0, tokenizer: str = "", sampling: Sampling | None = None
+        self,
+        leased: Leased[P],
+        text: Text,
+        vocabulary: int = 0,
+        tokenizer: str = "",
+        sampling: Sampling | None = None,
+        ahead: bool = False,
     ) -> None:
         """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. `sampling`: the peer's, where
-        it differs from the text's."""
+        it differs from the text's. `ahead`: as of `OpenCall`."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
         self._id = new_opening()
         self._sent = 0  # tokens that the peer was sent
+        self._ahead = ahead
         self._parameters = RequestParameters(
             sampling or text.sampling,
             text.limits,
@@ -105,7 +112,7 @@ class Opening(Generic[P]):
         )
 
     async def open(self, text: Text) -> Opened:
-        call = OpenCall(self.update(text), self._parameters, self.leased.token)
+        call = OpenCall(self.update(text), self._parameters, self.leased.token, self._ahead)
         async with asyncio.timeout(OPEN_S):
             return await self.peer.open(call)
 

@@ -130,8 +130,10 @@ class Peers:
         self._facts = facts
         self._tokenizers = {name: target.tokenizer for name, target in facts.targets.items()}
 
-    def verifier(self, target: str, text: Text, beside: Text | None = None) -> VerifierHandle:
-        """A verifier for a text. Its lease and its opening run in the background. beside: as of
+    def verifier(
+        self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False
+    ) -> VerifierHandle:
+        """A verifier for a text. Its lease and its opening run in the background. beside, plain_first: as of
         `PeersPort.verifier`"""
         facts = self._facts.targets[target] if self._facts is not None else None
         handle = VerifierHandle(
@@ -142,6 +144,7 @@ class Peers:
             facts=facts,
             clock=self._clock,
             beside=self._verifiers.get(beside) if beside is not None else None,
+            plain_first=plain_first,
         )
         self._verifiers[text] = handle
         return handle

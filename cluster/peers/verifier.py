@@ -51,9 +51,11 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         facts: Facts | None = None,
         clock: Clock = time.monotonic,
         beside: VerifierHandle | None = None,
+        plain_first: bool = False,
     ) -> None:
         """`facts`: of the target's checkpoint; replicas of another one are not used. `beside`: the handle of a text
-        that begins alike: this one is opened at its replica first, under its lease."""
+        that begins alike: this one is opened at its replica first, under its lease. `plain_first`: the first round's
+        tree is its root alone, which the verifier may verify with the text."""
         super().__init__(pool, pace, clock)
         self._facts = facts
         self.moves = 0  # times that the text was opened at another verifier
@@ -63,6 +65,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self.on_refused_tree: Callable[[], None] | None = None
         self.stays_off: Callable[[], bool] | None = None  # whether the next tree, too, is likely its root alone
         self._patience_s = patience_s
+        self._plain_first = plain_first
         self._limit = CallLimit(step_s)
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
@@ -189,7 +192,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()
-                self._pending = Opening(leased, text)
+                self._pending = Opening(leased, text, ahead=self._plain_first and self.opened is None)
                 opening, opened = await self._first_open(self._pending, text)
                 self._check_echo(opened, text, opening.hello)
             except (DendroError, TimeoutError) as error:

@@ -66,6 +66,9 @@ class Proposals:
     def openings(self) -> Mapping[str, Opened]:
         return self._drafter.openings
 
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        await self._drafter.prepare(text, arm)
+
     def offer(self, text: Text) -> DraftTree:
         """All proposals for the next round as one tree; the root alone where there are none. Those of one proposer
         need no merging: the policy uses their chances and their number."""

@@ -34,6 +34,7 @@ class RoundAccount:
         self._temperature = temperature
         self._policy = plan.policy
         self._learns = plan.learns
+        self._plain_first = plan.plain_first
         self._chosen = plan.adaptive  # a policy chooses among the configured arms
         self._experience = experience
         self.stopping = StopRule(experience) if plan.stops else None
@@ -50,9 +51,13 @@ class RoundAccount:
 
     def choose(self) -> Arm:
         self._began_s = self._clock()
-        self.arm = self._policy.choose(self.offer)
+        self.arm = OFF_ARM if self._plain_first and not self.stats.rounds else self._policy.choose(self.offer)
         self._disturbed = self._experience.concurrency.opening > 0
         return self.arm
+
+    def foresee(self) -> Arm:
+        """The arm that the policy would choose for the first round, which has no tree: likely a later round's."""
+        return self._policy.choose(self.offer)
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         now_s = self._clock()

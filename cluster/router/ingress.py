@@ -252,7 +252,7 @@ class Ingress:
         statistics of `complete`."""
         before = len(job.prompt)
         name, plan = job.served.name, job.plan
-        verifier = self._peers.verifier(name, text, prompt.first if prompt is not None else None)
+        verifier = self._peers.verifier(name, text, prompt.first if prompt is not None else None, plan.plain_first)
         if prompt is not None:
             prompt.share(job.prompt, text)
         verifier.stays_off = account.stays_off
@@ -275,6 +275,8 @@ class Ingress:
             yield _started(job, text, target)
             for part in await echo_of(job, await verifier.prompt_logprobs() if job.echo_from is not None else ()):
                 yield part
+            if plan.plain_first:
+                await drafter.prepare(text, account.foresee())
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
                 async for verdict in verdicts:
                     check_written_tokens(job, text)

@@ -10,6 +10,7 @@ from dendro.calls import Hello, Opened
 from dendro.logprobs import TokenLogprobs
 from dendro.text import Text
 
+from cluster.arms import Arm
 from cluster.checkpoints import ClusterFacts
 from cluster.policies import RunningRequest
 from cluster.router.rounds import Drafter, Verifier
@@ -24,11 +25,16 @@ class HandlePort(Protocol):
 
 
 class DrafterPort(Drafter, HandlePort, Protocol):
-    """A request's drafters, each leased when its first tree is requested."""
+    """A request's drafters, each leased when it is prepared or its first tree is requested."""
 
     @property
     def openings(self) -> Mapping[str, Opened]:
         """Tokens and time of the first opening at each drafter that has opened the text, by its name."""
+        ...
+
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        """Open the text at the arm's drafter in the background, where the request may speculate: a later round will
+        likely ask for its tree. Returns when the opening has begun."""
         ...
 
 
@@ -60,12 +66,15 @@ class PeersPort(Protocol):
     """Makes handles, without waiting. A verifier's sends the text at once, a drafter's when a tree is first requested.
     `deadline_s` is the request's limit on the wait for a draft; it can only shorten the configured one. `adaptive`: the
     wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`). `beside`: a text that begins alike
-    and has a verifier; this one is opened at the same replica, under the same lease, once that one is open."""
+    and has a verifier; this one is opened at the same replica, under the same lease, once that one is open.
+    `plain_first`: the first round will have no tree; the verifier may verify the root with the text."""
 
     def drafters(
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterPort: ...
-    def verifier(self, target: str, text: Text, beside: Text | None = None) -> VerifierPort: ...
+    def verifier(
+        self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False
+    ) -> VerifierPort: ...
 
     def expect(self, facts: ClusterFacts) -> None:
         """From now on, use only replicas of these checkpoints."""

@@ -40,6 +40,7 @@ class SpeculationPlan:
     deadline_s: float = math.inf  # the request's limit on a round's wait for its draft
     stops: bool = False  # whether an arm is `until(auto,...)`, whose numbers are computed before each round
     adaptive: bool = True  # whether a round may stop waiting for a slow draft sooner; False in modes off and fixed
+    plain_first: bool = False  # whether the first round is without a tree, so that the verifier runs it with the prompt
     learns: bool = True  # whether its rounds count for what later requests expect: not of a fixed shape in LISTED_MODES
     names_drafters: bool = False  # whether statistics name the drafter beside the shape: the target has several
 
@@ -76,6 +77,7 @@ def plan_speculation(
         deadline_s=_deadline_s(speculation),
         stops=isinstance(arm.shape, MarginalShape),
         adaptive=False,
+        plain_first=arm.off,
         learns=sampling.mode not in LISTED_MODES,
         names_drafters=config.names_drafters(target),
     )
@@ -100,6 +102,7 @@ def _auto(
         1 if sampling.draws_guesses else rows,  # proposals are not drawn
         _deadline_s(speculation),
         stops=any(isinstance(arm.shape, MarginalShape) for arm in arms),
+        plain_first=not sampling.draws_guesses,
         names_drafters=config.names_drafters(target),
     )
 

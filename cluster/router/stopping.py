@@ -24,6 +24,9 @@ class StoppingDrafter:
     def openings(self) -> Mapping[str, Opened]:
         return self._drafter.openings
 
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        await self._drafter.prepare(text, arm)
+
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         tree = await self._drafter.draft(text, self._rule.resolved(arm))
         self._rule.drafted(tree)

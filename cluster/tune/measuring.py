@@ -227,10 +227,10 @@ class Timed:
         if not kept:
             return None
         return cls(
-            median(stats.draft_us / stats.rounds for stats, _ in kept),
-            median((stats.verify_us + stats.ahead_us) / stats.rounds for stats, _ in kept),
+            median(stats.draft_us / stats.timed_rounds for stats, _ in kept),
+            median((stats.verify_us + stats.ahead_us) / stats.timed_rounds for stats, _ in kept),
             median(us for _, us in kept if us is not None),
-            median(stats.queue_us / stats.rounds for stats, _ in kept),
+            median(stats.queue_us / stats.timed_rounds for stats, _ in kept),
         )
 
 

@@ -177,6 +177,12 @@ class SpeculationStats:
         return self.emitted_tokens / self.rounds if self.rounds else 0.0
 
     @property
+    def timed_rounds(self) -> int:
+        """Rounds that have a step of their own, at least 1. Without a fixed shape the verifier runs the first round in
+        the step of the prompt's last rows."""
+        return max(self.rounds - (self.policy != Mode.FIXED), 1)
+
+    @property
     def tokens_per_s(self) -> float:
         """Tokens per second after the first round; 0 for a single round."""
         return 1e6 * self.decode_tokens / self.decode_us if self.decode_us else 0.0

@@ -75,6 +75,7 @@ class OpenCall:
     update: TextUpdate
     parameters: RequestParameters
     lease: str = ""  # the lease that the opening belongs to; empty at a peer without leases
+    ahead: bool = False  # the first round is likely the root alone: a verifier may begin it with the text's last rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -267,7 +267,7 @@ class Verdict:
     texts: int = 1  # texts in the step, this one included
     step_rows: int = 1  # rows of the step
     trimmed: int = 0  # guesses of the tree that the step had no room for
-    cold: bool = False  # the step compiled or captured kernels; its times do not predict later steps
+    cold: bool = False  # its times do not predict later rounds: the step compiled kernels, or had rows of its prompt
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
 
     def __post_init__(self) -> None:

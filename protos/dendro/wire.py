@@ -166,6 +166,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
     parameters, sampling = call.parameters, call.parameters.sampling
     return calls_pb2.OpenCall(
         lease=call.lease,
+        ahead=call.ahead,
         sampling=calls_pb2.Sampling(
             temperature=sampling.temperature,
             top_k=sampling.top_k,
@@ -236,7 +237,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         echo_from=message.echo_from if message.HasField("echo_from") else None,
         structure=structure_of_call(message),
     )
-    return OpenCall(update, parameters, message.lease)
+    return OpenCall(update, parameters, message.lease, message.ahead)
 
 
 def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterCall:

@@ -737,13 +737,16 @@ async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row,
     assert rounds is None or (answer.round_count, answer.rounds.shapes) == (rounds, {row: rounds})
 
 
-def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds():
+@pytest.mark.parametrize("policy", ["ratio_ucb", "off", "fixed"])
+def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds(policy):
+    """Where the request fixes a shape, the first round has times of its own."""
     stats = SpeculationStats(
-        rounds=5, draft_us=5000, verify_us=20000, queue_us=1000, decode_us=24000, rounds_by_shape={"off": 1, "(1,1)": 4}
+        policy=policy, rounds=5, draft_us=4000, verify_us=16000, ahead_us=4000, queue_us=1000, decode_us=24000
     )
-    found = mean_round(stats)
-    assert (found.total_ms, found.draft_ms, found.verify_ms, found.queue_ms) == (6.0, 1.0, 4.0, 0.2)
-    assert found.hop_ms == pytest.approx(0.8)
+    found, times = mean_round(stats), 4 if policy != "fixed" else 5
+    expected = (4.0 / times, 20.0 / times, 1.0 / times)
+    assert (found.total_ms, found.draft_ms, found.verify_ms, found.queue_ms) == (6.0, *expected)
+    assert found.hop_ms == pytest.approx(6.0 - sum(expected))
     assert mean_round(SpeculationStats(rounds=1, decode_us=0)) is None
 
 

@@ -66,16 +66,28 @@ class Ran:
 
 
 async def run(
-    text, drafters, verifiers, policy=None, pace=None, each=None, gate=None, drafting=None, stays_off=None, **options
+    text,
+    drafters,
+    verifiers,
+    policy=None,
+    pace=None,
+    each=None,
+    gate=None,
+    drafting=None,
+    stays_off=None,
+    prepared=False,
+    **options,
 ) -> Ran:
     """Run the loop over new handles; `each` is called after every round with its number. `drafting` are options of the
-    drafter's handle, `options` of the verifier's."""
+    drafter's handle, `options` of the verifier's. `prepared`: the drafter is prepared first."""
     pace, clock = pace or Pace(), asyncio.get_running_loop().time
     verifier = VerifierHandle(text, verifiers, pace, clock=clock, **options)
     verifier.stays_off = stays_off
     drafter = DrafterHandle(CHAIN.maker, drafters, pace, verifier, gate or Gate(), clock=clock, **(drafting or {}))
     lengths: list[int] = []
     try:
+        if prepared:
+            await drafter.prepare(text, CHAIN)
         async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
             lengths.append(len(verdict.tokens))
             if each is not None:
@@ -196,6 +208,41 @@ async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_i
     assert ran.drafter.fallbacks["unwanted"] == 5 and ran.lengths[:5] == [1] * 5
     assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "opened when the gate opens again"
     assert gate.openings == 1 and not gate.open
+
+
+class FirstOff:
+    """A policy whose first round has no tree."""
+
+    def __init__(self) -> None:
+        self.rounds = 0
+
+    def choose(self):
+        self.rounds += 1
+        return CHAIN if self.rounds > 1 else OFF_ARM
+
+    def learn(self, arm, tree, verdict):
+        return
+
+
+@virtual_time
+@pytest.mark.parametrize("speculates", [True, False])
+async def test_a_prepared_drafter_has_a_tree_for_the_second_round_where_the_gate_lets_it(speculates):
+    drafter, verifier, gate = FakeDrafter(), FakeVerifier(), Gate()
+    gate.speculates, calls = speculates, list[OpenCall]()
+    drafter.open_pause_s, verifier.open_pause_s = 0.5, 1.0
+    open_text = verifier.open
+
+    async def watched(call):
+        calls.append(call)
+        return await open_text(call)
+
+    verifier.open = watched
+    pools = FakePool(drafter), FakePool(verifier)
+    ran = await run(new_text(), *pools, gate=gate, policy=FirstOff(), prepared=True, plain_first=True)
+    assert is_plain(ran)
+    assert [call.ahead for call in calls] == [True], "the verifier may run the first round with the prompt"
+    reasons = {"unwanted": len(ran.lengths) - 1} if not speculates else {}
+    assert ran.drafter.fallbacks == reasons and ran.drafter.leases == speculates
 
 
 async def test_a_drafter_is_released_by_the_first_round_without_a_draft_once_the_request_rests():

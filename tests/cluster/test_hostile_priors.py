@@ -28,8 +28,8 @@ WALK = list(b"walk")
 class SlowPeers(EdgePeers):
     """Steps and drafts take 1 s per token of the text. Trees have values."""
 
-    def verifier(self, target, text, beside=None):
-        verifier = super().verifier(target, text, beside)
+    def verifier(self, target, text, *terms):
+        verifier = super().verifier(target, text, *terms)
         verify = verifier.verify
 
         async def slow_verify(text, tree):

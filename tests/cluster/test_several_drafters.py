@@ -201,8 +201,9 @@ class MarkedDrafter(FakeDrafter):
 
 
 async def completed(pools: dict[str, Pool[DrafterPeer]], arms: Sequence[Arm], monkeypatch) -> Complete:
-    """The end of an answer of which the rounds play these arms in turn."""
-    monkeypatch.setattr("cluster.router.speculation.make_policy", lambda *_: Script(arms))
+    """The end of an answer of which the rounds but the first play these arms in turn; the first has no tree, whatever
+    its policy chooses."""
+    monkeypatch.setattr("cluster.router.speculation.make_policy", lambda *_: Script([arms[-1], *arms]))
     settings = config(
         drafters={"mamba": {"checkpoint": "mamba"}, "small": {"checkpoint": "small"}},
         speculation={"arms": ["off", "(1,1,1)"], "proposers": []},

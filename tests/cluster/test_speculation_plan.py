@@ -10,6 +10,7 @@ import fakes
 import pytest
 from dendro.answer import Completion, Mode, Speculation, SpeculationStats, build_request
 from dendro.errors import BadRequest
+from dendro.modes import VerificationMode
 from dendro.shapes import TreeShape
 from dendro.text import Finish, Sampling, Verdict
 from dendro.tree import DraftTree
@@ -115,6 +116,35 @@ def test_a_plan_knows_whether_an_arms_numbers_are_computed_before_each_round():
 def test_proposals_may_have_more_guesses_than_the_targets_greatest_depth():
     """It is 8 here; deeper proposals are cut."""
     assert planned(Speculation(Mode.FIXED, "proposed(15)")).proposed_rows == 16
+
+
+@pytest.mark.parametrize(
+    ("speculation", "mode", "plain"),
+    [("off", "coupled", True), ("auto", "coupled", True), ("(2,1)", "coupled", False), ("auto", "multi-step", False)],
+)
+def test_the_first_round_has_no_tree_unless_the_client_fixes_one_or_its_guesses_are_drawn(speculation, mode, plain):
+    message = build_request("p", speculation=speculation).speculation
+    sampling = Sampling(temperature=1.0, mode=VerificationMode(mode))
+    settings = config(verification_modes=["multi-step"])
+    assert plan_speculation(message, "demo", settings, Experience(), sampling).plain_first is plain
+
+
+@pytest.mark.parametrize(
+    ("speculation", "plain", "first"), [("off", True, "off"), ("auto", True, "off"), ("(1,1,1)", False, "(1,1,1)")]
+)
+async def test_a_request_tells_its_verifier_of_a_first_round_without_a_tree_and_prepares_its_drafter(
+    speculation: str, plain: bool, first: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("cluster.router.speculation.make_policy", lambda *_: Static(CHAIN))
+    peers = EdgePeers()
+    request = build_request("walk", speculation=speculation, max_new_tokens=20)
+    events = [event async for event in ingress(peers).generate(request)]
+    assert peers.plain_first == [plain]
+    assert next(event.chunk.shape for event in events if event.HasField("chunk")) == first
+    assert peers.prepared == {"off": [OFF_ARM], "auto": [CHAIN], "(1,1,1)": []}[speculation]
+    if speculation == "auto":
+        stats = events[-1].complete.speculation
+        assert stats.rounds_by_shape == {"off": 1, "(1,1,1)": stats.rounds - 1}
 
 
 def test_off_means_no_trees_and_auto_the_configured_policy_and_arms():

@@ -92,7 +92,7 @@ def opens(draw: st.DrawFn) -> OpenCall:
         tokenizer=draw(st.text(max_size=5)),
         prompt_length=draw(st.integers(0, update.base)),
     )
-    return OpenCall(update, parameters, draw(st.text(max_size=5)))
+    return OpenCall(update, parameters, draw(st.text(max_size=5)), draw(st.booleans()))
 
 
 @st.composite

@@ -65,9 +65,61 @@ async def test_an_answer_whose_rounds_are_begun_ahead_has_the_tokens_that_it_has
     before = engine.stats()
     assert await RoundByRound(engine, PROMPT, law).finish(ahead=always) == truth
     after = engine.stats()
-    assert after["ahead"] - before["ahead"] == 23, "every round but the first; none past the last"
+    assert after["ahead"] - before["ahead"] == 24, "every round; none past the last"
     assert after["unclaimed"] == before["unclaimed"]
     assert after["rows"] - before["rows"] == len(PROMPT) - 1 + 24, "no row is computed twice"
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "warm", "warped"])
+@pytest.mark.parametrize("length", [1, 2, 127, 128, 129, 130, 200])
+async def test_a_first_round_announced_by_the_opening_has_its_root_in_the_prompts_last_step(engine, length, law):
+    prompt = (5 * PROMPT)[:length]
+    (truth,) = await alone(engine, [prompt], [law], 4)
+    router, before = RoundByRound(engine, prompt, law, 4, tenant="another"), engine.stats()["steps"]  # shares no pages
+    opened = await router.open(ahead=True)
+    assert opened.processed == length - 1, "the root is not of the opening"
+    await idle(engine)
+    steps = engine.stats()["steps"] - before
+    assert steps == -(-length // 128), "as many as the prompt and its root have parts"
+    verdict = await router.round()
+    assert engine.stats()["steps"] - before == steps and engine.stats()["unclaimed"] == 0
+    assert verdict.cold is (length % 128 != 1), "its step had rows of the prompt, so that its time predicts nothing"
+    assert await router.go_on() == truth
+
+
+async def test_a_tree_after_an_announced_first_round_is_verified_as_if_nothing_had_been_announced(engine):
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 24)
+    router = RoundByRound(engine, PROMPT, LAWS[1])
+    await router.open(ahead=True)
+    await idle(engine)
+    verdict = await router.round(DraftTree.of([PROMPT[-1], truth[0], truth[1]], [-1, 0, 1]))
+    assert verdict.tokens[:2] == tuple(truth[:2]), "its guesses were accepted"
+    assert engine.stats()["unclaimed"] == 1
+    assert await router.go_on() == truth
+
+
+async def test_texts_opened_together_with_announced_first_rounds_have_the_tokens_that_they_have_alone(engine):
+    prompts = [[*PROMPT[place:], place] for place in range(8)]
+    truths = await alone(engine, prompts, [LAWS[1]] * 8, 6)
+    routers = [RoundByRound(engine, prompt, LAWS[1], 6) for prompt in prompts]
+    assert await asyncio.gather(*(router.finish(ahead=always) for router in routers)) == truths
+
+
+async def test_an_announced_first_round_that_is_refused_is_dropped_and_the_text_is_open(engine, monkeypatch):
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 8)
+    verdict, refused = engine.scheduler._verdict, []
+
+    def refusing(*args):
+        if not refused:
+            refused.append(args)
+            raise BadRequest("structure", "refused by a test")
+        return verdict(*args)
+
+    monkeypatch.setattr(engine.scheduler, "_verdict", refusing)
+    router = RoundByRound(engine, PROMPT, LAWS[1], 8)
+    await router.open(ahead=True)
+    assert refused
+    assert await router.go_on() == truth
 
 
 async def test_a_round_is_begun_before_its_call_and_only_one(engine):

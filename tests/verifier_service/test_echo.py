@@ -60,6 +60,20 @@ def truth_of(engine: VerifierEngine, prompt, first: int, top: int) -> tuple[Toke
     return tuple(found)
 
 
+@pytest.mark.parametrize("first", [1, 60, 209])
+async def test_those_of_a_prompt_and_of_a_first_round_in_its_last_step_are_those_of_a_round_of_its_own(models, first):
+    engine = engine_of(models("llama")[0])
+    async with started(engine):
+        outcomes = []
+        for ahead in (False, True):
+            router = Echoing(engine, PROMPT, first)
+            opened = await router.open(ahead)
+            verdict = await router.round()
+            outcomes.append((opened.logprobs, verdict.tokens, verdict.logprobs))
+            await router.close()
+        assert outcomes[0] == outcomes[1] and len(outcomes[1][0]) == len(PROMPT) - first
+
+
 FAMILIES = ["llama", pytest.param("mamba2", marks=pytest.mark.slow), pytest.param("bamba", marks=pytest.mark.long)]
 
 

@@ -984,7 +984,9 @@ class SpeculationStats(_message.Message):
     draft_us: _builtins.int
     """draft_us is the part of rounds_us in which rounds were queued or computed at drafters, or waited for late drafts."""
     verify_us: _builtins.int
-    """verify_us is the part in which the verifier was busy with them, queue_us the part in which they were queued there."""
+    """verify_us is the part in which the verifier was busy with them, queue_us the part in which they were queued there.
+    Unless the request fixes a shape, the first round runs in the step of the prompt's last rows: it has hardly any.
+    """
     queue_us: _builtins.int
     hop_us: _builtins.int
     """hop_us is the remaining time of all rounds but the first: frames, sockets, event loops, and openings at another
