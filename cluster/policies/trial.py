@@ -2,8 +2,9 @@
 
 A *trial* begins with a pilot where many texts run: a few of them guess, so that finding out costs little where guesses
 do not pay. It fails if these texts emit too few tokens a second beside the others, or if the policies predict too
-little for all. Where the pilot succeeds, and where speculation is in use, all texts take turns with and without it. A
-trial that failed is repeated after a rest so long that its loss is at most REGRET of all rounds.
+little for all; where their rounds are too few to tell, it goes on. Where the pilot succeeds, and where speculation is
+in use, all texts take turns with and without it. A trial that failed is repeated after a rest so long that its loss is
+at most REGRET of all rounds.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean, median, pstdev
 
 from dendro.smoothing import OUTLIER
 
@@ -20,8 +21,13 @@ LEARNING_ROUNDS = 16.0
 """Rounds per text under a new load that are not judged, while policies learn the arms."""
 SETTLING_ROUNDS = 4.0
 """Rounds after a switch that are not judged: drafters are still being opened, and late drafts arrive."""
-PILOT_ROUNDS = 8.0
-"""Judged rounds per text of a pilot."""
+PILOT_ROUNDS, LONGEST_PILOT = 8.0, 32.0
+"""Judged rounds per text of a pilot, and the most where they do not tell whether it succeeds."""
+LEAST_GUESSED = 32
+"""Rounds with guesses without which no pilot succeeds: a few texts happen to be easy."""
+CAUTION = 1.28
+"""Standard errors by which a pilot's gain must exceed SPECULATION_MARGIN: nine in ten do by chance where the gain is no
+larger. The turns after a pilot slow all texts, so a pilot that succeeds by chance costs more than a longer one."""
 PLAIN_ROUNDS = 4.0
 """Rounds per text before a pilot in which no text guesses."""
 DISTURBANCE = 0.25
@@ -102,16 +108,27 @@ class Pilot:
     during: TrialTurn = field(default_factory=TrialTurn)
     tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether the text guessed
     us: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    guessed: list[int] = field(default_factory=list)  # tokens of each round that guessed
     predicted: list[float] = field(default_factory=list)  # rate of a text over that without speculation, if all guess
 
     @property
-    def gain(self) -> float | None:
+    def in_doubt(self) -> bool:
+        """Whether it would succeed by its gain, but that may be chance."""
+        gain, least = self.gain(), self.gain(CAUTION)
+        if gain is None or least is None or gain < SPECULATION_MARGIN:
+            return False
+        return least < SPECULATION_MARGIN or len(self.guessed) < LEAST_GUESSED
+
+    def gain(self, caution: float = 0.0) -> float | None:
         """The least of the gains that are known: the predicted one, and the rate of texts that guessed over that of the
-        others. Each leaves out some costs, such as what drafts take from the verifier; where the pilot slowed all texts
-        by more than DISTURBANCE, the ratio of their rates counts too. None where no text guessed."""
+        others, less so many of its standard errors. Each leaves out some costs, such as what drafts take from the
+        verifier; where the pilot slowed all texts by more than DISTURBANCE, the ratio of their rates counts too. None
+        where no text guessed."""
         known = [fmean(self.predicted)] if self.predicted else []
         if self.us[True] and self.tokens[False]:
-            known.append((self.tokens[True] / self.us[True]) / (self.tokens[False] / self.us[False]))
+            measured = (self.tokens[True] / self.us[True]) / (self.tokens[False] / self.us[False])
+            error = pstdev(self.guessed) / math.sqrt(len(self.guessed)) / fmean(self.guessed)
+            known.append(measured * max(1 - caution * error, 0.0))
         during, before = self.during.undisturbed, self.before.undisturbed  # a router's first texts open one by one
         if known and during.tokens and before.tokens:
             slower = during.rate / before.rate
@@ -184,6 +201,8 @@ class SpeculationTrial:
             pilot.during.add(tokens, share_us, disturbed)
             pilot.tokens[guessed] += tokens
             pilot.us[guessed] += took_us
+            if guessed:
+                pilot.guessed.append(tokens)
         elif self.turns_left:
             self._turns[-1].add(tokens, share_us, disturbed)
         halved = self.turns_left and texts >= MANY_TEXTS and pilot is None
@@ -204,7 +223,10 @@ class SpeculationTrial:
     def _next(self) -> None:
         """Begin the next turn, pilot or rest."""
         if self.pilot is not None:
-            self._end_pilot(self.pilot)
+            if self.pilot.in_doubt and self.last_round < LONGEST_PILOT:
+                self.last_round += PILOT_ROUNDS
+            else:
+                self._end_pilot(self.pilot)
             return
         if not self.turns_left:
             self._turns, self._guessed_rounds = [TrialTurn()], 0.0
@@ -229,10 +251,11 @@ class SpeculationTrial:
         """Go on with turns of all texts, unless the pilot failed. The first is without speculation, so that the first
         with it can already be compared with both its neighbours."""
         self.pilot = None
-        if pilot.gain is None or pilot.gain >= SPECULATION_MARGIN:
+        gain = pilot.gain(CAUTION)
+        if gain is None or gain >= SPECULATION_MARGIN:
             self._begin(False, TURN_ROUNDS)
             return
-        self.gain, self.estimated, self.turns_left = pilot.gain, True, 0
+        self.gain, self.estimated, self.turns_left = gain, True, 0
         self._settle(False)
 
     def _settle(self, better: bool) -> None:

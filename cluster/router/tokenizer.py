@@ -85,8 +85,10 @@ class CheckpointTokenizer:
         become replacement characters. (The library's decoder replaces every byte of a run that is not valid UTF-8 as a
         whole, so that a later byte would change characters that were sent already.)
         """
-        if not self._bytes:
+        if self._backend is None:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        if not self._bytes:  # what the library calls, without its own work: twice to three times as fast
+            return str(self._backend.decode(list(ids), skip_special_tokens=True))
         tokens: list[str] = []
         for is_byte, run in groupby(self.visible(ids), self._bytes.__contains__):
             if is_byte:  # one token per character: text that spells a byte token is not one

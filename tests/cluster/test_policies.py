@@ -22,7 +22,7 @@ from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
 from cluster.policies.experience import Concurrency
 from cluster.policies.full_info import PROBE_EVERY, FullInfo
 from cluster.policies.step_time import StepTime
-from cluster.policies.trial import FIRST_REST, LONGEST_REST, SpeculationTrial
+from cluster.policies.trial import FIRST_REST, LONGEST_REST, SPECULATION_MARGIN, SpeculationTrial, pilot_share
 
 OFF, CHAIN = OFF_ARM, Arm.parse("mamba:(1,1,1,1)")
 BUSHY = Arm.parse("mamba:(3,2,2,1,1)")
@@ -416,6 +416,28 @@ def test_prefills_that_slow_all_texts_as_a_pilot_begins_do_not_fail_it():
             guesses = trial.includes(place / 8)
             trial.learn(2 if guesses else 1, us, 8, disturbed=True, guessed=guesses)
     assert trial.turns_left and trial.settled is None
+
+
+def pilots_that_succeed(mean: float, texts: int = 32, pilots: int = 200) -> float:
+    """Their share, where a text that guesses emits 1 to 5 tokens a round, `mean` in all, in the time of any other."""
+    generator, succeeded = random.Random(7), 0
+    for _ in range(pilots):
+        trial = SpeculationTrial(pilots=pilot_share(texts))
+        while trial.pilot is not None:
+            for place in range(texts):
+                guesses = trial.includes(place / texts)
+                tokens = 1 + guesses * sum(generator.random() < (mean - 1) / 4 for _ in range(4))
+                trial.learn(tokens, 30_000, texts, guessed=guesses)
+        succeeded += trial.settled is None
+    return succeeded / pilots
+
+
+@pytest.mark.parametrize("texts", [4, 8, 32])
+def test_a_pilot_rarely_succeeds_by_chance_and_does_where_guesses_gain_much(texts):
+    assert pilots_that_succeed(1.05, texts) <= 0.05
+    assert pilots_that_succeed(SPECULATION_MARGIN, texts) <= 0.2
+    assert pilots_that_succeed(1.5, texts) >= 0.9
+    assert pilots_that_succeed(2.0, texts) >= 0.98
 
 
 class SharedSteps(ConcurrentRequests):
