@@ -24,6 +24,15 @@ def load_tokenizer(folder: Path) -> Any:
         raise BadRequest("checkpoint", f"{folder}: its tokenizer cannot be loaded: {error}") from error
 
 
+def decoder_of(tokenizer: Any) -> Any:
+    """The `tokenizers.Tokenizer` whose `decode` is the tokenizer's own; None where its class adds something."""
+    from transformers import PreTrainedTokenizerFast
+
+    own = [getattr(type(tokenizer), name, None) for name in ("decode", "_decode")]
+    plain = own == [PreTrainedTokenizerFast.decode, PreTrainedTokenizerFast._decode]
+    return tokenizer.backend_tokenizer if plain else None
+
+
 def backend_of(tokenizer: Any) -> Any:
     """The `tokenizers.Tokenizer` inside. Raises BadRequest where the tokenizer is written in Python."""
     backend = getattr(tokenizer, "backend_tokenizer", None)

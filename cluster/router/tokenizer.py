@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dendro.errors import BadRequest
 from tree_layers.token_bytes import BYTE_TOKEN, falls_back_to_bytes
 
-from cluster.checkpoint_tokenizer import backend_of, load_tokenizer, token_bytes_of
+from cluster.checkpoint_tokenizer import backend_of, decoder_of, load_tokenizer, token_bytes_of
 
 WINDOW_TOKENS = 64
 CONTEXT_TOKENS = 8
@@ -51,6 +51,7 @@ class CheckpointTokenizer:
         added = self._tokenizer.added_tokens_decoder
         self._special = {token for token, what in added.items() if what.special} | set(self._tokenizer.all_special_ids)
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer in Python
+        self._decoder = decoder_of(self._tokenizer)
         self._bytes = _byte_tokens(self._backend)
 
     @property
@@ -85,10 +86,10 @@ class CheckpointTokenizer:
         become replacement characters. (The library's decoder replaces every byte of a run that is not valid UTF-8 as a
         whole, so that a later byte would change characters that were sent already.)
         """
-        if self._backend is None:
+        if not self._bytes:
+            if self._decoder is not None:  # what the library calls, in half to a third of its time
+                return str(self._decoder.decode(list(ids), skip_special_tokens=True))
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        if not self._bytes:  # what the library calls, without its own work: twice to three times as fast
-            return str(self._backend.decode(list(ids), skip_special_tokens=True))
         tokens: list[str] = []
         for is_byte, run in groupby(self.visible(ids), self._bytes.__contains__):
             if is_byte:  # one token per character: text that spells a byte token is not one

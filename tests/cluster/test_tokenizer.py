@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from cluster.checkpoint_tokenizer import decoder_of
 from cluster.router.tokenizer import WINDOW_TOKENS, CheckpointTokenizer, TextStream
 
 TOKENS = st.one_of(
@@ -238,3 +239,20 @@ def test_an_invalid_byte_changes_no_other_character(style: CheckpointTokenizer):
     vocabulary = style._tokenizer.get_vocab()
     run = [vocabulary[f"<0x{byte:02X}>"] for byte in "中".encode() + b"\xff" + b"A" + "文".encode()]
     assert style.decode(run) == "中\N{REPLACEMENT CHARACTER}A文"
+
+
+@settings(deadline=None)
+@given(ids=st.lists(st.integers(0, 279), max_size=40))
+def test_a_text_is_what_the_library_decodes(loaded: CheckpointTokenizer, ids: list[int]):
+    assert loaded._decoder is not None
+    library = loaded._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert loaded.decode(ids) == library
+
+
+def test_a_tokenizer_whose_class_decodes_otherwise_decodes_by_its_class(loaded: CheckpointTokenizer):
+    class Shouting(type(loaded._tokenizer)):
+        def _decode(self, *args, **kwargs):
+            return super()._decode(*args, **kwargs).upper()
+
+    assert decoder_of(loaded._tokenizer) is loaded.backend
+    assert decoder_of(Shouting(tokenizer_object=loaded.backend)) is None
