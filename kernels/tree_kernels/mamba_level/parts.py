@@ -116,6 +116,8 @@ def product(x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, 
             sums_step,
             inputs,
             begin,
+            its[shapes.ENTRY],
+            its[shapes.WEIGHTS] + (first + WIDEST) * step,
         )
         first += WIDEST
 

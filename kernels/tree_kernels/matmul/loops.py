@@ -10,7 +10,7 @@ from __future__ import annotations
 from numba import njit, types
 
 from tree_kernels.matmul.shapes import CHUNK, MOST, PART_BYTES, SCRATCH, Argument, Helper, Precision
-from tree_kernels.matmul.tiles import call_tile
+from tree_kernels.matmul.tiles import AHEAD, call_product_tile
 from tree_kernels.processor import panel
 from tree_kernels.translating import INLINED
 from tree_kernels.vectors import (
@@ -114,7 +114,6 @@ def add(residual: int, target: int, count: int, kind: int) -> None:
 
 @_called
 def block(
-    rows: int,
     panels: int,
     tiles: int,
     x: int,
@@ -125,20 +124,32 @@ def block(
     sums_step: int,
     inputs: int,
     begin: int,
+    ahead: int,
+    ahead_step: int,
 ) -> None:
-    """Rows [1, MOST] times `panels` panels.
+    """The rows of a tile times `panels` panels.
 
     tiles: the address of three numbers: panels of a wide tile, its address, and the address of the tile of one panel
     """
     functions = longs(tiles)
     together = functions[0]
     at = 0
-    while at + together <= panels:
-        call_tile(functions[1], x, x_step, weights + at * step, step, sums + at * SUMS, sums_step, inputs, begin)
-        at += together
     while at < panels:
-        call_tile(functions[2], x, x_step, weights + at * step, step, sums + at * SUMS, sums_step, inputs, begin)
-        at += 1
+        wide = at + together <= panels
+        call_product_tile(
+            functions[1] if wide else functions[2],
+            x,
+            x_step,
+            weights + at * step,
+            step,
+            sums + at * SUMS,
+            sums_step,
+            inputs,
+            begin,
+            ahead + at * step,
+            ahead_step,
+        )
+        at += together if wide else 1
 
 
 @_called
@@ -154,16 +165,21 @@ def blocks(
     sums_step: int,
     inputs: int,
     begin: int,
+    entry: int,
+    following: int,
 ) -> None:
     """Any number of rows times at most WIDEST panels, in as few blocks as possible, of about the same number of rows.
 
     tiles: the address of three numbers for each number of rows of a block, as `block` describes them
+    entry: bytes of one input's weights in a panel
+    following: the address of the weights that are needed next. Where the rows need several blocks, each begins to load
+    a part of them. Else the first block would wait for the memory, and the others, whose weights are in the cache, would
+    leave it idle.
     """
     count, row = (rows + MOST - 1) // MOST, 0
     for number in range(count):
         high = (rows - row + count - number - 1) // (count - number)
         block(
-            high,
             panels,
             tiles + (high - 1) * 24,
             x + row * x_step,
@@ -174,6 +190,8 @@ def blocks(
             sums_step,
             inputs,
             begin,
+            weights + AHEAD if count == 1 else following + number * (inputs * entry // count),
+            entry // count,
         )
         row += high
 
@@ -190,10 +208,9 @@ def units(call: int, thread: int) -> None:
     part = PART_BYTES // entry
     all_panels = (outputs + PANEL - 1) // PANEL
     size = 4 if target_kind == F32 else 2
-    while True:
-        unit = fetch_add(call + NEXT * 8, 1)
-        if unit >= count:
-            return
+    unit = fetch_add(call + NEXT * 8, 1)
+    while unit < count:
+        next_unit = fetch_add(call + NEXT * 8, 1)  # taken early: its weights are loaded while this one is computed
         first = unit * wide
         panels = min(wide, all_panels - first)
         sums_step = panels * SUMS
@@ -204,18 +221,21 @@ def units(call: int, thread: int) -> None:
             begin = 0
             while begin < inputs:
                 used = min(length, inputs - begin)
+                here, last = weights + first * step + begin * entry, begin + used >= inputs
                 blocks(
                     some,
                     panels,
                     table,
                     x + top * x_step + begin * 4,
                     x_step,
-                    weights + first * step + begin * entry,
+                    here,
                     step,
                     sums,
                     sums_step,
                     used,
                     1 if begin == 0 else 0,
+                    entry,
+                    weights + next_unit * wide * step if last else here + used * entry,
                 )
                 begin += length
             wanted = min(panels * PANEL, outputs - first * PANEL)
@@ -226,6 +246,7 @@ def units(call: int, thread: int) -> None:
                 if residual != 0:
                     add(residual + place, target + place, wanted, target_kind)
             top += CHUNK
+        unit = next_unit
 
 
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(I64))

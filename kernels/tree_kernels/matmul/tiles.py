@@ -63,6 +63,32 @@ def call_tile(
     return types.void(*[types.int64] * 9), generate
 
 
+@intrinsic
+def call_product_tile(
+    typingctx: Any,
+    function: Any,
+    x: Any,
+    x_step: Any,
+    weights: Any,
+    panel_step: Any,
+    sums: Any,
+    sums_step: Any,
+    inputs: Any,
+    begin: Any,
+    ahead: Any,
+    ahead_step: Any,
+) -> Any:
+    """As `call_tile`, for a product's tile. It begins to load what is at `ahead`, for each input `ahead_step` bytes, in
+    steps of UNROLLED inputs; and the same for each panel, `panel_step` bytes further."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [I64] * 10)
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), arguments[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 11), generate
+
+
 def tiles(kind: Precision) -> ir.Module:
     """A module with all tiles of this kind."""
     module = ir.Module("tiles")
@@ -77,12 +103,13 @@ class _Tile:
 
     def __init__(self, module: ir.Module, kind: Precision, rows: int, panels: int) -> None:
         self._module, self._kind, self._rows, self._panels = module, kind, rows, panels
-        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 8), symbol(kind, rows, panels))
+        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), symbol(kind, rows, panels))
         self._in = ir.IRBuilder(self._function.append_basic_block())
 
     def write(self) -> None:
-        x, x_step, weights, panel_step, sums, sums_step, inputs, begin = self._function.args
+        x, x_step, weights, panel_step, sums, sums_step, inputs, begin, ahead, self._ahead_step = self._function.args
         build = self._in
+        self._ahead = [self._moved(ahead, panel_step, number) for number in range(self._panels)]
         self._x = [self._moved(x, x_step, row) for row in range(self._rows)]
         self._weights = [self._moved(weights, panel_step, number) for number in range(self._panels)]
         places = [
@@ -117,10 +144,10 @@ class _Tile:
         build.position_at_end(body)
         found: list[Any] = carried
         if unrolled > 1:
-            for begin in self._weights:
-                here = build.add(begin, build.mul(k, I64(ENTRY_BYTES[self._kind])))
+            for begin in self._ahead:
+                here = build.add(begin, build.mul(k, self._ahead_step))
                 for line in range(0, unrolled * ENTRY_BYTES[self._kind], LINE):
-                    self._prefetch(build.add(here, I64(AHEAD + line)))
+                    self._prefetch(build.add(here, I64(line)))
         for ahead in range(unrolled):
             found = self._step(found, build.add(k, I64(ahead)))
         for phi, value in zip(carried, found, strict=True):
