@@ -15,7 +15,7 @@ from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 
 from cluster import deploy
-from cluster.bench.against_off import PairsPlan, aims_against_off, measure_against_off
+from cluster.bench.against_off import BLOCK_ANSWERS, FIRST_S, PairsPlan, aims_against_off, measure_against_off
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.hops import hop_process
 from cluster.bench.load import CONTINUOUS_REPETITIONS, Loader, LoadPlan, aims_of, measure_load, rows_of
@@ -99,7 +99,7 @@ async def run_against_off(plan: PairsPlan, name: str, models: Path, progress: Be
             "drafter": ", ".join(config.drafters),
             "tokens": plan.tokens,
             "prompt_tokens": PROMPT_TOKENS,
-            "answers": plan.answers,
+            "answers": plan.answers or f"{BLOCK_ANSWERS} / clients",
             "pairs": plan.pairs,
         },
         "silent": {},
@@ -162,7 +162,7 @@ def bench_load(
         typer.Option(
             "--against-off",
             help="Only the policy and no speculation, in alternating blocks at 1, 4, 8 and 32 clients, each from a "
-            "fresh router.",
+            "fresh router, for a minute of the policy or longer: 20 minutes.",
         ),
     ] = False,
     target: Annotated[
@@ -199,8 +199,9 @@ def bench_load(
             tokens=TOKENS.chosen(tokens, quick),
             clients=parse_clients(clients) if clients is not None else PAIRED_CLIENTS.at(quick),
             temperatures=parse_temperatures(temperatures or PAIRED_TEMPERATURES),
-            answers=ANSWERS.chosen(answers, quick),
+            answers=ANSWERS.quick if quick and answers is None else answers,
             pairs=REPETITIONS.chosen(repetitions, quick),
+            least_s=0.0 if quick or repetitions is not None else FIRST_S,
         )
         name = COSTLY if target is Which.COSTLY else DEMO
         report = with_bars(lambda begin: asyncio.run(run_against_off(pairs, name, models, begin)))

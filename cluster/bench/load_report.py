@@ -45,7 +45,7 @@ def facts_of(report: Report) -> Iterator[str]:
         yield (
             f"{target_fact(plan['target'], plan)}, drafter {plan['drafter']}; answers of {plan['tokens']} tokens after "
             f"prompts of {plan['prompt_tokens']}; closed loops of {plan['answers']} answers for each client; "
-            f"{plan['pairs']} pairs of blocks in alternating order at each load, from a fresh router"
+            f"{plan['pairs']} pairs of blocks or more in alternating order at each load, from a fresh router"
         )
         return
     yield (

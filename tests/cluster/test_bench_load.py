@@ -9,7 +9,7 @@ import pytest
 from dendro.errors import BadRequest
 
 from cluster.api.local import LocalClient
-from cluster.bench.against_off import PairsPlan, aims_against_off, measure_against_off
+from cluster.bench.against_off import PairsPlan, aims_against_off, first_minute, measure_against_off
 from cluster.bench.hops import hop_process
 from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
 from cluster.bench.load_command import bench_load, parse_clients
@@ -144,7 +144,7 @@ async def test_the_policy_is_compared_with_off_in_alternating_blocks_each_load_f
         routers.append([])
         yield Recorded()
 
-    plan = PairsPlan(((1, 2),), 8, (1, 32), (0.0, 0.8), 1, pairs=3)
+    plan = PairsPlan(((1, 2),), 8, (1, 32), (0.0, 0.8), 1, pairs=3, least_s=0.0)
     steps = []
     blocks = await measure_against_off(plan, fresh_router, lambda: steps.append(1))
     assert routers == [["warm-up", "auto", "off", "off", "auto", "auto", "off"]] * 4
@@ -152,7 +152,29 @@ async def test_the_policy_is_compared_with_off_in_alternating_blocks_each_load_f
     aims = {aim["aim"]: (aim["value"], aim["met"]) for aim in aims_against_off(blocks)}
     for load in ("1 client at 0", "32 clients at 0", "1 client at 0.8", "32 clients at 0.8"):
         assert aims[f"policy over off, {load}"] == (1.0, True)
-        assert aims[f"policy over off, {load}, first pair"] == (0.8, False)
+        assert aims[f"policy over off, {load}, first 3 s"] == (pytest.approx(3 / 3.25), False)
+
+
+async def test_the_policys_first_minute_is_measured_whole_and_judged_alone():
+    class Slow(Instant):
+        async def closed(self, block, clients, answers):
+            block = await super().closed(block, clients, answers)
+            block.tokens, block.seconds = answers, 20.0
+            if (block.way, block.repetition) == ("auto", 3):
+                block.seconds = 100.0  # after the minute
+            return block
+
+    @asynccontextmanager
+    async def fresh_router(temperature):
+        yield Slow()
+
+    plan = PairsPlan(((1, 2),), 8, (1, 4, 64), (0.0,), None, pairs=2, least_s=61.0)
+    steps = []
+    blocks = await measure_against_off(plan, fresh_router, lambda: steps.append(1))
+    assert len(blocks) == 3 * 8 and len(steps) == plan.blocks, "four pairs at each load"
+    answers = {block.load: block.tokens for block in blocks}
+    assert answers == {"1 client at 0": 64, "4 clients at 0": 16, "64 clients at 0": 2}
+    assert first_minute(blocks[:8]) == (60.0, 1.0)
 
 
 async def test_an_answers_tokens_are_timed_by_round():

@@ -173,8 +173,8 @@ def blocks(
     tiles: the address of three numbers for each number of rows of a block, as `block` describes them
     entry: bytes of one input's weights in a panel
     following: the address of the weights that are needed next. Where the rows need several blocks, each begins to load
-    a part of them. Else the first block would wait for the memory, and the others, whose weights are in the cache, would
-    leave it idle.
+    a part of them. Else the first block would wait for the memory, and the others, whose weights are in the cache,
+    would leave it idle.
     """
     count, row = (rows + MOST - 1) // MOST, 0
     for number in range(count):
