@@ -29,9 +29,10 @@ def worth_waiting(
     usual_s = costs.us(np.array([size]))[0] / 1e6
     waiting_since, next_return, rows, others = math.inf, math.inf, 0, 0
     for session in sessions:
-        if session.opening is not None and session.admitted:
-            return 0.0
-        if session.asks:
+        if session.opening is not None:
+            if session.admitted:
+                return 0.0
+        elif session.asks:
             call = session.asks[0].call
             assert isinstance(call, VerifyCall)
             # Time under a running step does not count as waiting: else two halves would alternate for ever.

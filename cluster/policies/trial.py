@@ -26,8 +26,8 @@ PILOT_ROUNDS, LONGEST_PILOT = 8.0, 32.0
 LEAST_GUESSED = 32
 """Rounds with guesses without which no pilot succeeds: a few texts happen to be easy."""
 CAUTION = 1.28
-"""Standard errors by which a pilot's gain must exceed SPECULATION_MARGIN: nine in ten do by chance where the gain is no
-larger. The turns after a pilot slow all texts, so a pilot that succeeds by chance costs more than a longer one."""
+"""Standard errors by which a pilot's gain must exceed SPECULATION_MARGIN: where the true gain is no larger, one pilot
+in ten succeeds. The turns after a pilot slow all texts, so one that succeeds by chance costs more than a longer one."""
 PLAIN_ROUNDS = 4.0
 """Rounds per text before a pilot in which no text guesses."""
 DISTURBANCE = 0.25

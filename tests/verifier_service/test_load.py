@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
@@ -605,3 +606,12 @@ def test_pages_out_of_sight_are_free_and_those_in_sight_are_not():
     assert len(text.consumed) == PAGE + 99 and memory.held == 5
     memory.cut(text, PAGE + 98)  # a row there would see the released page
     assert text.consumed == [] and memory.held == 0
+
+
+def test_a_text_that_waits_for_a_place_delays_no_step_by_its_announced_first_round():
+    turns = TakingTurns([0.002] * 8)
+    turns.scheduler.capacity = replace(turns.scheduler.capacity, max_waiting=1)
+    router = RoundByRound(None, [1], count=9)
+    turns.submit(OpenCall(router.update(), router.parameters, ahead=True))
+    turns.rounds(1)  # from here on, all are expected to return soon
+    assert turns.scheduler.next() is None and turns.scheduler.linger_s == 0.0, "there is nothing to wait with"
