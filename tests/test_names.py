@@ -42,8 +42,8 @@ GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
         *("benchmarks", "context", "drafter", "families", "kernels", "load", "load-demo", "pairs", "parameters"),
-        *("speed-llama", "speed-mamba2", "speed-temperature-1", "stopping", "structured-cost", "targets"),
-        *("tree-scan", "trees", "tuning", "verify"),
+        *("speed", "speed-llama", "speed-mamba2", "speed-temperature-1", "stopping", "structured-cost"),
+        *("targets", "tree-scan", "trees", "tuning", "verify"),
     )
 )
 """Pages that benches and tests write; their lines are what was printed."""

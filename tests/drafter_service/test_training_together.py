@@ -61,12 +61,16 @@ def test_every_chunk_is_one_processs_and_generated_ones_are_divided_equally(proc
     assert sum(folder.seconds(share) for share in shares(processes)) == folder.seconds(ALONE) == 8
 
 
+def untrained() -> Mamba2ForCausalLM:
+    torch.manual_seed(1)
+    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "tie_word_embeddings": True}
+    return Mamba2ForCausalLM(Mamba2Config(state_size=8, head_dim=16, num_heads=4, n_groups=1, chunk_size=32, **sizes))
+
+
 def train(processes: Accelerator | None, folder: Path, stop_at: int | None) -> None:
     """Train a tiny Mamba-2, or the rest of a stopped training; the losses of its steps are written to a file."""
     torch.set_num_threads(1)
-    torch.manual_seed(1)
-    sizes: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "tie_word_embeddings": True}
-    model = Mamba2ForCausalLM(Mamba2Config(state_size=8, head_dim=16, num_heads=4, n_groups=1, chunk_size=32, **sizes))
+    model = untrained()
     share = ALONE if processes is None else Share(processes.process_index, processes.num_processes)
     tokens = np.random.default_rng(0).integers(61, size=2000).astype(np.uint16)
     loss = text_loss(model, TokenRows(tokens, 4, 24, 0, share), torch.device("cpu"), False, processes)
@@ -102,8 +106,11 @@ def test_two_processes_have_the_losses_of_one_also_when_they_were_stopped_in_bet
     found = [json.loads((together / f"{first}.json").read_text()) for first in (1, 4)]
     assert [len(each) for each in found] == [3, 3]
     np.testing.assert_allclose(found[0] + found[1], expected, rtol=1e-5)
-    for name, weight in weights(alone).items():
-        torch.testing.assert_close(weights(together)[name], weight, rtol=1e-3, atol=1e-4)
+    # Adam divides a gradient by its size: one of nearly zero, whose sign its rounding decides, moves its weight as far
+    # as any other. So weights are not compared one by one, but by how far apart both trainings moved them.
+    for name, weight in untrained().state_dict().items():
+        moved, apart = weights(alone)[name] - weight, weights(together)[name] - weights(alone)[name]
+        assert moved.norm() > 0 and apart.norm() <= 0.05 * moved.norm(), name
 
 
 @pytest.mark.long  # as above

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from exactness import STRICT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tree_kernels.matmul import why_not_packed
@@ -33,6 +34,14 @@ def give_forms(model, threads=1, buckets=BUCKETS):
 def library_only(monkeypatch):
     """As on a machine where kernels cannot be compiled."""
     monkeypatch.setattr("tree_layers.linear.why_not_packed", lambda: "switched off by a test")
+
+
+def form_or_skip(report):
+    """Skip where the library's float32 products have no form, as on some Intel processors without MKL's STRICT; a
+    report that says so makes an engine announce `margin`."""
+    if not report.independent and not STRICT:
+        pytest.skip(f"NOT RUN: without STRICT, MKL has no row-independent form of {', '.join(report.failed)}")
+    assert report.independent
 
 
 class Threads(TorchDispatchMode):
@@ -75,7 +84,7 @@ def test_every_layer_gets_a_form_with_independent_rows(inputs, dtype, products):
     weight, bias = layer.weight.detach().double(), layer.bias.detach().double()
     with torch.inference_mode():
         report = give_forms(model)
-        assert report.independent
+        form_or_skip(report)
         x = torch.randn(64, inputs).to(dtype)
         truth = model(x[None])[0]
         for count in BUCKETS:
@@ -232,11 +241,11 @@ def test_weights_outside_linear_layers_have_forms_too(dtype):
         expected = module(x)
         report = give_forms(module)
         truth = module(x)
+        form_or_skip(report)
         assert type(truth) is torch.Tensor
         assert (truth.double() - expected.double()).abs().max() < (1e-5 if dtype == torch.float32 else 0.3)
         for count in (1, 2, 3, 5, 9, 40):
             assert torch.equal(module(x[:count]), truth[:count]), count
-    assert report.independent
 
 
 def test_a_failed_weight_outside_linear_layers_is_named_by_its_shape(monkeypatch):
@@ -261,11 +270,13 @@ def test_few_rows_are_padded_to_the_smallest_unit_that_passes_the_check(dtype, m
     unit = forms.unit(weight, may_pack=may_pack)
     assert unit in (1, 4, 8)
     form, padded = forms.of(weight, may_pack=may_pack, unit=unit), forms.of(weight, may_pack=may_pack)
+    form_or_skip(forms.report())
     x = torch.randn(64, 1000).to(dtype)
     for count in range(unit, 65, unit):
         assert torch.equal(form(x[:count]), padded(x)[:count]), count
 
 
+@pytest.mark.skipif(not STRICT, reason="without STRICT, MKL's plain product may have no form to begin with")
 def test_a_unit_whose_multiples_have_other_bits_is_rejected(monkeypatch):
     """With three rows or fewer the bits differ, so the unit is at least four."""
 
