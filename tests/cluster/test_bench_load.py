@@ -158,7 +158,7 @@ async def test_the_policy_is_compared_with_off_in_alternating_blocks_each_load_f
 
 
 async def test_the_policys_first_minute_is_measured_whole_and_judged_alone():
-    class Slow(Instant):
+    class SlowMinute(Instant):
         async def closed(self, block, clients, answers):
             block = await super().closed(block, clients, answers)
             block.tokens, block.seconds = answers, 20.0
@@ -168,7 +168,7 @@ async def test_the_policys_first_minute_is_measured_whole_and_judged_alone():
 
     @asynccontextmanager
     async def fresh_router(temperature):
-        yield Slow()
+        yield SlowMinute()
 
     plan = PairsPlan(((1, 2),), 8, (1, 4, 64), (0.0,), None, pairs=2, least_s=61.0)
     steps = []
