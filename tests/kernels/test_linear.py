@@ -234,6 +234,10 @@ class Routed(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_outside_linear_layers_have_forms_too(dtype):
+    if dtype == torch.float32 and not STRICT:
+        pytest.skip(
+            "NOT RUN: without STRICT, a form of MKL's that passes the check may have other bits in other products"
+        )
     torch.manual_seed(0)
     module = Routed(dtype)
     x = torch.randn(64, 48).to(dtype)
@@ -241,7 +245,7 @@ def test_weights_outside_linear_layers_have_forms_too(dtype):
         expected = module(x)
         report = give_forms(module)
         truth = module(x)
-        form_or_skip(report)
+        assert report.independent
         assert type(truth) is torch.Tensor
         assert (truth.double() - expected.double()).abs().max() < (1e-5 if dtype == torch.float32 else 0.3)
         for count in (1, 2, 3, 5, 9, 40):
