@@ -85,6 +85,11 @@ def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():
         assert environment.pop("RAY_AUTH_MODE") == "disabled" and environment == serve_config.ENVIRONMENT
 
 
+def test_the_compose_files_redis_evicts_the_keys_that_expire_first():
+    command = compose()["services"]["redis"]["command"]
+    assert command[command.index("--maxmemory-policy") + 1] == "volatile-ttl"
+
+
 def test_containers_have_the_time_to_finish_the_longest_request():
     config = Config.of(yaml.safe_load(compose()["configs"]["cluster"]["content"]), ROOT)
     for name in ("head", "drafter", "verifier"):

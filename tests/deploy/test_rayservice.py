@@ -193,6 +193,47 @@ def test_inconsistent_drain_times_fail_the_render(change, message):
         rendered(merged(SMALL, change))
 
 
+TWO = {"targets": {"a": {"checkpoint": "/a"}, "b": {"checkpoint": "/b"}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cluster": {"targets": {"demo": {"replicas": 2}}}}, "cluster.targets.demo: has up to 2 .* holds 1"),
+        ({"cluster": {"targets": {"demo": {"autoscaling": {"max_replicas": 3}}}}}, "cluster.targets.demo: .* 3"),
+        ({"cluster": {"targets": {"demo": {"tensor_parallel": 2}}}}, "cluster.targets.demo: .* 2 slots"),
+        ({"cluster": {"targets": {"demo": {"resources": {"gpu": 1}}}}}, "cluster.targets.demo: .* 1 GPUs"),
+        ({"cluster": {"drafters": {"small": {"checkpoint": "/s", "replicas": 2}}}}, "cluster.drafters.small: .* 2"),
+        ({"cluster": {"router": {"replicas": 2}}}, "cluster.router: has up to 2"),
+        ({"cluster": {"router": {"autoscaling": {"max_replicas": 2}}}}, "cluster.router: has up to 2"),
+        ({"cluster": TWO}, "cluster.targets: all replicas take 3 slots .* 1 pods have 1"),
+        (
+            {
+                "cluster": {"targets": {"demo": {"tensor_parallel": 2, "replicas": 2}}},
+                "pools": {"verifier": {"slots": 3, "maxPods": 1}},
+            },
+            "cluster.targets.demo: has up to 2 .* holds 1",
+        ),
+        (
+            {
+                "cluster": {"targets": {"demo": {"replicas": 2, "resources": {"gpu": 0.6}}}},
+                "pools": {"verifier": {"slots": 2, "gpus": 1}},
+            },
+            "1.2 GPUs",
+        ),
+    ],
+)
+def test_more_replicas_than_a_pools_pods_can_hold_fail_the_render(change, message):
+    with pytest.raises(HelmError, match=message):
+        rendered(merged(SMALL, change))
+
+
+def test_a_pool_that_just_holds_its_replicas_is_rendered():
+    pools = {"verifier": {"slots": 2, "gpus": 1, "maxPods": 2}}
+    targets = {"demo": {"tensor_parallel": 2, "replicas": 2, "resources": {"gpu": 0.5}}}
+    assert service(merged(SMALL, {"cluster": {"targets": targets}, "pools": pools}))
+
+
 def test_a_password_is_a_reference_to_a_secret_and_never_a_value():
     chosen = merged(SMALL, {"redis": {"url": "rediss://cache:6379", "existingSecret": "mine", "secretKey": "word"}})
     manifest = service(chosen)

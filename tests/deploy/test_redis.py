@@ -5,6 +5,9 @@ from __future__ import annotations
 import kubernetes_validate
 import pytest
 from chart import KUBERNETES, SMALL, merged, rendered, service
+from helm_python import HelmError
+from ray._private.services import get_address
+from redis.connection import parse_url
 
 SECRET = {"redis": {"existingSecret": "mine"}}
 
@@ -45,8 +48,38 @@ def test_none_is_started_if_a_url_is_given():
     assert rendered(merged(SMALL, {"redis": {"url": "redis://mine:6379"}}))["redis.yaml"] == []
 
 
-def test_only_keys_with_an_expiry_are_evicted():
-    """Ray's own keys have no expiry; states and records have one."""
+def test_keys_with_an_expiry_are_evicted_those_that_expire_first_before_others():
+    """Ray's own keys have no expiry; states and records have one. States expire first."""
     _, stateful = rendered()["redis.yaml"]
     args = stateful["spec"]["template"]["spec"]["containers"][0]["args"]
-    assert args[args.index("--maxmemory-policy") + 1] == "volatile-lru"
+    assert args[args.index("--maxmemory-policy") + 1] == "volatile-ttl"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://h",
+        "redis://h:6379/1",
+        "redis://h:6379/",
+        "redis://h:6379?db=1",
+        "redis://h:99999",
+        "redis://h:0",
+        "redis://:secret@h:6379",
+        "redis://h:6379,redis://i:6379",
+        "redis://:6379",
+        "unix:///redis.sock",
+        "h:6379",
+    ],
+)
+def test_an_address_that_ray_or_the_cluster_cannot_read_is_refused(url: str):
+    with pytest.raises(HelmError, match="url"):
+        rendered(merged(SMALL, {"redis": {"url": url}}))
+
+
+@pytest.mark.parametrize("url", ["redis://h:6379", "rediss://sessions.example.internal:65535", "redis://[::1]:6379"])
+def test_an_address_that_is_accepted_is_one_that_ray_and_the_cluster_read(url: str):
+    inside = service(merged(SMALL, {"redis": {"url": url}}))["spec"]["rayClusterConfig"]
+    assert inside["gcsFaultToleranceOptions"]["redisAddress"] == url
+    host, port, _ = get_address(url)
+    parsed = parse_url(url)
+    assert (parsed["host"], parsed["port"]) == (host, int(port))

@@ -32,6 +32,39 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{/* Fails if a pool's pods cannot hold all replicas of its models: those left over would wait for a pod for ever. */}}
+{{- define "dendro.checkPools" -}}
+{{- $root := . }}
+{{- $sections := dict "verifier" "targets" "drafter" "drafters" "router" "router" }}
+{{- range $pool, $section := $sections }}
+{{- $pods := get $root.Values.pools $pool }}
+{{- $models := get $root.Values.cluster $section | default dict }}
+{{- if eq $pool "router" }}{{ $models = dict "" $models }}{{ end }}
+{{- $needed := 0 }}{{ $gpus := 0.0 }}
+{{- range $name, $model := $models }}
+{{- $path := ternary (printf "cluster.%s.%s" $section $name) "cluster.router" (ne $name "") }}
+{{- $replicas := dig "replicas" 1 $model | int }}
+{{- with $model.autoscaling }}{{ $replicas = dig "max_replicas" 1 . | int }}{{ end }}
+{{- $size := dig "tensor_parallel" 1 $model | int }}
+{{- $gpu := mulf (float64 $size) (dig "resources" "gpu" 0 $model | float64) }}
+{{- if or (gt $size (int $pods.slots)) (gt $gpu (float64 $pods.gpus)) }}
+{{- fail (printf "%s: a replica takes %d slots and %v GPUs; a pod of pools.%s has %d and %d" $path $size $gpu $pool (int $pods.slots) (int $pods.gpus)) }}
+{{- end }}
+{{- $most := mul (div (int $pods.slots) (max 1 $size)) (int $pods.maxPods) }}
+{{- if gt $replicas (int $most) }}
+{{- fail (printf "%s: has up to %d replicas; pools.%s holds %d: %d pods with %d slots, %d a replica" $path $replicas $pool $most (int $pods.maxPods) (int $pods.slots) $size) }}
+{{- end }}
+{{- $needed = add $needed (mul $replicas $size) }}
+{{- $gpus = addf $gpus (mulf (float64 $replicas) $gpu) }}
+{{- end }}
+{{- $slots := mul (int $pods.slots) (int $pods.maxPods) }}
+{{- $has := mul (int $pods.gpus) (int $pods.maxPods) }}
+{{- if or (gt $needed $slots) (gt $gpus (float64 $has)) }}
+{{- fail (printf "cluster.%s: all replicas take %d slots and %v GPUs; pools.%s.maxPods: %d pods have %d and %d" $section $needed $gpus $pool (int $pods.maxPods) $slots $has) }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* The cluster's configuration, with Redis, the ports and each model's pool filled in. */}}
 {{- define "dendro.cluster" -}}
 {{- $config := deepCopy .Values.cluster }}
