@@ -13,7 +13,7 @@ from typing import Any
 import grpc.aio
 from dendro.answer import REASON_KEY
 from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
-from dendro.errors import DendroError, EngineFailed, NotFound, Overloaded, PeerLost, one_line
+from dendro.errors import DendroError, EngineFailed, NotFound, OutOfTime, Overloaded, PeerLost, one_line
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
@@ -138,7 +138,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
                     await context.write(event)
                     self._rounds += event.HasField("chunk")
         except Exception as raised:  # every error becomes a status; details of internal ones stay here
-            error = Overloaded("request: its answer was not read in time") if unread.expired() else raised
+            error = OutOfTime("request: its answer was not read in time") if unread.expired() else raised
             abort = _abort(context, *logged_status(error, request))
             if not unread.expired():
                 await abort

@@ -22,7 +22,7 @@ class LocalClient(Asking):
         self._tenant = tenant
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
-        answer = RequestProgress(request, timeout_s=self._ingress.config.router.request_timeout_s, attempts=1)
+        answer = RequestProgress(request, timeout_s=self._ingress.config.router.request_timeout_s)
         async with aclosing(self._ingress.generate(request, self._tenant)) as responses:
             async for response in responses:
                 event = answer.take(response)

@@ -21,7 +21,7 @@ from functools import partial
 from typing import TypeVar
 
 from dendro.clock import Clock
-from dendro.errors import BadRequest, Conflict, DendroError, NotFound, Overloaded, PeerLost, one_line
+from dendro.errors import BadRequest, Conflict, DendroError, NotFound, OutOfTime, PeerLost, one_line
 from dendro.logprobs import fill_logprobs
 from dendro.long_work import off_loop
 from dendro.samples import requests_of_samples
@@ -414,7 +414,7 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
         except TimeoutError:
             if not limit.expired():
                 raise
-            raise Overloaded(
+            raise OutOfTime(
                 "request: not done within the server's time limit; ask for fewer tokens, or try again later"
             ) from None
         finally:

@@ -8,8 +8,9 @@ async with AsyncClient("127.0.0.1:9000") as client:
 ```
 
 A stream may break at any token: the client calls again with the tokens it has, and the server continues after them with
-the tokens of an unbroken stream. Of several addresses, separated by commas, each call takes the next; a call that broke
-is repeated at another. All errors are DendroErrors (dendro.errors).
+the tokens of an unbroken stream. Of several addresses, separated by commas, each call takes the next. A call that broke
+is repeated until the request's deadline, at another address where there is one; so is one that a full router refused,
+unless all of them refuse a new request. All errors are DendroErrors (dendro.errors).
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from dendro.answer import (
     collect_stream,
     models_of,
 )
-from dendro.errors import error_for
-from dendro.progress import BROKEN, RequestProgress
+from dendro.attempts import Attempts
+from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
 from dendro.samples import one_answer
 from dendro.v1 import generation_pb2 as pb
@@ -118,13 +119,12 @@ class AsyncClient(Asking):
         *,
         tenant: str = "",
         timeout_s: float = 600.0,
-        attempts: int = 8,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """address: `host:port` of a router, or several separated by commas"""
+        """address: `host:port` of a router, or several separated by commas   timeout_s: of each request, all of its
+        calls together"""
         self.address = address
         self.timeout_s = timeout_s
-        self.attempts = attempts
         self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
         self._credentials = credentials
         self._rotation = Rotation(address)
@@ -155,12 +155,12 @@ class AsyncClient(Asking):
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
         """Stream the answer to a request message."""
-        answer = RequestProgress(request, self.timeout_s, self.attempts)
+        answer = RequestProgress(request, self.timeout_s)
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
             stub = self._stub(address)
-            call = stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)
+            call = stub.Generate(answer.next_request(), timeout=answer.attempts.remaining_s, metadata=self._metadata)
             try:
                 async for response in call:
                     event = answer.take(response)
@@ -171,25 +171,21 @@ class AsyncClient(Asking):
             finally:
                 call.cancel()  # ends the server's work if the caller left the iteration; else does nothing
             if not answer.finished:
-                if pause_s := answer.pause_after(broken):
-                    self._rotation.broke(address)
-                await asyncio.sleep(pause_s)
+                await asyncio.sleep(answer.pause_after(broken, address, self._rotation))
 
     async def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""
-        for left in reversed(range(len(self._rotation.addresses))):
+        attempts = Attempts(self.timeout_s)
+        while True:
             address = self._rotation.take()
             try:
                 response = await self._stub(address).GetServerInfo(
-                    pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
+                    pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
                 )
             except grpc.aio.AioRpcError as error:
-                self._rotation.broke(address)
-                if not left or error.code() not in BROKEN:
-                    raise error_for(error.code(), error.details() or "") from error
+                await asyncio.sleep(attempts.pause_after(error, address, self._rotation))
             else:
                 return models_of(response)
-        raise AssertionError("a rotation has an address")
 
 
 class Client:
@@ -201,13 +197,12 @@ class Client:
         *,
         tenant: str = "",
         timeout_s: float = 600.0,
-        attempts: int = 8,
         credentials: grpc.ChannelCredentials | None = None,
     ) -> None:
-        """address: `host:port` of a router, or several separated by commas"""
+        """address: `host:port` of a router, or several separated by commas   timeout_s: of each request, all of its
+        calls together"""
         self.address = address
         self.timeout_s = timeout_s
-        self.attempts = attempts
         self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
         self._rotation = Rotation(address)
         self._channels = {
@@ -239,12 +234,12 @@ class Client:
 
     def send(self, request: pb.GenerateRequest) -> Iterator[Event]:
         """Stream the answer to a request message."""
-        answer = RequestProgress(request, self.timeout_s, self.attempts)
+        answer = RequestProgress(request, self.timeout_s)
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
             stub = self._stub(address)
-            call = stub.Generate(answer.next_request(), timeout=answer.remaining_s, metadata=self._metadata)
+            call = stub.Generate(answer.next_request(), timeout=answer.attempts.remaining_s, metadata=self._metadata)
             try:
                 for response in call:
                     event = answer.take(response)
@@ -255,9 +250,7 @@ class Client:
             finally:
                 call.cancel()
             if not answer.finished:
-                if pause_s := answer.pause_after(broken):
-                    self._rotation.broke(address)
-                time.sleep(pause_s)
+                time.sleep(answer.pause_after(broken, address, self._rotation))
 
     def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
         """The whole answer. Raises BadRequest where several are asked for."""
@@ -271,16 +264,14 @@ class Client:
 
     def models(self) -> tuple[ModelInfo, ...]:
         """The served models."""
-        for left in reversed(range(len(self._rotation.addresses))):
+        attempts = Attempts(self.timeout_s)
+        while True:
             address = self._rotation.take()
             try:
                 response = self._stub(address).GetServerInfo(
-                    pb.GetServerInfoRequest(), timeout=self.timeout_s, metadata=self._metadata
+                    pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
                 )
             except grpc.RpcError as error:
-                self._rotation.broke(address)
-                if not left or error.code() not in BROKEN:
-                    raise error_for(error.code(), error.details() or "") from error
+                time.sleep(attempts.pause_after(error, address, self._rotation))
             else:
                 return models_of(response)
-        raise AssertionError("a rotation has an address")

@@ -5,6 +5,7 @@ DendroError
   NotFound        no such session, model or opening                               NOT_FOUND
   Conflict        another writer came first: read the session again               ABORTED
   Overloaded      try again later                                                 RESOURCE_EXHAUSTED
+    OutOfTime     the request took longer than the server allows: ask for less
   PeerLost        a replica is gone or does not answer: open the text elsewhere   UNAVAILABLE
   EngineFailed    a fault of the server; this request has ended                   INTERNAL
     BadAnswer     a peer's answer is not one that the call can have
@@ -64,6 +65,10 @@ class Overloaded(DendroError):
     """No capacity now; the same call may be repeated later."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+class OutOfTime(Overloaded):
+    """The request took longer than the server allows. A client does not resume it."""
 
 
 class PeerLost(DendroError):

@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections.abc import Sequence
-from typing import cast
 
-import grpc.aio
+import grpc
 
-from dendro.answer import REASON_KEY, EchoedPrompt, Event, Round, Started, complete_from, fields_of
-from dendro.errors import Conflict, DendroError, EngineFailed, PeerLost, error_for
+from dendro.answer import EchoedPrompt, Event, Round, Started, complete_from, fields_of
+from dendro.attempts import Attempts
+from dendro.errors import Conflict, EngineFailed
 from dendro.logprobs import TokenLogprobs, logprobs_from
+from dendro.rotation import Rotation
 from dendro.samples import requests_of_samples
 from dendro.v1 import generation_pb2 as pb
-
-BROKEN = frozenset(
-    {
-        grpc.StatusCode.UNAVAILABLE,  # the router is gone, or drains
-        grpc.StatusCode.CANCELLED,  # the router ended without a status
-        grpc.StatusCode.INTERNAL,  # a gateway lost its router
-        grpc.StatusCode.UNKNOWN,
-    }
-)
-"""Codes that, without our own reason, mean that the connection broke."""
-FIRST_PAUSE_S = 0.1
-LONGEST_PAUSE_S = 2.0
 
 
 class AnswerProgress:
@@ -117,31 +104,20 @@ class AnswerProgress:
 
 
 class RequestProgress:
-    """The state of a request, with all of its answers: retries and deadline. Does no I/O.
+    """The state of a request, with all of its answers. Does no I/O.
 
     A stream of several answers that broke is not repeated: each answer that lacks its end is resumed by itself.
     """
 
-    def __init__(self, request: pb.GenerateRequest, timeout_s: float, attempts: int) -> None:
+    def __init__(self, request: pb.GenerateRequest, timeout_s: float) -> None:
         self.request = request
-        self.timeout_s = timeout_s
-        self.attempts = attempts
+        self.attempts = Attempts(timeout_s)
         self.answers = [AnswerProgress(each) for each in requests_of_samples(request)]
         self._resumed: int | None = None  # the answer that the stream resumes; None: the stream has all answers
-        self._deadline = time.monotonic() + timeout_s
-        self._failures = 0  # since the last token
 
     @property
     def finished(self) -> bool:
         return all(answer.finished for answer in self.answers)
-
-    @property
-    def remaining_s(self) -> float:
-        """Seconds to the deadline. Raises PeerLost after it."""
-        left = self._deadline - time.monotonic()
-        if left <= 0:
-            raise PeerLost(f"no complete answer within {self.timeout_s:g} s")
-        return left
 
     def next_request(self) -> pb.GenerateRequest:
         """The request of the next call."""
@@ -161,32 +137,12 @@ class RequestProgress:
             raise EngineFailed(f"stream has an event of sample {response.sample}, which was not asked for")
         event = self.answers[sample].take(response)
         if isinstance(event, Round):
-            self._failures = 0
+            self.attempts.progressed()
         return dataclasses.replace(event, sample=sample) if event is not None and sample else event
 
-    def pause_after(self, error: grpc.RpcError | None) -> float:
-        """Seconds to wait before the next call; 0 where the last one completed its answer. Raises a DendroError if the
-        call must not be repeated."""
+    def pause_after(self, error: grpc.RpcError | None, address: str, rotation: Rotation) -> float:
+        """As of `Attempts.pause_after`; 0 where the call completed its answer."""
         if error is None and self._resumed is not None and self.answers[self._resumed].finished:
             return 0.0
-        self._failures += 1
-        if error is not None:
-            final = _final_error(error, self.timeout_s)
-            if final is not None:
-                raise final from error
-        if self._failures >= self.attempts:
-            details = f": {error.details()}" if error is not None else ""
-            raise PeerLost(f"the stream broke {self._failures} times without a token{details}") from error
-        return min(FIRST_PAUSE_S * 2.0 ** (self._failures - 1), LONGEST_PAUSE_S, self.remaining_s)
-
-
-def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
-    """The error that a status stands for; None if the connection broke, so that the call may be repeated."""
-    code: grpc.StatusCode = error.code()
-    trailing = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
-    ours = any(key == REASON_KEY for key, _ in trailing)
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return PeerLost(f"no complete answer within {timeout_s:g} s")
-    if code is grpc.StatusCode.UNAVAILABLE or (code in BROKEN and not ours):
-        return None
-    return error_for(code, error.details() or "")
+        begun = any(answer.started is not None for answer in self.answers)
+        return self.attempts.pause_after(error, address, rotation, begun)

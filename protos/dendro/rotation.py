@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from dendro.clock import Clock
@@ -9,11 +10,13 @@ from dendro.errors import BadRequest
 
 SHUNNED_S = 5.0
 """How long an address at which a call broke is passed over while there are others."""
+FULL_S = 1.0
+"""The same, of an address that is full."""
 
 
 class Rotation:
-    """Hands out addresses in turn, without those at which a call broke less than SHUNNED_S ago. Where all of them did,
-    the one that broke first."""
+    """Hands out addresses in turn, without those at which a call broke less than SHUNNED_S ago or was refused less than
+    FULL_S ago. Where that leaves none, the one whose time is over first."""
 
     def __init__(self, addresses: str, clock: Clock = time.monotonic) -> None:
         """addresses: `host:port`, several separated by commas. Raises BadRequest where there is none."""
@@ -21,18 +24,22 @@ class Rotation:
         if not self.addresses:
             raise BadRequest("address", f"{addresses!r} names no host:port")
         self._clock = clock
-        self._broke_s = dict.fromkeys(self.addresses, -SHUNNED_S)
+        self._until_s = dict.fromkeys(self.addresses, -math.inf)  # when an address is used again
         self._next = 0
 
     def take(self) -> str:
         """The address of the next call."""
         ordered = self.addresses[self._next :] + self.addresses[: self._next]
-        before_s = self._clock() - SHUNNED_S
-        well = (each for each in ordered if self._broke_s[each] <= before_s)
-        chosen = next(well, None) or min(ordered, key=self._broke_s.__getitem__)
+        now_s = self._clock()
+        well = (each for each in ordered if self._until_s[each] <= now_s)
+        chosen = next(well, None) or min(ordered, key=self._until_s.__getitem__)
         self._next = (self.addresses.index(chosen) + 1) % len(self.addresses)
         return chosen
 
     def broke(self, address: str) -> None:
         """A call at this address broke."""
-        self._broke_s[address] = self._clock()
+        self._until_s[address] = self._clock() + SHUNNED_S
+
+    def refused(self, address: str) -> None:
+        """A call was refused at this address, which is full."""
+        self._until_s[address] = self._clock() + FULL_S

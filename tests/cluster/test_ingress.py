@@ -47,7 +47,7 @@ async def serving(peers: EdgePeers | None = None, sessions: Sessions | None = No
 
 @asynccontextmanager
 async def edge(peers: EdgePeers | None = None, sessions: Sessions | None = None) -> AsyncIterator[AsyncClient]:
-    async with serving(peers, sessions) as address, AsyncClient(address, attempts=2) as client:
+    async with serving(peers, sessions) as address, AsyncClient(address) as client:
         yield client
 
 

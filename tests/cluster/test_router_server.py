@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import socket
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import aiohttp
 import grpc
 import grpc.aio
 import pytest
+from dendro import attempts
 from dendro.answer import REASON_KEY, Round
 from dendro.client import CHANNEL_OPTIONS, AsyncClient
 from dendro.errors import EngineFailed, Overloaded
@@ -216,11 +217,45 @@ async def test_the_other_port_has_metrics_and_health():
             await status.cleanup()
 
 
+async def test_answers_survive_a_restart_of_both_routers_at_once(monkeypatch, caplog):
+    """Each client has failed more often than WARNED_AFTER times when the routers are there again."""
+    monkeypatch.setattr(attempts, "LONGEST_PAUSE_S", 0.01)
+    two = [await serve_router(ingress(slow_peers())) for _ in range(2)]
+    addresses = [each.address for each in two]
+    async with AsyncClient(",".join(addresses)) as client:
+
+        async def ask(turn):
+            done = await client.generate_text(f"{PROMPT}{turn}", max_new_tokens=60, speculation="off")
+            assert list(done.token_ids) == plain_answer(f"{PROMPT}{turn}".encode(), Sampling(), 60)
+
+        asked = asyncio.gather(*(ask(turn) for turn in range(4)))
+        await until(lambda: sum(each.stats()["rounds"] for each in two) >= 40)
+        await asyncio.gather(*(each.stop() for each in two))
+        await until(lambda: sum("no answer" in each.getMessage() for each in caplog.records) >= 4)
+        again = [await serve_router(ingress(EdgePeers()), ports=[int(each.split(":")[1])]) for each in addresses]
+        await asked
+        await asyncio.gather(*(each.stop() for each in again))
+
+
+async def test_a_full_router_beside_a_free_one_refuses_nothing():
+    async with serving(slow_peers(), router={"max_requests": 1}) as full, serving() as free:
+        async with (
+            AsyncClient(full.address) as other,
+            AsyncClient(f"{full.address},{free.address}") as client,
+            aclosing(other.generate(PROMPT, max_new_tokens=400)) as events,
+        ):
+            await anext(events)
+            for _ in range(4):
+                done = await client.generate_text(PROMPT, max_new_tokens=5)
+                assert list(done.token_ids) == plain_answer(IDS, Sampling(), 5)
+        assert (full.stats()["requests"], free.stats()["requests"]) == (1, 4) and full.stats()["refused"]
+
+
 async def test_with_two_routers_the_death_of_one_fails_no_request():
     """A router killed with requests on it; the next requests go to the other alone."""
     (first, one), (second, two) = await process("edge"), await process("edge")
     try:
-        async with AsyncClient(f"{one},{two}", attempts=3) as client:
+        async with AsyncClient(f"{one},{two}") as client:
             begun = 0
 
             async def ask(turn):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny_models
-from dendro import progress as progress_module
+from dendro import attempts as attempts_module
 from dendro.answer import build_request
 from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest, EngineFailed, PeerLost
@@ -87,7 +87,7 @@ async def test_an_error_of_one_ends_all():
 @pytest.mark.parametrize("broken_at", range(0, 40, 3))
 async def test_a_broken_stream_is_resumed_answer_by_answer(broken_at: int, monkeypatch: pytest.MonkeyPatch):
     """The server breaks the first stream after so many events; each answer goes on by a request of its own."""
-    monkeypatch.setattr(progress_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(attempts_module, "FIRST_PAUSE_S", 0.001)
     router, requests = ingress(EdgePeers()), []
 
     class Breaking:
@@ -145,7 +145,7 @@ async def test_a_resume_of_several_and_a_call_for_one_answer_are_refused():
 
 
 def test_an_event_of_an_answer_that_was_not_asked_for_is_refused_by_the_client():
-    progress = RequestProgress(build_request(PROMPT, n=2), 60, 1)
+    progress = RequestProgress(build_request(PROMPT, n=2), 60)
     with pytest.raises(EngineFailed, match="sample 2, which was not asked for"):
         progress.take(pb.GenerateResponse(chunk=pb.GenerateChunk(token_ids=[7]), sample=2))
 

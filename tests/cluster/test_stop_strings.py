@@ -39,7 +39,7 @@ WAYS = ("off", "(1,1,1)", "3,2,1", "auto")
 async def serving(router: Ingress) -> AsyncIterator[AsyncClient]:
     server = await serve_router(router)
     try:
-        async with AsyncClient(server.address, attempts=2) as client:
+        async with AsyncClient(server.address) as client:
             yield client
     finally:
         await server.stop()

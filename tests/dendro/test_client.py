@@ -10,7 +10,7 @@ from itertools import count
 import grpc
 import grpc.aio
 import pytest
-from dendro import progress as progress_module
+from dendro import attempts as attempts_module
 from dendro.answer import REASON_KEY, Complete, Completion, Round, Started, build_request
 from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost, one_line
@@ -75,20 +75,20 @@ async def serving(script: Script) -> AsyncIterator[tuple[Scripted, str]]:
 
 @pytest.fixture(autouse=True)
 def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(attempts_module, "FIRST_PAUSE_S", 0.001)
 
 
 @pytest.fixture(params=["asyncio", "blocking"])
 def ask(request: pytest.FixtureRequest):
     """Asks for a whole answer with the asyncio or the blocking client."""
 
-    async def ask(address: str, timeout_s: float = 20.0, attempts: int = 3, **options) -> Completion:
+    async def ask(address: str, timeout_s: float = 20.0, **options) -> Completion:
         if request.param == "asyncio":
-            async with AsyncClient(address, tenant="t", timeout_s=timeout_s, attempts=attempts) as client:
+            async with AsyncClient(address, tenant="t", timeout_s=timeout_s) as client:
                 return await client.generate_text("p", **options)
 
         def blocking() -> Completion:
-            with Client(address, tenant="t", timeout_s=timeout_s, attempts=attempts) as client:
+            with Client(address, tenant="t", timeout_s=timeout_s) as client:
                 return client.generate_text("p", **options)
 
         return await asyncio.to_thread(blocking)
@@ -140,16 +140,77 @@ async def test_a_call_that_never_started_is_repeated_unchanged(ask):
     assert not any(request.HasField("resume") for request in servicer.requests)
 
 
+async def test_no_number_of_failures_ends_a_request_before_its_deadline(ask):
+    async def script(call, request, context):
+        if call < 20:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+        yield started(request)
+        yield chunk(0, *WHOLE)
+        yield complete()
+
+    async with serving(script) as (servicer, address):
+        assert list((await ask(address)).token_ids) == WHOLE
+    assert len(servicer.requests) == 21
+
+
 @pytest.mark.parametrize("where", ["closed-port", "stuck"])
-async def test_attempts_without_a_token_are_bounded(ask, where: str):
+async def test_at_the_deadline_the_error_has_the_reason_of_the_last_call(ask, where: str):
     async def script(call, request, context):
         yield started(request)
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no verifier")
 
     async with serving(script) as (servicer, address):
-        with pytest.raises(PeerLost, match="3 times"):
-            await ask("127.0.0.1:1" if where == "closed-port" else address)
-    assert len(servicer.requests) == (0 if where == "closed-port" else 3)
+        with pytest.raises(PeerLost, match="within 0.4 s; the last call: the stream broke: (no verifier|.*connect)"):
+            await ask("127.0.0.1:1" if where == "closed-port" else address, timeout_s=0.4)
+    assert bool(servicer.requests) == (where == "stuck")
+
+
+FULL = ((REASON_KEY, "Overloaded"),)
+
+
+async def test_a_call_that_a_full_router_refuses_goes_to_the_next_address(ask):
+    async def full(call, request, context):
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "router: full", FULL)
+        yield
+
+    async def script(call, request, context):
+        yield started(request)
+        yield chunk(0, *WHOLE)
+        yield complete()
+
+    async with serving(full) as (refusing, one), serving(script) as (servicer, two):
+        assert list((await ask(f"{one},{two}")).token_ids) == WHOLE
+        with pytest.raises(Overloaded, match="router: full"):
+            await ask(one)
+    assert (len(refusing.requests), len(servicer.requests)) == (2, 1)
+
+
+async def test_an_answer_that_has_begun_waits_for_a_full_router(ask):
+    async def script(call, request, context):
+        if 0 < call < 12:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "router: full", FULL)
+        yield started(request)
+        yield chunk(len(request.resume.token_ids), *WHOLE[len(request.resume.token_ids) :][:5])
+        if not call:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+        yield complete()
+
+    async with serving(script) as (servicer, address):
+        assert list((await ask(address)).token_ids) == WHOLE
+    assert len(servicer.requests) == 13
+
+
+@pytest.mark.parametrize("reason", [(), ((REASON_KEY, "OutOfTime"),)], ids=["a gateway's", "out of time"])
+async def test_an_exhausted_resource_other_than_a_router_is_final(ask, reason):
+    async def script(call, request, context):
+        yield started(request)
+        yield chunk(0, *WHOLE[:5])
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "quota", reason)
+
+    async with serving(script) as (servicer, address):
+        with pytest.raises(Overloaded, match="quota"):
+            await ask(address)
+    assert len(servicer.requests) == 1
 
 
 @pytest.mark.parametrize(

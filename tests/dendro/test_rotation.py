@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from dendro.errors import BadRequest
-from dendro.rotation import SHUNNED_S, Rotation
+from dendro.rotation import FULL_S, SHUNNED_S, Rotation
 
 
 class SetClock:
@@ -27,6 +27,16 @@ def test_a_broken_address_is_passed_over_for_a_while():
     assert [rotation.take() for _ in range(4)] == ["a", "c", "a", "c"]
     watch.now_s += SHUNNED_S
     assert [rotation.take() for _ in range(3)] == ["a", "b", "c"]
+
+
+def test_a_full_address_is_passed_over_for_less_time_than_a_broken_one():
+    watch = SetClock()
+    rotation = Rotation("a,b,c", watch)
+    rotation.broke("a")
+    rotation.refused("b")
+    assert [rotation.take() for _ in range(2)] == ["c", "c"]
+    watch.now_s += FULL_S
+    assert [rotation.take() for _ in range(3)] == ["b", "c", "b"]
 
 
 def test_where_all_broke_the_first_that_did_is_tried():

@@ -1,0 +1,120 @@
+"""When a call that failed is repeated: at the next address at once, and after all of them with pauses, until the
+deadline of its request."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from typing import cast
+
+import grpc
+
+from dendro.answer import REASON_KEY
+from dendro.clock import Clock
+from dendro.errors import BadRequest, DendroError, EngineFailed, Overloaded, PeerLost, error_for, one_line
+from dendro.rotation import Rotation
+
+log = logging.getLogger("dendro.client")
+
+BROKEN = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,  # the router is gone, or drains
+        grpc.StatusCode.CANCELLED,  # the router ended without a status
+        grpc.StatusCode.INTERNAL,  # a gateway lost its router
+        grpc.StatusCode.UNKNOWN,
+    }
+)
+"""Codes that, without our own reason, mean that the connection broke."""
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+WARNED_AFTER = 8
+"""Consecutive failures after which a request is logged as not answered."""
+OVER_LIMIT, OWN_RECEIPT = "message larger than max", "CLIENT: Received"
+"""What gRPC says of a message over a limit, and of one that is an answer."""
+
+
+class Attempts:
+    """The deadline of one request, and the failures of its calls since it last progressed. Does no I/O."""
+
+    def __init__(self, timeout_s: float, clock: Clock = time.monotonic) -> None:
+        self.timeout_s = timeout_s
+        self._clock = clock
+        self._deadline = clock() + timeout_s
+        self._failures = 0
+        self._refused: set[str] = set()  # addresses that are full; since the last call that broke
+        self._last: DendroError | None = None
+
+    @property
+    def remaining_s(self) -> float:
+        """Seconds to the deadline. After it, raises the error of the last call, or PeerLost."""
+        left = self._deadline - self._clock()
+        if left <= 0:
+            late = f"no complete answer within {self.timeout_s:g} s"
+            last = self._last
+            raise type(last)(f"{late}; the last call: {last}") if last is not None else PeerLost(late)
+        return left
+
+    def progressed(self) -> None:
+        """The request received tokens."""
+        self._failures = 0
+        self._refused.clear()
+        self._last = None
+
+    def pause_after(self, error: grpc.RpcError | None, address: str, rotation: Rotation, begun: bool = False) -> float:
+        """Seconds to wait before the next call, after one at `address` broke or was refused, which the rotation is
+        told. Raises a DendroError where the call must not be repeated.
+
+        error: None for a stream that ended without its last event
+        begun: whether the answer has begun, and is lost unless it is resumed; else it is refused where all addresses
+            refuse it
+        """
+        if error is not None and (final := _final_error(error, self.timeout_s)) is not None:
+            raise final from error
+        failed: DendroError
+        if error is not None and _full(error):
+            failed = Overloaded(error.details() or "")
+            rotation.refused(address)
+            self._refused.add(address)
+            if not begun and self._refused.issuperset(rotation.addresses):
+                raise failed from error
+        else:
+            details = error.details() or error.code().name if error is not None else "it ended without its last event"
+            failed = PeerLost(f"the stream broke: {details}")
+            rotation.broke(address)
+            self._refused.clear()
+        self._last = failed
+        self._failures += 1
+        if self._failures == WARNED_AFTER:
+            routers = ", ".join(rotation.addresses)
+            log.warning("%s: no answer; calls go on for %.0f s: %s", routers, self.remaining_s, one_line(str(failed)))
+        passes, within = divmod(self._failures, len(rotation.addresses))
+        if within:
+            return 0.0
+        longest_s = min(FIRST_PAUSE_S * 2.0 ** min(passes - 1, 10), LONGEST_PAUSE_S)
+        return min(longest_s * random.uniform(0.5, 1.0), self.remaining_s)  # clients of one router do not come together
+
+
+def _full(error: grpc.RpcError) -> bool:
+    """Whether a router or its peers are full: not a limit of gRPC, of a gateway, or of the request's time."""
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _reason_of(error) == Overloaded.__name__
+
+
+def _reason_of(error: grpc.RpcError) -> str | bytes:
+    """The reason that our servers give; empty in statuses of gRPC and of gateways."""
+    return dict(cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())).get(REASON_KEY, "")
+
+
+def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
+    """The error that a status stands for; None if the connection broke or the router is full, so that the call may be
+    repeated."""
+    code: grpc.StatusCode = error.code()
+    details, ours = error.details() or "", bool(_reason_of(error))
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return PeerLost(f"no complete answer within {timeout_s:g} s")
+    if code is grpc.StatusCode.UNAVAILABLE or (code in BROKEN and not ours) or _full(error):
+        return None
+    if not ours and OVER_LIMIT in details:
+        return EngineFailed(details) if OWN_RECEIPT in details else BadRequest("request", details)
+    return error_for(code, details)
