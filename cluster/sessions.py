@@ -58,6 +58,7 @@ class Turn:
     finish: str  # why the answer ended
     target: str  # digest of what the answer's tokens depend on besides the text (`Hello.target`)
     mode: str = VerificationMode.COUPLED.value  # the verification mode
+    sample_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +132,13 @@ def _spell(name: bytes, tag: bytes) -> str:
 
 def pack_record(record: Record) -> bytes:
     """A record as JSON; the tokens are base64 of little-endian uint32. A turn's mode is left out where it is the
-    default, so that routers of releases without other modes can read the record."""
+    default, and its sample index where it is the record's, so that routers of releases without them can read it."""
     fields = asdict(replace(record, tokens=()))  # asdict would copy each token by itself
     for turn in fields["turns"]:
         if turn["mode"] == VerificationMode.COUPLED:
             del turn["mode"]
+        if turn["sample_index"] == record.sample_index:
+            del turn["sample_index"]
     fields["tokens"] = base64.b64encode(packed_ids(record.tokens)).decode()
     return json.dumps({"format": RECORD_FORMAT, **fields}, sort_keys=True).encode()
 
@@ -148,7 +151,8 @@ def unpack_record(blob: bytes) -> Record:
             raise unknown_session()
         tokens = np.frombuffer(base64.b64decode(fields.pop("tokens"), validate=True), "<u4")
         marks = tuple(int(mark) for mark in fields.pop("marks"))
-        turns = tuple(Turn(**turn) for turn in fields.pop("turns"))
+        index = fields["sample_index"]
+        turns = tuple(Turn(**{"sample_index": index, **turn}) for turn in fields.pop("turns"))
         return Record(tokens=tuple(tokens.tolist()), marks=marks, turns=turns, **fields)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise unknown_session() from None

@@ -212,10 +212,13 @@ class Admission:
         if written is not None:
             check_target_of_resume(resume, held, written.target)
             _check_written(written, earlier, prompt, held, sampling.mode)
-            sampling, end = replace(sampling, seed=written.seed), written.end
+            index = sampling.sample_index if request.sampling.HasField("sample_index") else written.sample_index
+            sampling, end = replace(sampling, seed=written.seed, sample_index=index), written.end
+            # Its stop string or structure may have ended it before `min_new_tokens`.
+            least = min(request.min_new_tokens, end - len(prompt))
         else:
-            end = len(prompt) + self._new_tokens(request, served, prompt, held)
-        limits = _limits(request, len(prompt), end)
+            end, least = len(prompt) + self._new_tokens(request, served, prompt, held), request.min_new_tokens
+        limits = _limits(request, len(prompt), end, least)
         check_choice(sampling, limits, served.vocabulary, served.end_ids, structure)
         complete = structure is not None and await _completes(structure, held, limits, served)
         session = request.session
@@ -357,9 +360,9 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
     )
 
 
-def _limits(request: pb.GenerateRequest, prompt: int, end: int) -> Limits:
-    """The request's limits. prompt, end: lengths of the text before the answer, and at its longest"""
-    least = request.min_new_tokens
+def _limits(request: pb.GenerateRequest, prompt: int, end: int, least: int) -> Limits:
+    """The request's limits. prompt, end: lengths of the text before the answer, and at its longest; least: tokens that
+    no end-of-text or stop token ends"""
     if prompt + least > end:
         raise BadRequest("min_new_tokens", f"is {least}, but the answer has at most {end - prompt} tokens")
     return Limits(end, request.ignore_end, prompt + least if least else 0, stop_ids_from(request))

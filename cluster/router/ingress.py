@@ -338,6 +338,7 @@ class Ingress:
             finish=finish.value,
             target=job.target,
             mode=job.sampling.mode.value,
+            sample_index=job.sampling.sample_index,
         )
         record = Record(
             tokens=tuple(text.ids),
