@@ -161,7 +161,8 @@ class Router(Replicated):
     max_new_tokens: int = Field(default=4096, ge=1)
     """The most tokens that one request may ask for."""
     max_requests: int = Field(default=1024, ge=1)
-    """Requests that one router runs at once; past them a request is refused with RESOURCE_EXHAUSTED."""
+    """Answers that one router runs at once: a request with `n` counts as so many. Past them a request is refused with
+    RESOURCE_EXHAUSTED. The last eighth is kept for tenants that have less than an equal share."""
     drain_s: float = Field(default=20.0, ge=0)
     """How long a router that is removed lets its requests run on; those left are ended with UNAVAILABLE, at which
     clients resume them at another router."""

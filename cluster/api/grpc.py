@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc.aio
 from dendro.answer import REASON_KEY
 from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
 from dendro.errors import DendroError, EngineFailed, NotFound, OutOfTime, Overloaded, PeerLost, one_line
+from dendro.long_work import off_loop
+from dendro.samples import count_of_answers
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
-from dendro.v1 import generation_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.api.places import Places
+from cluster.api.reading import SCANNED_BYTES, read_request
 from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress, log
 
@@ -49,11 +53,11 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
     return grpc.StatusCode.INTERNAL, "internal error; the server's log has the request's id", "EngineFailed"
 
 
-def logged_status(error: BaseException, request: pb.GenerateRequest) -> tuple[grpc.StatusCode, str, str]:
+def logged_status(error: BaseException, request_id: str) -> tuple[grpc.StatusCode, str, str]:
     """`status_of` the error that ended a request. An internal error is logged with its traceback."""
     code, details, reason = status_of(error)
     if code is grpc.StatusCode.INTERNAL:
-        log.error("request %s failed", one_line(request.request_id, MAX_REQUEST_ID), exc_info=error)
+        log.error("request %s failed", one_line(request_id, MAX_REQUEST_ID), exc_info=error)
     return code, details, reason
 
 
@@ -63,12 +67,13 @@ def tenant_of(metadata: Mapping[str, str | bytes]) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
-class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
-    """The gRPC shell of an ingress, with a limit of concurrent requests."""
+class GenerationServicer:
+    """The gRPC shell of an ingress, with a limit of concurrent answers."""
 
     def __init__(self, ingress: Ingress) -> None:
         self._ingress = ingress
-        self._limit = ingress.config.router.max_requests
+        self._places = Places(ingress.config.router.max_requests)
+        self._longest_text = ingress.longest_text
         self._running: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()  # set while no request runs
         self._idle.set()
@@ -76,13 +81,13 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         self._requests = self._refused = self._rounds = 0
 
     def stats(self) -> dict[str, int]:
-        """Counters; the gauge `running`; and the processor time that this process has used."""
+        """Counters; the gauge `running`, of answers; and the processor time that this process has used."""
         return {
             "pid": os.getpid(),
             "requests": self._requests,
             "refused": self._refused,
             "rounds": self._rounds,
-            "running": len(self._running),
+            "running": self._places.taken,
             "cpu_us": time.process_time_ns() // 1000,
         }
 
@@ -98,48 +103,66 @@ class GenerationServicer(generation_pb2_grpc.GenerationServiceServicer):
         for task in self._running:
             task.cancel()
 
-    async def Generate(  # type: ignore[override]  # the generated base allows blocking servers too
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
-    ) -> None:
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """The methods as gRPC takes them. `Generate` gets the bytes of its request, to read them in its own way."""
+        methods = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+            ),
+            "GetServerInfo": grpc.unary_unary_rpc_method_handler(
+                self.GetServerInfo,
+                request_deserializer=pb.GetServerInfoRequest.FromString,
+                response_serializer=pb.GetServerInfoResponse.SerializeToString,
+            ),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def Generate(self, data: bytes, context: grpc.aio.ServicerContext[bytes, pb.GenerateResponse]) -> None:
         """Stream the answer. Refuses a request past the limit with RESOURCE_EXHAUSTED."""
-        if len(self._running) >= self._limit:
-            self._refused += 1
-            full = Overloaded(f"router: {self._limit} requests run here, which is its limit; try again later")
-            await _abort(context, *status_of(full))
+        tenant = tenant_of(dict(context.invocation_metadata() or ()))
+        try:
+            request = await off_loop(len(data) // SCANNED_BYTES, partial(read_request, data, self._longest_text))
+            answers = count_of_answers(request)
+            self._places.take(tenant, answers)
+        except DendroError as error:
+            self._refused += isinstance(error, Overloaded)
+            await _abort(context, *status_of(error))
+            return
         task = asyncio.current_task()
         assert task is not None
         self._running.add(task)
         self._idle.clear()
         self._requests += 1
+        events, request_id = self._ingress.generate(request, tenant), request.request_id
+        del request  # it may be large, and an answer may take long
         try:
-            await self._answer(request, context)
+            await self._write(events, request_id, context)
         except asyncio.CancelledError:
             if not self._cutting:
                 raise
             await _abort(context, *status_of(PeerLost("router: is stopped; resume the answer at another")))
         finally:
+            self._places.leave(tenant, answers)
             self._running.discard(task)
             if not self._running:
                 self._idle.set()
 
-    async def _answer(
+    async def _write(
         self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse],
+        responses: AsyncGenerator[pb.GenerateResponse, None],
+        request_id: str,
+        context: grpc.aio.ServicerContext[bytes, pb.GenerateResponse],
     ) -> None:
         """Write the events as the client reads them, until READ_GRACE_S after the request's time limit."""
-        tenant = tenant_of(dict(context.invocation_metadata() or ()))
         unread = asyncio.timeout(self._ingress.config.router.request_timeout_s + READ_GRACE_S)
         try:
-            async with unread, aclosing(self._ingress.generate(request, tenant)) as events:
+            async with unread, aclosing(responses) as events:
                 async for event in events:
                     await context.write(event)
                     self._rounds += event.HasField("chunk")
         except Exception as raised:  # every error becomes a status; details of internal ones stay here
             error = OutOfTime("request: its answer was not read in time") if unread.expired() else raised
-            abort = _abort(context, *logged_status(error, request))
+            abort = _abort(context, *logged_status(error, request_id))
             if not unread.expired():
                 await abort
             with contextlib.suppress(TimeoutError):  # the status is sent after the events that the client does not read
@@ -210,7 +233,7 @@ async def serve_router(
     """
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))))
     servicer = GenerationServicer(ingress)
-    generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
+    server.add_generic_rpc_handlers((servicer.handlers(),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -15,6 +15,7 @@ from dendro.grammars import Grammars
 from dendro.logprobs import check_echo, check_logprobs
 from dendro.long_work import PART, STRUCTURE_WORK, off_loop
 from dendro.modes import VerificationMode
+from dendro.samples import count_of_answers
 from dendro.structure import Structure, structure_from
 from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
 from dendro.token_lists import edits_from, mode_from, stop_ids_from
@@ -71,10 +72,11 @@ class Served:
 
 @dataclass(slots=True)
 class Job:
-    """An admitted request."""
+    """One answer of an admitted request."""
 
     request_id: str
     tenant: str
+    answers: int  # of the request; the others are `of_sample`
     served: Served
     sampling: Sampling
     prompt: list[int]  # the text before the answer, a session's earlier turns included
@@ -89,11 +91,16 @@ class Job:
     kind: PriorKey
     experience: Experience  # its tenant's
     session: str  # the session's token; empty: no session
-    resume: pb.Resume | None
+    resume: pb.Resume | None  # without its tokens
     record: Record | None  # of the session so far; None: it begins with this request
     began_s: float  # by the router's clock
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
     target: str = ""  # `Hello.target`, a digest of what tokens depend on besides the text; empty until there is one
+
+    def of_sample(self, sample: int) -> Job:
+        """Another answer of the same request, which is not checked again: it has another sample index, and no echo."""
+        index = self.sampling.sample_index + sample
+        return replace(self, sampling=self.sampling.of_sample(index), echo_start=None)
 
     @property
     def answer_length(self) -> int:
@@ -181,10 +188,12 @@ class Admission:
         self._clock = clock
 
     async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
-        """Check a request. Raises BadRequest naming the field, NotFound for an unknown session, Conflict for a resume
-        of another target's answer, and PeerLost where the session cannot be read."""
+        """Check a request, once for all of its answers. The job is the first one's. Raises BadRequest naming the field,
+        NotFound for an unknown session, Conflict for a resume of another target's answer, and PeerLost where the
+        session cannot be read."""
         if not _REQUEST_ID.fullmatch(request_id):
             raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
+        began_s, answers = self._clock(), count_of_answers(request)
         record = await self._sessions.read(request.session, tenant) if request.session else None
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None
@@ -230,6 +239,7 @@ class Admission:
         return Job(
             request_id=request_id,
             tenant=tenant,
+            answers=answers,
             served=served,
             sampling=sampling,
             prompt=prompt,
@@ -244,9 +254,9 @@ class Admission:
             kind=kind,
             experience=experience,
             session=session,
-            resume=resume,
+            resume=_without_tokens(resume) if resume is not None else None,
             record=record,
-            began_s=self._clock(),
+            began_s=began_s,
             written=written,
         )
 
@@ -266,8 +276,9 @@ class Admission:
         if kind == "token_ids":
             ids = await _checked_ids("prompt.token_ids", request.token_ids.ids, served)
         elif kind == "text" and request.text:
-            size = len(request.text.encode())
             limit = self._config.router.max_prompt_bytes
+            size = len(request.text)  # characters: of more than `limit`, the bytes need not be made
+            size = size if size > limit else len(request.text.encode())
             if size > limit:
                 raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
             ids = await off_loop(size // 2, lambda: _encoded(request.text, served, begins=not earlier))
@@ -278,12 +289,13 @@ class Admission:
         return earlier + ids
 
     def _new_tokens(self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int]) -> int:
-        """The answer's maximum length. The default is cut to the room left; a requested number that exceeds it is
-        refused."""
+        """The answer's maximum length. The default is cut to the limit and to the room left; a requested number that
+        exceeds them is refused."""
         room = served.max_length - len(prompt)
         if room < 1:
             raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
-        count, limit = min(self._config.router.default_new_tokens, room), self._config.router.max_new_tokens
+        limit = self._config.router.max_new_tokens
+        count = min(self._config.router.default_new_tokens, limit, room)
         if request.HasField("max_new_tokens"):
             count = request.max_new_tokens
             if not 1 <= count <= limit:
@@ -293,6 +305,16 @@ class Admission:
         if len(held) > count:
             raise BadRequest("resume.token_ids", f"has {len(held)} ids; the answer has at most {count}")
         return count
+
+
+def _without_tokens(resume: pb.Resume) -> pb.Resume:
+    """A copy of the other fields: a part of a message would keep all of it."""
+    return pb.Resume(
+        seed=resume.seed,
+        prompt_tokens=resume.prompt_tokens,
+        prompt_digest=resume.prompt_digest,
+        target=resume.target,
+    )
 
 
 async def _completes(structure: Structure, held: list[int], limits: Limits, served: Served) -> bool:

@@ -24,9 +24,8 @@ from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, DendroError, NotFound, OutOfTime, PeerLost, one_line
 from dendro.logprobs import fill_logprobs
 from dendro.long_work import off_loop
-from dendro.samples import requests_of_samples
 from dendro.tasks import BackgroundTasks
-from dendro.text import SEED_BITS, Finish, Text, Verdict, finish_at
+from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
@@ -112,6 +111,11 @@ class Ingress:
         self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
         self._closing = BackgroundTasks()
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text of all targets."""
+        return max(served.max_length for served in self._served.values())
+
     def info(self) -> pb.GetServerInfoResponse:
         """The served models, the default target first."""
         return pb.GetServerInfoResponse(
@@ -135,41 +139,41 @@ class Ingress:
 
         Leaving the iteration, or cancelling the task, ends the work within a round and releases the leases.
         """
-        first, *others = requests_of_samples(request)
-        if not others:
-            answers = self._answer(first, tenant)
-        else:
-            if not request.sampling.HasField("seed"):
-                seed = secrets.randbits(SEED_BITS)
-                for each in (first, *others):
-                    each.sampling.seed = seed
-            prompt = SharedPrompt()
-            rest = [self._answer_beside(each, tenant, prompt) for each in others]
-            answers = merged([self._answer(first, tenant, prompt), *rest])
-        async with aclosing(answers):
-            async for response in answers:
-                yield response
-
-    async def _answer_beside(
-        self, request: pb.GenerateRequest, tenant: str, prompt: SharedPrompt
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """A further answer to a prompt, once the first one's text is being opened."""
-        await prompt.wait()
-        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt.token_ids))
-        async with aclosing(self._answer(request, tenant, prompt)) as answer:
-            async for response in answer:
-                yield response
-
-    async def _answer(
-        self, request: pb.GenerateRequest, tenant: str, prompt: SharedPrompt | None = None
-    ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Stream one answer. prompt: of a request for several"""
-        outcome, account = "refused", None
         request_id = request.request_id or secrets.token_hex(16)
         began_s = self._clock()
         try:
             job = await self._admission.admit(request, request_id, tenant)
             answer = await off_loop(_work_of_held(job), lambda: _held_answer(job))
+        except BaseException as error:
+            outcome = type(error).__name__ if isinstance(error, DendroError) else "refused"
+            self._log_end(request_id, tenant, None, began_s, outcome)
+            raise
+        del request  # it may be large, and an answer may take long
+        if job.answers == 1:
+            answers = self._answer(job, answer)
+        else:
+            prompt = SharedPrompt()
+            rest = [self._answer_beside(job.of_sample(sample), answer, prompt) for sample in range(1, job.answers)]
+            answers = merged([self._answer(job, answer.copy(), prompt), *rest])
+        async with aclosing(answers):
+            async for response in answers:
+                yield response
+
+    async def _answer_beside(
+        self, job: Job, answer: AnswerText, prompt: SharedPrompt
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """A further answer to a prompt, once the first one's text is being opened."""
+        await prompt.wait()
+        async with aclosing(self._answer(job, answer.copy(), prompt)) as responses:
+            async for response in responses:
+                yield response
+
+    async def _answer(
+        self, job: Job, answer: AnswerText, prompt: SharedPrompt | None = None
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream one answer. answer: of the tokens that the client has   prompt: of a request for several"""
+        outcome, account = "refused", None
+        try:
             text = Text(
                 job.prompt + job.held,
                 job.sampling,
@@ -229,16 +233,21 @@ class Ingress:
             outcome = type(error).__name__
             raise
         finally:
-            log.info(
-                "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
-                one_line(request_id, MAX_REQUEST_ID),
-                hashlib.sha256(tenant.encode()).hexdigest()[:8],
-                account.stats.emitted_tokens if account else 0,
-                account.stats.rounds if account else 0,
-                account.stats.accepted_tokens if account else 0,
-                self._clock() - began_s,
-                outcome,
-            )
+            self._log_end(job.request_id, job.tenant, account, job.began_s, outcome)
+
+    def _log_end(
+        self, request_id: str, tenant: str, account: RoundAccount | None, began_s: float, outcome: str
+    ) -> None:
+        log.info(
+            "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
+            one_line(request_id, MAX_REQUEST_ID),
+            hashlib.sha256(tenant.encode()).hexdigest()[:8],
+            account.stats.emitted_tokens if account else 0,
+            account.stats.rounds if account else 0,
+            account.stats.accepted_tokens if account else 0,
+            self._clock() - began_s,
+            outcome,
+        )
 
     async def _run(
         self,
@@ -254,7 +263,7 @@ class Ingress:
         name, plan = job.served.name, job.plan
         verifier = self._peers.verifier(name, text, prompt.first if prompt is not None else None, plan.plain_first)
         if prompt is not None:
-            prompt.share(job.prompt, text)
+            prompt.share(text)
         verifier.stays_off = account.stays_off
         drafter: DrafterPort = self._peers.drafters(name, text, account.running, plan.deadline_s, plan.adaptive)
         if account.stopping is not None:

@@ -16,17 +16,16 @@ WAITING = 4
 
 
 class SharedPrompt:
-    """What the answers to one prompt share: its tokens, and the replica where the first answer's text is opened."""
+    """What the answers to one prompt share: the replica where the first answer's text is opened."""
 
     def __init__(self) -> None:
-        self.token_ids: list[int] = []
         self.first: Text | None = None  # the first answer's text
         self._shared = asyncio.Event()
 
-    def share(self, token_ids: list[int], text: Text) -> None:
+    def share(self, text: Text) -> None:
         """Called with each answer's text once it is being opened; those after the first change nothing."""
         if self.first is None:
-            self.token_ids, self.first = token_ids, text
+            self.first = text
             self._shared.set()
 
     async def wait(self) -> None:

@@ -107,6 +107,12 @@ class AnswerText:
         self._search = StopSearch(StopAutomaton(stops.strings), stops.included) if stops.strings else None
         self._decoded: deque[str] = deque()  # texts of the rounds after which `text_of` was not called yet
 
+    def copy(self) -> AnswerText:
+        """A text that continues from the same tokens, by itself, with the same automaton. For use before `cut`."""
+        other = copy.copy(self)
+        other._stream, other._search, other._decoded = self._stream.copy(), copy.copy(self._search), deque()
+        return other
+
     @property
     def found(self) -> str:
         """The stop string that ended the answer; empty where none did."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, MutableSequence, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -306,7 +306,7 @@ def build_request(
 ) -> pb.GenerateRequest:
     """The request's message. Raises BadRequest for a number that its field cannot hold, and for stop strings that no
     server accepts, which may be longer than a message; the server checks the rest."""
-    stops = StopStrings.of((stop,) if isinstance(stop, str) else stop, include_stop)
+    stops = StopStrings.of((stop,) if isinstance(stop, str) else tuple(stop), include_stop)
     request = pb.GenerateRequest(
         request_id=request_id or secrets.token_hex(16),
         model=model,
@@ -366,7 +366,8 @@ def build_request(
     return request
 
 
-def _extend(field: MutableSequence[int], name: str, tokens: Sequence[int]) -> None:
+def _extend(field: MutableSequence[int], name: str, tokens: Iterable[int]) -> None:
+    tokens = tuple(tokens)  # an iterator can be read once only
     for index, token in enumerate(tokens):
         if not 0 <= token < 1 << 32:
             raise BadRequest(f"{name}[{index}]", f"{token} is no token id")

@@ -11,15 +11,17 @@ from dendro.attempts import Attempts
 from dendro.errors import Conflict, EngineFailed
 from dendro.logprobs import TokenLogprobs, logprobs_from
 from dendro.rotation import Rotation
-from dendro.samples import requests_of_samples
+from dendro.samples import count_of_answers, request_of_sample
 from dendro.v1 import generation_pb2 as pb
 
 
 class AnswerProgress:
     """The state of one answer over all of its streams. Does no I/O."""
 
-    def __init__(self, request: pb.GenerateRequest) -> None:
+    def __init__(self, request: pb.GenerateRequest, sample: int = 0) -> None:
+        """sample: the number of the answer, of a request for several"""
         self.request = request
+        self.sample = sample
         self.token_ids: list[int] = []
         self.started: Started | None = None
         self.finished = False
@@ -27,10 +29,15 @@ class AnswerProgress:
 
     def next_request(self) -> pb.GenerateRequest:
         """The request of the next call. Once a stream has started, it resumes after the received tokens."""
-        if self.started is None:
+        if self.request.n > 1:
+            request = request_of_sample(self.request, self.sample)
+        elif self.started is None:
             return self.request
-        request = pb.GenerateRequest()
-        request.CopyFrom(self.request)
+        else:
+            request = pb.GenerateRequest()
+            request.CopyFrom(self.request)
+        if self.started is None:
+            return request
         request.resume.SetInParent()
         request.resume.token_ids.extend(self.token_ids)
         request.resume.seed = self.started.seed
@@ -70,7 +77,13 @@ class AnswerProgress:
         raise EngineFailed("stream contains an unknown event")
 
     def _take_prompt(self, part: pb.GeneratePrompt) -> EchoedPrompt | None:
-        if not self.request.echo or self.token_ids or not part.token_ids or part.offset > self._echoed > 0:
+        if (
+            not self.request.echo
+            or self.sample
+            or self.token_ids
+            or not part.token_ids
+            or part.offset > self._echoed > 0
+        ):
             raise EngineFailed(f"prompt at offset {part.offset} of {len(part.token_ids)} tokens was not expected")
         if part.offset < self._echoed:
             return None
@@ -112,7 +125,7 @@ class RequestProgress:
     def __init__(self, request: pb.GenerateRequest, timeout_s: float) -> None:
         self.request = request
         self.attempts = Attempts(timeout_s)
-        self.answers = [AnswerProgress(each) for each in requests_of_samples(request)]
+        self.answers = [AnswerProgress(request, sample) for sample in range(count_of_answers(request))]
         self._resumed: int | None = None  # the answer that the stream resumes; None: the stream has all answers
 
     @property

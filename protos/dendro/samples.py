@@ -1,4 +1,4 @@
-"""Requests for several answers to one prompt, as a request for each of them."""
+"""Requests for several answers to one prompt."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ MAX_SAMPLES = 16
 """The most answers that a request may ask for."""
 
 
-def requests_of_samples(request: pb.GenerateRequest) -> list[pb.GenerateRequest]:
-    """A request for each answer that a request asks for. Raises BadRequest for a number of answers that no server
-    gives, and for several where there can be only one."""
+def count_of_answers(request: pb.GenerateRequest) -> int:
+    """How many answers a request asks for. Raises BadRequest for a number of answers that no server gives, and for
+    several where there can be only one."""
     if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
         raise BadRequest("n", f"must lie in 1 to {MAX_SAMPLES}; got {request.n}")
     if request.n <= 1:
-        return [request]
+        return 1
     for name in ("session", "keep_session"):
         if getattr(request, name):
             raise BadRequest("n", f"is {request.n}, but a session continues with one answer; ask without {name}")
@@ -26,15 +26,17 @@ def requests_of_samples(request: pb.GenerateRequest) -> list[pb.GenerateRequest]
     first = request.sampling.sample_index
     if first + request.n > 1 << 32:
         raise BadRequest("sample_index", f"is {first}; {request.n} answers from there on exceed 32 bits")
-    requests = []
-    for sample in range(request.n):
-        one = pb.GenerateRequest()
-        one.CopyFrom(request)
-        one.ClearField("n")
-        one.echo = request.echo and not sample
-        one.sampling.sample_index = first + sample
-        requests.append(one)
-    return requests
+    return request.n
+
+
+def request_of_sample(request: pb.GenerateRequest, sample: int) -> pb.GenerateRequest:
+    """A request of its own for one of several answers. It is a copy of the whole message."""
+    one = pb.GenerateRequest()
+    one.CopyFrom(request)
+    one.ClearField("n")
+    one.echo = request.echo and not sample
+    one.sampling.sample_index = request.sampling.sample_index + sample
+    return one
 
 
 def one_answer(request: pb.GenerateRequest) -> pb.GenerateRequest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import sys
@@ -114,6 +115,13 @@ class Sampling:
                 raise BadRequest("lenience", f"must lie in (0, 1) in mode lenient; got {self.lenience}")
         elif self.lenience != 1:
             raise BadRequest("lenience", f"is {self.lenience}, but the mode is {mode}; it belongs to lenient")
+
+    def of_sample(self, index: int) -> Self:
+        """The same parameters with another sample index, below 2**32. Only that differs, so nothing is checked again
+        and the lists are shared."""
+        other = copy.copy(self)
+        object.__setattr__(other, "sample_index", index)  # frozen for all others
+        return other
 
     @property
     def draws_guesses(self) -> bool:

@@ -121,7 +121,7 @@ async def test_a_request_past_the_limit_is_refused_while_health_is_answered():
     async with serving(peers, router={"max_requests": 2}) as server, AsyncClient(server.address) as client:
         running = [asyncio.create_task(client.generate_text(PROMPT, max_new_tokens=60)) for _ in range(2)]
         await until(lambda: server.stats()["running"] == 2)
-        with pytest.raises(Overloaded, match="2 requests run"):
+        with pytest.raises(Overloaded, match="2 answers run"):
             await client.generate_text(PROMPT)
         async with grpc.aio.insecure_channel(server.address) as channel:
             assert await health_of(channel) == SERVING

@@ -1,0 +1,50 @@
+"""The places for answers at a router, and which tenant may take them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from dendro.errors import BadRequest, Overloaded
+
+KEPT_SHARE = 8
+"""One in so many places is kept for tenants that have less than an equal share."""
+
+
+class Places:
+    """A router runs at most `most` answers, whoever asks.
+
+    One tenant cannot keep all others out: the last `most / KEPT_SHARE` places are given only to tenants that then have
+    at most an equal share of all, one more tenant counted. A cluster without tenants, whose tenant is the empty one,
+    uses all of them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._taken: Counter[str] = Counter()  # by tenant; none has 0
+
+    @property
+    def taken(self) -> int:
+        return self._taken.total()
+
+    def take(self, tenant: str, answers: int) -> None:
+        """Take places for a request's answers. Raises Overloaded, at once, where there is no room for all of them, and
+        BadRequest where there never is."""
+        if answers > self.most:
+            raise BadRequest("n", f"is {answers}; this router runs at most {self.most} answers")
+        taken, own = self.taken + answers, self._taken[tenant] + answers
+        if taken > self.most:
+            raise Overloaded(f"router: {self.taken} answers run here, of {self.most} at most; try again later")
+        kept = self.most // KEPT_SHARE if tenant else 0
+        share = self.most // (1 + len({*self._taken, tenant}))
+        if taken > self.most - kept and own > share:
+            raise Overloaded(
+                f"router: {self.taken} answers run here, {own - answers} of them yours, and the last {kept} places of "
+                f"{self.most} are kept for other tenants; try again later"
+            )
+        self._taken[tenant] = own
+
+    def leave(self, tenant: str, answers: int) -> None:
+        """Give back places that were taken."""
+        self._taken[tenant] -= answers
+        if not self._taken[tenant]:
+            del self._taken[tenant]
