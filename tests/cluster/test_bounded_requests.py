@@ -152,7 +152,8 @@ async def test_a_malformed_message_is_refused_by_a_status():
     server = await serve_router(ingress(EdgePeers()))
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
-            call: Any = channel.unary_stream("/dendro.v1.GenerationService/Generate")(b"\xff\xff")
+            stub: Any = channel
+            call = stub.unary_stream("/dendro.v1.GenerationService/Generate")(b"\xff\xff")
             with pytest.raises(grpc.aio.AioRpcError, match="request: is no message") as refused:
                 await call.read()
     finally:
@@ -214,5 +215,5 @@ def test_a_sequence_may_be_an_iterator():
     }  # fmt: skip
     once: dict[str, Any] = {name: iter(value) for name, value in given.items()}
     once["bad_words"] = map(iter, given["bad_words"])
-    asked = build_request(iter([9, 10]), request_id="A", **once)  # type: ignore[arg-type]
+    asked = build_request(iter([9, 10]), request_id="A", **once)
     assert asked == build_request([9, 10], request_id="A", **given)

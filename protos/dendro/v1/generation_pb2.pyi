@@ -108,7 +108,7 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """text is tokenised by the target's tokenizer, which adds special tokens at the start of a text."""
     max_new_tokens: _builtins.int
-    """max_new_tokens bounds the answer. Absent: the server's default; zero is refused."""
+    """max_new_tokens bounds the answer. Absent: the server's default, or its limit where that is less; zero is refused."""
     ignore_end: _builtins.bool
     """ignore_end continues past the end-of-text token; for measuring."""
     session: _builtins.str
