@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from tokenizers import Tokenizer
 from tree_layers.token_bytes import control_tokens, token_bytes
+from tree_layers.tokenizer_forms import BARE, continuing, literal
 
-STRIPPING = "Prepend", "Strip"
-"""Types of normalisers that add or remove characters at a text's ends."""
 PROBE = "a"
 
 
@@ -29,7 +27,8 @@ class ByteCodec:
         self.control = {token: text for token, text in control_tokens(form).items() if token < vocabulary}
         self.head = _head(tokenizer)
         """Special tokens that it puts before a text, such as BOS."""
-        self._plain = Tokenizer.from_str(json.dumps(_plain(form)))
+        special = {each["content"] for each in form.get("added_tokens") or () if each.get("special")}
+        self._plain = Tokenizer.from_str(json.dumps(continuing(literal(form, special)) | BARE))
         first = tokenizer.encode(PROBE, add_special_tokens=False).ids
         self.prefixes = self.decode(first) == b" " + PROBE.encode()
         """Whether it puts a space before a text."""
@@ -80,26 +79,3 @@ def _head(tokenizer: Tokenizer) -> tuple[int, ...]:
     whole = tokenizer.encode(PROBE).ids
     first = tokenizer.encode(PROBE, add_special_tokens=False).ids[0]
     return tuple(whole[: whole.index(first)])
-
-
-def _plain(form: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer without special tokens in texts, a template around them, a space before them, and padding."""
-    kept = [each for each in form.get("added_tokens") or () if not each.get("special")]
-    unused = {"post_processor": None, "truncation": None, "padding": None, "added_tokens": kept}
-    parts = {part: _unprefixed(form.get(part)) for part in ("normalizer", "pre_tokenizer")}
-    return form | unused | parts
-
-
-def _unprefixed(component: Any) -> Any:
-    """A normaliser or pre-tokeniser that changes nothing at a text's ends; None where nothing of it is left."""
-    if component is None or component["type"] in STRIPPING:
-        return None
-    if component["type"] == "Sequence":
-        key = "normalizers" if "normalizers" in component else "pretokenizers"
-        parts = [part for part in map(_unprefixed, component[key]) if part is not None]
-        return component | {key: parts} if parts else None
-    if component["type"] == "Metaspace":
-        return {key: value for key, value in component.items() if key != "add_prefix_space"} | {
-            "prepend_scheme": "never"
-        }
-    return component | {"add_prefix_space": False} if component["type"] == "ByteLevel" else component

@@ -16,7 +16,7 @@ from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 from tree_layers.errors import CheckpointError
 from tree_layers.token_bytes import token_bytes
 
@@ -115,6 +115,22 @@ def test_an_added_token_that_is_not_special_stands_for_its_text(tokenizers):
     tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
     made = of(tokenizer)
     assert made.bytes_of[700] == b"<tool>" and made.encode(b"a<tool>")[-1] == 700
+
+
+def test_special_tokens_that_are_not_read_move_no_ids_and_are_no_pieces(tokenizers):
+    """Added tokens after special ones, both past the vocabulary; and a Unigram vocabulary that has the special one."""
+    tokenizer = Tokenizer.from_str(tokenizers["code"].to_str())
+    tokenizer.add_special_tokens(["<a>", "<b>"])
+    tokenizer.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    made = of(tokenizer)
+    assert made.bytes_of[702] == b"<tool>" and made.encode(b"a<tool>")[-1] == 702
+    assert made.decode(made.encode(b"x<a>y")) == b"x<a>y" and not {700, 701} & {*made.encode(b"x<a>y")}
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "a"]
+    unigram = Tokenizer(models.Unigram([(piece, 0.0) for piece in pieces], 0, byte_fallback=True))
+    unigram.decoder = decoders.ByteFallback()
+    unigram.add_special_tokens(["<unk>", "</s>"])
+    made = of(unigram)
+    assert made.decode(made.encode(b"a</s>a")) == b"a</s>a" and 1 not in made.encode(b"a</s>a")
 
 
 def test_a_tokenizer_of_words_has_no_bytes():
