@@ -41,11 +41,19 @@ def backend_of(tokenizer: Any) -> Any:
     return backend
 
 
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of special tokens, which stand for no text."""
+    added = tokenizer.added_tokens_decoder
+    return frozenset(token for token, what in added.items() if what.special) | frozenset(tokenizer.all_special_ids)
+
+
 def token_bytes_of(tokenizer: Any) -> dict[int, bytes]:
     """The bytes of each token id that stands for text, for the structures of answers. Raises BadRequest for a tokenizer
     whose ids do not stand for bytes."""
     try:
-        return token_bytes(json.loads(backend_of(tokenizer).to_str()))
+        found = token_bytes(json.loads(backend_of(tokenizer).to_str()))
     except (BadRequest, CheckpointError) as error:
         reason = error.reason if isinstance(error, BadRequest) else str(error)
         raise BadRequest("structure", f"cannot be enforced for this target: {reason}") from error
+    special = special_ids(tokenizer)
+    return {token: each for token, each in found.items() if token not in special}

@@ -38,11 +38,26 @@ class ByteTokenizer:
     def encode(self, text: str, begins: bool) -> list[int]:
         return list(text.encode())
 
+    encode_literally = encode
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(self.visible(ids)).decode(errors="replace")
 
     def visible(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token < 256]
+
+    def showing(self) -> ShowingByteTokenizer:
+        return ShowingByteTokenizer()
+
+
+class ShowingByteTokenizer(ByteTokenizer):
+    """The same, with a text for the end."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return b"".join(bytes([token]) if token < END else b"<end>" for token in ids).decode(errors="replace")
+
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        return list(ids)
 
 
 def next_token(ids: Sequence[int], sampling: Sampling) -> int:

@@ -101,9 +101,10 @@ class AnswerText:
     it is decoded in `cut`, before the next round, as there is none after the stop string.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: StopStrings) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: StopStrings, before: Sequence[int] = ()) -> None:
+        """before: the text that the answer continues"""
         self.length = 0  # tokens of the answer that were appended, up to the one that completes the stop string
-        self._stream = TextStream(tokenizer)
+        self._stream = TextStream(tokenizer, before)
         self._search = StopSearch(StopAutomaton(stops.strings), stops.included) if stops.strings else None
         self._decoded: deque[str] = deque()  # texts of the rounds after which `text_of` was not called yet
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -9,9 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dendro.errors import BadRequest
-from tree_layers.token_bytes import BYTE_TOKEN, falls_back_to_bytes
+from tree_layers.token_bytes import BYTE_TOKEN, bytes_of_text, falls_back_to_bytes, form_of
 
-from cluster.checkpoint_tokenizer import backend_of, decoder_of, load_tokenizer, token_bytes_of
+from cluster.checkpoint_tokenizer import backend_of, decoder_of, load_tokenizer, special_ids, token_bytes_of
+from cluster.prompt_encoder import PromptEncoder
 
 WINDOW_TOKENS = 64
 CONTEXT_TOKENS = 8
@@ -28,7 +30,12 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """Token ids; with the checkpoint's special tokens where a text `begins`."""
+        """Token ids; with the checkpoint's special tokens at the start where a text `begins`, and without a mark of a
+        beginning, such as a space, where it continues one."""
+        ...
+
+    def encode_literally(self, text: str, begins: bool) -> list[int]:
+        """The same, but texts of special tokens in it are ordinary text."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -37,6 +44,10 @@ class Tokenizer(Protocol):
 
     def visible(self, ids: Sequence[int]) -> list[int]:
         """The ids without special tokens: those that `decode` turns into text."""
+        ...
+
+    def showing(self) -> Tokenizer:
+        """The same tokenizer, whose `decode` turns special tokens into text, too."""
         ...
 
 
@@ -48,11 +59,19 @@ class CheckpointTokenizer:
         text may change during a session."""
         self.fingerprint = fingerprint
         self._tokenizer = load_tokenizer(checkpoint)
-        added = self._tokenizer.added_tokens_decoder
-        self._special = {token for token, what in added.items() if what.special} | set(self._tokenizer.all_special_ids)
+        self._special = special_ids(self._tokenizer)
+        self._hidden = self._special  # ids that give no text
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer in Python
         self._decoder = decoder_of(self._tokenizer)
-        self._bytes = _byte_tokens(self._backend)
+        self._encoder = PromptEncoder(self._tokenizer, self._special)
+        form = {} if self._backend is None else json.loads(self._backend.to_str())
+        self._bytes = _byte_tokens(form, self._backend)
+        self._spelt = _spelt_tokens(form)
+
+    @property
+    def head(self) -> tuple[int, ...]:
+        """The special tokens that it puts before a text."""
+        return self._encoder.head
 
     @property
     def backend(self) -> Any:
@@ -64,7 +83,15 @@ class CheckpointTokenizer:
         return token_bytes_of(self._tokenizer)
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=begins))
+        return self._encoder.encode(text, begins)
+
+    def encode_literally(self, text: str, begins: bool) -> list[int]:
+        return self._encoder.encode_literally(text, begins)
+
+    def showing(self) -> CheckpointTokenizer:
+        shown = copy.copy(self)
+        shown._hidden = frozenset()
+        return shown
 
     def chat(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
         """The text of a conversation by the checkpoint's chat template; `opens_answer` adds what an answer begins with.
@@ -86,10 +113,14 @@ class CheckpointTokenizer:
         become replacement characters. (The library's decoder replaces every byte of a run that is not valid UTF-8 as a
         whole, so that a later byte would change characters that were sent already.)
         """
+        if self._spelt:
+            parts = groupby(self.visible(ids), self._spelt.__contains__)
+            return "".join(
+                "".join(map(self._spelt.__getitem__, run)) if spelt else self._by_library(list(run))
+                for spelt, run in parts
+            )
         if not self._bytes:
-            if self._decoder is not None:  # what the library calls, in half to a third of its time
-                return str(self._decoder.decode(list(ids), skip_special_tokens=True))
-            return str(self._tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+            return self._by_library(list(ids))
         tokens: list[str] = []
         for is_byte, run in groupby(self.visible(ids), self._bytes.__contains__):
             if is_byte:  # one token per character: text that spells a byte token is not one
@@ -98,16 +129,31 @@ class CheckpointTokenizer:
                 tokens += filter(None, map(self._backend.id_to_token, run))
         return str(self._backend.decoder.decode(tokens))
 
+    def _by_library(self, ids: list[int]) -> str:
+        hides = bool(self._hidden)
+        if self._decoder is not None:  # what the library calls, in half to a third of its time
+            return str(self._decoder.decode(ids, skip_special_tokens=hides))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=hides, clean_up_tokenization_spaces=False))
+
     def visible(self, ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if token not in self._special]
+        return [token for token in ids if token not in self._hidden]
 
 
-def _byte_tokens(backend: Any) -> dict[int, int]:
+def _byte_tokens(form: Mapping[str, Any], backend: Any) -> dict[int, int]:
     """The byte that each byte token stands for, by id; empty where the decoder does not fall back to bytes."""
-    if backend is None or not falls_back_to_bytes(json.loads(backend.to_str())["decoder"]):
+    if not falls_back_to_bytes(form.get("decoder")):
         return {}
     found = ((token, BYTE_TOKEN.fullmatch(word)) for word, token in backend.get_vocab().items())
     return {token: int(match[1], 16) for token, match in found if match}
+
+
+def _spelt_tokens(form: Mapping[str, Any]) -> dict[int, str]:
+    """The texts, by id, of a byte-level tokenizer's added tokens whose characters the library's decoder takes for
+    bytes, such as `é` for the byte 0xE9."""
+    if form_of(form.get("decoder")) != "byte-level":
+        return {}
+    texts = {each["id"]: each["content"] for each in form.get("added_tokens") or ()}
+    return {token: text for token, text in texts.items() if bytes_of_text(text, "byte-level") != text.encode()}
 
 
 class TextStream:
@@ -120,27 +166,41 @@ class TextStream:
     flush what it held back, and does not accept a tokenizer in Python.)
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int] = ()) -> None:
+        """before: the text that the answer continues. It gives no text, but decoders change a text's first characters,
+        and a character may begin in it: such a character is the answer's."""
         self._tokenizer = tokenizer
-        self._window: list[int] = []  # the last tokens, special ones left out: decoding needs none before
-        self._given = 0  # characters of the window's text that were returned
+        self._window, whole = _end_of(tokenizer, before)  # the last tokens, special ones left out
+        self._given = _stable(whole)  # characters of the window's text that were returned
+        self._owned = len(whole) - self._given
+        """Replacement characters that follow, of an incomplete character before the answer that it may not complete."""
 
     def copy(self) -> TextStream:
         """A stream that continues from the same tokens, by itself."""
-        other = TextStream(self._tokenizer)
-        other._window, other._given = self._window.copy(), self._given
+        other = copy.copy(self)
+        other._window = self._window.copy()
         return other
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens add."""
-        self._window += self._tokenizer.visible(ids)
+        visible = self._tokenizer.visible(ids)
+        if not visible:
+            return ""
+        self._window += visible
         whole = self._tokenizer.decode(self._window)
-        stable = len(whole) - min(len(whole) - len(whole.rstrip(INCOMPLETE)), MAX_HELD)
-        text = whole[self._given : stable]
+        stable = _stable(whole)
+        text = self._own(whole[self._given : stable])
         self._given = max(self._given, stable)
         if len(self._window) > WINDOW_TOKENS:
             self._shorten(whole)
         return text
+
+    def _own(self, text: str) -> str:
+        """The text without the replacement characters of the text before the answer."""
+        own = text.lstrip(INCOMPLETE)
+        count = min(len(text) - len(own), self._owned)
+        self._owned = self._owned - count if count == len(text) else 0
+        return text[count:]
 
     def _shorten(self, whole: str) -> None:
         """Start the window at a later token, from which on it decodes to a suffix of `whole` that is not empty. This
@@ -156,5 +216,21 @@ class TextStream:
     def flush(self) -> str:
         """The text that was held back; for use after the last token."""
         whole = self._tokenizer.decode(self._window)
-        text, self._given = whole[self._given :], len(whole)
+        text, self._given = self._own(whole[self._given :]), len(whole)
         return text
+
+
+def _stable(text: str) -> int:
+    """Characters of a text that later tokens cannot change."""
+    return len(text) - min(len(text) - len(text.rstrip(INCOMPLETE)), MAX_HELD)
+
+
+def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
+    """The last tokens of a text, as many as decoding what follows needs, and their text; all of them where they give
+    none."""
+    found: list[int] = []
+    for stop in range(len(ids), 0, -WINDOW_TOKENS):
+        found = tokenizer.visible(ids[max(stop - WINDOW_TOKENS, 0) : stop]) + found
+        if len(found) >= CONTEXT_TOKENS and (text := tokenizer.decode(found[-CONTEXT_TOKENS:])):
+            return found[-CONTEXT_TOKENS:], text
+    return found, tokenizer.decode(found)

@@ -67,7 +67,7 @@ def token_bytes(tokenizer: Mapping[str, Any]) -> dict[int, bytes]:
     bytewise = falls_back_to_bytes(tokenizer["decoder"])
     found = {token: bytes_of_text(text, form, bytewise) for token, text in _texts(tokenizer).items()}
     for each in tokenizer.get("added_tokens") or ():
-        found[each["id"]] = bytes_of_text(each["content"], "")
+        found[each["id"]] = bytes_of_added(each["content"], form, bytewise)
     for token in control_tokens(tokenizer):
         found.pop(token, None)
     return found
@@ -84,6 +84,12 @@ def _texts(tokenizer: Mapping[str, Any]) -> dict[int, str]:
 def _mentions(component: Any, kind: str) -> bool:
     """Whether a component of the tokenizer, or a part of it, is of this type."""
     return f'"type": "{kind}"' in json.dumps(component)
+
+
+def bytes_of_added(text: str, form: TokenForm, bytewise: bool) -> bytes:
+    """The bytes that an added token's text stands for: those of its characters, also where these are in the byte
+    alphabet. A decoder of the form `metaspace` reads it as any other token."""
+    return bytes_of_text(text, "metaspace" if form == "metaspace" else "", bytewise)
 
 
 def bytes_of_text(text: str, form: TokenForm, bytewise: bool = True) -> bytes:

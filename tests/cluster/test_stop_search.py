@@ -70,11 +70,16 @@ class PieceTokenizer:
     def encode(self, text: str, begins: bool) -> list[int]:
         raise NotImplementedError
 
+    encode_literally = encode
+
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(self.pieces[token] for token in ids)
 
     def visible(self, ids: Sequence[int]) -> list[int]:
         return list(ids)
+
+    def showing(self) -> PieceTokenizer:
+        return self
 
 
 def verdict(tokens: Sequence[int], finish: Finish | None = None) -> Verdict:

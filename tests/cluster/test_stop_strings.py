@@ -289,8 +289,8 @@ async def test_bad_stop_strings_are_refused_by_client_and_server_and_the_next_re
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """As the tiny checkpoints' tokenizer decodes: the token 7 is the word w7."""
-    return " ".join(f"w{token}" for token in ids)
+    """As the tiny checkpoints' tokenizer decodes tokens after others: the token 7 is the word w7, after a space."""
+    return "".join(f" w{token}" for token in ids)
 
 
 async def ask(client, prompt: Sequence[int], speculation: str, temperature: float = 0.8, **options) -> Completion:

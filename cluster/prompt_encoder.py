@@ -1,0 +1,118 @@
+"""The token ids of a prompt: of one that begins a text, and of one that continues it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any
+
+from dendro.errors import BadRequest
+from tree_layers.tokenizer_forms import BARE, continuing, literal
+
+PROBE = "a"
+
+Encode = Callable[[str], list[int]]
+"""Ids of a text without a template of special tokens around it."""
+
+
+class PromptEncoder:
+    """Encodes through transformers' tokenizer, and forms of its backend.
+
+    A tokenizer in Python has no such forms: it encodes a continuation as it encodes the beginning of a text.
+    """
+
+    def __init__(self, tokenizer: Any, special: frozenset[int]) -> None:
+        """special: ids of special tokens"""
+        self._tokenizer = tokenizer
+        self._special = special
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._form: dict[str, Any] | None = None if backend is None else json.loads(backend.to_str())
+        self.head = _head(tokenizer, self._form)
+        """The special tokens that the tokenizer puts before a text; those after it are left out."""
+        self._parts = frozenset(_unnormalized(self._form)) if self._form is not None else frozenset()
+        self._continued = None if self._form is None else _continued(self._form)
+
+    def encode(self, text: str, begins: bool) -> list[int]:
+        """With the special tokens at the start where a text `begins`; else without them, and without a mark of a
+        beginning: `son` is one token after `per`."""
+        if begins:
+            return [*self.head, *self._whole(text)]
+        return self._whole(text) if self._continued is None else self._joined(text, self._whole, self._continued)
+
+    def encode_literally(self, text: str, begins: bool) -> list[int]:
+        """The same, but texts of special tokens in it are ordinary text."""
+        whole, continued = self._literal
+        if begins:
+            return [*self.head, *whole(text)]
+        return self._joined(text, whole, continued)
+
+    def _whole(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _joined(self, text: str, whole: Encode, continued: Encode) -> list[int]:
+        """Text after an added token is encoded as after one in the middle of a text, where many tokenizers mark a
+        beginning again; only what is before the first of them continues."""
+        first, all_ids = continued(text), whole(text)
+        places = [next((at for at, token in enumerate(ids) if token in self._parts), -1) for ids in (first, all_ids)]
+        return first if -1 in places else first[: places[0]] + all_ids[places[1] :]
+
+    @cached_property
+    def _literal(self) -> tuple[Encode, Encode]:
+        """For text that begins, and that continues a text."""
+        if self._form is None:
+            return self._split_in_python, self._split_in_python
+        added = {each["id"]: each["content"] for each in self._form.get("added_tokens") or ()}
+        texts = self._tokenizer.convert_ids_to_tokens(sorted(self._special))
+        form = literal(self._form, {*texts, *(added[token] for token in self._special & added.keys())})
+        return _encoder(form), _encoder(continuing(form))
+
+    def _split_in_python(self, text: str) -> list[int]:
+        ids = list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+        if not self._special.isdisjoint(ids):
+            raise BadRequest("literal_prompt", "is not possible: the tokenizer reads special tokens in the prompt")
+        return ids
+
+
+def _encoder(form: dict[str, Any]) -> Encode:
+    from tokenizers import Tokenizer
+
+    made = Tokenizer.from_str(json.dumps(form | BARE))
+    return lambda text: list(made.encode(text, add_special_tokens=False).ids)
+
+
+def _continued(form: dict[str, Any]) -> Encode | None:
+    """None where the tokenizer marks no beginning."""
+    other = continuing(form)
+    return None if other == form else _encoder(other)
+
+
+def _head(tokenizer: Any, form: dict[str, Any] | None) -> tuple[int, ...]:
+    """The special tokens that the tokenizer puts before a text."""
+    texts = [PROBE] if form is None else [PROBE, *_some_texts(form)]
+    for text in texts:
+        plain, whole = (list(tokenizer.encode(text, add_special_tokens=special)) for special in (False, True))
+        for start in range(len(whole) - len(plain) + 1):
+            if plain and whole[start : start + len(plain)] == plain:
+                return tuple(whole[:start])
+    return ()
+
+
+def _some_texts(form: dict[str, Any]) -> list[str]:
+    """Texts of tokens, for a vocabulary that lacks the probe."""
+    vocabulary = form["model"]["vocab"]
+    return [each if isinstance(each, str) else each[0] for each in list(vocabulary)[:64]]
+
+
+def _unnormalized(form: dict[str, Any]) -> set[int]:
+    """Added tokens that are found before the text is normalised, so that they divide it; no text without them has
+    their ids."""
+    model = form["model"]
+    unknown = model.get("unk_token")
+    if model.get("unk_id") is not None:  # Unigram's
+        unknown = model["vocab"][model["unk_id"]][0]
+    return {
+        each["id"]
+        for each in form.get("added_tokens") or ()
+        if not each.get("normalized") and each["content"] != unknown
+    }

@@ -1,0 +1,349 @@
+"""An answer's text continues its prompt's: where tokenizers mark the beginning of a text, and within a character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+
+import edge
+import other_tokenizers
+import pytest
+from dendro.grammars import Grammars
+from dendro.structure import Structure, StructureForm
+from dendro.text import Finish, StopStrings
+from dendro.v1 import generation_pb2 as pb
+from edge import EdgePeers, resume_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from cluster.api.local import LocalClient
+from cluster.router.admission import Served
+from cluster.router.ingress import Ingress
+from cluster.router.stop_strings import AnswerText
+from cluster.router.tokenizer import CheckpointTokenizer, TextStream
+from cluster.sessions import MemorySessions
+from cluster.training.data import DataFolder, DataSource
+
+TEXT = "the cat sat on the mat and a person saw the sons sit; 漢字 né € 👍🏽 "
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def llama() -> Tokenizer:
+    """As Llama 2's: `▁` before a text, which the decoder strips."""
+    return other_tokenizers.metaspace([TEXT * 9], 420)
+
+
+def llama_with_metaspace(scheme: str) -> Tokenizer:
+    """As transformers builds Llama's now: byte fallback, and a pre-tokeniser in place of the normaliser."""
+    tokenizer = llama()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    return tokenizer
+
+
+def unigram(scheme: str) -> Tokenizer:
+    """SentencePiece's Unigram with byte fallback."""
+    words = [*(f"▁{word}" for word in TEXT.split()), *TEXT.split(), "▁", "s", "a", "t", "er", "on"]
+    vocabulary = ["<unk>", "<s>", "</s>", *BYTES, *dict.fromkeys(words)]
+    scored = [(word, -8.0 if word.startswith("<0x") else -1.0 / len(word)) for word in vocabulary]
+    tokenizer = Tokenizer(models.Unigram(scored, 0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def byte_level(prefix: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT * 9], trainer)
+    return tokenizer
+
+
+STYLES: dict[str, Callable[[], Tokenizer]] = {
+    "llama": llama,
+    "llama, first": lambda: llama_with_metaspace("first"),
+    "llama, always": lambda: llama_with_metaspace("always"),
+    "unigram, first": lambda: unigram("first"),
+    "unigram, always": lambda: unigram("always"),
+    "unigram, never": lambda: unigram("never"),
+    "byte-level": lambda: byte_level(False),
+    "byte-level, prefix": lambda: byte_level(True),
+}
+
+
+def loaded(folder: Path, tokenizer: Tokenizer, **config: object) -> CheckpointTokenizer:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return CheckpointTokenizer(folder, "")
+
+
+@pytest.fixture(scope="module", params=STYLES)
+def style(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
+    made = STYLES[request.param]()
+    made.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(text, made.token_to_id(text)) for text in ("<s>", "</s>")]
+    )
+    return loaded(tmp_path_factory.mktemp("style"), made)
+
+
+def answer_text(tokenizer: CheckpointTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
+    stream = TextStream(tokenizer, prompt)
+    return "".join([*(stream.push([token]) for token in answer), stream.flush()])
+
+
+# Decoding
+
+
+def test_an_answers_first_space_is_kept(style: CheckpointTokenizer):
+    prompt, answer = style.encode("the cat", begins=True), style.encode(" sat", begins=False)
+    assert answer_text(style, prompt, answer) == " sat"
+    assert style.decode(prompt + answer).strip() == "the cat sat"
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_text_of_prompt_and_answer_is_the_prompts_and_then_the_answers(
+    style: CheckpointTokenizer, data: st.DataObject
+):
+    """Any ids and cuts. Of a character that both share, the answer has the whole."""
+    random = Random(data.draw(st.integers(0, 1 << 32)))
+    size, few = len(style._tokenizer), data.draw(st.booleans())
+    ids = [random.randrange(min(size, 262) if few else size) for _ in range(random.randrange(200))]
+    if data.draw(st.booleans()):
+        ids = style.encode("".join(random.choices(TEXT, k=60)), begins=True)
+    cut = random.randint(0, len(ids))
+    before, whole = style.decode(ids[:cut]), style.decode(ids)
+    stream, parts, place = TextStream(style, ids[:cut]), [], cut
+    while place < len(ids):
+        end = place + random.randint(1, 9)
+        parts.append(stream.push(ids[place:end]))
+        resumed = TextStream(style, ids[:cut])
+        assert resumed.push(ids[cut:end]) == "".join(parts), "does not depend on how tokens are divided"
+        place = end
+    text = "".join([*parts, stream.flush()])
+    kept = len(whole) - len(text)
+    assert whole.endswith(text) and whole[:kept] == before[:kept]
+    assert len(before) - kept <= 3 and set(before[kept:]) <= {"\N{REPLACEMENT CHARACTER}"}
+    if whole.startswith(before):
+        assert text == whole[len(before) :]
+
+
+def test_a_character_that_the_prompts_ids_begin_is_the_answers(style: CheckpointTokenizer):
+    ids = style.encode("the\N{ROCKET}", begins=True)
+    assert style.decode(ids).endswith("the\N{ROCKET}") and len(ids) >= 5
+    for count in (1, 2, 3):
+        assert answer_text(style, ids[:-count], ids[-count:]) == "\N{ROCKET}"
+        letter = style.encode("a", begins=False)
+        assert answer_text(style, ids[:-count], letter) == "a", "it is not completed"
+
+
+def test_each_tokens_bytes_are_its_text(style: CheckpointTokenizer):
+    """So a structure, which reads bytes, and a stop string, which reads text, agree."""
+    prompt = style.encode("the cat", begins=True)
+    for token, found in style.token_bytes().items():
+        assert answer_text(style, prompt, [token]) == found.decode(errors="replace"), style.backend.id_to_token(token)
+
+
+def test_a_stop_string_that_begins_with_a_space_ends_the_answer_at_its_own_token(style: CheckpointTokenizer):
+    prompt, answer = style.encode("the cat", begins=True), style.encode(" sat on the mat", begins=False)
+    first = len(style.encode(" sat", begins=False))
+    text = AnswerText(style, StopStrings.of([" sat"], True), prompt)
+    assert text.append(answer) == " sat" and (text.found, text.length) == (" sat", first)
+
+
+async def test_a_choice_is_returned_as_it_was_given(style: CheckpointTokenizer):
+    prompt, grammars = style.encode("the cat", begins=True), Grammars(style.token_bytes, len(style._tokenizer))
+    for choice in (" sat", "sat"):
+        grammar = (await grammars.compiled(Structure(StructureForm.CHOICES, (choice,)))).text(0)
+        ids = style.encode(choice, begins=False)
+        grammar.follow(ids)
+        assert grammar.complete and answer_text(style, prompt, ids) == choice
+
+
+# Encoding
+
+
+def test_a_continuation_is_encoded_as_in_the_middle_of_a_text(style: CheckpointTokenizer):
+    random = Random(1)
+    for _ in range(40):
+        words = random.choices(TEXT.split(), k=8)
+        for cut in range(1, 8):
+            first, rest = " ".join(words[:cut]), "".join(f" {word}" for word in words[cut:])
+            whole = style.encode(first + rest, begins=True)
+            assert style.encode(first, begins=True) + style.encode(rest, begins=False) == whole
+
+
+def test_a_continuation_marks_no_beginning(style: CheckpointTokenizer):
+    before = style.encode("per", begins=True)
+    for text in ("son", "s", " son", "  ", "\n", "漢", " 漢 "):
+        assert answer_text(style, before, style.encode(text, begins=False)) == text
+
+
+def test_after_a_special_token_a_continuation_is_encoded_as_a_whole_text_is(style: CheckpointTokenizer):
+    whole = style.encode("per</s>son cat", begins=True)
+    for text in ("</s>son cat", "</s> son", "a</s>b", "</s></s>b"):
+        given = style.encode("per", begins=True) + style.encode(text, begins=False)
+        assert given == style.encode("per" + text, begins=True)
+    assert whole.count(style.backend.token_to_id("</s>")) == 1
+
+
+def test_special_tokens_are_put_at_the_start_alone(style: CheckpointTokenizer):
+    """The template puts one at the end, too."""
+    start, end = (style.backend.token_to_id(text) for text in ("<s>", "</s>"))
+    ids = style.encode("the cat", begins=True)
+    assert ids[0] == start and end not in ids and style.head == (start,)
+    assert not {start, end} & set(style.encode("the cat", begins=False))
+    assert style.encode("a</s>", begins=True)[-1] == end, "the text's own is kept"
+
+
+def test_a_checkpoint_that_adds_an_end_to_texts_adds_none_to_prompts(tmp_path: Path):
+    for name, config in (("fast", "PreTrainedTokenizerFast"), ("llama", "LlamaTokenizer")):
+        tokenizer = loaded(
+            tmp_path / name,
+            llama(),
+            tokenizer_class=config, bos_token="<s>", eos_token="</s>", unk_token="<unk>",
+            add_bos_token=True, add_eos_token=True,
+        )  # fmt: skip
+        made = tokenizer._tokenizer.encode("the cat")
+        ids = tokenizer.encode("the cat", begins=True)
+        assert 2 not in ids and (made == [*ids, 2] or made == ids), name
+
+
+# Added tokens of byte-level tokenizers
+
+
+@pytest.fixture(scope="module")
+def accented(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
+    """With added tokens whose characters are in GPT-2's byte alphabet."""
+    made = byte_level(False)
+    made.add_tokens([AddedToken(text, normalized=False) for text in ("é", "đem", "čas", "Ġx", "<tool>")])
+    made.add_special_tokens(["<ł>"])
+    return loaded(tmp_path_factory.mktemp("accented"), made)
+
+
+def test_an_added_token_of_a_byte_level_tokenizer_is_its_text(accented: CheckpointTokenizer):
+    for text in ("é", "đem", "čas", "Ġx", "<tool>"):
+        token = accented.backend.token_to_id(text)
+        assert accented.encode(f"a{text}b", begins=False)[1] == token
+        assert accented.decode([token]) == text and accented.token_bytes()[token] == text.encode()
+        assert answer_text(accented, accented.encode("a", begins=True), [token]) == text
+    special = accented.backend.token_to_id("<ł>")
+    assert accented.decode([special]) == "" and special not in accented.token_bytes()
+    assert accented.showing().decode([special]) == "<ł>"
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 1 << 32))
+def test_any_ids_of_it_are_the_bytes_that_a_structure_reads(accented: CheckpointTokenizer, seed: int):
+    random, found = Random(seed), accented.token_bytes()
+    ids = random.choices([*found, *range(len(accented._tokenizer) - 6, len(accented._tokenizer) - 1)], k=40)
+    data = b"".join(found[token] for token in ids)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError:  # an added token ends an incomplete character, which costs no other character
+        text = ""
+    assert not text or accented.decode(ids) == text
+    assert answer_text(accented, (), ids) == accented.decode(ids)
+
+
+def test_a_stop_string_is_found_in_an_added_token(accented: CheckpointTokenizer):
+    text = AnswerText(accented, StopStrings.of(["ča"], False))
+    assert text.append(accented.encode("a časb", begins=False)) == "a " and text.found == "ča"
+
+
+# Requests: a session, its echo, resumes and written turns
+
+
+@pytest.fixture
+def cat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """An ingress whose target answers " sat on the mat" to anything."""
+    tokenizer = loaded(tmp_path, llama(), tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>")
+    answer = [tokenizer.backend.token_to_id(piece) for piece in ("▁sat", "▁on", "▁the", "▁mat")]
+    prompts: set[int] = set()
+
+    def next_token(ids: Sequence[int], sampling: object) -> int:
+        start = max(length for length in prompts if length <= len(ids))
+        return answer[(len(ids) - start) % len(answer)]
+
+    class Peers(EdgePeers):
+        def verifier(self, target, text, beside=None, plain_first=False):
+            prompts.add(text.prompt_length)
+            return super().verifier(target, text, beside, plain_first)
+
+    monkeypatch.setattr(edge, "next_token", next_token)
+    served = {"demo": Served("demo", tokenizer, len(tokenizer._tokenizer), 512, frozenset({2}), "float32")}
+    peers = Peers()
+    return tokenizer, answer, peers, Ingress(edge.config(), peers, MemorySessions(), served)
+
+
+async def test_a_requests_text_begins_with_its_space(cat):
+    tokenizer, answer, peers, router = cat
+    client = LocalClient(router)
+    for way in ("off", "(1,1,1)"):
+        done = await client.generate_text("the cat", max_new_tokens=len(answer), speculation=way, echo=True)
+        assert done.text == " sat on the mat" and done.token_ids == tuple(answer)
+        assert "".join(part.text for part in done.prompt) == "the cat"
+        stopped = await client.generate_text("the cat", max_new_tokens=len(answer), speculation=way, stop=" sat")
+        assert (stopped.text, stopped.complete.finish) == ("", Finish.STOP_STRING)
+        assert stopped.token_ids == tuple(answer[: len(tokenizer.encode(" sat", False))])
+    samples = await client.generate_samples("the cat", n=2, max_new_tokens=len(answer))
+    assert [each.text for each in samples] == [" sat on the mat"] * 2
+
+
+async def test_a_later_turn_continues_the_text_and_is_read_again_as_it_was_written(cat):
+    tokenizer, answer, peers, router = cat
+    client = LocalClient(router)
+    first = await client.generate_text("the cat", max_new_tokens=len(answer), keep_session=True, request_id="one")
+    turn = {"session": first.complete.session, "max_new_tokens": len(answer), "request_id": "two", "echo": True}
+    second = await client.generate_text("s and a person", **turn)
+    prompt = [*tokenizer.encode("the cat", True), *answer, *tokenizer.encode("s and a person", False)]
+    assert list(peers.texts[-1].ids[: len(prompt)]) == prompt
+    assert tokenizer.decode(prompt) == "the cat sat on the mats and a person"
+    assert second.text == " sat on the mat"
+    assert "".join(part.text for part in second.prompt) == "s and a person"
+    again = await client.generate_text("s and a person", **turn)
+    assert (again.text, again.token_ids, again.complete.speculation.rounds) == (second.text, second.token_ids, 0)
+
+
+async def test_a_resumed_answer_continues_at_the_same_character(cat):
+    tokenizer, answer, peers, router = cat
+    prompt = tokenizer.encode("the cat", begins=True)
+    for held in range(len(answer) + 1):
+        request = pb.GenerateRequest(
+            text="the cat", max_new_tokens=len(answer), resume=resume_of(prompt, answer[:held])
+        )
+        events = [event async for event in router.generate(request)]
+        rest = "".join(event.chunk.text for event in events)
+        assert TextStream(tokenizer, prompt).push(answer[:held]) + rest == " sat on the mat"
+
+
+# Training data
+
+
+def test_training_data_has_no_mark_of_a_beginning_within_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Pieces of a file, and the answers of conversations, are what a served text would be."""
+    monkeypatch.setattr("cluster.training.data.PIECE_CHARACTERS", 8)
+    tokenizer = loaded(
+        tmp_path / "model", llama(), tokenizer_class="PreTrainedTokenizerFast", eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}",
+    )  # fmt: skip
+    (tmp_path / "text.txt").write_text("the cat\n sat on\n the mat\n")
+    talk = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": " sat"}]
+    (tmp_path / "talk.jsonl").write_text(json.dumps({"messages": talk}))
+    for name, text in (("text.txt", "the cat\n sat on\n the mat\n"), ("talk.jsonl", "user:the catassistant: sat")):
+        folder = DataFolder(tmp_path / name.partition(".")[0], 1000)
+        written = folder.write(DataSource((tmp_path / name,)), tokenizer, None, 1, lambda written: None)
+        ids = [*folder.read("train").tokens.tolist(), *folder.read("held_out").tokens.tolist()]
+        assert ids == tokenizer.encode(text, begins=True) and tokenizer.decode(ids) == text, written
