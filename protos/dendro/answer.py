@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping, MutableS
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast
 
+from dendro.arguments import fill_number, ids_of, items_of, pairs_of, shown, switch_of, text_of, texts_of
 from dendro.errors import BadRequest, EngineFailed
 from dendro.logprobs import TokenLogprobs
 from dendro.structure import Structure, fill_structure
@@ -304,41 +305,47 @@ def build_request(
     speculation: Speculation | str = "auto",
     request_id: str = "",
 ) -> pb.GenerateRequest:
-    """The request's message. Raises BadRequest for a number that its field cannot hold, and for stop strings that no
-    server accepts, which may be longer than a message; the server checks the rest."""
-    stops = StopStrings.of((stop,) if isinstance(stop, str) else tuple(stop), include_stop)
+    """The request's message. Raises BadRequest, naming it, for an argument that its field cannot hold, and for stop
+    strings that no server accepts, which may be longer than a message; the server checks the rest."""
+    stops = StopStrings.of(texts_of("stop", stop), switch_of("include_stop", include_stop))
     request = pb.GenerateRequest(
-        request_id=request_id or secrets.token_hex(16),
-        model=model,
-        ignore_end=ignore_end,
-        session=session,
-        keep_session=keep_session,
+        request_id=text_of("request_id", request_id) or secrets.token_hex(16),
+        model=text_of("model", model),
+        ignore_end=switch_of("ignore_end", ignore_end),
+        session=text_of("session", session),
+        keep_session=switch_of("keep_session", keep_session),
         stop=stops.strings,
         include_stop=stops.included,
-        echo=echo,
+        echo=switch_of("echo", echo),
     )
     if structure is not None:
+        if not isinstance(structure, Structure):
+            raise BadRequest("structure", f"must be a Structure; got {shown(structure)}")
         fill_structure(request.structure, structure)
     if isinstance(prompt, str):
-        request.text = prompt
+        request.text = text_of("prompt", prompt)
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)
     _extend(request.sampling.banned_ids, "banned_ids", banned_ids)
     _extend(request.sampling.allowed_ids, "allowed_ids", allowed_ids)
     _extend(request.stop_ids, "stop_ids", stop_ids)
-    for index, word in enumerate(bad_words):
+    for index, word in enumerate(items_of("bad_words", bad_words)):
         _extend(request.sampling.bad_words.add().ids, f"bad_words[{index}]", word)
-    for token, bias in logit_bias.items():
+    for token, bias in pairs_of("logit_bias", logit_bias):
         try:
             request.sampling.logit_bias[token] = bias
-        except (ValueError, TypeError):
-            raise BadRequest(f"logit_bias[{token}]", f"{bias!r} is no bias of a token id") from None
-    request.sampling.mode = mode
+        except Exception:  # protobuf's, or of the value's own class
+            raise BadRequest(f"logit_bias[{shown(token)}]", f"{shown(bias)} is no bias of a token id") from None
+    request.sampling.mode = text_of("mode", mode)
     options = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
+    if not isinstance(options, Speculation):
+        raise BadRequest("speculation", f"must be a text or a Speculation; got {shown(options)}")
+    if not isinstance(options.mode, str) or options.mode not in MODES:
+        raise BadRequest("speculation.mode", f"{shown(options.mode)} is none of {', '.join(MODES)}")
     request.speculation.mode = MODES[options.mode]
-    request.speculation.shape = options.shape
-    request.speculation.policy = options.policy
+    request.speculation.shape = text_of("speculation.shape", options.shape)
+    request.speculation.policy = text_of("speculation.policy", options.policy)
     numbers = (
         (request.sampling, "temperature", temperature),
         (request.sampling, "top_k", top_k),
@@ -359,19 +366,28 @@ def build_request(
     )
     for message, name, value in numbers:
         if value is not None:
-            try:
-                setattr(message, name.removeprefix("speculation."), value)
-            except (ValueError, TypeError):
-                raise BadRequest(name, f"{value!r} is out of the field's range") from None
+            fill_number(message, name.removeprefix("speculation."), value, name)
     return request
 
 
+def sendable(request: pb.GenerateRequest, limit: int) -> pb.GenerateRequest:
+    """The request. Raises BadRequest, naming its largest field, where it is a message of more than `limit` bytes."""
+    size = request.ByteSize()
+    if size <= limit:
+        return request
+    largest, least = "request", size
+    for each, _ in request.ListFields():
+        rest = pb.GenerateRequest()
+        rest.CopyFrom(request)
+        rest.ClearField(cast(Any, each.name))
+        if (left := rest.ByteSize()) < least:
+            largest, least = each.name, left
+    name = "prompt" if largest in ("text", "token_ids") else largest
+    raise BadRequest(name, f"has {size - least} bytes of a message of {size}; a message has at most {limit}")
+
+
 def _extend(field: MutableSequence[int], name: str, tokens: Iterable[int]) -> None:
-    tokens = tuple(tokens)  # an iterator can be read once only
-    for index, token in enumerate(tokens):
-        if not 0 <= token < 1 << 32:
-            raise BadRequest(f"{name}[{index}]", f"{token} is no token id")
-    field.extend(tokens)
+    field.extend(ids_of(name, tokens))
 
 
 def fields_of(kind: type[Started | OpeningStats | DrafterStats | SpeculationStats], message: object) -> dict[str, Any]:

@@ -44,7 +44,9 @@ from dendro.answer import (
     collect_samples,
     collect_stream,
     models_of,
+    sendable,
 )
+from dendro.arguments import ascii_of, seconds_of
 from dendro.attempts import Attempts
 from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
@@ -124,8 +126,8 @@ class AsyncClient(Asking):
         """address: `host:port` of a router, or several separated by commas   timeout_s: of each request, all of its
         calls together"""
         self.address = address
-        self.timeout_s = timeout_s
-        self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
+        self.timeout_s = seconds_of("timeout_s", timeout_s)
+        self._metadata = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
         self._credentials = credentials
         self._rotation = Rotation(address)
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -160,7 +162,8 @@ class AsyncClient(Asking):
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
             stub = self._stub(address)
-            call = stub.Generate(answer.next_request(), timeout=answer.attempts.remaining_s, metadata=self._metadata)
+            request = sendable(answer.next_request(), MAX_MESSAGE_BYTES)
+            call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
             try:
                 async for response in call:
                     event = answer.take(response)
@@ -202,8 +205,8 @@ class Client:
         """address: `host:port` of a router, or several separated by commas   timeout_s: of each request, all of its
         calls together"""
         self.address = address
-        self.timeout_s = timeout_s
-        self._metadata = ((TENANT_KEY, tenant),) if tenant else ()
+        self.timeout_s = seconds_of("timeout_s", timeout_s)
+        self._metadata = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
         self._rotation = Rotation(address)
         self._channels = {
             each: grpc.insecure_channel(each, options=CHANNEL_OPTIONS)
@@ -239,7 +242,8 @@ class Client:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
             stub = self._stub(address)
-            call = stub.Generate(answer.next_request(), timeout=answer.attempts.remaining_s, metadata=self._metadata)
+            request = sendable(answer.next_request(), MAX_MESSAGE_BYTES)
+            call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
             try:
                 for response in call:
                     event = answer.take(response)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 
+from dendro.arguments import ascii_of
 from dendro.clock import Clock
 from dendro.errors import BadRequest
 
@@ -20,7 +21,8 @@ class Rotation:
 
     def __init__(self, addresses: str, clock: Clock = time.monotonic) -> None:
         """addresses: `host:port`, several separated by commas. Raises BadRequest where there is none."""
-        self.addresses = tuple(dict.fromkeys(each.strip() for each in addresses.split(",") if each.strip()))
+        given = ascii_of("address", addresses).split(",")
+        self.addresses = tuple(dict.fromkeys(each.strip() for each in given if each.strip()))
         if not self.addresses:
             raise BadRequest("address", f"{addresses!r} names no host:port")
         self._clock = clock

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+from dendro.arguments import items_of, shown
 from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
 from dendro.v1 import generation_pb2
@@ -35,6 +36,11 @@ class Structure:
     texts: tuple[str, ...]  # one, or the choices
 
     def __post_init__(self) -> None:
+        if not isinstance(self.form, StructureForm):
+            raise BadRequest("structure.form", f"{shown(self.form)} is none of {', '.join(StructureForm)}")
+        for text in items_of(self.field, self.texts):
+            if not isinstance(text, str):
+                raise BadRequest(self.field, f"must be of text; got {shown(text)}")
         if self.form is StructureForm.CHOICES and not 1 <= len(self.texts) <= MAX_CHOICES:
             raise BadRequest(self.field, f"has {len(self.texts)} texts; must have 1 to {MAX_CHOICES}")
         if self.form is not StructureForm.CHOICES and len(self.texts) != 1:
@@ -62,7 +68,10 @@ class Structure:
     @classmethod
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Self:
         """The answer is JSON that a schema, given as JSON text or as Python values, accepts."""
-        return cls(StructureForm.JSON_SCHEMA, (schema if isinstance(schema, str) else json.dumps(schema),))
+        try:
+            return cls(StructureForm.JSON_SCHEMA, (schema if isinstance(schema, str) else json.dumps(schema),))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadRequest("structure.json_schema", f"cannot be written as JSON: {error}") from None
 
     @classmethod
     def regex(cls, pattern: str) -> Self:
@@ -77,7 +86,7 @@ class Structure:
     @classmethod
     def choices(cls, texts: Sequence[str]) -> Self:
         """The answer is one of these texts."""
-        return cls(StructureForm.CHOICES, tuple(texts))
+        return cls(StructureForm.CHOICES, tuple(items_of(f"structure.{StructureForm.CHOICES}", texts)))
 
 
 def fill_structure(message: generation_pb2.Structure, structure: Structure) -> None:

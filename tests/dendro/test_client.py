@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 
@@ -63,8 +63,8 @@ class Scripted(generation_pb2_grpc.GenerationServiceServicer):
 
 
 @asynccontextmanager
-async def serving(script: Script) -> AsyncIterator[tuple[Scripted, str]]:
-    server = grpc.aio.server()
+async def serving(script: Script, options: Sequence[tuple[str, int]] = ()) -> AsyncIterator[tuple[Scripted, str]]:
+    server = grpc.aio.server(options=options)
     servicer = Scripted(script)  # type: ignore[abstract] # Generate is all that is called
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -233,6 +233,16 @@ async def test_an_error_of_the_server_is_raised_at_once_as_its_dendro_error(ask,
         with pytest.raises(kind, match="top_p: is odd"):
             await ask(address)
     assert len(servicer.requests) == 1
+
+
+async def test_a_message_that_is_too_large_for_the_server_is_a_bad_request(ask):
+    async def script(call, request, context):
+        yield started(request)
+
+    async with serving(script, [("grpc.max_receive_message_length", 1000)]) as (servicer, address):
+        with pytest.raises(BadRequest, match=r"^request: .*\(20\d\d vs. 1000\)"):
+            await ask(address, stop_ids=[9] * 2000)
+    assert not servicer.requests
 
 
 @pytest.mark.parametrize(
