@@ -15,7 +15,6 @@ import grpc.aio
 from dendro.answer import REASON_KEY
 from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
 from dendro.errors import DendroError, EngineFailed, NotFound, OutOfTime, Overloaded, PeerLost, one_line
-from dendro.long_work import off_loop
 from dendro.samples import count_of_answers
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
@@ -23,7 +22,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.api.places import Places
-from cluster.api.reading import SCANNED_BYTES, read_request
+from cluster.api.reading import SHORT_BYTES, read_request
 from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress, log
 
@@ -74,6 +73,7 @@ class GenerationServicer:
         self._ingress = ingress
         self._places = Places(ingress.config.router.max_requests)
         self._longest_text = ingress.longest_text
+        self._reading = asyncio.Lock()
         self._running: set[asyncio.Task[Any]] = set()
         self._idle = asyncio.Event()  # set while no request runs
         self._idle.set()
@@ -121,7 +121,7 @@ class GenerationServicer:
         """Stream the answer. Refuses a request past the limit with RESOURCE_EXHAUSTED."""
         tenant = tenant_of(dict(context.invocation_metadata() or ()))
         try:
-            request = await off_loop(len(data) // SCANNED_BYTES, partial(read_request, data, self._longest_text))
+            request = await self._read(data)
             answers = count_of_answers(request)
             self._places.take(tenant, answers)
         except DendroError as error:
@@ -146,6 +146,16 @@ class GenerationServicer:
             self._running.discard(task)
             if not self._running:
                 self._idle.set()
+
+    async def _read(self, data: bytes) -> pb.GenerateRequest:
+        """The message. Long ones are read one after another, so that many take no more memory and time at once than
+        one."""
+        config = self._ingress.config.router
+        read = partial(read_request, data, self._longest_text, config.max_prompt_bytes)
+        if len(data) <= SHORT_BYTES:
+            return read()
+        async with self._reading:
+            return await asyncio.to_thread(read)
 
     async def _write(
         self,

@@ -15,8 +15,6 @@ from google.protobuf.message import DecodeError
 
 SHORT_BYTES = 1 << 16
 """A message of at most so many bytes is parsed in a millisecond, whatever it has."""
-SCANNED_BYTES = 32
-"""Bytes of a message that take about as long to count and parse as a token of other work (`off_loop`)."""
 MOST_FIELDS = 1 << 14
 """The most fields of a message, each entry of a list being one; the limits of all lists together allow fewer. Token ids
 are packed, many in a field."""
@@ -30,11 +28,11 @@ _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MALFORMED = "request", "is no message of this API"
 
 
-def read_request(data: bytes, most_tokens: int) -> pb.GenerateRequest:
-    """The message. Raises BadRequest for one that is malformed, or has more entries than any request may have.
-    most_tokens: of the longest text of all targets"""
+def read_request(data: bytes, most_tokens: int, most_bytes: int) -> pb.GenerateRequest:
+    """The message. Raises BadRequest for one that is malformed, or has more than any request may have.
+    most_tokens: of the longest text of all targets   most_bytes: of a prompt that is text"""
     if len(data) > SHORT_BYTES:
-        _Scan(data, most_tokens).message(0, len(data), pb.GenerateRequest.DESCRIPTOR, ())
+        _Scan(data, most_tokens, most_bytes).message(0, len(data), pb.GenerateRequest.DESCRIPTOR, ())
     request = _parsed(data)
     request.DiscardUnknownFields()
     if 2 * request.ByteSize() < len(data):  # a message keeps the memory of what was discarded
@@ -52,9 +50,10 @@ def _parsed(data: bytes) -> pb.GenerateRequest:
 class _Scan:
     """Counts a message's entries in its bytes."""
 
-    def __init__(self, data: bytes, most_tokens: int) -> None:
+    def __init__(self, data: bytes, most_tokens: int, most_bytes: int) -> None:
         self._data = data
         self._most_tokens = most_tokens
+        self._most_bytes = most_bytes
         self._fields = self._unknown = self._listed = 0
 
     def message(self, start: int, end: int, kind: Any, path: tuple[str, ...]) -> None:
@@ -81,6 +80,8 @@ class _Scan:
 
     def _content(self, start: int, end: int, field: Any, name: tuple[str, ...]) -> None:
         kind = field.message_type
+        if name == ("text",) and end - start > self._most_bytes:
+            raise BadRequest("prompt", f"has {end - start} bytes; at most {self._most_bytes}")
         if kind is not None and not kind.GetOptions().map_entry:
             self.message(start, end, kind, name)
         elif field.cpp_type == field.CPPTYPE_UINT32:  # packed: each number ends with a byte below 128

@@ -21,6 +21,7 @@ class SharedPrompt:
     def __init__(self) -> None:
         self.first: Text | None = None  # the first answer's text
         self._shared = asyncio.Event()
+        self._turns = asyncio.Lock()
 
     def share(self, text: Text) -> None:
         """Called with each answer's text once it is being opened; those after the first change nothing."""
@@ -29,8 +30,11 @@ class SharedPrompt:
             self._shared.set()
 
     async def wait(self) -> None:
-        """Wait for the first answer's call of `share`."""
+        """Wait for the first answer's call of `share`. The others then go on one after another, so that other requests'
+        rounds come between."""
         await self._shared.wait()
+        async with self._turns:
+            await asyncio.sleep(0)
 
 
 async def merged(streams: Sequence[Responses]) -> Responses:

@@ -86,6 +86,7 @@ def varint(value: int) -> bytes:
     return bytes([value & 127 | 128]) + varint(value >> 7) if value > 127 else bytes([value])
 
 
+MOST_BYTES = 1 << 20
 NOTE = b"\xca\x3e"  # field 1001, of bytes
 
 
@@ -106,19 +107,20 @@ NOTE = b"\xca\x3e"  # field 1001, of bytes
             pb.GenerateRequest(sampling=pb.Sampling(banned_ids=[7] * 200_000)).SerializeToString(),
             "banned_ids: has too many ids",
         ),
+        (build_request("x" * 1_500_000).SerializeToString(), "prompt: has 1500000 bytes; at most 1048576"),
         (b"\xc8\x3e\x00" * 200_000, "request: has too many entries"),
         (b"\x1a" + varint(100_000) + b"x" * 90_000, "request: is no message"),
         (b"\xff" * 100_000, "request: is no message"),
         (b"\x0b" * 100_000, "request: is no message"),
     ],
-    ids=["bad words", "stop", "prompt", "resume", "banned", "unknown", "cut", "no varint", "groups"],
+    ids=["bad words", "stop", "prompt", "resume", "banned", "text", "unknown", "cut", "no varint", "groups"],
 )
 def test_a_long_messages_entries_are_counted_before_it_is_parsed(
     data: bytes, refused: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(reading, "_parsed", None)  # parsing would fail
     with pytest.raises(BadRequest, match=f"^{refused}"):
-        read_request(data, MAX_LENGTH)
+        read_request(data, MAX_LENGTH, MOST_BYTES)
 
 
 def test_all_lists_of_the_longest_request_are_read():
@@ -132,11 +134,11 @@ def test_all_lists_of_the_longest_request_are_read():
         stop=["x" * 1024] * 16,
     )
     request.resume.token_ids.extend([300] * 5000)
-    assert read_request(request.SerializeToString(), 5000) == request
+    assert read_request(request.SerializeToString(), 5000, MOST_BYTES) == request
     unpacked = b"".join(b"\x78" + varint(token) for token in range(4096))  # allowed_ids, each a field of its own
     request.sampling.ClearField("allowed_ids")
     data = request.SerializeToString() + b"\x2a" + varint(len(unpacked)) + unpacked
-    assert list(read_request(data, 5000).sampling.allowed_ids) == list(range(4096))
+    assert list(read_request(data, 5000, MOST_BYTES).sampling.allowed_ids) == list(range(4096))
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20])
@@ -145,7 +147,7 @@ def test_fields_that_this_version_does_not_know_are_dropped(size: int):
     inside = pb.GenerateRequest(sampling=pb.Sampling.FromString(NOTE + varint(size) + b"x" * size))
     data = request.SerializeToString() + NOTE + varint(size) + b"x" * size + inside.SerializeToString()
     request.sampling.SetInParent()
-    assert read_request(data, MAX_LENGTH).SerializeToString() == request.SerializeToString()
+    assert read_request(data, MAX_LENGTH, MOST_BYTES).SerializeToString() == request.SerializeToString()
 
 
 async def test_a_malformed_message_is_refused_by_a_status():
