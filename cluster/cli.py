@@ -199,6 +199,15 @@ def _numbers(option: str, text: str, separator: str, *kinds: Callable[[str], Any
         raise BadRequest(option, f"{text!r} is not of the form that --help shows") from None
 
 
+def _text_and_number(option: str, text: str) -> tuple[str, float]:
+    """An option's text up to its last colon, and the number after it."""
+    first, _, last = text.rpartition(":")
+    try:
+        return first, float(last)
+    except ValueError:
+        raise BadRequest(option, f"{text!r} is not of the form that --help shows") from None
+
+
 @app.command()
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
@@ -225,6 +234,10 @@ def generate(
     logit_bias: Annotated[
         list[str] | None, typer.Option("--logit-bias", metavar="ID:BIAS", help="Added to a token's logit; repeatable.")
     ] = None,
+    logit_bias_texts: Annotated[
+        list[str] | None,
+        typer.Option("--logit-bias-text", metavar="TEXT:BIAS", help="The same, of the token with a text; repeatable."),
+    ] = None,
     banned_ids: Annotated[
         list[int] | None, typer.Option("--ban", metavar="ID", help="A token that is not drawn; repeatable.")
     ] = None,
@@ -234,6 +247,14 @@ def generate(
     bad_words: Annotated[
         list[str] | None,
         typer.Option("--bad-word", metavar="ID,ID,...", help="Tokens that are not completed in order; repeatable."),
+    ] = None,
+    bad_word_texts: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bad-word-text",
+            metavar="TEXT",
+            help="A text whose tokens are not completed, alone and after a space; repeatable.",
+        ),
     ] = None,
     mode: Annotated[
         str,
@@ -262,6 +283,12 @@ def generate(
     regex: RegexOption = None,
     grammar: GrammarOption = None,
     choices: ChoicesOption = None,
+    show_special_tokens: Annotated[
+        bool, typer.Option("--show-special-tokens", help="Print special tokens, too, such as the end of text.")
+    ] = False,
+    literal_prompt: Annotated[
+        bool, typer.Option("--literal-prompt", help="Read texts of special tokens in the prompt as ordinary text.")
+    ] = False,
     echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too, with its log-probabilities.")] = False,
     n: Annotated[int, typer.Option("--n", "-n", help="So many answers, each with a sample index of its own.")] = 1,
     logprobs: Annotated[
@@ -307,10 +334,14 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
-        "logit_bias": dict(_numbers("--logit-bias", each, ":", int, float) for each in logit_bias or ()),
+        "logit_bias": dict(_numbers("--logit-bias", each, ":", int, float) for each in logit_bias or ())
+        | dict(_text_and_number("--logit-bias-text", each) for each in logit_bias_texts or ()),
         "banned_ids": banned_ids or (),
         "allowed_ids": allowed_ids or (),
-        "bad_words": [_numbers("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()],
+        "bad_words": [
+            *(_numbers("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()),
+            *(bad_word_texts or ()),
+        ],
         "mode": mode,
         "lenience": lenience,
         "max_new_tokens": max_new_tokens,
@@ -319,6 +350,8 @@ def generate(
         "stop": stop or (),
         "include_stop": include_stop,
         "structure": structure_given(json_schema, regex, grammar, choices),
+        "show_special_tokens": show_special_tokens,
+        "literal_prompt": literal_prompt,
         "echo": echo,
         "logprobs": logprobs,
         "n": n,

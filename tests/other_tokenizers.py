@@ -1,16 +1,18 @@
-"""Token ids that differ: the same tokens under other ids, and tokenizers trained on other text."""
+"""Token ids that differ: the same tokens under other ids, tokenizers trained on other text, and of other kinds."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from cluster.router.tokenizer import CheckpointTokenizer
 
 END = "<|end|>"
 
@@ -80,3 +82,74 @@ def metaspace(texts: Iterable[str], count: int) -> Tokenizer:
     )
     tokenizer.add_special_tokens(heads[:3])
     return tokenizer
+
+
+# Tokenizers that mark the beginning of a text, and some that do not
+
+SENTENCE = "the cat sat on the mat and a person saw the sons sit; 漢字 né € 👍🏽 "
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def llama() -> Tokenizer:
+    """As Llama 2's: `▁` before a text, which the decoder strips."""
+    return metaspace([SENTENCE * 9], 420)
+
+
+def llama_with_metaspace(scheme: str) -> Tokenizer:
+    """As transformers builds Llama's now: byte fallback, and a pre-tokeniser in place of the normaliser."""
+    tokenizer = llama()
+    tokenizer.normalizer = None
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    return tokenizer
+
+
+def unigram(scheme: str) -> Tokenizer:
+    """SentencePiece's Unigram with byte fallback."""
+    words = [*(f"▁{word}" for word in SENTENCE.split()), *SENTENCE.split(), "▁", "s", "a", "t", "er", "on"]
+    vocabulary = ["<unk>", "<s>", "</s>", *BYTES, *dict.fromkeys(words)]
+    scored = [(word, -8.0 if word.startswith("<0x") else -1.0 / len(word)) for word in vocabulary]
+    tokenizer = Tokenizer(models.Unigram(scored, 0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return tokenizer
+
+
+def spaced_byte_level(prefix: bool) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([SENTENCE * 9], trainer)
+    return tokenizer
+
+
+STYLES: dict[str, Callable[[], Tokenizer]] = {
+    "llama": llama,
+    "llama, first": lambda: llama_with_metaspace("first"),
+    "llama, always": lambda: llama_with_metaspace("always"),
+    "unigram, first": lambda: unigram("first"),
+    "unigram, always": lambda: unigram("always"),
+    "unigram, never": lambda: unigram("never"),
+    "byte-level": lambda: spaced_byte_level(False),
+    "byte-level, prefix": lambda: spaced_byte_level(True),
+}
+
+
+def templated(tokenizer: Tokenizer) -> Tokenizer:
+    """With special tokens before and after a text."""
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[(text, tokenizer.token_to_id(text)) for text in ("<s>", "</s>")]
+    )
+    return tokenizer
+
+
+def loaded(folder: Path, tokenizer: Tokenizer, **config: object) -> CheckpointTokenizer:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return CheckpointTokenizer(folder, "")

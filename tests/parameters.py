@@ -33,6 +33,7 @@ from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, processed, tokens_of
 
+from cluster.router.words import MAX_WORD_BYTES
 from verifier_service.requests import processors_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "parameters.md"
@@ -104,6 +105,13 @@ USED, FIRST, IGNORED = "ranks with it", "ranks its first guess with it", "ignore
 PARAMETERS = (
     Parameter("logit_bias", f"{MAX_BIASED_IDS} ids, each {SHIFT}", "`SequenceBiasLogitsProcessor`", "every row", USED),
     Parameter(
+        "logit_bias_texts",
+        f"as `logit_bias`, together with it; texts of 1 to {MAX_WORD_BYTES} bytes that are one token",
+        "`logit_bias` of the texts' tokens",
+        "every row",
+        USED,
+    ),
+    Parameter(
         "repetition_penalty",
         " to ".join(f"{bound:g}" for bound in REPETITION_PENALTIES),
         "`RepetitionPenaltyLogitsProcessor`",
@@ -123,6 +131,13 @@ PARAMETERS = (
         f"{MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} ids",
         "`NoBadWordsLogitsProcessor` without `eos_token_id`",
         "rows whose prompt and answer end with all of a sequence but its last token",
+        IGNORED,
+    ),
+    Parameter(
+        "bad_word_texts",
+        f"as `bad_words`, together with it; texts of 1 to {MAX_WORD_BYTES} bytes",
+        "`bad_words` of the texts' tokens",
+        "as for `bad_words`",
         IGNORED,
     ),
     Parameter(
@@ -196,6 +211,20 @@ PARAMETERS = (
         "lossy",
     ),
     Parameter(
+        "literal_prompt",
+        "only with a prompt's text",
+        "`split_special_tokens` of transformers' tokenizers",
+        "the request's own prompt",
+        "gets the tokens",
+    ),
+    Parameter(
+        "show_special_tokens",
+        "",
+        "`decode` with `skip_special_tokens=False`",
+        "the text of answer and echo, and with it `stop`; changes no token",
+        IGNORED,
+    ),
+    Parameter(
         "echo",
         f"{MAX_ECHOED} log-probabilities with `logprobs`, those of likeliest tokens included",
         "`log_softmax` of the raw logits, in float32",
@@ -239,6 +268,13 @@ def written() -> str:
             f"{each.identical} | {each.drafter} |"
             for each in PARAMETERS
         ),
+        "",
+        "Texts of bad words and biases are made tokens by the target's tokenizer, as parts of a text: without special",
+        "tokens and without the space that some tokenizers put before a text. In the clients they are in `bad_words`",
+        "and `logit_bias`, beside ids. A bad word `cat` is two sequences, the tokens of `cat` and those of ` cat`, as",
+        "users of transformers' `bad_words_ids` give them; ` cat` is that one alone. Other tokens that spell the same",
+        "text, such as `c` and `at`, can still be drawn one after the other. A bias is of one token: `cat` and ` cat`",
+        "are two, and a text of several is refused.",
         "",
         "Refused by the field's name: a number that is not one or out of bounds, more entries than the bound, an id",
         "outside the target's vocabulary, `min_new_tokens` above the answer's most tokens, and removals that may leave",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -90,7 +90,8 @@ def random_options(rng: np.random.Generator, tokens: int, vocabulary: int, struc
 
 
 def processors_of(options: Options, prompt: int) -> Processors:
-    """What these options do to logits before the temperature, where end-of-text tokens do not end an answer.
+    """What these options, of ids alone, do to logits before the temperature, where end-of-text tokens do not end an
+    answer.
 
     prompt: tokens of the text before the answer
     """
@@ -99,10 +100,10 @@ def processors_of(options: Options, prompt: int) -> Processors:
         repetition_penalty=options.get("repetition_penalty") or 1.0,
         presence_penalty=options.get("presence_penalty") or 0.0,
         frequency_penalty=options.get("frequency_penalty") or 0.0,
-        logit_bias=tuple(options.get("logit_bias", {}).items()),
+        logit_bias=tuple(cast(Mapping[int, float], options.get("logit_bias", {})).items()),
         banned=tuple(options.get("banned_ids", ())),
         allowed=tuple(options.get("allowed_ids", ())),
-        bad_words=tuple(tuple(word) for word in options.get("bad_words", ())),
+        bad_words=tuple(tuple(cast(Sequence[int], word)) for word in options.get("bad_words", ())),
         ending=tuple(options.get("stop_ids", ())),
         min_length=prompt + least if least else 0,
     )

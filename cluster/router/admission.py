@@ -13,7 +13,7 @@ from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, PeerLost
 from dendro.grammars import Grammars
 from dendro.logprobs import check_echo, check_logprobs
-from dendro.long_work import PART, STRUCTURE_WORK, off_loop
+from dendro.long_work import LONG, PART, STRUCTURE_WORK, off_loop
 from dendro.modes import VerificationMode
 from dendro.samples import count_of_answers
 from dendro.structure import Structure, structure_from
@@ -29,6 +29,7 @@ from cluster.policies.prior import PriorKey
 from cluster.router.priors import Priors
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import CheckpointTokenizer, Tokenizer
+from cluster.router.words import with_words
 from cluster.sessions import Record, Sessions, Turn
 
 log = logging.getLogger("dendro.router")
@@ -87,6 +88,7 @@ class Job:
     complete: bool  # `held` has the whole of a structured answer
     logprobs: int | None  # as of `Text`
     echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
+    shows_special: bool  # whether texts have special tokens
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # its tenant's
@@ -105,6 +107,11 @@ class Job:
     @property
     def answer_length(self) -> int:
         return self.limits.max_length - len(self.prompt)
+
+    @property
+    def decoder(self) -> Tokenizer:
+        """What makes its texts."""
+        return self.served.tokenizer.showing() if self.shows_special else self.served.tokenizer
 
     @property
     def echo_from(self) -> int | None:
@@ -202,7 +209,7 @@ class Admission:
             raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
         if resume is not None and not _TARGET.fullmatch(resume.target):
             raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
-        sampling = _sampling(request, record)
+        sampling = await with_words(_sampling(request, record), request, served.tokenizer)
         stops = StopStrings.of(request.stop, request.include_stop)
         structure = structure_from(request)
         logprobs = request.logprobs if request.HasField("logprobs") else None
@@ -250,6 +257,7 @@ class Admission:
             complete=complete,
             logprobs=logprobs,
             echo_start=len(before) if request.echo and not held else None,
+            shows_special=request.show_special_tokens,
             plan=plan,
             kind=kind,
             experience=experience,
@@ -273,6 +281,8 @@ class Admission:
     async def _prompt(self, request: pb.GenerateRequest, served: Served, earlier: list[int]) -> list[int]:
         """The text before the answer: the session's `earlier` text and this request's prompt."""
         kind = request.WhichOneof("prompt")
+        if request.literal_prompt and kind != "text":
+            raise BadRequest("literal_prompt", "is about a prompt's text; token ids are used unchanged")
         if kind == "token_ids":
             ids = await _checked_ids("prompt.token_ids", request.token_ids.ids, served)
         elif kind == "text" and request.text:
@@ -281,7 +291,9 @@ class Admission:
             size = size if size > limit else len(request.text.encode())
             if size > limit:
                 raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
-            ids = await off_loop(size // 2, lambda: _encoded(request.text, served, begins=not earlier))
+            encode = served.tokenizer.encode_literally if request.literal_prompt else served.tokenizer.encode
+            work = LONG if request.literal_prompt else size // 2  # its encoder is made for the first such prompt
+            ids = await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
         else:
             ids = []
         if not ids:
@@ -331,8 +343,7 @@ async def _completes(structure: Structure, held: list[int], limits: Limits, serv
     return text.complete
 
 
-def _encoded(text: str, served: Served, begins: bool) -> list[int]:
-    ids = served.tokenizer.encode(text, begins)
+def _in_vocabulary(ids: list[int], served: Served) -> list[int]:
     if max(ids, default=0) >= served.vocabulary:
         raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
     return ids

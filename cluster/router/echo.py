@@ -24,7 +24,7 @@ async def echo_of(job: Job, logprobs: Sequence[TokenLogprobs]) -> list[pb.Genera
 
 
 def _parts(job: Job, start: int, logprobs: Sequence[TokenLogprobs]) -> Iterator[pb.GenerateResponse]:
-    stream, waiting = TextStream(job.served.tokenizer, job.prompt[:start]), iter(logprobs)
+    stream, waiting = TextStream(job.decoder, job.prompt[:start]), iter(logprobs)
     for offset in range(start, len(job.prompt), ECHO_PART):
         tokens = job.prompt[offset : offset + ECHO_PART]
         text = stream.push(tokens)

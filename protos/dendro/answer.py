@@ -236,6 +236,10 @@ class ModelInfo:
     drafters: tuple[str, ...]
 
 
+Biases = Mapping[int, float] | Mapping[str, float] | Mapping[int | str, float]
+NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
 class Options(TypedDict, total=False):
     """A request's options besides its prompt. Absent ones get the server's default."""
 
@@ -250,10 +254,10 @@ class Options(TypedDict, total=False):
     repetition_penalty: float | None  # of tokens of the prompt and the answer; default 1: none
     presence_penalty: float | None  # of tokens of the answer; default 0
     frequency_penalty: float | None  # the same, for each time that the answer has the token; default 0
-    logit_bias: Mapping[int, float]  # added to the logits of these ids
+    logit_bias: Biases  # added to the logits of these ids, or of tokens with these texts
     banned_ids: Sequence[int]  # tokens that are not drawn
     allowed_ids: Sequence[int]  # the only tokens that are drawn; default: all
-    bad_words: Sequence[Sequence[int]]  # sequences of tokens that the answer does not complete
+    bad_words: Sequence[str | Sequence[int]]  # sequences of tokens, or texts, that the answer does not complete
     mode: str  # the verification mode: "coupled" (default), "greedy", "naive", "multi-step", "block" or "lenient"
     lenience: float | None  # of mode "lenient", which is lossy
     max_new_tokens: int | None
@@ -264,6 +268,8 @@ class Options(TypedDict, total=False):
     include_stop: bool  # the text ends after the stop string, not before it
     structure: Structure | None  # what the answer's text must be; default: any text
     echo: bool  # the answer comes with the prompt, and with `logprobs` its log-probabilities
+    show_special_tokens: bool  # in texts; default: they give none
+    literal_prompt: bool  # texts of special tokens in the prompt are ordinary text
     logprobs: int | None  # report each token's log-probability, and those of so many likeliest tokens at its place
     session: str  # continue this session
     keep_session: bool  # start a session
@@ -285,10 +291,10 @@ def build_request(
     repetition_penalty: float | None = None,
     presence_penalty: float | None = None,
     frequency_penalty: float | None = None,
-    logit_bias: Mapping[int, float] = MappingProxyType({}),
+    logit_bias: Biases = NO_BIAS,
     banned_ids: Sequence[int] = (),
     allowed_ids: Sequence[int] = (),
-    bad_words: Sequence[Sequence[int]] = (),
+    bad_words: Sequence[str | Sequence[int]] = (),
     mode: str = "",
     lenience: float | None = None,
     max_new_tokens: int | None = None,
@@ -299,6 +305,8 @@ def build_request(
     include_stop: bool = False,
     structure: Structure | None = None,
     echo: bool = False,
+    show_special_tokens: bool = False,
+    literal_prompt: bool = False,
     logprobs: int | None = None,
     session: str = "",
     keep_session: bool = False,
@@ -317,6 +325,8 @@ def build_request(
         stop=stops.strings,
         include_stop=stops.included,
         echo=switch_of("echo", echo),
+        show_special_tokens=switch_of("show_special_tokens", show_special_tokens),
+        literal_prompt=switch_of("literal_prompt", literal_prompt),
     )
     if structure is not None:
         if not isinstance(structure, Structure):
@@ -331,10 +341,18 @@ def build_request(
     _extend(request.sampling.allowed_ids, "allowed_ids", allowed_ids)
     _extend(request.stop_ids, "stop_ids", stop_ids)
     for index, word in enumerate(items_of("bad_words", bad_words)):
-        _extend(request.sampling.bad_words.add().ids, f"bad_words[{index}]", word)
+        if isinstance(word, str):
+            request.bad_word_texts.append(text_of(f"bad_words[{index}]", word))
+        else:
+            _extend(request.sampling.bad_words.add().ids, f"bad_words[{index}]", word)
     for token, bias in pairs_of("logit_bias", logit_bias):
         try:
-            request.sampling.logit_bias[token] = bias
+            if isinstance(token, str):
+                request.logit_bias_texts[text_of(f"logit_bias[{shown(token)}]", token)] = bias
+            else:
+                request.sampling.logit_bias[token] = bias
+        except BadRequest:
+            raise
         except Exception:  # protobuf's, or of the value's own class
             raise BadRequest(f"logit_bias[{shown(token)}]", f"{shown(bias)} is no bias of a token id") from None
     request.sampling.mode = text_of("mode", mode)

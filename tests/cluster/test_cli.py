@@ -14,7 +14,7 @@ import pytest
 from cases import few_of
 from dendro.answer import SpeculationStats
 from dendro.text import Sampling
-from edge import EdgePeers, ingress, plain_answer
+from edge import END, EdgePeers, ingress, plain_answer
 from typer.testing import CliRunner, Result
 
 from cluster import cli
@@ -103,6 +103,21 @@ async def test_the_options_of_generate_reach_the_request(address: str):
     assert set(output["speculation"]["rounds_by_shape"]) == {"off", "(1,1,1)"}
 
 
+async def test_words_and_special_tokens_reach_the_request(monkeypatch: pytest.MonkeyPatch):
+    peers = EdgePeers()
+    server = await serve_router(ingress(peers))
+    try:
+        monkeypatch.setattr("edge.next_token", lambda ids, sampling: END)
+        words = ("--bad-word", "5,6", "--bad-word-text", "ab", "--logit-bias", "7:1", "--logit-bias-text", "::2")
+        words = (*words, "--show-special-tokens", "--literal-prompt", "--echo")
+        done = await run("generate", PROMPT, "--address", server.address, *words)
+    finally:
+        await server.stop()
+    sampling = peers.texts[-1].sampling
+    assert sampling.bad_words == ((5, 6), (97, 98), (32, 97, 98)) and sampling.logit_bias == ((7, 1.0), (58, 2.0))
+    assert done.stdout.strip().endswith("<end>")
+
+
 async def test_the_first_stop_id_ends_the_answer(address: str):
     answer = plain_answer(IDS, Sampling(), 20)
     words = ("--stop-id", str(answer[6]), "--stop-id", "299", "--json")
@@ -142,6 +157,10 @@ async def test_generate_json_is_one_object_with_all_fields(address: str):
         (["generate", "x", "--address", "ADDRESS", "--allow", "9", "--ban", "9"], "allowed_ids: may leave no token"),
         (["generate", "x", "--address", "ADDRESS", "--bad-word", "5,"], "--bad-word: '5,' is not of the form"),
         (["generate", "x", "--address", "ADDRESS", "--bad-word", "5", "--bad-word", "6,300"], "bad_words[1]: 300"),
+        (["generate", "x", "--address", "ADDRESS", "--bad-word-text", ""], "bad_words['']: is empty"),
+        (["generate", "x", "--address", "ADDRESS", "--logit-bias-text", "ab:2"], "logit_bias['ab']: has 2 tokens"),
+        (["generate", "x", "--address", "ADDRESS", "--logit-bias-text", "ab"], "--logit-bias-text: 'ab' is not of"),
+        (["generate", "x", "--address", "ADDRESS", "--logit-bias-text", ":::900"], "logit_bias['::']: has 2 tokens"),
         (["generate", "x", "--address", "ADDRESS", "--min-new-tokens", "129"], "min_new_tokens: is 129"),
         (["generate", "x", "--address", "ADDRESS", "--local"], "--local: "),
         (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
 import edge
-import other_tokenizers
 import pytest
 from dendro.grammars import Grammars
 from dendro.structure import Structure, StructureForm
@@ -17,7 +16,8 @@ from dendro.v1 import generation_pb2 as pb
 from edge import EdgePeers, resume_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from other_tokenizers import SENTENCE, STYLES, llama, loaded, spaced_byte_level, templated
+from tokenizers import AddedToken
 
 from cluster.api.local import LocalClient
 from cluster.router.admission import Served
@@ -27,74 +27,10 @@ from cluster.router.tokenizer import CheckpointTokenizer, TextStream
 from cluster.sessions import MemorySessions
 from cluster.training.data import DataFolder, DataSource
 
-TEXT = "the cat sat on the mat and a person saw the sons sit; 漢字 né € 👍🏽 "
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-
-
-def llama() -> Tokenizer:
-    """As Llama 2's: `▁` before a text, which the decoder strips."""
-    return other_tokenizers.metaspace([TEXT * 9], 420)
-
-
-def llama_with_metaspace(scheme: str) -> Tokenizer:
-    """As transformers builds Llama's now: byte fallback, and a pre-tokeniser in place of the normaliser."""
-    tokenizer = llama()
-    tokenizer.normalizer = None
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
-    return tokenizer
-
-
-def unigram(scheme: str) -> Tokenizer:
-    """SentencePiece's Unigram with byte fallback."""
-    words = [*(f"▁{word}" for word in TEXT.split()), *TEXT.split(), "▁", "s", "a", "t", "er", "on"]
-    vocabulary = ["<unk>", "<s>", "</s>", *BYTES, *dict.fromkeys(words)]
-    scored = [(word, -8.0 if word.startswith("<0x") else -1.0 / len(word)) for word in vocabulary]
-    tokenizer = Tokenizer(models.Unigram(scored, 0, byte_fallback=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=scheme)])
-    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
-    return tokenizer
-
-
-def byte_level(prefix: bool) -> Tokenizer:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([TEXT * 9], trainer)
-    return tokenizer
-
-
-STYLES: dict[str, Callable[[], Tokenizer]] = {
-    "llama": llama,
-    "llama, first": lambda: llama_with_metaspace("first"),
-    "llama, always": lambda: llama_with_metaspace("always"),
-    "unigram, first": lambda: unigram("first"),
-    "unigram, always": lambda: unigram("always"),
-    "unigram, never": lambda: unigram("never"),
-    "byte-level": lambda: byte_level(False),
-    "byte-level, prefix": lambda: byte_level(True),
-}
-
-
-def loaded(folder: Path, tokenizer: Tokenizer, **config: object) -> CheckpointTokenizer:
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    if config:
-        (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return CheckpointTokenizer(folder, "")
-
 
 @pytest.fixture(scope="module", params=STYLES)
 def style(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
-    made = STYLES[request.param]()
-    made.post_processor = processors.TemplateProcessing(
-        single="<s> $A </s>", special_tokens=[(text, made.token_to_id(text)) for text in ("<s>", "</s>")]
-    )
-    return loaded(tmp_path_factory.mktemp("style"), made)
+    return loaded(tmp_path_factory.mktemp("style"), templated(STYLES[request.param]()))
 
 
 def answer_text(tokenizer: CheckpointTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
@@ -121,7 +57,7 @@ def test_the_text_of_prompt_and_answer_is_the_prompts_and_then_the_answers(
     size, few = len(style._tokenizer), data.draw(st.booleans())
     ids = [random.randrange(min(size, 262) if few else size) for _ in range(random.randrange(200))]
     if data.draw(st.booleans()):
-        ids = style.encode("".join(random.choices(TEXT, k=60)), begins=True)
+        ids = style.encode("".join(random.choices(SENTENCE, k=60)), begins=True)
     cut = random.randint(0, len(ids))
     before, whole = style.decode(ids[:cut]), style.decode(ids)
     stream, parts, place = TextStream(style, ids[:cut]), [], cut
@@ -177,7 +113,7 @@ async def test_a_choice_is_returned_as_it_was_given(style: CheckpointTokenizer):
 def test_a_continuation_is_encoded_as_in_the_middle_of_a_text(style: CheckpointTokenizer):
     random = Random(1)
     for _ in range(40):
-        words = random.choices(TEXT.split(), k=8)
+        words = random.choices(SENTENCE.split(), k=8)
         for cut in range(1, 8):
             first, rest = " ".join(words[:cut]), "".join(f" {word}" for word in words[cut:])
             whole = style.encode(first + rest, begins=True)
@@ -226,7 +162,7 @@ def test_a_checkpoint_that_adds_an_end_to_texts_adds_none_to_prompts(tmp_path: P
 @pytest.fixture(scope="module")
 def accented(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
     """With added tokens whose characters are in GPT-2's byte alphabet."""
-    made = byte_level(False)
+    made = spaced_byte_level(False)
     made.add_tokens([AddedToken(text, normalized=False) for text in ("é", "đem", "čas", "Ġx", "<tool>")])
     made.add_special_tokens(["<ł>"])
     return loaded(tmp_path_factory.mktemp("accented"), made)

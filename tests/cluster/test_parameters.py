@@ -189,7 +189,8 @@ def test_the_page_of_parameters_is_up_to_date():
 def test_the_page_has_every_sampling_field_of_the_public_api_and_each_of_our_tests_parameters():
     listed = [each.name for each in PARAMETERS]
     fields = {field.name for field in pb.Sampling.DESCRIPTOR.fields} | {
-        "max_new_tokens", "min_new_tokens", "stop_ids", "ignore_end", "logprobs", "n", "echo", "structure"
+        "max_new_tokens", "min_new_tokens", "stop_ids", "ignore_end", "logprobs", "n", "echo", "structure",
+        "bad_word_texts", "logit_bias_texts", "literal_prompt", "show_special_tokens",
     }  # fmt: skip
     assert set(listed) == fields and len(listed) == len(fields)
     assert set(EACH) <= fields

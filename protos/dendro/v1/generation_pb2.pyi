@@ -78,6 +78,26 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasTextsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
@@ -96,6 +116,10 @@ class GenerateRequest(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    SHOW_SPECIAL_TOKENS_FIELD_NUMBER: _builtins.int
+    LITERAL_PROMPT_FIELD_NUMBER: _builtins.int
+    BAD_WORD_TEXTS_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_TEXTS_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
@@ -143,6 +167,14 @@ class GenerateRequest(_message.Message):
     this request's own prompt, not the text before it. With `n` it comes once, before answer 0. A prompt whose tokens
     times one more than `logprobs` exceed 131072 is refused.
     """
+    show_special_tokens: _builtins.bool
+    """show_special_tokens has special tokens, such as the end of text, in the answer's and the echo's text. `stop` is then
+    searched in them, too. False: they give no text.
+    """
+    literal_prompt: _builtins.bool
+    """literal_prompt reads the prompt's text as text alone: where it has the text of a special token, such as `</s>`, it
+    is not that token. Special tokens at the start of a text are added as else. Refused without `text`.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """token_ids are used unchanged."""
@@ -180,6 +212,20 @@ class GenerateRequest(_message.Message):
         """
 
     @_builtins.property
+    def bad_word_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """bad_word_texts are bad words as texts. Each stands for the tokens of the text as it continues a text and, unless it
+        begins with a space, for those of the text after a space: `cat` for `cat` and ` cat`. They and the sampling's
+        bad_words are at most 1024, each of 1 to 1024 bytes and of 1 to 64 tokens. Empty: none.
+        """
+
+    @_builtins.property
+    def logit_bias_texts(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """logit_bias_texts are biases of tokens by their texts. A text that is not one token of the target, as it continues a
+        text, is refused: ` cat` and `cat` are two tokens. They and the sampling's logit_bias are at most 1024, and have no
+        token twice. Empty: none.
+        """
+
+    @_builtins.property
     def structure(self) -> Global___Structure:
         """structure is what the answer's text must be. Absent: any text."""
 
@@ -204,11 +250,15 @@ class GenerateRequest(_message.Message):
         logprobs: _builtins.int | None = ...,
         n: _builtins.int | None = ...,
         echo: _builtins.bool = ...,
+        show_special_tokens: _builtins.bool = ...,
+        literal_prompt: _builtins.bool = ...,
+        bad_word_texts: _abc.Iterable[_builtins.str] | None = ...,
+        logit_bias_texts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         structure: Global___Structure | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "echo", b"echo", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "bad_word_texts", b"bad_word_texts", "echo", b"echo", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "literal_prompt", b"literal_prompt", "logit_bias_texts", b"logit_bias_texts", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
