@@ -141,7 +141,10 @@ def _source(name: str) -> Path | None:
 
 
 def _folder() -> Path | None:
-    """The folder for machine code; None where there is none whose contents this user alone, or root, can change."""
+    """The folder for machine code; None where there is none whose contents this user alone, or root, can change.
+
+    Its path has no links: another user may own one of the given path, and could point it elsewhere after the check.
+    """
     try:
         given = os.environ.get(FOLDER)
         root = os.environ.get("XDG_CACHE_HOME")
@@ -149,21 +152,24 @@ def _folder() -> Path | None:
         for each in (*reversed(folder.parents), folder):
             if not each.exists():
                 each.mkdir(mode=0o700, exist_ok=True)  # another process may make it, too
-        why = _why_not_safe(folder)
+        place = folder.resolve()
+        why = _why_not_safe(place)
     except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
         why = str(error)
     if why:
         log.warning("kernels are compiled anew in every process: %s (%s sets another folder)", why, FOLDER)
         return None
-    return folder
+    return place
 
 
-def _why_not_safe(folder: Path) -> str:
+def _why_not_safe(place: Path) -> str:
     """Why machine code in this folder may be another user's; empty if it cannot be. A user who may rename the folder,
-    or one above it, may put another in its place."""
-    place = folder.resolve()
+    or one above it, may put another in its place.
+
+    place: without links
+    """
     if place.stat().st_uid != os.geteuid() or not os.access(place, os.W_OK):
-        return f"{folder} is not this user's, or this user may not write to it"
+        return f"{place} is not this user's, or this user may not write to it"
     for each in (place, *place.parents):
         found = each.stat()
         if found.st_uid not in (0, os.geteuid()):

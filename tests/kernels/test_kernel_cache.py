@@ -156,6 +156,26 @@ def test_a_link_to_a_folder_that_others_may_replace_is_not_followed(tmp_path, mo
     assert kernel_cache._folder() is None
 
 
+def test_a_link_that_is_changed_after_the_check_changes_nothing(tmp_path, monkeypatch):
+    mine, others, link = tmp_path / "mine", tmp_path / "others", tmp_path / "link"
+    mine.mkdir()
+    others.mkdir()
+    link.symlink_to(mine)
+    monkeypatch.setenv(FOLDER, str(link))
+    check = kernel_cache._why_not_safe
+
+    def checked_and_changed(folder):
+        why = check(folder)
+        link.unlink()
+        link.symlink_to(others)
+        return why
+
+    monkeypatch.setattr(kernel_cache, "_why_not_safe", checked_and_changed)
+    folder = kernel_cache._folder()
+    assert folder is not None
+    assert folder.samefile(mine)
+
+
 def test_a_folder_in_a_shared_one_where_only_owners_rename_is_used(tmp_path, monkeypatch):
     shared = tmp_path / "shared"
     shared.mkdir()
