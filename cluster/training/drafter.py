@@ -367,7 +367,8 @@ class DrafterRun:
         recipe = Recipe(
             plan.length.student(stage, plan.labels), **_rates(model.config.hidden_size, plan.start is not None)
         )
-        trainer = Trainer(model, batch_loss, plan.rows * plan.row_tokens, recipe, self._state(stage), processes)
+        tokens = plan.rows * plan.row_tokens
+        trainer = Trainer(model, batch_loss, tokens, recipe, self._state(stage), processes, plan.seed)
         with self._bar(stage) as report, self._fitting():
             trained: Trained = trainer.run(shown(report))
         facts = asdict(trained)

@@ -152,13 +152,16 @@ class Trainer:
         recipe: Recipe,
         state_path: Path,
         processes: Accelerator | None = None,
+        seed: int = 0,
     ) -> None:
+        """seed: of what the model draws itself in a forward, its dropout"""
         self.model = model
         self.batch_loss = batch_loss
         self.tokens_per_step = tokens_per_step
         self.recipe = recipe
         self.state_path = state_path
         self.processes = processes if processes is not None and processes.num_processes > 1 else None
+        self.seed = seed
         self.optimizers = optimizers(model, recipe)
         self.step = 0
         self.seconds = 0.0
@@ -195,6 +198,7 @@ class Trainer:
         return float(broadcast(torch.tensor([spent], dtype=torch.float64, device=self.processes.device)).item())
 
     def _take_step(self, rate: float) -> float:
+        self._seed_dropout()
         loss = self.batch_loss(self.step)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
@@ -206,6 +210,14 @@ class Trainer:
         if self.processes is not None:
             loss = self.processes.reduce(loss.detach(), reduction="mean")
         return float(loss.item())
+
+    def _seed_dropout(self) -> None:
+        """Set the default generator, from which dropout is drawn: each step and each process has numbers of its own,
+        which a resumed run has again."""
+        place, count = 0, 1
+        if self.processes is not None:
+            place, count = self.processes.process_index, self.processes.num_processes
+        torch.manual_seed(self.seed * 1_000_003 + self.step * count + place)
 
     def _save(self) -> None:
         """A kill in between, or a full disk, which raises NotSaved, leaves the previous state."""

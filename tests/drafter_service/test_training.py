@@ -275,15 +275,15 @@ def test_chunks_of_a_slow_teacher_have_fewer_rows(
     assert found == [64, 64, 16, 1]
 
 
-def tiny_trainer(state_path: Path) -> Trainer:
-    model = tiny_model("mamba2")
+def tiny_trainer(state_path: Path, model: PreTrainedModel | None = None, seed: int = 0) -> Trainer:
+    model = model or tiny_model("mamba2")
     forward = StudentForward(model)
 
     def batch_loss(step: int) -> Tensor:
         token_ids = torch.randint(61, (2, 17), generator=torch.Generator().manual_seed(step))
         return projected_loss(forward(token_ids[:, :-1]), model.lm_head.weight, token_ids[:, 1:])
 
-    return Trainer(model, batch_loss, 32, Recipe(Budget(steps=8)), state_path)
+    return Trainer(model, batch_loss, 32, Recipe(Budget(steps=8)), state_path, seed=seed)
 
 
 def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
@@ -295,6 +295,28 @@ def test_a_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: P
     assert resumed.run(lambda progress: None).steps == 8
     for name, weight in whole.model.state_dict().items():
         torch.testing.assert_close(resumed.model.state_dict()[name], weight, rtol=0, atol=0)
+
+
+def model_with_dropout() -> PreTrainedModel:
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    return model
+
+
+def trained_weights(trainer: Trainer) -> Tensor:
+    trainer.run(lambda progress: None)
+    return torch.cat([weight.flatten() for weight in trainer.model.state_dict().values()])
+
+
+def test_a_resumed_run_with_dropout_ends_with_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole = trained_weights(tiny_trainer(tmp_path / "whole.state", model_with_dropout()))
+    tiny_trainer(tmp_path / "killed.state", model_with_dropout()).run(lambda progress: None, stop_at_step=3)
+    torch.manual_seed(99)  # a new process has drawn other numbers
+    resumed = tiny_trainer(tmp_path / "killed.state", model_with_dropout())
+    assert torch.equal(trained_weights(resumed), whole)
+    other_seed = tiny_trainer(tmp_path / "other.state", model_with_dropout(), seed=1)
+    assert not torch.equal(trained_weights(other_seed), whole)
 
 
 FULL = [
