@@ -54,7 +54,7 @@ from cluster.training.acceptance import (
 )
 from cluster.training.bars import shown, stage_bar
 from cluster.training.checkpoints import export, load_fp32
-from cluster.training.stages import StageFolder
+from cluster.training.stages import StageFolder, only_run_in
 from drafter_service.training.batches import DRAFTER_ROWS, HARD_SHARE, distillation_loss, text_loss
 from drafter_service.training.loop import Budget, Recipe, Trainer
 from drafter_service.training.rows import TokenRows
@@ -234,16 +234,17 @@ def train_demo(
     more tokens. May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false,
     which begins anew. `stop_after` ends the run after that stage; `only` runs `corpus` and that stage, for all the
     minutes, from the contents of `out`. The trainer's files are in `out/.train`. Raises BadRequest for a folder that
-    was begun with another seed.
+    was begun with another seed, or in which another process trains.
     """
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     plan = TrainingPlan(minutes, seed, out, device, only)
-    done = StageFolder(plan.work, {"seed": seed}, resume)
-    for stage in STAGES if only is None else ("corpus", only):
-        done.run(stage, partial(_run_stage, plan, done, stage))
-        if stage == stop_after:
-            return
+    with only_run_in(plan.work):
+        done = StageFolder(plan.work, {"seed": seed}, resume)
+        for stage in STAGES if only is None else ("corpus", only):
+            done.run(stage, partial(_run_stage, plan, done, stage))
+            if stage == stop_after:
+                return
 
 
 def main(

@@ -40,7 +40,7 @@ from cluster.training.card import drafter_card, millions
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
 from cluster.training.models import Start, load_teacher, new_student, principal_rows, student_from
-from cluster.training.stages import StageFolder
+from cluster.training.stages import StageFolder, only_run_in
 from cluster.training.transplant import Transplant
 from drafter_service.training.batches import DRAFTER_ROWS, distillation_loss, text_loss
 from drafter_service.training.loop import Budget, Recipe, Trained, Trainer
@@ -427,34 +427,35 @@ def train_drafter(
     together, each calls this with what joins them.
 
     May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false, which begins
-    anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field; NotSaved on a full
-    disk.
+    anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field, also while another
+    process trains there; NotSaved on a full disk.
     """
     settings, first = plan.settings(), processes is None or processes.is_main_process
-    if first:
-        if plan.out.exists() and not (resume and StageFolder.begun(plan.work)):
-            raise BadRequest("--out", f"{plan.out} is there already; name another folder")
-        StageFolder(plan.work, settings, resume)
-    if processes is not None:
-        processes.wait_for_everyone()
-    run = DrafterRun(plan, StageFolder(plan.work, settings, resume=True), processes)
-    works: dict[str, Callable[[], dict[str, Any]]] = {
-        "data": run.data,
-        "answers": run.answers,
-        "teacher": run.teacher,
-        "pretrain": run.pretrain,
-        "distil": run.distil,
-        "export": run.export,
-    }
-    for stage, work in works.items():
-        if stage in TOGETHER and not run.done.done(stage):
-            facts = work()
-            run.wait()  # until no process of this stage is at work
-            if first:
-                run.done.finish(stage, facts)
-        elif first:
-            run.done.run(stage, work)
-        run.wait()
-        if stage == stop_after:
-            break
+    if first and plan.out.exists() and not (resume and StageFolder.begun(plan.work)):
+        raise BadRequest("--out", f"{plan.out} is there already; name another folder")
+    with only_run_in(plan.work) if first else nullcontext():
+        if first:
+            StageFolder(plan.work, settings, resume)
+        if processes is not None:
+            processes.wait_for_everyone()
+        run = DrafterRun(plan, StageFolder(plan.work, settings, resume=True), processes)
+        works: dict[str, Callable[[], dict[str, Any]]] = {
+            "data": run.data,
+            "answers": run.answers,
+            "teacher": run.teacher,
+            "pretrain": run.pretrain,
+            "distil": run.distil,
+            "export": run.export,
+        }
+        for stage, work in works.items():
+            if stage in TOGETHER and not run.done.done(stage):
+                facts = work()
+                run.wait()  # until no process of this stage is at work
+                if first:
+                    run.done.finish(stage, facts)
+            elif first:
+                run.done.run(stage, work)
+            run.wait()
+            if stage == stop_after:
+                break
     return run

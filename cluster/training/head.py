@@ -26,7 +26,7 @@ from cluster.training.bars import Report, shown, stage_bar
 from cluster.training.data import DataFolder, DataSource, TokenStream, Written, held_out_prompts
 from cluster.training.head_card import head_card
 from cluster.training.models import load_teacher
-from cluster.training.stages import StageFolder
+from cluster.training.stages import StageFolder, only_run_in
 from drafter_service.acceptance_head import HEAD_FILE, VERSION, HeadFacts, write_head
 from drafter_service.confidence import CANDIDATES
 from drafter_service.models import DrafterModel, load_model
@@ -279,25 +279,26 @@ def train_head(plan: HeadPlan, resume: bool = True, stop_after: str | None = Non
     """Train a head and write it to `plan.out`, with a card.
 
     May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false, which begins
-    anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field; NotSaved on a full
-    disk.
+    anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field, also while another
+    process trains there; NotSaved on a full disk.
     """
     fingerprint = weights_fingerprint(plan.drafter.checkpoint)
     settings = plan.settings(fingerprint)
     if plan.file.exists() and not (resume and StageFolder.begun(plan.work)):
         raise BadRequest("--out", f"{plan.file} is there already; name another folder")
-    run = HeadRun(plan, StageFolder(plan.work, settings, resume), fingerprint)
-    works: dict[str, Callable[[], dict[str, Any]]] = {
-        "data": run.data,
-        "held_out": run.held_out,
-        "examples": run.examples,
-        "train": run.train,
-        "export": run.export,
-    }
-    for stage, work in works.items():
-        run.done.run(stage, work)
-        if stage == stop_after:
-            break
+    with only_run_in(plan.work):
+        run = HeadRun(plan, StageFolder(plan.work, settings, resume), fingerprint)
+        works: dict[str, Callable[[], dict[str, Any]]] = {
+            "data": run.data,
+            "held_out": run.held_out,
+            "examples": run.examples,
+            "train": run.train,
+            "export": run.export,
+        }
+        for stage, work in works.items():
+            run.done.run(stage, work)
+            if stage == stop_after:
+                break
     return run
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,40 @@ from dendro.errors import BadRequest
 
 from drafter_service.training.saving import replacing
 
+log = logging.getLogger("dendro.training")
+
 SETTINGS = "settings.json"
+LOCK = "lock"
+
+
+@contextmanager
+def only_run_in(folder: Path) -> Iterator[None]:
+    """Context of a run in its folder, which is made. The lock ends with the process, also with a killed one.
+
+    Raises BadRequest, naming the folder, while another run is in it, and where it cannot be made.
+    """
+    _make(folder)
+    try:
+        opened = (folder / LOCK).open("w")
+    except OSError as error:
+        raise BadRequest("--out", f"{folder} cannot be written to: {error.strerror}") from error
+    with opened as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BadRequest(
+                "--out", f"{folder} is in use: another training runs in it; wait for its end, or name another folder"
+            ) from error
+        except OSError as error:  # a network's file system may have no locks
+            log.warning("two trainings in %s would overwrite each other, as it cannot be locked: %s", folder, error)
+        yield
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadRequest("--out", f"{folder} cannot be made: {error.strerror}") from error
 
 
 class StageFolder:
@@ -22,15 +58,16 @@ class StageFolder:
         """Begin a run, or resume the one that was begun in the folder; without `resume`, begin anew.
 
         settings: what the outcome depends on, under the names of options. Raises BadRequest for a folder that was begun
-        with other settings.
+        with other settings. Call it in `only_run_in` the folder.
         """
         self.folder = folder
+        _make(folder)
         if not resume:
-            shutil.rmtree(folder, ignore_errors=True)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise BadRequest("--out", f"{folder} cannot be made: {error.strerror}") from error
+            for each in folder.iterdir():
+                if each.is_dir() and not each.is_symlink():
+                    shutil.rmtree(each, ignore_errors=True)
+                elif each.name != LOCK:
+                    each.unlink()
         with replacing(folder / ".gitignore") as partial:
             partial.write_text("*\n")
         file, wanted = folder / SETTINGS, json.loads(json.dumps(settings))

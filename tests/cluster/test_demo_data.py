@@ -31,7 +31,7 @@ from cluster.demo.prompts import held_out_prompts, load_passages, load_tokenizer
 from cluster.demo.train import TrainingPlan, train_demo
 from cluster.training.acceptance import emitted_per_round, noise_rows, perturbed
 from cluster.training.checkpoints import export, load_fp32
-from cluster.training.stages import StageFolder
+from cluster.training.stages import StageFolder, only_run_in
 from drafter_service.training.rows import TokenRows
 from drafter_service.training.sizes import new_model
 from drafter_service.training.students import StudentForward
@@ -210,6 +210,8 @@ def test_a_finished_stage_is_skipped_and_another_seed_is_refused(tmp_path: Path)
     assert not (plan.work / "tokens.npy").exists()
     with pytest.raises(BadRequest, match="^--seed: .*begun with seed 7, not 8"):
         train_demo(tmp_path, minutes=1, seed=8, threads=threads, stop_after="corpus")
+    with only_run_in(plan.work), pytest.raises(BadRequest, match=f"^--out: {plan.work} is in use: another training"):
+        train_demo(tmp_path, minutes=1, seed=7, threads=threads, stop_after="corpus")
 
 
 def test_one_model_is_trained_alone_for_all_minutes_with_the_vocabulary_of_the_folder(

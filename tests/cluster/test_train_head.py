@@ -32,6 +32,7 @@ from cluster.training.adding import with_head
 from cluster.training.data import DataSource
 from cluster.training.head import HeadPlan, train_head, warps_of
 from cluster.training.models import checked_target
+from cluster.training.stages import only_run_in
 from drafter_service.acceptance_head import read_head
 from drafter_service.training import examples, loop
 from drafter_service.training.examples import ExampleLaw
@@ -199,6 +200,9 @@ def test_bad_data_a_head_that_is_there_and_other_settings_are_refused_by_name(cl
     train_head(plan_of(cluster_file), stop_after="data")
     with pytest.raises(BadRequest, match="^--w-rej: .*was begun with w-rej 1.0, not 3.0; --no-resume begins anew$"):
         train_head(plan_of(cluster_file, rejection_weight=3.0))
+    work = plan_of(cluster_file).work
+    with only_run_in(work), pytest.raises(BadRequest, match=f"^--out: {work} is in use: another training runs in it"):
+        train_head(plan_of(cluster_file), resume=False)
     there = cluster_file.parent / "there"
     there.mkdir()
     make_head(cluster_file.parent / "drafter", there)

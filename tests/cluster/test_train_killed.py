@@ -17,6 +17,7 @@ from small_training import plan_of, write_cluster, write_text
 
 from cluster.training import data, drafter
 from cluster.training.drafter import CHUNK_S, DrafterRun, Length, train_drafter
+from cluster.training.stages import only_run_in
 from drafter_service.training import loop
 from drafter_service.training.loop import Budget, Recipe
 
@@ -82,6 +83,18 @@ OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to ..."),
 ]
+
+
+def test_a_second_run_in_the_folder_of_a_running_one_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    plan = plan_of(write_cluster(tmp_path), write_text(tmp_path))
+    train_drafter(plan, stop_after="data")
+    before = sorted(tmp_path.rglob("*"))
+    with only_run_in(plan.work):
+        for resume in (True, False):
+            with pytest.raises(BadRequest, match=f"^--out: {plan.work} is in use: another training runs in it"):
+                train_drafter(plan, resume)
+        assert sorted(tmp_path.rglob("*")) == before
+    train_drafter(plan, resume=False, stop_after="data")
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=["gpu", "cpu"])
