@@ -13,6 +13,7 @@ import torch
 from dendro.errors import BadRequest
 
 from cluster.checkpoints import check_library_has
+from cluster.training.checkpoints import has_tied_head
 
 GGUF_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """The GGUF format's names of the dtypes."""
@@ -75,7 +76,7 @@ def write_gguf(checkpoint: Path, file: Path, dtype: str) -> None:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = dict(zip(INTERLEAVED, (config.num_attention_heads, config.num_key_value_heads), strict=True))
     for name, weight in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name == "lm_head.weight" and has_tied_head(model):
             continue  # llama.cpp takes the embedding where there is no head
         named = names.get_name(name, try_suffixes=(".weight",))
         if named is None:

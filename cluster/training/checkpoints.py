@@ -20,7 +20,7 @@ KEPT_IN_FP32 = ("A_log", ".D", "dt_bias", "dt_proj.bias")
 def export(model: PreTrainedModel, folder: Path, tokenizer_files: Iterable[Path]) -> None:
     """Write the checkpoint beside `folder`, then move it there; replaces an existing folder. Raises NotSaved on a full
     disk."""
-    tied = ("lm_head.weight",) if model.config.tie_word_embeddings else ()
+    tied = ("lm_head.weight",) if has_tied_head(model) else ()
     weights = {
         name: weight.detach().cpu().to(torch.float32 if name.endswith(KEPT_IN_FP32) else torch.bfloat16).contiguous()
         for name, weight in model.state_dict().items()
@@ -35,6 +35,13 @@ def export(model: PreTrainedModel, folder: Path, tokenizer_files: Iterable[Path]
             weight_file.chmod(0o644)
         for file in tokenizer_files:
             shutil.copy(file, partial / file.name)
+
+
+def has_tied_head(model: PreTrainedModel) -> bool:
+    """Whether a model's head is its embedding. It may not be where the configuration says so: the library then keeps
+    the files' head."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return head is not None and head.weight is embedding.weight
 
 
 def load_fp32(folder: Path, device: torch.device) -> PreTrainedModel:

@@ -38,6 +38,12 @@ CONFIGS: dict[StudentKind, type[PreTrainedConfig]] = {
     "mamba2": Mamba2Config,
     "llama": LlamaConfig,
 }
+EMBEDDINGS: dict[StudentKind, str] = {
+    "mamba": "backbone.embeddings.weight",
+    "mamba2": "backbone.embeddings.weight",
+    "llama": "model.embed_tokens.weight",
+}
+HEAD = "lm_head.weight"
 ROOM = 0.8
 """The share of the free memory that a target's weights may take."""
 
@@ -187,18 +193,17 @@ def student_from(
         kind = next(each for each in STUDENT_KINDS if each == facts.model_type)
         limit = {"time_step_limit": time_step_limit(facts.config)} if kind == "mamba2" else {}
         config = CONFIGS[kind].from_dict({**facts.config, **limit, **_tokens(target)})
+        ends = EMBEDDINGS[kind], HEAD, bool(config.tie_word_embeddings), facts.config["vocab_size"], config.hidden_size
+        embedding, head = checkpoint.embedding_and_head(*ends)
+        config.tie_word_embeddings = config.tie_word_embeddings and torch.equal(embedding, head)
+        by_token = {EMBEDDINGS[kind]: embedding} | ({} if config.tie_word_embeddings else {HEAD: head})
         model = new_model(config, seed, device)
         StudentForward(model)  # raises ValueError for what has no training forward
-        tied = model.config.tie_word_embeddings
         with torch.no_grad():
             for name, weight in model.state_dict().items():
-                if name == "lm_head.weight" and tied:
-                    continue
-                by_token = name in ("lm_head.weight", "backbone.embeddings.weight", "model.embed_tokens.weight")
-                if by_token and name in checkpoint.tensors:
-                    source = checkpoint.tensor(name, facts.config["vocab_size"], weight.shape[1])
+                if (source := by_token.get(name)) is not None:
                     _copy_rows(weight, source if made is None else made.rows(source.float().cpu()))
-                else:
+                elif name != HEAD:
                     weight.copy_(checkpoint.tensor(name, *weight.shape))
     except (CheckpointError, ValueError) as error:
         raise BadRequest("--from", str(error)) from error

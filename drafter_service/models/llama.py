@@ -141,13 +141,14 @@ class LlamaModel(Ends):
                     down=projection(f"{prefix}.mlp", {"down_proj": d}, hidden),
                 )
             )
-        embedding = take("model.embed_tokens.weight", vocabulary, d)
-        head = embedding if config.get("tie_word_embeddings") else take("lm_head.weight", vocabulary, d)
+        embedding, head = checkpoint.embedding_and_head(
+            "model.embed_tokens.weight", "lm_head.weight", bool(config.get("tie_word_embeddings")), vocabulary, d
+        )
         return cls(
-            embedding=embedding,
+            embedding=embedding.to(device, dtype),
             layers=tuple(layers),
             norm=take("model.norm.weight", d),
-            head=head[: checkpoint.facts.vocabulary].t().contiguous(),
+            head=head[: checkpoint.facts.vocabulary].to(device, dtype).t().contiguous(),
             eps=float(config.get("rms_norm_eps", 1e-6)),
             heads=heads,
             kv_heads=kv_heads,

@@ -64,9 +64,10 @@ def _parts(
     def take(name: str, *shape: int) -> Tensor:
         return checkpoint.tensor(name, *shape).to(device)
 
-    embedding = take("backbone.embeddings.weight", vocabulary, width).to(dtype)
-    tied = config.get("tie_word_embeddings", config["model_type"] == "mamba")
-    head = embedding if tied else take("lm_head.weight", vocabulary, width).to(dtype)
+    tied = bool(config.get("tie_word_embeddings", config["model_type"] == "mamba"))
+    embedding, head = checkpoint.embedding_and_head(
+        "backbone.embeddings.weight", "lm_head.weight", tied, vocabulary, width
+    )
     layers = []
     for layer in range(count):
         prefix = f"backbone.layers.{layer}"
@@ -74,10 +75,10 @@ def _parts(
         tensors = {name: take(f"{prefix}.mixer.{name}", *shape) for name, shape in shapes.items()}
         layers.append((take(f"{prefix}.norm.weight", width).to(dtype), build(tensors, dtype)))
     return {
-        "embedding": embedding,
+        "embedding": embedding.to(device, dtype),
         "layers": tuple(layers),
         "norm": take("backbone.norm_f.weight", width).to(dtype),
-        "head": head[: checkpoint.facts.vocabulary].t().contiguous(),
+        "head": head[: checkpoint.facts.vocabulary].to(device, dtype).t().contiguous(),
         "eps": float(config.get("layer_norm_epsilon", 1e-5)),
         "residual": torch.float32 if config.get("residual_in_fp32", True) else dtype,
     }

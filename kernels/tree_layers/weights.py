@@ -47,6 +47,17 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {name} has shape {list(found.shape)}, not {list(shape)}")
         return found
 
+    def embedding_and_head(self, embedding: str, head: str, tied: bool, *shape: int) -> tuple[Tensor, Tensor]:
+        """These two tensors, as transformers takes them: of a tied pair, one that is missing is the other.
+
+        tied: what the configuration says. A head in the files is read all the same: some configurations are wrong.
+        Raises CheckpointError.
+        """
+        there = [name for name in (embedding, head) if name in self.tensors]
+        if tied and len(there) == 1:
+            embedding = head = there[0]
+        return self.tensor(embedding, *shape), self.tensor(head, *shape)
+
 
 def read_checkpoint(facts: Facts) -> Checkpoint:
     """Read the weights of a folder. Raises CheckpointError for missing or unreadable files."""

@@ -29,6 +29,7 @@ from cluster.config import Config, demo_config
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training import models
 from cluster.training.adding import with_drafter
+from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
 from cluster.training.drafter import Length, train_drafter
 from cluster.training.models import checked_target, load_teacher, start_from, student_from
@@ -218,6 +219,27 @@ def test_training_continues_from_a_checkpoint_of_either_layout(
     ids = torch.randint(WORDS, (1, 20))
     with torch.no_grad():
         torch.testing.assert_close(made(ids).logits, model(ids).logits[..., :WORDS], rtol=1e-4, atol=1e-4)
+
+
+def test_training_continues_with_the_files_head_though_the_configuration_says_tied(
+    cluster_file: Path, tmp_path: Path
+) -> None:
+    folder, written = tmp_path / "start", tmp_path / "written"
+    folder.mkdir()
+    config = tiny_mamba.tiny_config("mamba2", 104, n_groups=1, tie_word_embeddings=False)
+    model = tiny_mamba.make_checkpoint(folder, "mamba2", config=config)
+    config.tie_word_embeddings = True
+    config.save_pretrained(folder)
+    write_words(folder)
+    target = checked_target("llama", Config.load(cluster_file).targets["llama"])
+    made = student_from(start_from(folder, None, target), target, None, seed=0, device=CPU)
+    assert not made.config.tie_word_embeddings
+    export(made, written, [])
+    ids = torch.randint(WORDS, (1, 20))
+    with torch.no_grad():
+        truth = model(ids).logits[..., :WORDS]
+        torch.testing.assert_close(made(ids).logits, truth, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(load_fp32(written, CPU)(ids).logits, truth, rtol=0.1, atol=0.2)  # of bfloat16
 
 
 def test_training_continues_from_a_name_on_the_hub(
