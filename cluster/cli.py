@@ -25,7 +25,7 @@ from typing import Annotated, Any, TypeVar
 
 import psutil
 import typer
-from dendro.answer import Options, Speculation
+from dendro.answer import Options, Speculation, build_request, collect_samples
 from dendro.client import Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
 from rich.console import Console
@@ -33,7 +33,17 @@ from rich.console import Console
 from cluster.command_options import ConfigArgument, ConfigOption, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
 from cluster.running import descendants, local_client, running_cluster, survivors
-from cluster.showing import RoundsPrinter, account_lines, answer_line, as_json, logprob_lines, sample_text, tour
+from cluster.showing import (
+    RoundsPrinter,
+    account_lines,
+    answer_line,
+    as_json,
+    logprob_lines,
+    on_output,
+    sample_text,
+    tour,
+    visible,
+)
 from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
 from cluster.tables import page
 
@@ -358,13 +368,20 @@ def generate(
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
+    request = build_request(prompt, **options)  # what it refuses is refused before a cluster is started
+    if keep_session and not address and (local or not given_config(config).redis.url):
+        raise BadRequest(
+            "--keep-session", "needs a store that outlives the command: give --address, or a --config with redis.url"
+        )
+
     async def run() -> None:
         async with _client(config, address, local) as client:
+            write = on_output()
             if json or n > 1:
-                for one in await client.generate_samples(prompt, **options):
-                    print(as_json(one) if json else sample_text(one))
+                for one in collect_samples([event async for event in client.send(request)]):
+                    write(f"{as_json(one) if json else sample_text(one)}\n", "")
                 return
-            done = await RoundsPrinter(Console(highlight=False)).show_all(client.generate(prompt, **options))
+            done = await RoundsPrinter(write).show_all(client.send(request))
             for line in logprob_lines(done):
                 print(line)
             errors.print(f"[dim]{answer_line(done.complete)}; seed {done.started.seed}[/]", highlight=False)
@@ -374,6 +391,8 @@ def generate(
                 errors.print(f"lossy: mode {done.started.mode} does not keep the target's law", style="yellow")
             if done.complete.session:
                 errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
+            elif keep_session or session:
+                errors.print("the session was not kept: the cluster's store did not answer", style="yellow")
 
     _run(run())
 
@@ -490,7 +509,7 @@ def main() -> None:
     try:
         app()
     except DendroError as error:
-        errors.print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        errors.print(f"error: {visible(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(2 if isinstance(error, BadRequest) else 1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import AsyncIterator, Iterator, Sequence
+import sys
+import unicodedata
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict
+from typing import TextIO
 
 from dendro.answer import (
     Complete,
@@ -30,32 +33,74 @@ MARK = "|"
 """Printed between rounds where the console has no colours."""
 
 
-class RoundsPrinter:
-    """Prints rounds as they come, in alternating colours; where the console has none, with `marks` between them."""
+BIDI_CONTROLS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+"""They change the order in which a terminal shows the characters around them."""
 
-    def __init__(self, console: Console, marks: bool = False) -> None:
-        self._console = console
-        self._colours = console.color_system is not None
-        self._marks = marks
+Write = Callable[[str, str], None]
+"""Writes a text in a style."""
+
+
+def visible(text: str) -> str:
+    """`text` for a terminal: control characters but tabs and line breaks are escaped, as they would reach the terminal
+    as commands of whoever wrote the text.
+
+    >>> visible("a" + chr(27) + "[2Jb" + chr(13))
+    'a\\\\x1b[2Jb\\\\r'
+    """
+    controls = {each for each in set(text) if unicodedata.category(each) == "Cc" or each in BIDI_CONTROLS}
+    return text.translate({ord(each): ascii(each)[1:-1] for each in controls - {"\t", "\n"}})
+
+
+def on_console(console: Console) -> Write:
+    """Writes for a terminal."""
+
+    def write(text: str, style: str) -> None:
+        console.print(RichText(visible(text), style), end="", soft_wrap=True)
+        console.file.flush()
+
+    return write
+
+
+def as_bytes(stream: TextIO) -> Write:
+    """Writes the text's own bytes, in UTF-8 and without styles."""
+
+    def write(text: str, style: str) -> None:
+        stream.flush()
+        stream.buffer.write(text.encode())
+        stream.buffer.flush()
+
+    return write
+
+
+def on_output() -> Write:
+    """Writes an answer to standard output: for a terminal, or else its bytes."""
+    return on_console(Console(highlight=False)) if sys.stdout.isatty() else as_bytes(sys.stdout)
+
+
+class RoundsPrinter:
+    """Prints rounds as they come, in alternating styles and with a mark between them."""
+
+    def __init__(self, write: Write, styles: Sequence[str] = ROUND_STYLES, mark: str = "") -> None:
+        self._write = write
+        self._styles = styles
+        self._mark = mark
         self._count = 0
 
     def show(self, part: Round) -> None:
-        text = MARK + part.text if self._marks and not self._colours and self._count else part.text
-        style = ROUND_STYLES[self._count % len(ROUND_STYLES)] if self._colours else ""
+        text = self._mark + part.text if self._count else part.text
+        self._write(text, self._styles[self._count % len(self._styles)])
         self._count += 1
-        self._console.print(RichText(text, style), end="", soft_wrap=True)
-        self._console.file.flush()
 
     async def _showing_prompt(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
         async for event in events:
             if isinstance(event, EchoedPrompt):
-                self._console.print(RichText(event.text, "dim"), end="", soft_wrap=True)
+                self._write(event.text, "dim")
             yield event
 
     async def show_all(self, events: AsyncIterator[Event]) -> Completion:
         """Print a stream's rounds as they come. Returns the whole answer."""
         done = await collect_stream(self._showing_prompt(events), self.show)
-        self._console.print()
+        self._write("\n", "")
         return done
 
 
@@ -196,14 +241,16 @@ async def tour(
     coloured = console.color_system is not None
     separator = "its rounds in two alternating colours" if coloured else f"a {MARK} between its rounds"
     console.print(f"[bold]Turn one.[/] The prompt, then the answer, {separator}:\n")
-    console.print(RichText(prompt, "dim"), end="", soft_wrap=True)
-    one = await RoundsPrinter(console, marks=True).show_all(
+    write = on_console(console)
+    styles, mark = (ROUND_STYLES, "") if coloured else (("",), MARK)
+    write(prompt, "dim")
+    one = await RoundsPrinter(write, styles, mark).show_all(
         client.generate(prompt, keep_session=True, max_new_tokens=new_tokens)
     )
     console.print(f"\n[bold]Turn two[/] continues the session; only this is sent: {second!r}\n")
-    console.print(RichText(second, "dim"), end="", soft_wrap=True)
+    write(second, "dim")
     session = one.complete.session
-    two = await RoundsPrinter(console, marks=True).show_all(
+    two = await RoundsPrinter(write, styles, mark).show_all(
         client.generate(second, session=session, keep_session=True, max_new_tokens=new_tokens)
     )
     console.print("\nMeasuring the first answer with speculation and without, in turn ...")

@@ -163,6 +163,12 @@ async def test_generate_json_is_one_object_with_all_fields(address: str):
         (["generate", "x", "--address", "ADDRESS", "--logit-bias-text", ":::900"], "logit_bias['::']: has 2 tokens"),
         (["generate", "x", "--address", "ADDRESS", "--min-new-tokens", "129"], "min_new_tokens: is 129"),
         (["generate", "x", "--address", "ADDRESS", "--local"], "--local: "),
+        (["generate", "caf\udce9", "--address", "ADDRESS"], "prompt: has a surrogate code point"),
+        (["generate", "x", "--address", "ADDRESS", "--stop", "caf\udce9"], "stop[0]: has a surrogate code point"),
+        (["generate", "x", "--address", "caf\udce9"], "address: must be printable ASCII"),
+        (["generate", "x", "--logprobs", "-1"], "logprobs: "),
+        (["generate", "x", "--keep-session"], "--keep-session: needs a store that outlives the command"),
+        (["generate", "x", "--keep-session", "--local"], "--keep-session: needs a store"),
         (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),
     ],
 )
