@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from typing import Any
 
 import psutil
@@ -15,11 +16,14 @@ from dendro.errors import EngineFailed, one_line
 
 from cluster.app import build, log
 from cluster.config import Config
+from cluster.failed_start import last_line, refusal_in
 from cluster.serve_config import APPLICATION, ENVIRONMENT
 
 OBJECT_STORE_BYTES = 100 << 20
 """Near the minimum that Ray accepts: we do not use its object store."""
 STOP_S = 20.0
+STATUS_PERIOD_S = 0.2
+REPLICA_LOGS = "The replicas' logs are in /tmp/ray/session_latest/logs/serve."
 ANSWER_S = 30.0
 """How long routers may take to report their addresses."""
 _ray_processes: list[psutil.Process] = []  # those that Ray started below this process; one cluster at a time
@@ -70,11 +74,34 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location=ProxyLocation.Disabled)
-        serve.run(build(_with_port(config), redis_url, **loaders), name=APPLICATION, route_prefix=None)
+        _run(build(_with_port(config), redis_url, **loaders))
         return ",".join(sorted({each["clients"] for each in router_addresses()}))
     except BaseException:
         stop()
         raise
+
+
+def _run(application: Any) -> None:
+    """As `serve.run`, but a model that a replica refuses ends it at once: Serve would start the replica twice more, and
+    report the name of the deployment alone."""
+    from ray import serve
+    from ray.serve.schema import ApplicationStatus
+
+    serve.run_many(
+        [serve.RunTarget(target=application, name=APPLICATION, route_prefix=None)], wait_for_applications_running=False
+    )
+    while True:
+        status = serve.status().applications.get(APPLICATION)
+        if status is not None:
+            messages = [each.message for each in status.deployments.values()]
+            if refused := next(filter(None, map(refusal_in, messages)), None):
+                raise refused
+            if status.status == ApplicationStatus.RUNNING:
+                return
+            if status.status == ApplicationStatus.DEPLOY_FAILED:
+                reasons = "; ".join(filter(None, map(last_line, messages)))
+                raise EngineFailed(f"cluster: {status.message} {reasons}. {REPLICA_LOGS}")
+        time.sleep(STATUS_PERIOD_S)
 
 
 def stop() -> None:

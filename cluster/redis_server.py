@@ -17,7 +17,9 @@ from types import TracebackType
 from typing import Self
 
 import redis
-from dendro.errors import EngineFailed
+from dendro.errors import BadRequest, EngineFailed
+
+from cluster.socket_paths import check_socket
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
@@ -62,6 +64,11 @@ class RedisServer:
         binary = find_redis_server()
         self._folder = Path(tempfile.mkdtemp(prefix="dendro-redis-"))  # mode 700: only this user can use the socket
         socket = self._folder / "redis.sock"
+        try:
+            check_socket(socket, "TMPDIR", self._folder.parent)
+        except BadRequest:
+            self._folder.rmdir()
+            raise
         self.url = f"unix://{socket}"
         settings = {
             "port": "0",

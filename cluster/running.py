@@ -25,6 +25,7 @@ from cluster.precompiling import precompiled
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
+from cluster.socket_paths import check_ray_sockets
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -56,6 +57,8 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
 
     ray_address: of a running Ray; empty starts one.
     """
+    if not ray_address:
+        check_ray_sockets()
     config = await asyncio.to_thread(_ready, config, not ray_address)
     from cluster import deploy
 
@@ -75,10 +78,8 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
             await asyncio.wait({starting})
             await asyncio.to_thread(deploy.stop)
             raise
-        except RuntimeError as error:  # raised by Serve for a deployment that did not start
-            raise EngineFailed(
-                f"cluster: {error} The replicas' logs are in /tmp/ray/session_latest/logs/serve."
-            ) from error
+        except RuntimeError as error:  # of Ray or Serve
+            raise EngineFailed(f"cluster: {error} {deploy.REPLICA_LOGS}") from error
         _restore_sigterm_handler()
         try:
             yield address

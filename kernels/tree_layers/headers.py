@@ -18,6 +18,8 @@ from tree_layers.errors import CheckpointError
 
 MAX_HEADER_BYTES = 100_000_000
 """A longer header is refused; safetensors has the same limit."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+"""The beginning of what Git LFS leaves in place of a file that it has not downloaded."""
 LEGACY_PREAMBLE = 3
 """Objects before the tensors in the format of torch before 1.6: a magic number, a version, sizes of C types."""
 
@@ -28,8 +30,16 @@ def tensor_shapes(files: Sequence[Path]) -> Shapes:
     """The shape of every tensor by its stored name. Raises CheckpointError for a file that cannot be read."""
     shapes: Shapes = {}
     for file in files:
+        with _explained(file, "cannot be read"), file.open("rb") as stream:
+            refuse_pointer(file, stream.read(len(LFS_POINTER)))
         shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
     return shapes
+
+
+def refuse_pointer(file: Path, content: bytes) -> None:
+    """Raise CheckpointError for a file of Git LFS that was not downloaded. content: its first bytes or more"""
+    if content.startswith(LFS_POINTER):
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the file itself; run `git lfs pull` in its folder")
 
 
 def _safetensors(file: Path) -> Shapes:

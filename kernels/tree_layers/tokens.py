@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tree_layers.errors import CheckpointError
+from tree_layers.headers import refuse_pointer
 from tree_layers.token_bytes import TokenForm, form_of
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
@@ -98,7 +99,9 @@ def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
     texts: dict[int, str] = {}
     added: set[int] = set()
     try:
-        for number, piece in _fields((folder / SENTENCEPIECE).read_bytes()):
+        content = (folder / SENTENCEPIECE).read_bytes()
+        refuse_pointer(folder / SENTENCEPIECE, content)
+        for number, piece in _fields(content):
             if number != 1 or not isinstance(piece, bytes):
                 continue
             parts = dict(_fields(piece))
@@ -108,6 +111,8 @@ def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
             texts[token] = text.decode()
             if parts.get(3, 1) not in normal_kinds:
                 added.add(token)
+    except CheckpointError:
+        raise
     except (OSError, ValueError, IndexError) as error:
         raise CheckpointError(f"{folder}: {SENTENCEPIECE} is unreadable: {error!r}") from error
     return texts, added
@@ -191,7 +196,11 @@ def _checked(folder: Path, texts: dict[int, str], added: set[int], form: TokenFo
 def read_object(folder: Path, name: str) -> dict[str, Any]:
     """The JSON object in a file of the folder. Raises CheckpointError."""
     try:
-        value = json.loads((folder / name).read_text(encoding="utf-8"))
+        content = (folder / name).read_bytes()
+        refuse_pointer(folder / name, content)
+        value = json.loads(content.decode())
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise CheckpointError(f"{folder}: {name} is missing") from None
     except (OSError, ValueError, RecursionError) as error:

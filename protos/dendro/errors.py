@@ -13,6 +13,8 @@ DendroError
 
 from __future__ import annotations
 
+from typing import Self
+
 import grpc
 
 MESSAGE_CHARACTERS = 640
@@ -47,6 +49,10 @@ class BadRequest(DendroError):
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Unpickled as it was made, from a field and a reason: a replica's errors are sent as pickles by Ray."""
+        return type(self), (self.field, self.reason)
 
 
 class NotFound(DendroError):

@@ -57,6 +57,19 @@ def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, fiel
     assert refused.value.field == field
 
 
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("model, field", [("target", "targets.target"), ("mamba", "drafters.mamba")])
+def test_a_file_that_git_lfs_did_not_download_is_named(config: Config, tmp_path: Path, model: str, field: str, file):
+    if file == "pytorch_model.bin":
+        (tmp_path / model / "model.safetensors").unlink()
+    (tmp_path / model / file).write_text(POINTER)
+    with pytest.raises(BadRequest, match=rf"^{field}.checkpoint: .*{file} is a Git LFS pointer, .* `git lfs pull`"):
+        check_checkpoints(config)
+
+
 @pytest.mark.parametrize(
     "use",
     [

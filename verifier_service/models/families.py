@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from enum import StrEnum
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +71,11 @@ class FamilyError(CheckpointError):
         """kind: the configuration's model_type   detail: what was found in this checkpoint"""
         super().__init__(f"{folder}: {kind} {why}" + (f" ({detail})" if detail else ""))
         self.property = why
+        self._arguments = folder, kind, why, detail
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Path, str, Property, str]]:
+        """Unpickled as it was made: a replica's errors are sent as pickles by Ray."""
+        return type(self), self._arguments
 
 
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}

@@ -1,0 +1,33 @@
+"""The length of the paths of unix sockets, checked before anything is started: Ray and Redis find it late."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from dendro.errors import BadRequest
+
+MAX_SOCKET_BYTES = 107
+"""The longest path of a unix socket on Linux."""
+_RAY_SOCKET = "ray/session_2026-01-01_00-00-00_000000_{pid}/sockets/plasma_store"
+"""Ray's longest, below its folder for temporary files."""
+
+
+def check_socket(path: Path, variable: str, folder: Path) -> None:
+    """Raise BadRequest, naming the environment's variable, where the path of a socket in its folder is too long."""
+    excess = len(os.fsencode(path)) - MAX_SOCKET_BYTES
+    if excess > 0:
+        length = len(os.fsencode(folder))
+        raise BadRequest(
+            variable,
+            f"has {length} bytes, with which the path of a socket has more than {MAX_SOCKET_BYTES}; set it to a folder "
+            f"of at most {length - excess} bytes, such as /tmp",
+        )
+
+
+def check_ray_sockets() -> None:
+    """The same for the sockets of a Ray that this process starts."""
+    variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
+    folder = Path(os.environ.get(variable, "") or tempfile.gettempdir())
+    check_socket(folder / _RAY_SOCKET.format(pid=os.getpid()), variable, folder)
