@@ -224,7 +224,8 @@ def build(
         return {
             "name": name,
             **_replicas_of(model),
-            "max_ongoing_requests": model.max_sessions + waiting,  # leases
+            # Leases, of which there are more than places: a full verifier itself decides whose texts wait.
+            "max_ongoing_requests": (model.max_sessions + waiting) * (2 if waiting else 1),
             "ray_actor_options": actor_options(model.resources, engine_environment(model.threads)),
             **common,
         }

@@ -109,7 +109,8 @@ class TargetConfig(ModelConfig):
     max_length: int = Field(default=2048, ge=2)
     """Tokens of the longest text that a replica holds, prompt and answer together."""
     max_waiting: int = Field(default=64, ge=0)
-    """Texts that may queue at a full replica; beyond that a request is refused with RESOURCE_EXHAUSTED."""
+    """Texts that may queue at a full replica, where tenants share the places; beyond that a request is refused with
+    RESOURCE_EXHAUSTED."""
     memory_fraction: float | None = Field(default=None, gt=0, le=1)
     """The share of the device's free memory, once the weights are loaded, that texts may use. Default: as much as
     `max_sessions` texts of `max_length` need."""

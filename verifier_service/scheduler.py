@@ -40,6 +40,7 @@ from verifier_service.requests import (
     longest_saved,
 )
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
+from verifier_service.shares import displaced_by, next_in_turn, texts_by_tenant
 from verifier_service.walk import Draw, Echo
 
 
@@ -235,10 +236,14 @@ class StepScheduler:
         self._free(update.opening)
         if len(self.sessions) >= capacity.max_sessions + capacity.max_waiting:
             self.counters.refused += 1
-            raise Overloaded(
+            full = Overloaded(
                 f"sessions: {capacity.max_sessions} texts are open and {len(self.sessions) - capacity.max_sessions} "
                 f"wait, the most allowed"
             )
+            leaves = displaced_by(call.parameters.tenant, self.sessions)
+            if leaves is None:
+                raise full
+            self._free(leaves, full)
         self._numbers += 1
         session = VerifierText.opened(self._numbers, ask, call, text, capacity)
         self.sessions[update.opening] = session
@@ -283,19 +288,23 @@ class StepScheduler:
         self._settle_opening(session)
 
     def _admit(self) -> None:
-        """Admit waiting texts, the oldest first, while there are places and pages for them."""
-        places = self.capacity.max_sessions - sum(session.admitted for session in self.sessions.values())
-        blocked = False  # strictly in order: a short text never overtakes a long one
-        for session in self.sessions.values():
-            if session.admitted:
-                continue
+        """Admit waiting texts while there are places and pages for them: in turns by tenant, each tenant's oldest."""
+        waiting = [session for session in self.sessions.values() if not session.admitted]
+        if not waiting:
+            return
+        admitted = texts_by_tenant([session for session in self.sessions.values() if session.admitted])
+        places = self.capacity.max_sessions - admitted.total()
+        while waiting:
+            session = next_in_turn(waiting, admitted)
             pages = self.capacity.pages_of(len(session.text.ids) + self.capacity.max_depth)
-            blocked = blocked or not places or pages > self.memory.book.free
-            if blocked:
-                self.counters.waited += not session.counted
-                session.counted = True
-                continue
+            if not places or pages > self.memory.book.free:  # strictly in turn: a short text never overtakes a long one
+                for each in waiting:
+                    self.counters.waited += not each.counted
+                    each.counted = True
+                return
+            waiting.remove(session)
             session.admitted = True
+            admitted[session.parameters.tenant] += 1
             places -= 1
             saved = longest_saved(session, self.sessions.values()) if self.capacity.saves else None
             if saved is not None and self.memory.restore(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
@@ -178,17 +178,20 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         leased: Leased[VerifierPeer] | None = None,
     ) -> None:
         """Lease a verifier and open the text there. Retries within the patience; raises at once for the second failure
-        by a verifier's own fault since the last verdict.
+        by a verifier's own fault since the last verdict. A text without a token of its answer is sent to each full
+        replica once: it waits there if there is a place to wait, and is refused if none of them has one.
 
         `old` is the opening that this one replaces. It is closed after the first attempt, not before: a lease ends with
         the last of its openings. `leased`: what the first attempt uses, where it need not lease.
         """
         give_up_s = self._clock() + self._patience_s
         pause_s = FIRST_BACKOFF_S
+        begun = self.opened is not None or len(text) > text.prompt_length
+        full: dict[str, Overloaded] = {}  # replicas without a place to wait, by address
         while True:
             try:
                 if leased is None:
-                    leased = await self._pool.lease()
+                    leased = await self._lease_but(full)
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()
@@ -197,6 +200,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._check_echo(opened, text, opening.hello)
             except (DendroError, TimeoutError) as error:
                 self._close_pending(text)
+                if error in full.values():
+                    raise
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
                     raise  # where `opened`, another verifier has accepted the text: this one's limits are tighter
                 if self._clock() + pause_s > give_up_s:
@@ -204,6 +209,9 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                         raise
                     raise PeerLost("verifier: none opens the text in time") from error
                 log.info("verifier: %s; trying again", error or "does not answer")
+                if isinstance(error, Overloaded) and leased is not None and not begun:
+                    full[leased.address], leased = error, None
+                    continue
                 leased = None
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
@@ -218,6 +226,16 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if old is not None:
                     self._background.start(old.close(text))
                     old = None
+
+    async def _lease_but(self, full: Mapping[str, Overloaded]) -> Leased[VerifierPeer]:
+        """Lease a replica whose address is not in `full`. Raises its error where STRIKES leases find no other."""
+        for strike in range(1, STRIKES + 1):
+            leased = await self._pool.lease()
+            if leased.address not in full:
+                return leased
+            if strike == STRIKES or not leased.address:
+                raise full[leased.address]
+        raise AssertionError("the last lease raises")
 
     async def _first_open(self, opening: Opening[VerifierPeer], text: Text) -> tuple[Opening[VerifierPeer], Opened]:
         """Open the text and, where that takes long, also at another replica; returns the opening that is ready first.

@@ -157,5 +157,5 @@ class RequestProgress:
         """As of `Attempts.pause_after`; 0 where the call completed its answer."""
         if error is None and self._resumed is not None and self.answers[self._resumed].finished:
             return 0.0
-        begun = any(answer.started is not None for answer in self.answers)
+        begun = any(answer.token_ids for answer in self.answers)
         return self.attempts.pause_after(error, address, rotation, begun)
