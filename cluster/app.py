@@ -162,11 +162,13 @@ class RouterShell:
             self._server.stats, lambda: self._server.healthy, grpc.host, grpc.status_ports(routers)
         )
         self._host = node_address() if grpc.host in EVERY_ADDRESS else grpc.host
-        self._starting = asyncio.create_task(self._become_healthy(peers))
+        self._starting = asyncio.create_task(self._become_healthy(peers, sessions))
         _freeze_loaded()
 
-    async def _become_healthy(self, peers: ServePeers) -> None:
+    async def _become_healthy(self, peers: ServePeers, sessions: RedisSessions) -> None:
         """Report SERVING once every target has a replica, so that no probe sends clients here before."""
+        if warning := await sessions.warning():
+            log.warning("%s", warning)
         await peers.wait_for_targets()
         await self._server.set_healthy(True)
 

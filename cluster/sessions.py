@@ -7,7 +7,9 @@ unknown, of another tenant, forged or expired always gets the same error.
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import json
@@ -15,10 +17,10 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
-import redis.asyncio
 import redis.exceptions
 from dendro.clock import Clock
 from dendro.errors import Conflict, NotFound, PeerLost
@@ -26,7 +28,8 @@ from dendro.long_work import off_loop
 from dendro.modes import VerificationMode
 from dendro.text import packed_ids
 
-from cluster.state_store import REDIS_FAULTS, CircuitBreaker, CircuitOpen, within
+from cluster.redis_client import REDIS_FAULTS, connect, eviction_warning, reason_of
+from cluster.state_store import CircuitBreaker, CircuitOpen, within_two_attempts
 
 PREFIX = "dendro:session:"
 SECRET_KEY = "dendro:session-secret"
@@ -36,6 +39,9 @@ SECRET_BYTES = 32
 MAX_TOKEN = 64
 """Characters; our tokens have 45."""
 CALL_BUDGET_S = 1.0
+"""Of both attempts of a call."""
+WRITES = 3
+"""How often a write that another one, or a broken connection, interrupted looks again whether it may be made."""
 TOKEN_BYTES = 6
 """Of a stored token, about: base64 of 4 bytes."""
 RECORD_FORMAT = 3
@@ -93,7 +99,7 @@ class Sessions(Protocol):
     async def write(self, token: str, tenant: str, record: Record) -> None:
         """Replace the version before `record.version`, or write where none is stored: a record has the whole text.
         Raises Conflict where another version is stored, NotFound for a token that is not this tenant's, PeerLost where
-        the store does not answer."""
+        the store does not answer: then it is not known whether the record was written."""
         ...
 
 
@@ -188,27 +194,36 @@ class RedisSessions:
     all its round trips. Not thread-safe: bound to one event loop."""
 
     def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
-        self._redis = redis.asyncio.Redis.from_url(url, socket_connect_timeout=budget_s)
+        self._redis = connect(url, budget_s)
         self.ttl_s = ttl_s
         self.budget_s = budget_s
         self._breaker = CircuitBreaker()
         self._known_secret: bytes | None = None
 
     async def new_token(self, tenant: str) -> str:
-        return make_token(tenant, await self._in_time(self._secret()))
+        return make_token(tenant, await self._in_time(self._secret))
 
     async def read(self, token: str, tenant: str) -> Record:
-        return await self._in_time(self._read(token, tenant))
+        return await self._in_time(lambda: self._read(token, tenant))
 
     async def write(self, token: str, tenant: str, record: Record) -> None:
-        await self._in_time(self._write(token, tenant, record))
+        sent = asyncio.Event()
+        await self._in_time(lambda: self._write(token, tenant, record, sent))
 
-    async def _in_time(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+    async def warning(self) -> str:
+        """What the store is set up to lose that it should not; empty where nothing, or where that is not known."""
         try:
-            return await within(self.budget_s, work)
+            return await self._in_time(lambda: self._ask(lambda: eviction_warning(self._redis)))
+        except PeerLost as error:
+            return str(error)
+
+    async def _in_time(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
+        try:
+            return await within_two_attempts(self.budget_s, self._redis, work)
         except TimeoutError:
+            self._breaker.note("no answer in time")
             self._breaker.failed()
-            raise PeerLost("session: the store does not answer in time") from None
+            raise PeerLost(f"session: the store does not answer within {self.budget_s:g} s") from None
 
     async def _read(self, token: str, tenant: str) -> Record:
         key = self._key(tenant, check_token(token, tenant, await self._secret()))
@@ -218,27 +233,36 @@ class RedisSessions:
         found = _bytes(blob)
         return await off_loop(len(found) // TOKEN_BYTES, lambda: unpack_record(found))
 
-    async def _write(self, token: str, tenant: str, record: Record) -> None:
+    async def _write(self, token: str, tenant: str, record: Record, sent: asyncio.Event) -> None:
         key = self._key(tenant, check_token(token, tenant, await self._secret()))
         blob = await off_loop(len(record.tokens), lambda: pack_record(record))
-        await self._ask(lambda: self._compare_and_set(key, blob, record.version))
+        await self._ask(lambda: self._compare_and_set(key, blob, record.version, sent))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _compare_and_set(self, key: str, blob: bytes, version: int) -> None:
+    async def _compare_and_set(self, key: str, blob: bytes, version: int, sent: asyncio.Event) -> None:
         """WATCH, compare, MULTI: prevents two turns that read the same version from both being written. (Without EVAL,
-        which the Redis user may not be allowed to call.)"""
-        async with self._redis.pipeline(transaction=True) as pipe:
-            await pipe.watch(key)
-            found = await pipe.get(key) or b""
-            await off_loop(len(found) // TOKEN_BYTES, lambda: check_version(_bytes(found), version))
-            pipe.multi()
-            pipe.set(key, blob, ex=self.ttl_s)
-            try:
-                await pipe.execute()
-            except redis.exceptions.WatchError:
-                raise Conflict("session: another request wrote it first; read it again") from None
+        which the Redis user may not be allowed to call.)
+
+        A connection that breaks before the answer of EXEC arrives is reported as a change of the key too, and an
+        attempt that took too long may have written. So what is stored decides: this record, if it was `sent`; the
+        version before it; or another.
+        """
+        for _ in range(WRITES):
+            with contextlib.suppress(redis.exceptions.WatchError):
+                async with self._redis.pipeline(transaction=True) as pipe:
+                    await pipe.watch(key)
+                    found = await pipe.get(key) or b""
+                    if sent.is_set() and found == blob:
+                        return
+                    await off_loop(len(found) // TOKEN_BYTES, partial(check_version, _bytes(found), version))
+                    pipe.multi()
+                    pipe.set(key, blob, ex=self.ttl_s)
+                    sent.set()
+                    await pipe.execute()
+                    return
+        raise Conflict("session: another request wrote it first; read it again")
 
     async def _secret(self) -> bytes:
         """The cluster's secret: the first router makes it, all others read it from Redis. It is read at every call:
@@ -259,8 +283,10 @@ class RedisSessions:
     async def _ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         try:
             return await self._breaker.ask(call)
-        except (CircuitOpen, *REDIS_FAULTS) as error:
-            raise PeerLost("session: the store does not answer") from error
+        except CircuitOpen:
+            raise PeerLost("session: the store does not answer; it is called again in a moment") from None
+        except REDIS_FAULTS as error:
+            raise PeerLost(f"session: the store fails: {reason_of(error)}") from error
 
 
 def _bytes(answer: bytes | str) -> bytes:

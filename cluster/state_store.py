@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
@@ -10,24 +12,26 @@ from functools import partial
 from typing import Any, TypeVar
 
 import redis.asyncio
-import redis.exceptions
 from dendro.clock import Clock
 from dendro.state import MAX_BLOB_BYTES
 from dendro.tasks import BackgroundTasks
 
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
+from cluster.redis_client import REDIS_FAULTS, answers, connect, drop_idle, reason_of
+
+log = logging.getLogger("dendro.redis")
 
 PREFIX = "dendro:state:"
 PRIOR_PREFIX = "dendro:prior:"
-CALL_BUDGET_S = 0.1
+CALL_BUDGET_S = 0.2
+"""Of both attempts of a call."""
 PART_BYTES = 4 << 20
 """The most that is read at once, and for which a call has one time limit: on a link of 1 Gbit/s, 34 ms."""
 FAILURES_TO_OPEN = 3
 OPEN_S = 5.0
+LOG_AGAIN_S = 60.0
 
 Answer = TypeVar("Answer")
-
-REDIS_FAULTS = (redis.exceptions.RedisError, OSError, TimeoutError)
 
 _CALLS = BackgroundTasks(expected=Exception)  # callers get their errors
 
@@ -48,12 +52,28 @@ async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
         task.cancel()  # does nothing if it is done
 
 
+async def within_two_attempts(
+    budget_s: float, client: redis.asyncio.Redis, call: Callable[[], Coroutine[Any, Any, Answer]]
+) -> Answer:
+    """The answer of a call that may be made twice. Raises TimeoutError after `budget_s`.
+
+    A load balancer drops idle connections without closing them, and a call over such a one is never answered. So after
+    half of the time the call is made again, over a new connection.
+    """
+    try:
+        return await within(budget_s / 2, call())
+    except TimeoutError:
+        await within(budget_s / 2, drop_idle(client))
+    return await within(budget_s / 2, call())
+
+
 class CircuitOpen(Exception):
     """No call was made: the last ones failed."""
 
 
 class CircuitBreaker:
-    """After `failures` consecutive failures no call is allowed for `open_s` seconds; then one call may probe."""
+    """After `failures` consecutive failures no call is allowed for `open_s` seconds; then one call may probe. An error
+    that the server answers is not a failure: nobody waited for it, and other calls may succeed."""
 
     def __init__(
         self,
@@ -66,6 +86,7 @@ class CircuitBreaker:
         self.clock = clock
         self._in_a_row = 0
         self._shut_until = 0.0
+        self._logged = ("", -math.inf)  # the last reason of a failure that was logged, and when
 
     def allows(self) -> bool:
         """Whether a call may be made now. After the pause the first caller makes the probe."""
@@ -82,11 +103,22 @@ class CircuitBreaker:
             raise CircuitOpen
         try:
             answer = await call()
-        except REDIS_FAULTS:
-            self.failed()
+        except REDIS_FAULTS as error:
+            self.note(reason_of(error))
+            if answers(error):
+                self._in_a_row = 0
+            else:
+                self.failed()
             raise
         self.succeeded()
         return answer
+
+    def note(self, reason: str) -> None:
+        """Log why a call failed; the same reason once a minute."""
+        last, at_s = self._logged
+        if reason != last or self.clock() >= at_s + LOG_AGAIN_S:
+            self._logged = (reason, self.clock())
+            log.warning("redis: a call failed: %s", reason)
 
     def succeeded(self) -> None:
         self._in_a_row = 0
@@ -125,7 +157,7 @@ class RedisStates:
         max_bytes: int = MAX_BLOB_BYTES,
     ) -> None:
         """max_bytes: larger blobs are not stored"""
-        self._redis = redis.asyncio.Redis.from_url(url, socket_connect_timeout=budget_s)
+        self._redis = connect(url, budget_s)
         self.prefix = prefix
         self.ttl_s = ttl_s
         self.max_bytes = max_bytes
@@ -168,7 +200,9 @@ class RedisStates:
     async def _ask(self, call: Callable[[], Awaitable[Answer]], parts: int = 1) -> Answer | None:
         """The answer of a call that sends or gets so many parts; None where it fails or is not made."""
         try:
-            return await self.breaker.ask(lambda: within(parts * self.budget_s, _awaited(call)))
+            return await self.breaker.ask(
+                lambda: within_two_attempts(parts * self.budget_s, self._redis, lambda: _awaited(call))
+            )
         except CircuitOpen:
             self.counters.skipped += 1
         except REDIS_FAULTS:

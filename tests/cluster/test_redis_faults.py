@@ -1,0 +1,285 @@
+"""Faults of Redis and of the way to it, each with a real server: lost connections are renewed, reasons are reported."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import subprocess
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import redis
+import redis.asyncio
+from dendro.errors import PeerLost
+from sockets import until
+
+from cluster.redis_client import eviction_warning
+from cluster.redis_server import RedisServer, find_redis_server
+from cluster.sessions import Record, RedisSessions
+from cluster.state_store import RedisStates
+
+BUDGET_S = 10.0
+"""So long that no call fails because the machine is busy; a dropped connection costs half of it."""
+RECORD = Record((1, 2), 0, 0, (2,), 1, "m", "t", ())
+MOST = 1 << 20
+
+
+@pytest.fixture
+def server():
+    with RedisServer(memory_mb=16) as server:
+        yield server
+
+
+@contextmanager
+def admin(server: RedisServer):
+    """A client for commands that a test gives the server; its connection stays in use."""
+    with redis.Redis.from_url(server.url, single_connection_client=True) as client:
+        yield client
+
+
+@asynccontextmanager
+async def stores(url: str, budget_s: float = BUDGET_S) -> AsyncIterator[tuple[RedisSessions, RedisStates, str]]:
+    """Both stores after their first calls, and the token of a session with a record."""
+    sessions, states = RedisSessions(url, 60, budget_s), RedisStates(url, 60, budget_s)
+    token = await sessions.new_token("")
+    await sessions.write(token, "", RECORD)
+    assert await states.save("a", b"x")
+    yield sessions, states, token
+    await sessions.close()
+    await states.close()
+
+
+class Proxy:
+    """A TCP port before a server's socket: what a load balancer does with connections."""
+
+    def __init__(self, server: RedisServer) -> None:
+        self.target = server
+        self._stalled: set[int] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+        self.accepted = 0
+
+    async def __aenter__(self) -> str:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for writer in self._writers:
+            writer.close()
+
+    def drop_silently(self) -> None:
+        """Forward nothing more over the connections that there are, and close none."""
+        self._stalled.update(range(self.accepted))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number, self.accepted = self.accepted, self.accepted + 1
+        there, back = await asyncio.open_unix_connection(urlsplit(self.target.url).path)
+        self._writers += (writer, back)
+        await asyncio.gather(
+            self._forward(reader, back, number), self._forward(there, writer, number), return_exceptions=True
+        )
+        writer.close()
+        back.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+        while data := await reader.read(1 << 16):
+            if number not in self._stalled:
+                writer.write(data)
+        writer.close()
+
+
+async def check_first_calls(sessions: RedisSessions, states: RedisStates, token: str) -> None:
+    """A read, a write and a state's read, each the first call over its connection."""
+    assert await sessions.read(token, "") == RECORD
+    assert await states.load("a", MOST) == b"x"
+    assert states.counters.errors == 0 and states.breaker.allows()
+
+
+def connections(client: redis.Redis) -> int:
+    return len(client.client_list())
+
+
+async def test_the_first_call_after_the_server_closed_idle_connections_succeeds(server: RedisServer):
+    async with stores(server.url) as (sessions, states, token):
+        with admin(server) as client:
+            client.config_set("timeout", 1)
+            await until(lambda: connections(client) == 1)  # the server closes those that are idle for a second
+        await check_first_calls(sessions, states, token)
+
+
+@pytest.mark.parametrize("call", ["read", "write", "new_token", "load", "save"])
+async def test_a_call_whose_connection_was_closed_is_made_over_a_new_one(server: RedisServer, call: str):
+    async with stores(server.url) as (sessions, states, token):
+        with admin(server) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        if call == "write":
+            await sessions.write(token, "", Record((1, 2, 3), 0, 0, (2, 3), 2, "m", "t", ()))
+        elif call == "new_token":
+            assert await sessions.new_token("")
+        elif call == "save":
+            assert await states.save("b", b"y")
+        else:
+            await check_first_calls(sessions, states, token)
+        assert states.counters.errors == 0
+
+
+@pytest.mark.parametrize("call", ["read", "write", "load", "save"])
+async def test_a_connection_that_a_load_balancer_dropped_silently_costs_half_a_budget_and_no_error(
+    server: RedisServer, call: str
+):
+    proxy = Proxy(server)
+    async with proxy as url, stores(url) as (sessions, states, token):
+        proxy.drop_silently()
+        sessions.budget_s = states.budget_s = 2.0
+        if call == "write":
+            await sessions.write(token, "", Record((1, 2, 3), 0, 0, (2, 3), 2, "m", "t", ()))
+        elif call == "save":
+            assert await states.save("b", b"y")
+        else:
+            await check_first_calls(sessions, states, token)
+        assert states.counters.errors == 0 and sessions._breaker.allows()
+
+
+async def test_after_a_failover_the_old_primary_is_left(server: RedisServer):
+    """The address leads to the new primary; the connections that there are still lead to the old one, which refuses
+    writes from now on."""
+    proxy = Proxy(server)
+    with RedisServer(memory_mb=16) as promoted:
+        async with proxy as url, stores(url) as (sessions, states, token):
+            with admin(server) as old, admin(promoted) as new:
+                for key in old.scan_iter():
+                    new.restore(key, 0, old.dump(key))
+                old.replicaof("127.0.0.1", 1)
+                proxy.target = promoted
+                later = Record((1, 2, 3), 0, 0, (2, 3), 2, "m", "t", ())
+                await sessions.write(token, "", later)
+                assert await states.save("b", b"y") and states.counters.errors == 0
+                assert await sessions.read(token, "") == later
+                assert new.exists("dendro:state:b") and not old.exists("dendro:state:b")
+
+
+async def test_a_write_whose_answer_is_lost_is_read_back_and_is_no_conflict(server: RedisServer):
+    """The server has executed it, and the connection that would bring the answer is dropped."""
+    proxy = Proxy(server)
+    async with proxy as url, stores(url) as (sessions, _, token):
+        forward = proxy._forward
+
+        async def losing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, number: int) -> None:
+            while data := await reader.read(1 << 16):
+                if number not in proxy._stalled:
+                    writer.write(data)  # the server executes it
+                if b"EXEC" in data:
+                    proxy._stalled.add(number)
+
+        proxy._forward = losing
+        await sessions._redis.connection_pool.disconnect()
+        sessions.budget_s = 2.0
+        later = Record((1, 2, 3), 0, 0, (2, 3), 2, "m", "t", ())
+        await sessions.write(token, "", later)
+        assert proxy._stalled, "no answer was lost"
+        proxy._forward = forward
+        proxy._stalled.clear()
+        await sessions._redis.connection_pool.disconnect()
+        assert await sessions.read(token, "") == later
+
+
+def later_record(tokens: int) -> Record:
+    return Record(tuple(range(tokens)), 0, 0, (tokens,), 2, "m", "t", ())
+
+
+async def test_a_full_server_is_named_as_the_reason_and_is_still_read(server: RedisServer, caplog):
+    async with stores(server.url) as (sessions, states, token):
+        with admin(server) as client:
+            client.config_set("maxmemory-policy", "noeviction")
+            client.config_set("maxmemory", 1)
+        for _ in range(4):
+            with pytest.raises(PeerLost, match="the store fails: OOM: command not allowed") as failed:
+                await sessions.write(token, "", later_record(9))
+            assert "dendro:session" not in str(failed.value)
+            assert not await states.save("b", b"y")
+        await check_reads(sessions, states, token)
+        warnings = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+        assert len(warnings) == 2 and all("OOM" in each for each in warnings), "one for each store, however many calls"
+
+
+async def check_reads(sessions: RedisSessions, states: RedisStates, token: str) -> None:
+    assert await sessions.read(token, "") == RECORD
+    assert await states.load("a", MOST) == b"x"
+
+
+@pytest.mark.parametrize(("given", "reason"), [(":wrong@", "WRONGPASS"), ("", "NOAUTH")])
+async def test_a_wrong_or_missing_password_is_named_as_the_reason(server: RedisServer, caplog, given: str, reason: str):
+    with admin(server) as client:
+        client.config_set("requirepass", "right")
+    url = server.url.replace("unix://", f"unix://{given}")
+    sessions, states = RedisSessions(url, 60, BUDGET_S), RedisStates(url, 60, BUDGET_S)
+    with pytest.raises(PeerLost, match=f"the store fails: {reason}"):
+        await sessions.new_token("")
+    assert await states.load("a", MOST) is None
+    warnings = [each.message for each in caplog.records if reason in each.message]
+    assert len(warnings) == 2 and ":wrong@" not in "".join(warnings)
+    await sessions.close()
+    await states.close()
+
+
+@contextmanager
+def cluster_node():
+    """A server in cluster mode without slots."""
+    folder = Path(tempfile.mkdtemp(prefix="dendro-test-"))
+    where = folder / "redis.sock"
+    words = ["--port", "0", "--unixsocket", str(where), "--dir", str(folder), "--save", "", "--cluster-enabled", "yes"]
+    process = subprocess.Popen([str(find_redis_server()), *words], stdout=subprocess.DEVNULL)
+    try:
+        client = redis.Redis(unix_socket_path=str(where))
+        while True:
+            try:
+                client.ping()
+                break
+            except redis.ConnectionError:
+                assert process.poll() is None
+        yield f"unix://{where}", client
+    finally:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder)
+
+
+async def test_a_cluster_that_is_down_or_has_the_key_elsewhere_is_named_as_the_reason():
+    with cluster_node() as (url, _):
+        sessions = RedisSessions(url, 60, BUDGET_S)
+        with pytest.raises(PeerLost, match="the store fails: CLUSTERDOWN"):
+            await sessions.new_token("")
+        await sessions.close()
+
+
+async def test_a_server_that_is_not_there_is_named_as_the_reason():
+    sessions = RedisSessions("unix:///nowhere/redis.sock", 60, BUDGET_S)
+    with pytest.raises(PeerLost, match="the store fails: ConnectionError: .*nowhere"):
+        await sessions.new_token("")
+    await sessions.close()
+
+
+@pytest.mark.parametrize(
+    ("policy", "warns"),
+    [("volatile-ttl", False), ("noeviction", False), ("volatile-lru", True), ("allkeys-lru", True)],
+)
+async def test_a_policy_that_evicts_sessions_before_states_is_warned_of(server: RedisServer, policy: str, warns: bool):
+    with admin(server) as client:
+        client.config_set("maxmemory-policy", policy)
+    sessions = RedisSessions(server.url, 60, BUDGET_S)
+    assert (policy in await sessions.warning()) == warns
+    await sessions.close()
+
+
+async def test_a_server_that_does_not_tell_its_policy_is_not_warned_of(server: RedisServer):
+    with admin(server) as client:
+        client.execute_command("ACL", "SETUSER", "app", "on", ">word", "~*", "+@all", "-config")
+    url = server.url.replace("unix://", "unix://app:word@")
+    client = redis.asyncio.Redis.from_url(url)
+    assert await eviction_warning(client) == ""
+    await client.aclose()
