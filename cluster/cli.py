@@ -13,13 +13,11 @@ os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 import asyncio
 import importlib
 import logging
-import platform
 import signal
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -30,7 +28,16 @@ from dendro.client import Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
 from rich.console import Console
 
-from cluster.command_options import ConfigArgument, ConfigOption, JsonFile, Local, TargetName, given_config
+from cluster.command_options import (
+    ConfigArgument,
+    ConfigOption,
+    JsonFile,
+    Local,
+    TargetName,
+    given_config,
+    numbers_of,
+    text_and_number,
+)
 from cluster.config import Config
 from cluster.running import descendants, local_client, running_cluster, survivors
 from cluster.showing import (
@@ -46,6 +53,7 @@ from cluster.showing import (
 )
 from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
 from cluster.tables import page
+from cluster.versions import print_version
 
 app = typer.Typer(
     name="dendro",
@@ -61,30 +69,11 @@ app.add_typer(bench, name="bench")
 
 errors = Console(stderr=True)
 
-PACKAGES = ("torch", "transformers", "ray")
-
-
-def _print_version(wanted: bool) -> None:
-    """Print the versions of the distribution, Python and PACKAGES, without importing them, and exit."""
-    if not wanted:
-        return
-    found = {name: _version_of(name) for name in ("dendroaspis", *PACKAGES)}
-    own, others = found.pop("dendroaspis"), ", ".join(f"{name} {version}" for name, version in found.items())
-    print(f"dendroaspis {own} (Python {platform.python_version()}, {others})")
-    raise typer.Exit
-
-
-def _version_of(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
 
 @app.callback()
 def options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions and exit.")
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
     """Lossless tree speculative decoding with Mamba drafters, served on Ray. Without a configuration every command
@@ -199,23 +188,6 @@ def check(
         json_file.write_text(as_report(report))
     if report.problems:
         raise typer.Exit(2)
-
-
-def _numbers(option: str, text: str, separator: str, *kinds: Callable[[str], Any]) -> tuple[Any, ...]:
-    """The parts of an option's text, each read as its kind."""
-    try:
-        return tuple(kind(part) for kind, part in zip(kinds, text.split(separator), strict=True))
-    except ValueError:
-        raise BadRequest(option, f"{text!r} is not of the form that --help shows") from None
-
-
-def _text_and_number(option: str, text: str) -> tuple[str, float]:
-    """An option's text up to its last colon, and the number after it."""
-    first, _, last = text.rpartition(":")
-    try:
-        return first, float(last)
-    except ValueError:
-        raise BadRequest(option, f"{text!r} is not of the form that --help shows") from None
 
 
 @app.command()
@@ -344,12 +316,12 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "presence_penalty": presence_penalty,
         "frequency_penalty": frequency_penalty,
-        "logit_bias": dict(_numbers("--logit-bias", each, ":", int, float) for each in logit_bias or ())
-        | dict(_text_and_number("--logit-bias-text", each) for each in logit_bias_texts or ()),
+        "logit_bias": dict(numbers_of("--logit-bias", each, ":", int, float) for each in logit_bias or ())
+        | dict(text_and_number("--logit-bias-text", each) for each in logit_bias_texts or ()),
         "banned_ids": banned_ids or (),
         "allowed_ids": allowed_ids or (),
         "bad_words": [
-            *(_numbers("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()),
+            *(numbers_of("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()),
             *(bad_word_texts or ()),
         ],
         "mode": mode,

@@ -1,11 +1,14 @@
-"""Options that several commands have: the configuration, its target, where the engines run, and the report's file."""
+"""Options that several commands have (the configuration, its target, where the engines run, the report's file), and how
+options with numbers are read."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from dendro.errors import BadRequest
 
 from cluster.config import Config, demo_config
 
@@ -21,3 +24,20 @@ JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report 
 def given_config(path: Path | None) -> Config:
     """The configuration of a command that has the bundled demo as its default."""
     return demo_config() if path is None else Config.load(path)
+
+
+def numbers_of(option: str, text: str, separator: str, *kinds: Callable[[str], Any]) -> tuple[Any, ...]:
+    """The parts of an option's text, each read as its kind."""
+    try:
+        return tuple(kind(part) for kind, part in zip(kinds, text.split(separator), strict=True))
+    except ValueError:
+        raise BadRequest(option, f"{text!r} is not of the form that --help shows") from None
+
+
+def text_and_number(option: str, text: str) -> tuple[str, float]:
+    """An option's text up to its last colon, and the number after it."""
+    first, _, last = text.rpartition(":")
+    try:
+        return first, float(last)
+    except ValueError:
+        raise BadRequest(option, f"{text!r} is not of the form that --help shows") from None

@@ -63,8 +63,8 @@ class Attempts:
         self._last = None
 
     def pause_after(self, error: grpc.RpcError | None, address: str, rotation: Rotation, begun: bool = False) -> float:
-        """Seconds to wait before the next call, after one at `address` broke or was refused, which the rotation is
-        told. Raises a DendroError where the call must not be repeated.
+        """Seconds to wait before the next call, after one at `address` broke or was refused, which the rotation
+        learns. Raises a DendroError where the call must not be repeated.
 
         error: None for a stream that ended without its last event
         begun: whether the answer has begun, and is lost unless it is resumed; else it is refused where all addresses

@@ -212,14 +212,14 @@ def cat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         start = max(length for length in prompts if length <= len(ids))
         return answer[(len(ids) - start) % len(answer)]
 
-    class Peers(EdgePeers):
+    class FixedPeers(EdgePeers):
         def verifier(self, target, text, beside=None, plain_first=False):
             prompts.add(text.prompt_length)
             return super().verifier(target, text, beside, plain_first)
 
     monkeypatch.setattr(edge, "next_token", next_token)
     served = {"demo": Served("demo", tokenizer, len(tokenizer._tokenizer), 512, frozenset({2}), "float32")}
-    peers = Peers()
+    peers = FixedPeers()
     return tokenizer, answer, peers, Ingress(edge.config(), peers, MemorySessions(), served)
 
 

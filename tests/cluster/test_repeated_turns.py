@@ -60,7 +60,7 @@ def seen(done: Completion) -> tuple[object, ...]:
 
 
 @dataclass
-class Written:
+class WrittenTurn:
     """A request that wrote a turn, and its answer."""
 
     request: pb.GenerateRequest
@@ -78,7 +78,7 @@ def random_turn(rng: np.random.Generator, session: str, number: int) -> pb.Gener
     return build_request(rng.integers(0, 256, int(rng.integers(1, 20))).tolist(), **options)
 
 
-async def write_turn(router: Ingress, rng: np.random.Generator, session: str, number: int) -> Written | None:
+async def write_turn(router: Ingress, rng: np.random.Generator, session: str, number: int) -> WrittenTurn | None:
     """None where it is refused, as where its structure cannot go on."""
     request = random_turn(rng, session, number)
     try:
@@ -94,10 +94,10 @@ async def write_turn(router: Ingress, rng: np.random.Generator, session: str, nu
     except BadRequest:
         return None
     request.session, request.keep_session = done.complete.session, False
-    return Written(request, done)
+    return WrittenTurn(request, done)
 
 
-async def check_again(router: Ingress, written: Written, rng: np.random.Generator) -> None:
+async def check_again(router: Ingress, written: WrittenTurn, rng: np.random.Generator) -> None:
     again = await answered(router, written.request)
     assert seen(again) == seen(written.done), written.request
     held = int(rng.integers(0, len(written.done.token_ids) + 1))
