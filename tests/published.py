@@ -122,7 +122,7 @@ class Published:
             config={"model_type": self.kind},
             rows=self.rows,
             positions=None,
-            end_ids=frozenset(),
+            named_end_ids=frozenset(),
             tokens=self.words.table() if self.tokenizer else None,
             unpadded=self.words.size if self.state_spaces else None,
             digest="",

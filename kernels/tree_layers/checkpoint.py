@@ -53,7 +53,7 @@ class Facts:
     config: Mapping[str, Any]  # with transformers' keys
     rows: int  # rows of the embedding or the head, whichever has fewer; padding included
     positions: int | None  # the longest text, in tokens; None: the checkpoint sets no limit
-    end_ids: frozenset[int]  # end-of-text tokens
+    named_end_ids: frozenset[int]  # end-of-text tokens by its files
     tokens: TokenTable | None  # None: the folder has no tokenizer
     unpadded: int | None  # the vocabulary before padding in state-spaces' layout; None in transformers'
     digest: str  # SHA-256 of the parsed configuration, end ids and token table; formatting does not change it
@@ -77,6 +77,12 @@ class Facts:
         if self.unpadded is not None:
             return self.unpadded
         raise CheckpointError(f"{self.folder}: {NO_TOKENIZER}")
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """End-of-text tokens that can be drawn: a file may name one past the vocabulary, such as GPT-2's 50256."""
+        known = self.tokens.size if self.tokens is not None else self.unpadded or self.rows
+        return frozenset(token for token in self.named_end_ids if token < min(known, self.rows))
 
     @property
     def vocabulary(self) -> int:
@@ -103,17 +109,17 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
     tokens = read_tokens(folder if tokenizer is None else Path(tokenizer))
     if tokens is None and tokenizer is not None:
         raise CheckpointError(f"{tokenizer}: {NO_TOKENIZER}")
-    end_ids = _end_ids(folder, config, tokens, folder if tokenizer is None else Path(tokenizer))
+    named = _end_ids(folder, config, tokens, folder if tokenizer is None else Path(tokenizer))
     unpadded = raw["vocab_size"] if layout == "state-spaces" else None
     mixers = read_object(folder, MAMBA_CONFIG) if (folder / MAMBA_CONFIG).is_file() else {}
-    meaning = [raw, mixers, sorted(end_ids), tokens.fingerprint if tokens is not None else ""]
+    meaning = [raw, mixers, sorted(named), tokens.fingerprint if tokens is not None else ""]
     return Facts(
         folder=folder,
         layout=layout,
         config=config,
         rows=_rows(folder, _of_text(config), shapes),
         positions=_positions(folder, _of_text(config)),
-        end_ids=end_ids,
+        named_end_ids=named,
         tokens=tokens,
         unpadded=unpadded,
         quantised=quantised,

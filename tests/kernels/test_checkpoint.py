@@ -234,6 +234,13 @@ def test_the_vocabulary_is_the_tokenizers_or_the_rows_whichever_is_smaller(
     assert read_facts(tmp_path).vocabulary == vocabulary
 
 
+def test_end_ids_past_the_vocabulary_are_left_out(tmp_path: Path):
+    """A smaller model's configuration may have GPT-2's 50256; masking it would write past the logits."""
+    write(tmp_path, "config.json", LLAMA | {"eos_token_id": [2, 50256]})
+    write(tmp_path, "tokenizer.json", tokenizer_json(TEXTS))
+    assert read_facts(tmp_path).end_ids == {2}
+
+
 @pytest.mark.parametrize(
     "generation, config, tokenizer, ids",
     [
