@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -660,12 +661,18 @@ async def test_a_cancelled_open_leaves_nothing_behind(path):
         await client.close()
 
 
-async def test_a_close_during_prefill_ends_the_open(path):
+async def test_a_close_during_prefill_ends_the_open(path, monkeypatch):
+    """The first forward ends only when the close is queued, however fast the processor is."""
     async with serving(path) as engine:
-        client = DraftClient(engine)
+        client, queued = DraftClient(engine), threading.Event()
+        run = engine._runner.run
+        monkeypatch.setattr(engine._runner, "run", lambda plan: queued.wait() and run(plan))
         opening = asyncio.create_task(client.open(prompt_of(1000)))
         await until_a_session_opens(engine)
-        await client.close()
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)  # the call is in the engine's inbox
+        queued.set()
+        await closing
         with pytest.raises(NotFound):
             await opening
 
