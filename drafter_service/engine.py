@@ -133,7 +133,11 @@ class DrafterEngine:
         structures = None
         if token_bytes is not None:
             structures = DraftStructures(options.name, token_bytes, model.vocabulary, checkpoint.facts.end_ids)
-        return cls(hello, DraftRunner(model, *slots, device, head), states, options, clock, form, structures)
+        runner = DraftRunner(model, *slots, device, head)
+        with torch.inference_mode():
+            if not runner.scores_are_finite():
+                raise BadRequest("checkpoint", "the model's logits are not finite: no token of it could be guessed")
+        return cls(hello, runner, states, options, clock, form, structures)
 
     async def start(self) -> None:
         self._thread.start()
@@ -251,7 +255,15 @@ class DrafterEngine:
             self._thread.post(lambda ticket: self._scheduler.forget(call.update.opening))
             return Closed(0)
         self._check(call.update)
-        saved = await self._thread.ask(lambda ticket: self._scheduler.close(ticket, call))
+
+        def work(ticket: Ticket) -> None:
+            try:
+                self._scheduler.close(ticket, call)
+            except DendroError:  # its text is another one: the opening ends all the same
+                self._scheduler.forget(call.update.opening)
+                raise
+
+        saved = await self._thread.ask(work)
         assert isinstance(saved, _Saved)
         ids = saved.ready.ids
         if not ids:
@@ -285,7 +297,7 @@ class DrafterEngine:
     def _forward(self, plan: DraftPlan) -> None:
         try:
             self._scheduler.apply(self._runner.run(plan))
-        except Exception as error:
+        except BaseException as error:  # a panic of a native library is no Exception
             log.exception("a forward of the drafter failed")
             self._scheduler.fail(f"drafter: {error}")
             return

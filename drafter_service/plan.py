@@ -181,3 +181,10 @@ class DraftOutcome:
     candidates: IntArray  # [scored, width] best first
     scores: FloatArray  # [scored, width] by which they are ordered: logits / T plus noise, never increasing along a row
     chances: FloatArray | None = None  # [scored, width] log chances by the acceptance head; None without one
+
+    def check(self, rows: slice) -> None:
+        """Raise ValueError where scores of these rows are no numbers; those of removed candidates, which come last, may
+        be minus infinity."""
+        scores = self.scores[rows]
+        if not np.isfinite(scores[:, 0]).all() or np.isnan(scores).any():
+            raise ValueError("the scores after the text are not finite")

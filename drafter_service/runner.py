@@ -26,6 +26,9 @@ from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels,
 NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
 
+CHECKED_TOKENS = 8
+"""Tokens whose logits are checked when a model is loaded."""
+
 REMOVED = -1e4
 """Added to the score of a token that the target does not draw. Finite, so that a guess of it has a probability."""
 
@@ -144,6 +147,13 @@ class DraftRunner:
             if len(law.noise) > ready:
                 return True
         return False
+
+    def scores_are_finite(self, seed: int = 0) -> bool:
+        """Whether the logits of a few random tokens are finite. Called before any text."""
+        tokens = np.random.default_rng(seed).integers(0, self.model.vocabulary, (1, CHECKED_TOKENS))
+        one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
+        hidden = self.memory.chain(Chains(tokens, CHECKED_TOKENS * one, none, none, one, none[:0]))
+        return bool(torch.isfinite(self.model.logits(hidden.flatten(0, 1))).all())
 
     def fold(self, folds: Sequence[TextFold]) -> None:
         """Fold accepted nodes into the memories of their texts."""

@@ -211,33 +211,33 @@ class DraftScheduler:
         """Apply the outcome of the last plan's forward."""
         at = 0
         for session, rows in self._planned:
-            draft_round = session.round
             if self._kind == "prompt":
                 session.covers = rows.stop
                 continue
-            assert draft_round is not None
-            candidates = outcome.candidates[at : at + len(rows)].tolist()
-            scores = outcome.scores[at : at + len(rows)].tolist()
-            if outcome.chances is None:
-                chances = draft_round.calibration.confidences(scores)
-            else:
-                chances = outcome.chances[at : at + len(rows)].tolist()
-            keep_allowed(self._masks[at : at + len(rows)], candidates, scores, chances)
             at += len(rows)
-            if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
-                session.covers = rows.stop - 1
-                for covered in range(rows.start + 1, rows.stop):
-                    self._record_rank(session, covered, candidates.pop(0), scores.pop(0))
-            growth = draft_round.growth
-            confidences, first = chances[-len(scores) :], 0
-            while first < len(scores):
-                level = slice(first, first + len(growth.frontier))
-                draft_round.extend(candidates[level], scores[level], confidences[level])
-                first = level.stop
-            if growth.finished:
-                self._finish(session, draft_round)
+            try:
+                self._apply(session, rows, outcome, slice(at - len(rows), at))
+            except Exception as error:
+                self._end(session, EngineFailed(f"drafter {self.name}: {error}"))
         self._planned = []
         self._answer_complete()
+
+    def _apply(self, session: DrafterText, rows: range, outcome: DraftOutcome, mine: slice) -> None:
+        """Apply a text's part of the outcome. Raises ValueError where its scores are not finite."""
+        draft_round = session.round
+        assert draft_round is not None
+        outcome.check(mine)
+        candidates, scores = outcome.candidates[mine].tolist(), outcome.scores[mine].tolist()
+        calibrated, given = draft_round.calibration.confidences, outcome.chances
+        chances = calibrated(scores) if given is None else given[mine].tolist()
+        keep_allowed(self._masks[mine], candidates, scores, chances)
+        if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
+            session.covers = rows.stop - 1
+            for covered in range(rows.start + 1, rows.stop):
+                self._record_rank(session, covered, candidates.pop(0), scores.pop(0))
+        draft_round.extend(candidates, scores, chances[-len(scores) :])
+        if draft_round.growth.finished:
+            self._finish(session, draft_round)
 
     def _plan_prompts(self, sessions: list[DrafterText]) -> DraftPlan:
         self._kind = "prompt"

@@ -61,9 +61,13 @@ class DraftRound:
     def extend(
         self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], chances: Sequence[Numbers]
     ) -> None:
-        """Add the children of the frontier's rows, as `Growth.extend`."""
-        given = candidates, scores, chances
-        self.growth.extend(*(given if self.draws is None else self.draws.drawn(self.growth, candidates, scores)))
+        """Add the children of the frontier's rows, as `Growth.extend`, and of the levels below it that are given."""
+        first = 0
+        while first < len(scores):
+            level = slice(first, first + len(self.growth.frontier))
+            given = candidates[level], scores[level], chances[level]
+            self.growth.extend(*(given if self.draws is None else self.draws.drawn(self.growth, *given[:2])))
+            first = level.stop
 
 
 @dataclass(eq=False)
