@@ -15,11 +15,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from dendro.errors import DendroError
 from dendro.grammars import TreeMasks
 from dendro.logprobs import TokenLogprobs
 from dendro.shapes import MAX_ROWS
@@ -32,13 +34,14 @@ from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 
 from verifier_service.graphs import CudaGraphs, Graphs, RecordedStep
+from verifier_service.guarding import guarded
 from verifier_service.logprobs import echo_logprobs, token_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, StepOutcome, StepPlan
 from verifier_service.runner import StepRunner
 from verifier_service.shards import Bounds, Crew
-from verifier_service.walk import Draw
+from verifier_service.walk import UNUSABLE, Draw, before_unusable
 
 log = logging.getLogger("dendro.verifier")
 
@@ -178,11 +181,17 @@ class DeviceRunner(StepRunner):
             found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
         forwarded = time.perf_counter()
         walks = [
-            by_host[number] if number in by_host else _walk(draw, row, self._bounds.max_depth + 1)
+            by_host[number] if number in by_host else guarded(partial(_walk, draw, row, self._bounds.max_depth + 1))
             for number, (draw, row) in enumerate(zip(plan.draws, found, strict=False))
         ]
-        logprobs = {number: self._logprobs(plan.draws[number], walks[number], raw) for number, raw in drawn.raw.items()}
-        echoed = tuple(echo_logprobs(echo, lambda row: drawn.rows[row : row + 1]) for echo in plan.echoes)
+        logprobs = {
+            number: self._logprobs(plan.draws[number], walked, raw)
+            for number, raw in drawn.raw.items()
+            if isinstance(walked := walks[number], Walk)
+        }
+        echoed = tuple(
+            guarded(partial(echo_logprobs, echo, lambda row: drawn.rows[row : row + 1])) for echo in plan.echoes
+        )
         kept = self._accepted(plan, walks)  # the step has copied them here
         if self.crew is not None and len(kept.source):
             self.crew.broadcast(kept)
@@ -197,17 +206,17 @@ class DeviceRunner(StepRunner):
         pairs = zip(walked.path, walked.tokens, strict=True)
         return tuple(token_logprobs(raw[row : row + 1], token, top) for row, token in pairs)
 
-    def _walked_on_host(self, plan: StepPlan, scores: Mapping[int, Tensor]) -> dict[int, Walk]:
+    def _walked_on_host(self, plan: StepPlan, scores: Mapping[int, Tensor]) -> dict[int, Walk | DendroError]:
         """The walks of these draws, by their number; copies what they accept to its place. scores: logits of a draw's
         rows, with the effect of its history"""
-        walks = {}
+        walks: dict[int, Walk | DendroError] = {}
         for number, rows in scores.items():
             draw = replace(plan.draws[number], history=None, wanted=0)
 
             def logits(row: int, rows: Tensor = rows) -> Tensor:
                 return rows[row : row + 1]
 
-            walks[number] = self.walker.walk(draw, logits)
+            walks[number] = guarded(partial(self.walker.walk, draw, logits))
         if walks:
             draws = tuple(plan.draws[number] for number in walks)
             self.keep(self._accepted(replace(plan, draws=draws), list(walks.values())))
@@ -324,6 +333,7 @@ class DeviceRunner(StepRunner):
         masks: of the structure of each of the plan's draws, as begun by `MaskThread`"""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
+        usable = logits.amax(1).isfinite()  # of raw logits; as `usable` in walk.py
         raw, scores = dict[int, Tensor](), dict[int, Tensor]()
         for number, draw in enumerate(plan.draws if plan is not None else ()):
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
@@ -341,6 +351,7 @@ class DeviceRunner(StepRunner):
             noise = gumbel_rows(given["seeds"], given["draws_at"], given["samples"], self.target.vocabulary)
             warp = WarpRows(real["temperature"].float(), given["top_k"], real["top_p"], real["min_p"].float())
             picked = tokens_of_rows(logits, warp, noise, masks=shape.drawing == FILTERED)
+        picked = torch.where(usable, picked, UNUSABLE)
         paths, lengths = walk_rows(
             given["guesses"], given["parents"], picked, given["first"], given["count"], MAX_ROWS, self._bounds.max_depth
         )
@@ -389,4 +400,5 @@ def _walk(draw: Draw, found: Ints, width: int) -> Walk:
     length = int(found[-1])
     path = (found[:length] - draw.wanted).tolist()
     ranks = (draw.tree.children(int(draw.tree.parents[row])).index(row) for row in path[1:])
-    return Walk(tuple(path), tuple(found[width : width + length].tolist()), tuple(ranks))
+    walked = Walk(tuple(path), tuple(found[width : width + length].tolist()), tuple(ranks))
+    return before_unusable(walked, draw.base)

@@ -298,7 +298,7 @@ class VerifierEngine:
         if plan is not None:
             try:
                 outcome = self.runner.run(plan)
-            except Exception as error:
+            except BaseException as error:  # a panic of a native library is no Exception
                 log.exception("verifier: a step of %d rows failed", len(plan.tokens))
                 if self.runner.crew is not None:  # its workers are no longer in step
                     self._lose(str(error))

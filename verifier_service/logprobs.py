@@ -6,12 +6,13 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
+from dendro.errors import BadRequest
 from dendro.grammars import TreeMasks
 from dendro.logprobs import TokenLogprobs
 from torch import Tensor
 from tree_kernels.tree_walk import Walk
 
-from verifier_service.walk import Draw, Echo, Walker
+from verifier_service.walk import Draw, Echo, Walker, usable
 
 
 def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
@@ -39,9 +40,16 @@ def likeliest_tokens(logits: Tensor, top: int) -> Tensor:
 
 
 def echo_logprobs(echo: Echo, logits: Callable[[int], Tensor]) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of the tokens after these rows. logits: as in `walk_with_logprobs`"""
-    rows = enumerate(echo.tokens, echo.wanted)
-    return tuple(token_logprobs(logits(row), token, echo.top) for row, token in rows)
+    """Log-probabilities of the tokens after these rows. logits: as in `walk_with_logprobs`
+
+    Raises BadRequest where logits are not finite."""
+    found = []
+    for row, token in enumerate(echo.tokens, echo.wanted):
+        here = logits(row)
+        if not usable(here):
+            raise BadRequest("echo", "the target's logits of the prompt are not finite")
+        found.append(token_logprobs(here, token, echo.top))
+    return tuple(found)
 
 
 def walk_with_logprobs(

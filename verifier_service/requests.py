@@ -65,8 +65,12 @@ class Capacity:
             raise BadRequest("text", "is empty: there is no token to go on from")
         if base >= self.max_length:
             raise BadRequest("text", f"has {base} tokens; at most {self.max_length - 1} leave room for one more")
-        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocabulary:
+        if not self.knows(tokens):
             raise BadRequest("text", f"has a token outside the vocabulary of {self.vocabulary}")
+
+    def knows(self, tokens: Sequence[int]) -> bool:
+        """Whether all of these ids are of the vocabulary."""
+        return not tokens or 0 <= min(tokens) <= max(tokens) < self.vocabulary
 
     def check_opening(self, update: TextUpdate, parameters: RequestParameters) -> None:
         """Raise BadRequest, naming the field, for a text that cannot be opened with these parameters."""

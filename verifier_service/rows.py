@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
+from dendro.errors import DendroError
 from dendro.logprobs import TokenLogprobs
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
@@ -56,12 +57,12 @@ class StepPlan:
 class StepOutcome:
     """The result of a plan."""
 
-    walks: tuple[Walk, ...]  # one per draw
+    walks: tuple[Walk | DendroError, ...]  # one per draw; an error ends its text alone
     forward_us: int  # of the model, attention included
     run_us: int  # of all of the step's work in the model's thread
     cold: bool = False  # kernels were compiled or recorded: later steps of its shape take less time
     logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by draw; of a walk's tokens
-    echoed: tuple[tuple[TokenLogprobs, ...], ...] = ()  # by echo
+    echoed: tuple[tuple[TokenLogprobs, ...] | DendroError, ...] = ()  # by echo; as `walks`
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from dendro.errors import DendroError
 from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
@@ -18,6 +19,7 @@ from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
 
+from verifier_service.guarding import guarded
 from verifier_service.logprobs import echo_logprobs, walk_with_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
@@ -81,16 +83,20 @@ class StepRunner:
             logits = self._logits(inputs)
             forward_s = time.perf_counter() - began - logits.took_s
             drawn = zip(plan.draws, masks, strict=True)
-            walked = [walk_with_logprobs(self.walker, draw, logits.row, allowed) for draw, allowed in drawn]
-            walks = tuple(each for each, _ in walked)
-            echoed = tuple(echo_logprobs(echo, logits.row) for echo in plan.echoes)
+            walked = [
+                guarded(partial(walk_with_logprobs, self.walker, draw, logits.row, allowed)) for draw, allowed in drawn
+            ]
+            walks = tuple(each if isinstance(each, DendroError) else each[0] for each in walked)
+            echoed = tuple(guarded(partial(echo_logprobs, echo, logits.row)) for echo in plan.echoes)
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
         return StepOutcome(
             walks,
             int(1e6 * (forward_s + logits.took_s)),
             int(1e6 * (ended - started)),
-            logprobs={number: logprobs for number, (_, logprobs) in enumerate(walked) if logprobs},
+            logprobs={
+                number: each[1] for number, each in enumerate(walked) if not isinstance(each, DendroError) and each[1]
+            },
             echoed=echoed,
         )
 
@@ -254,9 +260,14 @@ class StepRunner:
                 self._own_place.append(int(committed.max()) + 1)
         return logits
 
-    def _accepted(self, plan: StepPlan, walks: Sequence[Walk]) -> AcceptedSlots:
+    def _accepted(self, plan: StepPlan, walks: Sequence[Walk | DendroError]) -> AcceptedSlots:
         """The slots of what the walks accepted."""
-        rows = [draw.first + row for draw, walked in zip(plan.draws, walks, strict=True) for row in walked.path[1:]]
+        rows = [
+            draw.first + row
+            for draw, walked in zip(plan.draws, walks, strict=True)
+            if isinstance(walked, Walk)
+            for row in walked.path[1:]
+        ]
         inputs = rings = NO_ROWS
         if plan.recurrent is not None:
             accepted = np.sort(np.concatenate([np.flatnonzero(plan.certain), np.array(rows, np.int64)]))

@@ -15,8 +15,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
-import numpy as np
 from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
@@ -27,9 +27,11 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worthwhile
+from verifier_service.guarding import guarded
 from verifier_service.lingering import worth_waiting
 from verifier_service.memory import PageTable
-from verifier_service.recurrent import StatePool, recurrent_rows
+from verifier_service.packing import packed
+from verifier_service.recurrent import StatePool
 from verifier_service.requests import (
     Capacity,
     PendingCall,
@@ -39,9 +41,8 @@ from verifier_service.requests import (
     _Share,
     longest_saved,
 )
-from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
+from verifier_service.rows import StepOutcome, StepPlan
 from verifier_service.shares import displaced_by, next_in_turn, texts_by_tenant
-from verifier_service.walk import Draw, Echo
 
 
 class StepScheduler:
@@ -79,9 +80,10 @@ class StepScheduler:
             ask = self._inbox.popleft()
             if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
                 continue
-            try:
-                self._take(ask)
-            except DendroError as error:
+            error = guarded(partial(self._take, ask))
+            if isinstance(error, EngineFailed):
+                self._free(ask.call.update.opening, error)
+            if error is not None:
                 ask.ticket.settle(error)
         for opening, session in list(self.sessions.items()):
             if session.opening is not None and session.opening.ticket.cancelled:
@@ -95,7 +97,7 @@ class StepScheduler:
         if not self._running:
             return None
         self._began, self._started = began, self.clock()
-        plan = self._pack(self._running)
+        plan = packed(self._running, self.capacity)
         self._size = self._padded(len(plan.tokens))
         self.counters.steps += 1
         self.counters.rows += len(plan.tokens)
@@ -110,15 +112,23 @@ class StepScheduler:
             self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
             session = share.session
-            if positions := share.echoed:
-                session.echoed.update(zip((1 + row for row in positions), next(echoed), strict=True))
+            positions = share.echoed
+            scores = next(echoed) if positions else ()
             done = len(session.memory.consumed)
             self.memory.append(session.memory, session.text.ids[done : done + share.prefill])
+            if isinstance(scores, DendroError):
+                self._end(session, scores)
+                if share.ask is not None:
+                    next(walks)
+                continue
+            session.echoed.update(zip((1 + row for row in positions), scores, strict=True))
             if share.ask is not None:
-                try:
-                    verdict = self._verdict(share, share.ask, *next(walks), outcome)
-                except BadRequest as error:  # no token continues its answer's structure
-                    self._refuse(session, share.ask, error)
+                verdict = guarded(partial(self._verdict, share, share.ask, *next(walks), outcome))
+                if isinstance(verdict, BadRequest):  # no token continues its text, or its answer's structure
+                    self._refuse(session, share.ask, verdict)
+                elif isinstance(verdict, DendroError):
+                    self._end(session, verdict)
+                    continue
                 else:
                     path = [session.text.ids[-1], *verdict.tokens[:-1]]  # the root and the guesses below it
                     self.memory.append(session.memory, path)
@@ -137,6 +147,12 @@ class StepScheduler:
             else:
                 self._answer(session, ask, verdict)
         return likely
+
+    def _end(self, session: VerifierText, error: DendroError) -> None:
+        """End a text that something failed for; the others of its step go on."""
+        for opening, each in list(self.sessions.items()):
+            if each is session:
+                self._free(opening, error)
 
     def _refuse(self, session: VerifierText, ask: PendingCall, error: BadRequest) -> None:
         session.drop(ask)  # nobody waits for a round begun ahead: its call will run, and be refused
@@ -180,12 +196,10 @@ class StepScheduler:
         self._answer(session, ask, left)
         return True
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         """The last plan's forward failed: its texts end with EngineFailed, the others go on."""
         for share in self._running:
-            for opening, session in list(self.sessions.items()):
-                if session is share.session:
-                    self._free(opening, EngineFailed(f"verifier: {error}"))
+            self._end(share.session, EngineFailed(f"verifier: {error}"))
         self._running = []
 
     def give_up(self, reason: DendroError) -> None:
@@ -253,6 +267,8 @@ class StepScheduler:
     def _leave(self, session: VerifierText, ask: PendingCall, call: CloseCall) -> bool:
         """Queue a closed text's memory to be saved; false where it does not cover the text."""
         if call.update.base > self.capacity.max_length:  # longer than any text here: do not hash its tokens
+            return False
+        if not self.capacity.knows(call.update.tokens):
             return False
         try:
             self._follow_text(session, call.update)
@@ -422,11 +438,10 @@ class StepScheduler:
             ask = session.asks[0]
             if not ask.ticket.cancelled:
                 assert isinstance(ask.call, VerifyCall)
-                try:
-                    self._follow(session, ask.call)
+                error = guarded(partial(self._follow, session, ask.call))
+                if error is None:
                     return ask
-                except DendroError as error:
-                    ask.ticket.settle(error)
+                ask.ticket.settle(error)
             session.drop(ask)
         return None
 
@@ -448,46 +463,13 @@ class StepScheduler:
             valid += 1
         self.memory.cut(session.memory, min(valid, len(ids) - 1))  # the root is consumed with its tree
 
-    def _pack(self, shares: Sequence[_Share]) -> StepPlan:
-        parts, draws, echoes, capacity = [], [], [], self.capacity
-        start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
-        alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]
-        roots = iter(root_rows(alone, capacity.near, capacity.window))
-        for share in shares:
-            session, tree = share.session, share.tree
-            committed = len(session.memory.consumed) + np.arange(share.prefill)
-            scratch = capacity.first_scratch + guesses
-            if positions := share.echoed:
-                tokens = session.text.ids[positions.start + 1 : positions.stop + 1]
-                echoes.append(Echo(sum(map(len, wanted)), tuple(tokens), session.parameters.logprobs or 0))
-                wanted.append(start + np.array(positions) - len(session.memory.consumed))
-            if tree is not None:
-                first = start + share.prefill
-                place = sum(map(len, wanted))
-                asked = session.parameters
-                laws = session.warp, asked.sampling, session.history, asked.logprobs, session.structure
-                draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
-                wanted.append(np.arange(first, first + tree.rows))
-                guesses += tree.guesses
-            given = session.text.ids, committed, tree, session.memory.pages, scratch, capacity.near, capacity.window
-            part = next(roots) if share.is_root else text_rows(*given)
-            if capacity.recurrent is not None and session.memory.place is not None:
-                rows = recurrent_rows(
-                    session.memory.place,
-                    committed,
-                    len(session.text.ids) - 1,
-                    tree,
-                    capacity.recurrent.scratch + start,
-                    folds,
-                )
-                part = replace(part, recurrent=rows)
-                folds += len(rows.folds)
-            parts.append(part)
-            start += len(part.tokens)
-        return pack(parts, np.concatenate(wanted), draws, echoes)
-
-    def _verdict(self, share: _Share, ask: PendingCall, draw: int, walked: Walk, outcome: StepOutcome) -> Verdict:
+    def _verdict(
+        self, share: _Share, ask: PendingCall, draw: int, walked: Walk | DendroError, outcome: StepOutcome
+    ) -> Verdict:
+        """Raises the error that ends the text."""
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
+        if isinstance(walked, DendroError):
+            raise walked
         session = share.session
         walked = session.before_stuck(walked)
         path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may be a part of the one sent

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+from dendro.errors import BadRequest
 from dendro.grammars import GrammarText, TreeMasks
 from dendro.text import Sampling
 from dendro.tree import DraftTree
@@ -15,6 +17,10 @@ from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of
 
 from verifier_service.modes import walk_by_mode
+
+UNUSABLE = -2
+"""What a pick gives where a row's logits are not finite: no token and no padding (-1) has this id, so the walk ends
+there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,34 @@ class Echo:
     top: int  # likeliest tokens whose log-probabilities are computed beside a token's
 
 
+class _UnusableRow(Exception):
+    """The logits of a visited row of a tree are not finite."""
+
+    def __init__(self, row: int) -> None:
+        super().__init__(row)
+        self.row = row
+
+
+def usable(logits: Tensor) -> bool:
+    """Whether a token can be drawn from raw logits: none is NaN or infinite, and not all are minus infinity."""
+    return math.isfinite(logits.max())  # NaN where any is
+
+
+def unusable_text(length: int) -> BadRequest:
+    """The error of a text after whose first `length` tokens the target's logits are not finite."""
+    return BadRequest("prompt", f"the target's logits after the text's first {length} tokens are not finite")
+
+
+def before_unusable(walked: Walk, base: int) -> Walk:
+    """The walk, ended before a last row whose pick is UNUSABLE. Raises BadRequest where that is its root: so the tokens
+    before such a row, and the error, are those of plain decoding. base: as of `Draw`"""
+    if walked.tokens[-1:] != (UNUSABLE,):
+        return walked
+    if len(walked.path) == 1:
+        raise unusable_text(base)
+    return Walk(walked.path[:-1], walked.tokens[:-1], walked.ranks[:-1])
+
+
 class MaskThread:
     """Finds what structures allow in the rows of trees in a thread of its own, while the model's forward runs."""
 
@@ -73,27 +107,39 @@ class Walker:
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: Future[TreeMasks] | None = None) -> Walk:
         """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order.
-        masks: of the draw's structure, as begun by `MaskThread`"""
+        masks: of the draw's structure, as begun by `MaskThread`
+
+        Raises BadRequest where the logits of the root are not finite; the walk ends before any other such row. In modes
+        that do not keep the tokens of plain decoding, it is raised for any visited row.
+        """
         paths = draw.paths() if draw.history is not None else []
 
         def scores(row: int) -> Tensor:
             here = logits(draw.wanted + row)
+            if not usable(here):
+                raise _UnusableRow(row)
             if draw.history is None:
                 return here
             allowed = [masks.result().allowed(row)] if masks is not None else ()
             return draw.history.scores(here, [paths[row]], allowed)
 
         if not draw.sampling.keeps_tokens:
-            return walk_by_mode(draw.tree, draw.base, draw.warp, draw.sampling, scores)
+            try:
+                return walk_by_mode(draw.tree, draw.base, draw.warp, draw.sampling, scores)
+            except _UnusableRow as found:
+                raise unusable_text(draw.base + int(draw.tree.depths[found.row])) from None
         noise = self._rows(draw) if not draw.warp.greedy else None
 
         def pick(row: int) -> int:
-            here, drawn = scores(row), None
+            try:
+                here, drawn = scores(row), None
+            except _UnusableRow:
+                return UNUSABLE
             if noise is not None:
                 drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
             return int(tokens_of(here, draw.warp, drawn)[0])
 
-        return walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick)
+        return before_unusable(walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick), draw.base)
 
     def prepare(self, session: int, position: int) -> None:
         """Compute the noise of a position in advance, unless it exists or the session is unknown."""

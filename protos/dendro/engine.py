@@ -263,12 +263,12 @@ class EngineThread:
                 try:
                     with self._watch.busy():
                         wait_s = self._step()
-                except Exception as error:
+                except BaseException as error:  # a panic of a native library is no Exception
                     log.exception("%s: a step failed outside of its forward; all texts end", self.name)
                     self._end(EngineFailed(f"{self.name}: {error}"))
                     wait_s = None
             self._end(self._lost())
-        except Exception:
+        except BaseException:
             log.exception("%s: its thread has ended", self.name)
             self.lose("its thread has ended")
 
@@ -293,7 +293,7 @@ class EngineThread:
                     work(ticket)
             except DendroError as error:
                 ticket.settle(error)
-            except Exception as error:
+            except BaseException as error:
                 log.exception("%s: a call failed", self.name)
                 ticket.settle(EngineFailed(f"{self.name}: {error}"))
         return False

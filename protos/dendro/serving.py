@@ -244,6 +244,12 @@ class StreamServer:
                 self._stats.refused += 1
                 log.exception("a call failed")
                 outcome = error
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+                    raise
+                self._stats.refused += 1
+                log.exception("a native library panicked")
+                outcome = EngineFailed(f"a native library panicked: {error}")
             answers.append(self._kind.answer(message.call, outcome))
             ready.set()
 

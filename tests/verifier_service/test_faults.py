@@ -1,0 +1,201 @@
+"""A fault of one text ends that text alone: the others of its steps get the answers that they get without it."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
+from dendro.errors import BadRequest, EngineFailed, NotFound
+from dendro.modes import VerificationMode
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import DraftTree
+from tiny_models import make_checkpoint
+
+from verifier_service.engine import VerifierEngine
+from verifier_service.logprobs import walk_with_logprobs
+from verifier_service.options import VerifierOptions
+
+POISON = 250
+"""A token whose embedding is not finite, and so are the logits after it."""
+PROMPT = [(7 * at * at + 3 * at) % 200 for at in range(30)]
+TOKENS = 6
+LAWS = {"greedy": Sampling(), "drawn": Sampling(temperature=1.0, seed=3)}
+
+
+@pytest.fixture(scope="module", params=["llama", "mamba2"])
+def engine(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    make_checkpoint(folder, request.param, 0)
+    made = VerifierEngine.load(folder, VerifierOptions(name="tiny", max_length=256, max_sessions=8))
+    embedding = made.runner.target.model.get_input_embeddings()
+    with torch.inference_mode():
+        embedding.weight[POISON] = torch.nan
+    return made
+
+
+class Caller:
+    """One text, and the calls that a router makes for it."""
+
+    def __init__(self, engine, prompt=PROMPT, sampling=None, **parameters):
+        self.engine, self.text, self.opening, self.known = engine, Tokens(), new_opening(), 0
+        self.text.extend(prompt)
+        self.parameters = RequestParameters(
+            sampling or Sampling(), Limits(200, ignore_end=True), "", (), prompt_length=len(prompt), **parameters
+        )
+
+    def update(self):
+        update = TextUpdate.of(self.opening, self.text, self.known)
+        self.known = len(self.text)
+        return update
+
+    async def open(self):
+        return await self.engine.open(OpenCall(self.update(), self.parameters))
+
+    async def round(self, below=()):
+        """below: guesses in a chain"""
+        tokens, parents = np.array([self.text.ids[-1], *below]), np.arange(1 + len(below)) - 1
+        tree = DraftTree(tokens, parents, np.zeros(len(tokens), np.float32))
+        verdict = await self.engine.verify(VerifyCall(self.update(), tree))
+        self.text.extend(verdict.tokens)
+        return verdict
+
+    async def answer(self, count=TOKENS):
+        await self.open()
+        for _ in range(count):
+            await self.round()
+        return self.text.ids[-count:]
+
+
+async def fresh(engine):
+    """An engine that answers in this event loop."""
+    again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello())
+    await again.start()
+    return again
+
+
+async def beside(engine, failing):
+    """The answers of two texts while `failing` runs beside them; without it they are the same."""
+    alone = [await Caller(engine, PROMPT[start:], LAWS["drawn"]).answer() for start in (0, 3)]
+    texts = [Caller(engine, PROMPT[start:], LAWS["drawn"]) for start in (0, 3)]
+    *answers, outcome = await asyncio.gather(*(each.answer() for each in texts), failing(), return_exceptions=True)
+    assert answers == alone
+    return outcome
+
+
+@pytest.mark.parametrize("logprobs", [None, 2], ids=["tokens", "logprobs"])
+@pytest.mark.parametrize("sampling", LAWS.values(), ids=LAWS)
+async def test_logits_that_are_not_finite_end_their_text_alone_with_the_place(engine, sampling, logprobs):
+    engine = await fresh(engine)
+
+    async def failing():
+        caller = Caller(engine, [*PROMPT, POISON], sampling, logprobs=logprobs)
+        await caller.open()
+        await caller.round()
+
+    outcome = await beside(engine, failing)
+    await engine.stop()
+    assert isinstance(outcome, BadRequest)
+    assert str(outcome) == f"prompt: the target's logits after the text's first {len(PROMPT) + 1} tokens are not finite"
+
+
+@pytest.mark.parametrize("sampling", LAWS.values(), ids=LAWS)
+async def test_a_tree_gives_the_tokens_before_logits_that_are_not_finite_and_then_the_same_error(engine, sampling):
+    """A bias makes the answer's first token the one whose logits are not finite."""
+    engine = await fresh(engine)
+    biased = Sampling(sampling.temperature, seed=sampling.seed, logit_bias=((POISON, 100.0),))
+    found = []
+    for below in ((), (POISON,), (POISON, POISON, 7)):
+        caller = Caller(engine, PROMPT, biased)
+        await caller.open()
+        verdict = await caller.round(below)
+        with pytest.raises(BadRequest) as error:
+            await caller.round()
+        found.append((verdict.tokens, str(error.value)))
+    await engine.stop()
+    assert found == [found[0]] * 3 and found[0][0] == (POISON,)
+
+
+@pytest.mark.parametrize("mode", [VerificationMode.NAIVE, VerificationMode.MULTI_STEP, VerificationMode.LENIENT])
+async def test_in_every_mode_logits_that_are_not_finite_end_their_text(engine, mode):
+    engine = await fresh(engine)
+    lenience = 0.5 if mode is VerificationMode.LENIENT else None
+    given = {} if lenience is None else {"lenience": lenience}
+    caller = Caller(engine, [*PROMPT, POISON], Sampling(1.0, seed=3, mode=mode, **given))
+    await caller.open()
+    with pytest.raises(BadRequest, match="not finite"):
+        await caller.round()
+    await engine.stop()
+
+
+async def test_an_echo_whose_logits_are_not_finite_ends_its_text_alone(engine):
+    engine = await fresh(engine)
+
+    async def failing():
+        await Caller(engine, [*PROMPT, POISON, 1, 2], logprobs=1, echo_from=1).open()
+
+    outcome = await beside(engine, failing)
+    await engine.stop()
+    assert isinstance(outcome, EngineFailed | BadRequest) and "not finite" in str(outcome)
+
+
+class Panic(BaseException):
+    """As pyo3's PanicException, no Exception."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])
+async def test_a_draw_that_raises_ends_its_text_alone(engine, kind, monkeypatch):
+    engine = await fresh(engine)
+    walk = walk_with_logprobs
+
+    def raising(walker, draw, logits, masks=None):
+        if draw.sampling.seed == 99:
+            raise kind("planted")
+        return walk(walker, draw, logits, masks)
+
+    monkeypatch.setattr("verifier_service.runner.walk_with_logprobs", raising)
+
+    async def failing():
+        caller = Caller(engine, PROMPT[5:], Sampling(temperature=1.0, seed=99))
+        await caller.open()
+        await caller.round()
+
+    outcome = await beside(engine, failing)
+    await engine.stop()
+    assert isinstance(outcome, EngineFailed) and "planted" in str(outcome)
+
+
+async def test_a_closing_call_with_an_id_outside_the_vocabulary_ends_its_text_alone(engine):
+    engine = await fresh(engine)
+
+    async def failing():
+        caller = Caller(engine, PROMPT[4:], Sampling(repetition_penalty=1.5))
+        await caller.answer(2)
+        caller.text.extend([10**6])
+        closed = await engine.close(CloseCall(caller.update()))
+        with pytest.raises(NotFound):
+            await caller.round()
+        return closed
+
+    outcome = await beside(engine, failing)
+    await engine.stop()
+    assert outcome.saved == 0
+
+
+async def test_a_panic_in_a_step_ends_its_texts_and_not_the_engine(engine, monkeypatch):
+    engine = await fresh(engine)
+    run = engine.runner.run
+
+    def panicking(plan):
+        monkeypatch.setattr(engine.runner, "run", run)
+        raise Panic("planted")
+
+    caller = Caller(engine)
+    await caller.open()
+    monkeypatch.setattr(engine.runner, "run", panicking)
+    with pytest.raises(EngineFailed, match="planted"):
+        await caller.round()
+    assert await Caller(engine).answer()
+    await engine.stop()
