@@ -363,8 +363,6 @@ def generate(
                 errors.print(f"lossy: mode {done.started.mode} does not keep the target's law", style="yellow")
             if done.complete.session:
                 errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
-            elif keep_session or session:
-                errors.print("the session was not kept: the cluster's store did not answer", style="yellow")
 
     _run(run())
 

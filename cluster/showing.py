@@ -274,5 +274,3 @@ async def tour(
         f"Speed: {measured['auto']:.0f} tokens/s with speculation, {measured['off']:.0f} with it off "
         f"({ratio:.2f} x; medians of {repetitions}, in turn). The tokens are the same either way."
     )
-    if not session:
-        console.print("[yellow]The session could not be saved: is Redis running?[/]")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -10,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
-from dendro.errors import BadRequest, Conflict, PeerLost
+from dendro.errors import BadRequest, Conflict, NotFound
 from dendro.grammars import Grammars
 from dendro.logprobs import check_echo, check_logprobs
 from dendro.long_work import LONG, PART, STRUCTURE_WORK, off_loop
@@ -31,8 +30,6 @@ from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import CheckpointTokenizer, Tokenizer
 from cluster.router.words import with_words
 from cluster.sessions import Record, Sessions, Turn
-
-log = logging.getLogger("dendro.router")
 
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
@@ -197,11 +194,11 @@ class Admission:
     async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
         """Check a request, once for all of its answers. The job is the first one's. Raises BadRequest naming the field,
         NotFound for an unknown session, Conflict for a resume of another target's answer, and PeerLost where the
-        session cannot be read."""
+        session cannot be read, or none can be begun."""
         if not _REQUEST_ID.fullmatch(request_id):
             raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
         began_s, answers = self._clock(), count_of_answers(request)
-        record = await self._sessions.read(request.session, tenant) if request.session else None
+        record = await self._record(request, tenant)
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None
         held = await _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
@@ -239,10 +236,7 @@ class Admission:
         complete = structure is not None and await _completes(structure, held, limits, served)
         session = request.session
         if request.keep_session and not session:
-            try:
-                session = await self._sessions.new_token(tenant)
-            except PeerLost as error:
-                log.warning("request %s: no session can be kept: %s", request_id, error)
+            session = await self._sessions.new_token(tenant)
         return Job(
             request_id=request_id,
             tenant=tenant,
@@ -267,6 +261,18 @@ class Admission:
             began_s=began_s,
             written=written,
         )
+
+    async def _record(self, request: pb.GenerateRequest, tenant: str) -> Record | None:
+        """The session so far; None where the request begins one. A resume of such a request names the session that
+        `started` reported, which has a record only if an earlier attempt completed the turn."""
+        if not request.session:
+            return None
+        try:
+            return await self._sessions.read(request.session, tenant)
+        except NotFound:
+            if request.keep_session and request.HasField("resume"):
+                return None
+            raise
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:

@@ -336,7 +336,8 @@ class Ingress:
         return [*events, pb.GenerateResponse(complete=complete)]
 
     async def _keep(self, job: Job, text: Text, finish: Finish) -> str:
-        """Write the session's record. Returns its token; empty where the store does not answer."""
+        """Write the session's record. Returns its token. Raises PeerLost where it is not known whether the store has
+        it: the client repeats the request, whose id shows whether its turn was written."""
         earlier = job.record
         turn = Turn(
             request=job.request_id,
@@ -362,21 +363,23 @@ class Ingress:
         try:
             return await self._write(job, record)
         except PeerLost as error:
-            log.warning("request %s: its session was not kept: %s", job.request_id, error)
-            return ""
+            log.warning("request %s: its turn may not be kept: %s", one_line(job.request_id, MAX_REQUEST_ID), error)
+            raise
 
     async def _write(self, job: Job, record: Record, again: bool = True) -> str:
-        """Write a record; returns the token that it is stored under. Raises PeerLost, and Conflict where another
-        request wrote the session first. again: whether a write that the store did not confirm may be retried once."""
+        """Write a record; returns the token that it is stored under. Raises PeerLost where it stays unknown whether the
+        record was written, and Conflict where another request wrote the session first. again: whether a write that the
+        store did not confirm may be retried once."""
         try:
             await self._sessions.write(job.session, job.tenant, record)
         except NotFound:  # the store lost the secret that made the token: a record is whole, so store it under another
             session = await self._sessions.new_token(job.tenant)
             await self._sessions.write(session, job.tenant, record)
             return session
-        except Conflict:
+        except (Conflict, PeerLost):
             # Another attempt of this request may have written its turn meanwhile, and other turns may have followed. Or
-            # nothing was written: a connection that breaks between WATCH and EXEC is reported as a conflict too.
+            # this write was made, and its answer was lost. Or nothing was written. What is stored shows which: a write
+            # that is still on its way fails once another one was made.
             try:
                 found = await self._sessions.read(job.session, job.tenant)
             except NotFound:
@@ -472,5 +475,6 @@ def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:
             target=target,
             mode=job.sampling.mode,
             lossy=job.sampling.mode.lossy,
+            session=job.session,
         )
     )

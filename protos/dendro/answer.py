@@ -56,6 +56,7 @@ class Started:
     mode: str = "coupled"  # the verification mode
     lossy: bool = False  # the answer's tokens do not have the target's law
     sample: int = 0  # the number of the answer, of a request with `n`
+    session: str = ""  # the session's token, which exists once `Complete` has come; empty: none was requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +197,7 @@ class Complete:
     finish: Finish
     prompt_tokens: int
     completion_tokens: int
-    session: str  # empty: none was requested, or the store could not keep it
+    session: str  # empty: none was requested
     speculation: SpeculationStats
     drafter: OpeningStats | None  # of the drafter with the most rounds; None: none opened the text
     target: OpeningStats | None

@@ -44,6 +44,8 @@ class AnswerProgress:
         request.resume.prompt_tokens = self.started.prompt_tokens
         request.resume.prompt_digest = self.started.prompt_digest
         request.resume.target = self.started.target
+        if request.keep_session and not request.session:
+            request.session = self.started.session  # an earlier attempt may have written the turn there
         return request
 
     def take(self, response: pb.GenerateResponse) -> Event | None:

@@ -14,7 +14,7 @@ import grpc.aio
 import pytest
 import redis
 import redis.asyncio
-from dendro.answer import REASON_KEY, Mode, Round, Speculation, Started
+from dendro.answer import REASON_KEY, Mode, Round, Speculation
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, PeerLost
 from dendro.text import Finish, Sampling
@@ -28,7 +28,7 @@ from cluster.peers.opening import Leased
 from cluster.peers.pools import Peers
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import AHEAD, Ingress
-from cluster.sessions import KEPT_TURNS, MemorySessions, RedisSessions, Sessions
+from cluster.sessions import KEPT_TURNS, MemorySessions, Record, RedisSessions, Sessions
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -495,22 +495,85 @@ async def test_a_session_cannot_change_its_model():
             await client.generate_text(PROMPT, session=token, model="another")
 
 
-async def test_killing_redis_during_an_answer_fails_no_request():
+async def test_a_request_for_a_session_fails_with_the_reason_while_redis_is_gone_and_others_succeed():
     with RedisServer(memory_mb=16) as redis:
         sessions = RedisSessions(redis.url, ttl_s=60, budget_s=0.2)
         peers = EdgePeers()
-        peers.pause_s = 0.01
-        async with edge(peers, sessions) as client:
-            tokens = []
-            async for event in client.generate(PROMPT, keep_session=True, max_new_tokens=12, speculation="off"):
-                if isinstance(event, Started):
-                    redis.stop()
-                if isinstance(event, Round):
-                    tokens += event.token_ids
-            assert tokens == plain_answer(IDS, Sampling(), 12)
-            assert event.session == ""
-            assert (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session == ""
+        router = ingress(peers, sessions)
+        request = pb.GenerateRequest(text=PROMPT, keep_session=True, max_new_tokens=12, speculation=OFF)
+        stream, _, held = await begin(router, request, 3)
+        redis.stop()
+        with pytest.raises(PeerLost, match="session: the store"):
+            async for event in stream:
+                held += event.chunk.token_ids
+        assert held == plain_answer(IDS, Sampling(), 12)
+        rounds = peers.rounds
+        with pytest.raises(PeerLost, match="session: the store"):
+            await anext(router.generate(request))
+        assert peers.rounds == rounds, "it is refused before any work"
+        request.keep_session = False
+        done = [event async for event in router.generate(request)]
+        assert token_ids_of(done) == held and done[-1].complete.session == ""
         await sessions.close()
+
+
+class UnsureSessions(MemorySessions):
+    """A store whose next writes are made or not, and have no answer; the next reads fail too."""
+
+    def __init__(self, made: bool, writes: int, reads: int = 0) -> None:
+        super().__init__()
+        self.made, self.writes, self.reads = made, writes, reads
+        self.written = 0
+        self.last = ""  # the token of the last write
+
+    async def read(self, token: str, tenant: str) -> Record:
+        if self.written and self.reads:
+            self.reads -= 1
+            raise PeerLost("session: the store does not answer")
+        return await super().read(token, tenant)
+
+    async def write(self, token: str, tenant: str, record: Record) -> None:
+        self.last = token
+        if not self.writes:
+            await super().write(token, tenant, record)
+            self.written += 1
+            return
+        self.writes -= 1
+        if self.made:
+            await super().write(token, tenant, record)
+        self.written += 1
+        raise PeerLost("session: the store does not answer")
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made", "not made"])
+async def test_a_write_without_an_answer_is_read_back_and_made_if_it_was_not(made: bool):
+    store = UnsureSessions(made, writes=1)
+    token = await first_turn(ingress(EdgePeers(), store))
+    assert (await store.read(token, "")).version == 1
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["a later turn", "the first turn"])
+@pytest.mark.parametrize("made", [True, False], ids=["made", "not made"])
+async def test_a_write_that_stays_unknown_is_repeated_by_the_client_and_the_turn_is_in_the_record_once(
+    made: bool, kept: bool
+):
+    store = UnsureSessions(made, writes=0)
+    async with edge(EdgePeers(), store) as client:
+        token = (
+            "" if kept else (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=3)).complete.session
+        )
+        store.writes, store.reads = 2, 1
+        options = {"keep_session": True} if kept else {"session": token}
+        done = await client.generate_text(" and", max_new_tokens=9, speculation="off", **options)
+        assert not store.reads, "the read failed as well"
+        earlier = [] if kept else [*IDS, *plain_answer(IDS, Sampling(), 3)]
+        text = [*earlier, *b" and"]
+        assert list(done.token_ids) == plain_answer(text, Sampling(), 9)
+        record = await store.read(done.complete.session, "")
+        assert list(record.tokens) == [*text, *done.token_ids]
+        assert record.version == len(record.turns) == (1 if kept else 2)
+        assert done.complete.session == store.last == (token or done.started.session)
+        assert len(store._records) == 1, "no other session was begun"
 
 
 async def test_an_end_of_text_token_that_the_client_has_ends_a_resumed_answer():

@@ -729,6 +729,7 @@ class GenerateStarted(_message.Message):
     TARGET_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
     LOSSY_FIELD_NUMBER: _builtins.int
+    SESSION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's, or the one that the server made."""
     model: _builtins.str
@@ -749,6 +750,10 @@ class GenerateStarted(_message.Message):
     """mode is the verification mode of this answer, as in Sampling, never empty."""
     lossy: _builtins.bool
     """lossy: the answer's tokens do not have the target's law. Only in mode "lenient"."""
+    session: _builtins.str
+    """session is the token of the session that the turn will be written to; with `complete` it is. The resume of a request
+    with `keep_session` and without `session` names it as `session`, so that its turn is written once. Empty: none.
+    """
     def __init__(
         self,
         *,
@@ -761,10 +766,11 @@ class GenerateStarted(_message.Message):
         target: _builtins.str = ...,
         mode: _builtins.str = ...,
         lossy: _builtins.bool = ...,
+        session: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lossy", b"lossy", "mode", b"mode", "model", b"model", "offset", b"offset", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lossy", b"lossy", "mode", b"mode", "model", b"model", "offset", b"offset", "prompt_digest", b"prompt_digest", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "seed", b"seed", "session", b"session", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -866,8 +872,8 @@ class GenerateComplete(_message.Message):
     STOP_STRING_FIELD_NUMBER: _builtins.int
     finish_reason: Global___FinishReason.ValueType
     session: _builtins.str
-    """session is the session's token, for the next turn. Empty: no session was requested, or the store could not keep it.
-    It differs from the request's if the store lost that session during the answer.
+    """session is the session's token, for the next turn. Empty: no session was requested. It differs from the request's
+    if the store lost that session during the answer.
     """
     stop_string: _builtins.str
     """stop_string is the string of the request's `stop` that was found. Empty: the answer has another finish reason."""

@@ -58,7 +58,8 @@ class GenerationServiceServicer:
         NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
         ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
         with the same request_id.
-        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again. Also in place of `complete`
+        where it is not known whether the session's store has the turn: with the same request_id it is written once.
         INTERNAL: a fault of the server; the details have no internals.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -40,7 +40,8 @@ class GenerationServiceStub:
     NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
     ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
     with the same request_id.
-    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again. Also in place of `complete`
+    where it is not known whether the session's store has the turn: with the same request_id it is written once.
     INTERNAL: a fault of the server; the details have no internals.
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]
@@ -58,7 +59,8 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
     ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
     with the same request_id.
-    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+    RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again. Also in place of `complete`
+    where it is not known whether the session's store has the turn: with the same request_id it is written once.
     INTERNAL: a fault of the server; the details have no internals.
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]  # type: ignore[assignment]
@@ -79,7 +81,8 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         NOT_FOUND with trailing metadata `dendro-reason`: there is no such session (or it is another tenant's).
         ABORTED: another request wrote the session first, or a resumed answer cannot continue (see Resume); repeat the turn
         with the same request_id.
-        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again.
+        RESOURCE_EXHAUSTED: no room now; try later. UNAVAILABLE: a service is gone; call again. Also in place of `complete`
+        where it is not known whether the session's store has the turn: with the same request_id it is written once.
         INTERNAL: a fault of the server; the details have no internals.
         """
 
