@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
@@ -19,10 +20,12 @@ from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig
 from cluster.hub import fetched_model, pinned
 from cluster.pairing import Pairing
+from cluster.redis_client import REDIS_FAULTS, reason_of, warning_at
 from cluster.tables import folding_table
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 NOT_LOADED = "-"
+REDIS_BUDGET_S = 5.0
 
 
 @dataclass(slots=True)
@@ -62,11 +65,14 @@ class Pair:
 
 @dataclass(slots=True)
 class Report:
-    """The result of a check. `problems`: why the configuration cannot be served, each beginning with its field."""
+    """The result of a check. `problems`: why the configuration cannot be served, each beginning with its field.
+    `redis`: what was found at its address."""
 
     targets: list[ModelReport] = field(default_factory=list)
     drafters: list[ModelReport] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
+    redis: str = ""
+    warnings: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     def add_problem(self, problem: BadRequest | str) -> None:
@@ -99,9 +105,28 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
         report.pairs.append(Pair(name, of, not pairing.refusal, pairing.bridge or "none", why))
         if pairing.refusal:
             report.add_problem(misfit(name, of, pairing))
+    _examine_redis(config, report)
     if load:
         _load_all(config, report, show_line)
     return report
+
+
+def _examine_redis(config: Config, report: Report) -> None:
+    """Whether Redis can be reached from here, and whether it would evict sessions before saved states."""
+    if not config.redis.url:
+        report.redis = "embedded: it starts and ends with the cluster"
+        return
+    try:
+        warning = asyncio.run(warning_at(config.redis.address(os.environ), REDIS_BUDGET_S))
+    except BadRequest as error:
+        report.add_problem(error)
+    except REDIS_FAULTS as error:
+        report.redis = "cannot be reached from here"
+        report.add_problem(f"redis.url: cannot be reached from here: {reason_of(error)}")
+    else:
+        report.redis = "can be reached"
+        if warning:
+            report.warnings.append(warning)
 
 
 def _why(config: Config, drafter: str, target: str, pairing: Pairing) -> str:
@@ -201,6 +226,10 @@ def show(console: Console, report: Report) -> None:
         console.print(f"arms of {entry.name}: {', '.join(entry.arms)}", markup=False, soft_wrap=True)
         for arm, why in entry.left_out.items():
             console.print(f"  left out: {arm}: {why}", markup=False, soft_wrap=True)
+    if report.redis:
+        console.print(f"redis: {report.redis}", markup=False, soft_wrap=True)
+    for warning in report.warnings:
+        console.print(f"warning: {warning}", style="yellow", markup=False, soft_wrap=True)
     for problem in report.problems:
         console.print(f"cannot be served: {problem}", style="red", markup=False, soft_wrap=True)
     if not report.problems:

@@ -32,6 +32,7 @@ from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms
 from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES
 from cluster.proposers import PROPOSERS
+from cluster.redis_address import unreadable
 from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
@@ -221,6 +222,8 @@ class Redis(Section):
     def _check(self) -> Self:
         if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError(f"url: {self.url!r} does not begin with redis://, rediss:// or unix://")
+        if self.url and (reason := unreadable(self.url)):
+            raise ValueError(f"url: {reason}")
         if self.password_variable and "@" in self.url:
             raise ValueError("password_variable: is set, but the url has credentials of its own")
         return self

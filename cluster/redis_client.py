@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from typing import Any
@@ -76,3 +77,14 @@ async def eviction_warning(client: redis.asyncio.Redis) -> str:
         f"redis: its maxmemory-policy is {policy}: when it is full, it evicts sessions before saved states; "
         "set volatile-ttl or noeviction"
     )
+
+
+async def warning_at(url: str, budget_s: float) -> str:
+    """`eviction_warning` of the server at `url`. Raises one of REDIS_FAULTS where it does not answer in time."""
+    client = connect(url, budget_s)
+    try:
+        async with asyncio.timeout(budget_s):
+            await client.execute_command("PING")
+            return await eviction_warning(client)
+    finally:
+        await client.aclose()

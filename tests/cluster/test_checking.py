@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import redis
 import tiny_drafters
 import tiny_models
 import torch
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.checking import _size
+from cluster.redis_server import RedisServer
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -66,6 +68,38 @@ def test_a_fitting_pair_is_loaded_and_the_reported_memory_is_that_of_the_engines
     per_token = 2 * 2 * 16 * 4  # of one layer: keys and values of two heads of 16 numbers of 4 bytes
     assert drafter["memory"]["states"] > 2 * 2 * 256 * per_token
     assert report["pairs"][0]["fits"] and "can be served" in done.stdout
+
+
+def test_a_redis_that_is_reached_is_reported_with_what_it_would_evict(models, tmp_path):
+    with RedisServer(memory_mb=16) as server:
+        done, report = run(tmp_path, fields(models) | {"redis": {"url": server.url}}, "--no-load")
+        assert done.exit_code == 0 and "redis: can be reached" in done.stdout and not report["warnings"]
+        with redis.Redis.from_url(server.url) as client:
+            client.config_set("maxmemory-policy", "volatile-lru")
+        done, report = run(tmp_path, fields(models) | {"redis": {"url": server.url}}, "--no-load")
+        assert done.exit_code == 0 and "volatile-lru" in report["warnings"][0] and "warning: redis: " in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("url", "password", "reason"),
+    [("unix:///nowhere/redis.sock", "", "ConnectionError: .*nowhere"), ("", "wrong", "WRONGPASS")],
+    ids=["not there", "wrong password"],
+)
+def test_a_redis_that_cannot_be_reached_is_a_problem_with_its_reason(models, tmp_path, url, password, reason):
+    with RedisServer(memory_mb=16) as server:
+        section = {"url": url or server.url}
+        if password:
+            with redis.Redis.from_url(server.url) as client:
+                client.config_set("requirepass", "right")
+            section["password_variable"] = "WORD"
+        done, report = run(tmp_path, fields(models) | {"redis": section}, "--no-load", WORD=password)
+    assert done.exit_code == 2 and report["redis"] == "cannot be reached from here"
+    assert re.search(f"redis.url: cannot be reached from here: {reason}", report["problems"][0])
+
+
+def test_without_an_address_the_embedded_redis_is_reported(models, tmp_path):
+    done, _ = run(tmp_path, fields(models), "--no-load")
+    assert "redis: embedded" in done.stdout
 
 
 def test_arms_with_more_than_max_rows_are_named_with_the_limit(models, tmp_path):

@@ -165,6 +165,19 @@ def test_an_arm_with_a_wrong_drafter_is_refused_by_its_field(load, arms: str, fi
         ("targets: {t: {checkpoint: x}}\nspeculation: {proposers: [oracle]}", "speculation.proposers"),
         ("targets: {t: {checkpoint: x}}\nspeculation: {proposers: [suffix, suffix]}", "speculation.proposers"),
         ("targets: {t: {checkpoint: x}}\nredis: {url: localhost}", "redis.url"),
+        *(
+            (f"targets: {{t: {{checkpoint: x}}}}\nredis: {{url: '{url}'}}", "redis.url")
+            for url in (
+                "redis://h:99999",
+                "redis://h:0",
+                "redis://h:port",
+                "redis://h:6379/one",
+                "redis://h:6379?socket_timeout=soon",
+                "redis://h:6379?tiemout=1",
+                "redis://[::1",
+                "unix://",
+            )
+        ),
         ("targets: {t: {checkpoint: x}}\nredis: {record_ttl_s: 0}", "redis.record_ttl_s"),
         ("targets: {t: {checkpoint: x}}\ngrpc: {port: 70000}", "grpc.port"),
         ("targets: {t: {checkpoint: x}}\nrouter: {replicas: 0}", "router.replicas"),
