@@ -33,6 +33,7 @@ from cluster.config import Config
 from cluster.policies import Experiences
 from cluster.policies.prior import NoPriors, PriorStore
 from cluster.proposers.proposals import ProposalLibrary
+from cluster.router.acceptance_watch import AcceptanceWatch
 from cluster.router.account import RoundAccount
 from cluster.router.admission import (
     MAX_REQUEST_ID,
@@ -109,6 +110,7 @@ class Ingress:
         self._priors = Priors(priors or NoPriors())
         self.experience = {name: Experiences() for name in config.targets}
         self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
+        self._acceptance = AcceptanceWatch()
         self._closing = BackgroundTasks()
 
     @property
@@ -294,6 +296,7 @@ class Ingress:
         finally:
             await self._close(text, drafter, verifier)
         account.fill(complete, drafter.openings, verifier.opened)
+        self._acceptance.learn(name, complete.drafters)
         complete.speculation.verifier_moves = verifier.moves
 
     def _left_s(self, job: Job) -> float:
