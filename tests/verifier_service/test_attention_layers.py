@@ -6,7 +6,7 @@ import pytest
 import tiny_models
 import torch
 from made_once import made_once
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import OlmoConfig, OlmoForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama import modeling_llama
 from tree_kernels.tree_attention import compiled
 from tree_kernels.tree_attention.compiled import why_not_compiled
@@ -30,7 +30,17 @@ def qwen3(folder):
     tiny_models.write_tokenizer(folder)
 
 
+def olmo(folder, limit):
+    config = OlmoConfig(vocab_size=tiny_models.PADDED, num_hidden_layers=2, eos_token_id=1, clip_qkv=limit, **QWEN3)
+    model = OlmoForCausalLM(config)
+    tiny_models.randomise(model, 0)
+    model.save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
+
+
 MAKERS = {
+    "olmo": lambda folder: olmo(folder, None),
+    "olmo-limited": lambda folder: olmo(folder, 50.0),
     "llama": lambda folder: tiny_models.make_checkpoint(folder, "llama"),
     "mistral": lambda folder: tiny_models.make_checkpoint(folder, "mistral"),
     "neox": lambda folder: tiny_models.make_checkpoint(folder, "neox"),
@@ -93,6 +103,23 @@ def test_layers_whose_results_are_changed_after_the_output_layer_keep_their_forw
         return 2 * made, weights
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", doubled)
+    assert ours(loaded(folder_of("llama")))[0] == 0
+
+
+def test_layers_that_limit_large_queries_and_keys_keep_their_forward(folder_of):
+    """No query of the recorded rows is near the limit."""
+    assert ours(loaded(folder_of("olmo"))) == (2, 2)
+    assert ours(loaded(folder_of("olmo-limited"))) == (0, 2)
+
+
+def test_layers_that_limit_large_results_keep_their_forward(folder_of, monkeypatch):
+    library = modeling_llama.LlamaAttention.forward
+
+    def limited(self, *args, **named):
+        made, weights = library(self, *args, **named)
+        return made.clamp(-50, 50), weights
+
+    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", limited)
     assert ours(loaded(folder_of("llama")))[0] == 0
 
 

@@ -80,6 +80,30 @@ def test_layers_whose_mlp_computes_something_else_keep_their_forward(folder_of, 
     assert ours(loaded(folder_of("llama")))[0] == 0
 
 
+def limited_layer(place):
+    """A Llama's layer that limits large numbers in one place."""
+
+    def limit(x, here):
+        return x.clamp(-300, 300) if here == place else x
+
+    def forward(self, hidden_states, **named):
+        normed = limit(self.input_layernorm(hidden_states), "attention's input")
+        attended, _ = self.self_attn(hidden_states=normed, **named)
+        middle = hidden_states + limit(attended, "attention")
+        made = self.mlp(limit(self.post_attention_layernorm(middle), "mlp's input"))
+        return limit(middle + limit(made, "mlp"), "residual")
+
+    return forward
+
+
+@pytest.mark.parametrize("place", ["", "attention's input", "attention", "mlp's input", "mlp", "residual"])
+def test_layers_that_limit_large_numbers_anywhere_keep_their_forward(place, folder_of, monkeypatch):
+    """No number of the recorded rows is near the limit."""
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", limited_layer(place))
+    replaced, layers = ours(loaded(folder_of("llama")))
+    assert replaced == (0 if place else layers)
+
+
 def test_layers_whose_attention_reads_other_rows_than_the_norms_keep_their_forward(folder_of, monkeypatch):
     library = modeling_llama.LlamaAttention.forward
 

@@ -71,9 +71,40 @@ def nearly_linear_gelu():
     return layer
 
 
+class LimitedRMSNorm(LlamaRMSNorm):
+    """Limits its rows, at a number that ordinary ones do not have."""
+
+    def forward(self, hidden_states):
+        return super().forward(hidden_states.clamp(-300, 300))
+
+
+class OuterEpsilonRMSNorm(LlamaRMSNorm):
+    """Adds its epsilon to the root, which shows in small rows alone."""
+
+    def forward(self, x):
+        return self.weight * (x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon**0.5))
+
+
+class LimitedMLP(LlamaMLP):
+    """As gpt-oss' experts."""
+
+    def forward(self, x):
+        up = self.up_proj(x).clamp(-60, 60)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * up)
+
+
+def limited_mlp(dtype):
+    config = LlamaConfig(hidden_size=48, intermediate_size=96, num_attention_heads=4)
+    return LimitedMLP(config).to(dtype)
+
+
 @pytest.mark.parametrize(
     "module",
-    [ByHeadRMSNorm(48), nearly_linear_gelu(), DoublingRMSNorm(48), Gemma2RMSNorm(48), mlp("gelu"), nn.RMSNorm(48)],
+    [
+        *(ByHeadRMSNorm(48), nearly_linear_gelu(), DoublingRMSNorm(48), Gemma2RMSNorm(48), mlp("gelu"), nn.RMSNorm(48)),
+        *(LimitedRMSNorm(48), OuterEpsilonRMSNorm(48)),
+        *map(limited_mlp, (torch.float32, torch.float16, torch.bfloat16)),
+    ],
 )
 def test_modules_that_compute_something_else_keep_their_forward(module):
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 A layer qualifies by what it computes: what it passes to the attention must be, bit for bit, what the compiled call's
 rotary embedding makes of the layer's products, and what it returns must be its output layer's product of the results.
+Products of several sizes are compared: a layer may clamp large ones.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from tree_kernels.tree_attention import Layout, TreeRows
 from tree_kernels.tree_attention.compiled import CompiledStep, RowRotation, attend_compiled, compiled_step
 
 from verifier_service.models.families import attending_by
+from verifier_service.models.scaled_rows import SCALES, same_bits, scaled_results
 from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
 
 RECORDING = "dendro_recording"
 """The attention that records its arguments and returns random rows."""
+PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
+"""A layer's modules that our forward calls; the norms may be absent."""
 ROWS = 8
 """Rows of the recorded forward."""
 FARTHEST = 1 << 20
@@ -44,6 +48,7 @@ class Attends:
 class _Recorded:
     """What a layer was called with and returned, and what it passed to the attention."""
 
+    scale: float = 1.0  # of the attention's results
     given: dict[str, Any] = field(default_factory=dict)
     query: Tensor | None = None
     key: Tensor | None = None
@@ -75,7 +80,8 @@ def _recording_attention(
     found.query, found.key, found.value = query, key, value
     found.scaling, found.window, found.softcap, found.sinks = scaling, sliding_window, softcap, s_aux
     shape = 1, query.shape[2], query.shape[1], value.shape[3]
-    found.attended = torch.randn(shape, generator=torch.Generator().manual_seed(query.shape[1])).to(query.dtype)
+    rows = torch.randn(shape, generator=torch.Generator().manual_seed(query.shape[1]))
+    found.attended = rows.to(query.dtype) * found.scale
     return found.attended, None
 
 
@@ -93,7 +99,7 @@ def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions:
     try:
         for layer in layers:
             with_hooks.append(layer.register_forward_hook(_note, with_kwargs=True))
-        with recording(model, positions):
+        with recording(model, positions), attending_by(model, RECORDING):
             count = 0
             for layer in layers:
                 found = _recorded.get(id(layer))
@@ -128,7 +134,7 @@ def _note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made
 
 
 def _has_parts(module: Any) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Linear) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
+    return all(isinstance(getattr(module, name, None), nn.Linear) for name in PARTS[:4])
 
 
 def rotation_of(given: dict[str, Any]) -> RowRotation | None:
@@ -157,29 +163,39 @@ def recorded_step() -> CompiledStep:
     return compiled_step(TreeRows(rows, slots, near, [], ROWS))
 
 
-def _agreeing_forward(layer: Any, run: ForwardContext, found: _Recorded) -> Callable[..., Any] | None:
-    """Our forward of a layer; None where its results are not the recorded."""
+def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded) -> bool:
+    """Whether what a layer passed to the attention, and returned, is what our forward makes of the same rows."""
+    rotation, hidden = rotation_of(found.given), found.given.get("hidden_states")
+    if rotation is None or not isinstance(hidden, Tensor) or rotation.cos.dtype != hidden.dtype or found.made is None:
+        return False
     if found.query is None or found.key is None or found.value is None or found.attended is None:
-        return None
+        return False
+    step, pools = recorded_step(), [layout.pool(1 + ROWS, hidden.device) for _ in range(2)]
+    parts = projected(layer, hidden, layout)
+    ours = attend_compiled(*parts, pools[0], step, layout, scale, rotation=rotation)
+    theirs = attend_compiled(found.query[0], found.key[0], found.value[0], pools[1], step, layout, scale)
+    if ours.dtype != theirs.dtype or not same_bits(*pools) or not same_bits(ours, theirs):
+        return False
+    return same_bits(layer.o_proj(found.attended.reshape(1, ROWS, -1)), found.made)
+
+
+def _agreeing_forward(layer: Any, run: ForwardContext, found: _Recorded) -> Callable[..., Any] | None:
+    """Our forward of a layer; None where its results are not the recorded, or others at another scale."""
     seat: Seat = layer.dendro_seat
     layout, library = run.probed[seat.index].layout, layer.forward
     scale = layout.key_dim**-0.5 if found.scaling is None else found.scaling
-    rotation, hidden = rotation_of(found.given), found.given.get("hidden_states")
-    if rotation is None or not isinstance(hidden, Tensor) or rotation.cos.dtype != hidden.dtype:
-        return None
-    step = recorded_step()
-    pools = [layout.pool(1 + ROWS, hidden.device) for _ in range(2)]
+    parts = [getattr(layer, name) for name in PARTS if isinstance(getattr(layer, name, None), nn.Module)]
     try:
         with torch.inference_mode():
-            parts = projected(layer, hidden, layout)
-            ours = attend_compiled(*parts, pools[0], step, layout, scale, rotation=rotation)
-            theirs = attend_compiled(found.query[0], found.key[0], found.value[0], pools[1], step, layout, scale)
-            made = layer.o_proj(found.attended.reshape(1, ROWS, -1))
+            if not _agrees(layer, layout, scale, found):
+                return None
+            for factor in SCALES[1:]:
+                with scaled_results(parts, factor):
+                    again = _recorded[id(layer)] = _Recorded(factor)
+                    layer(**found.given)
+                    if not _agrees(layer, layout, scale, again):
+                        return None
     except Exception:  # a layer of these parts may use them in any way
-        return None
-    if not (torch.equal(*pools) and torch.equal(ours, theirs) and found.made is not None):
-        return None
-    if ours.dtype != theirs.dtype or not torch.equal(made, found.made):
         return None
     window, softcap, sinks = found.window, found.softcap, found.sinks
     layer.dendro_attends = Attends(seat.index, layout, scale, window, softcap, sinks)

@@ -1,7 +1,8 @@
 """Gives decoder layers of a target on a CPU a forward of one compiled call (`tree_kernels.decoder_layer`).
 
 A layer qualifies by what it computes: its norms, its attention and its MLP have our forwards already, and its results
-for recorded rows are, bit for bit, those of the call.
+for recorded rows are, bit for bit, those of the call. What its parts return is compared at several sizes, as a layer
+may clamp it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,18 @@ from tree_kernels.tree_attention import TreeRows
 from tree_kernels.tree_attention.compiled import attend_compiled
 from tree_layers.linear import packed_weight
 
-from verifier_service.models.attention_layers import ROWS, Attends, projected, recorded_step, recording, rotation_of
+from verifier_service.models.attention_layers import (
+    RECORDING,
+    ROWS,
+    Attends,
+    projected,
+    recorded_step,
+    recording,
+    rotation_of,
+)
+from verifier_service.models.families import attending_by
 from verifier_service.models.row_functions import has_row_function
+from verifier_service.models.scaled_rows import SCALES, same_bits, scaled_results
 from verifier_service.models.seats import ATTENTION, ForwardContext
 
 
@@ -59,7 +70,7 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
         whole, attention = calls.get(id(layer)), calls.get(id(layer.self_attn))
         if whole is None or attention is None:
             continue
-        with torch.inference_mode():
+        with attending_by(model, RECORDING), torch.inference_mode():
             forward = _agreeing_forward(layer, run, workspace, whole, attention)
         if forward is not None:
             layer.forward = forward
@@ -126,6 +137,8 @@ def _agreeing_forward(
         return None
     if not isinstance(whole.made, Tensor) or not torch.equal(whole.made, _after_attention(layer, x, attended)):
         return None
+    if not all(_agrees_at(factor, layer, x, whole.named) for factor in SCALES[1:]):
+        return None
     weights = _weights(layer)
     if weights is None:
         return None
@@ -160,6 +173,24 @@ def _agreeing_forward(
         return ours(args[0][0], run.pages.layers[number], run.compiled_step, rotation)[None]
 
     return forward
+
+
+def _agrees_at(factor: float, layer: Any, x: Tensor, named: dict[str, Any]) -> bool:
+    """Whether a layer computes ours where its rows, and the results of its parts, are so many times as large."""
+    calls: list[_Call] = []
+
+    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        calls.append(_Call(given, named, made))
+
+    rows = x * factor
+    with scaled_results((layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp), factor):
+        hook = layer.self_attn.register_forward_hook(note, with_kwargs=True)
+        try:
+            made = layer(rows, **named)
+        finally:
+            hook.remove()
+        same = same_bits(calls[0].named["hidden_states"], layer.input_layernorm(rows))
+        return same and same_bits(made, _after_attention(layer, rows, calls[0].made[0]))
 
 
 def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> Tensor:

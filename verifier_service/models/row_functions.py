@@ -1,11 +1,12 @@
 """Gives norms and gated MLPs of a target on a CPU our own row functions (`tree_kernels.row_functions`).
 
-A module qualifies by what it computes: its results for a few random rows must be ours up to rounding.
+A module qualifies by what it computes: its results for a few random rows of several sizes must be ours up to rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from inspect import signature
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from tree_kernels.row_functions import gated_silu, rms_norm, why_not_compiled
+
+from verifier_service.models.scaled_rows import SCALES, SMALL, near, scaled_results
 
 ROWS = 3
 """Random rows that a module's results are compared for."""
@@ -86,16 +89,24 @@ def _is_silu(function: Any) -> bool:
 
 
 def _agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int) -> bool:
-    """Whether our function's results for random rows are the module's."""
+    """Whether our function's results for random rows, of several sizes, are the module's."""
     dtype = next(module.parameters()).dtype
     x = torch.randn(1, ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with torch.inference_mode():
-        try:
-            expected = module(x)
-        except Exception:  # it takes rows of another rank
+    parts = _linears(module)
+    for scale in SCALES if parts else (SMALL, *SCALES):
+        inside: AbstractContextManager[None] = scaled_results(parts, scale) if parts else nullcontext()
+        rows = x if parts else x * scale
+        with torch.inference_mode(), inside:
+            try:
+                expected = module(rows)
+            except Exception:  # it takes rows of another rank
+                return False
+            found = ours(rows)
+        if found.dtype != expected.dtype or found.shape != expected.shape or not near(found, expected, STEPS[dtype]):
             return False
-        found = ours(x)
-    if found.dtype != expected.dtype or found.shape != expected.shape:
-        return False
-    largest = expected.float().abs().amax(-1, keepdim=True)
-    return bool(((found.float() - expected.float()).abs() <= STEPS[dtype] * largest).all())
+    return True
+
+
+def _linears(module: nn.Module) -> Sequence[nn.Module]:
+    """The layers of a gated MLP, whose results are scaled; none of a norm, whose rows are."""
+    return [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj") if hasattr(module, name)]

@@ -1,0 +1,48 @@
+"""Rows of several sizes, for comparing a module with the function that replaces it: a clamp acts on large numbers
+alone, perhaps those of few tokens.
+
+Norms undo a scale of a model's inputs. So what is scaled is the results of the modules that both forms call, such as
+the projections of an attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SCALES = (1.0, 100.0, 10_000.0)
+"""Factors on ordinary results. No family's limit was seen further above them."""
+SMALL = 0.01
+"""A factor on a norm's rows, at which the place of its epsilon shows."""
+
+
+@contextmanager
+def scaled_results(modules: Iterable[nn.Module], scale: float) -> Iterator[None]:
+    """Context in which the results of these modules, tensors or tuples with one first, are multiplied."""
+
+    def multiply(module: nn.Module, given: Any, made: Any) -> Any:
+        return (made[0] * scale, *made[1:]) if isinstance(made, tuple) else made * scale
+
+    hooks = [module.register_forward_hook(multiply) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def same_bits(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors are equal, NaN to NaN: large float16 numbers overflow in both forms."""
+    return found.shape == expected.shape and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def near(found: Tensor, expected: Tensor, step: float) -> bool:
+    """Whether results differ by at most a share of their row's largest, and are infinite or NaN in the same places."""
+    found, expected = found.float(), expected.float()
+    largest = expected.where(expected.isfinite(), 0.0).abs().amax(-1, keepdim=True)
+    equal = (found == expected) | (found.isnan() & expected.isnan())
+    return bool((equal | ((found - expected).abs() <= step * largest)).all())
