@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from dendro.calls import Hello, Opened
 from dendro.errors import PeerLost
-from dendro.logprobs import TokenLogprobs
+from dendro.logprobs import EchoedLogprobs, TokenLogprobs
 from dendro.shapes import LevelShape
 from dendro.text import Sampling, Text, Tokens, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
@@ -108,11 +108,11 @@ class EdgeVerifier:
         self.hello = peers.hello
         self.opened = Opened(0, len(text) - 1, 10)
 
-    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+    async def prompt_logprobs(self) -> EchoedLogprobs:
         assert (first := self.text.echo_from) is not None
         self.peers.echoed.append(first)
         ids = self.text.ids
-        return tuple(plain_logprobs(ids[:first], ids[first:], self.text.logprobs or 0))
+        return EchoedLogprobs.of(plain_logprobs(ids[:first], ids[first:], self.text.logprobs or 0))
 
     async def first_hello(self) -> Hello:
         return self.peers.hello or HELLO

@@ -25,7 +25,7 @@ import grpc.aio
 from dendro.answer import build_request
 from dendro.calls import OpenCall, Opened, VerifyCall
 from dendro.client import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
-from dendro.logprobs import MAX_ECHOED, TokenLogprobs
+from dendro.logprobs import MAX_ECHOED, EchoedLogprobs, TokenLogprobs
 from dendro.servicer import VERIFIER_REPLICA, serve_engine
 from dendro.text import Verdict
 from fakes import END, VOCABULARY, FakeVerifier, RemotePool
@@ -172,7 +172,8 @@ class EchoingVerifier(FakeVerifier):
         first, top = call.parameters.echo_from, call.parameters.logprobs or 0
         if first is None:
             return opened
-        return Opened(opened.restored, opened.processed, opened.open_us, (_logprobs(top),) * (call.update.base - first))
+        logprobs = EchoedLogprobs.of((_logprobs(top),) * (call.update.base - first))
+        return replace(opened, logprobs=logprobs)
 
     async def verify(self, call: VerifyCall) -> Verdict:
         verdict, held = await super().verify(call), self.held[call.update.opening]

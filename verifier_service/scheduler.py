@@ -21,6 +21,7 @@ from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpda
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
+from dendro.logprobs import EchoedLogprobs
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
@@ -341,7 +342,8 @@ class StepScheduler:
             session.opening = None
             first, session.echoed, found = session.parameters.echo_from, {}, session.echoed
             places = range(first, len(session.text.ids)) if first is not None else ()
-            ask.ticket.settle(Opened(session.restored, processed, waited, tuple(found[place] for place in places)))
+            echoed = EchoedLogprobs.of([found[place] for place in places])
+            ask.ticket.settle(Opened(session.restored, processed, waited, echoed))
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
         """End an opening, if it exists, and release its pages."""

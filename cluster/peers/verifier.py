@@ -10,7 +10,7 @@ from dataclasses import replace
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
-from dendro.logprobs import TokenLogprobs, fit
+from dendro.logprobs import EchoedLogprobs, fit
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
@@ -94,7 +94,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
             raise PeerLost("verifier: the handle is closed")
         return self.hello
 
-    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+    async def prompt_logprobs(self) -> EchoedLogprobs:
         """Wait until the text is open; the log-probabilities that the opening reported. Raises what ended it."""
         if self.opened is None and (task := self._opening_task) is not None:
             await asyncio.shield(task)
@@ -290,7 +290,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         """Raise BadAnswer where an opening does not report the log-probabilities that it was asked for."""
         asked = text.echo_from if self.opened is None else None
         top, tokens = (text.logprobs, max(len(text) - asked, 0)) if asked is not None else (None, 0)
-        if not fit(opened.logprobs, tokens, top, hello.vocabulary):
+        if not opened.logprobs.fit(tokens, top, hello.vocabulary):
             raise BadAnswer(f"verifier: its log-probabilities of {tokens} tokens of the text are not those asked for")
 
     def _is_last_fault(self, error: BaseException) -> bool:

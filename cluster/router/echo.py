@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator
+from functools import partial
 
-from dendro.logprobs import TokenLogprobs, fill_logprobs
+from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, fill_echoed
 from dendro.long_work import off_loop
 from dendro.v1 import generation_pb2 as pb
 
@@ -15,22 +16,22 @@ ECHO_PART = 512
 """Tokens of a message: with the most log-probabilities it has some 100 kB."""
 
 
-async def echo_of(job: Job, logprobs: Sequence[TokenLogprobs]) -> list[pb.GenerateResponse]:
-    """The request's own prompt, in parts; none where it did not ask. logprobs: of its tokens from `job.echo_from` on"""
+async def echo_of(job: Job, logprobs: EchoedLogprobs = NOT_ECHOED) -> AsyncIterator[pb.GenerateResponse]:
+    """The request's own prompt, in parts; none where it did not ask. Each is made when it is asked for, so that other
+    requests' rounds come between. logprobs: of its tokens from `job.echo_from` on"""
     if job.echo_start is None:
-        return []
-    start = job.echo_start
-    return await off_loop(len(job.prompt) - start + len(logprobs), lambda: list(_parts(job, start, logprobs)))
+        return
+    stream = TextStream(job.served.tokenizer)
+    for offset in range(job.echo_start, len(job.prompt), ECHO_PART):
+        yield await off_loop(ECHO_PART * (1 + logprobs.top), partial(_part, job, offset, stream, logprobs))
 
 
-def _parts(job: Job, start: int, logprobs: Sequence[TokenLogprobs]) -> Iterator[pb.GenerateResponse]:
-    stream, waiting = TextStream(job.decoder, job.prompt[:start]), iter(logprobs)
-    for offset in range(start, len(job.prompt), ECHO_PART):
-        tokens = job.prompt[offset : offset + ECHO_PART]
-        text = stream.push(tokens)
-        if offset + len(tokens) == len(job.prompt):
-            text += stream.flush()
-        part = pb.GeneratePrompt(offset=offset, token_ids=tokens, text=text)
-        for _, each in zip(range(max(offset, 1), offset + len(tokens)), waiting, strict=False):
-            fill_logprobs(part.logprobs.add(), each)
-        yield pb.GenerateResponse(prompt=part)
+def _part(job: Job, offset: int, stream: TextStream, logprobs: EchoedLogprobs) -> pb.GenerateResponse:
+    tokens = job.prompt[offset : offset + ECHO_PART]
+    text = stream.push(tokens)
+    if offset + len(tokens) == len(job.prompt):
+        text += stream.flush()
+    part = pb.GeneratePrompt(offset=offset, token_ids=tokens, text=text)
+    if (first := job.echo_from) is not None:
+        fill_echoed(part.logprobs, logprobs[max(offset, 1) - first : offset + len(tokens) - first])
+    return pb.GenerateResponse(prompt=part)

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Conflict, DendroError, NotFound, OutOfTime, PeerLost, one_line
-from dendro.logprobs import fill_logprobs
+from dendro.logprobs import NOT_ECHOED, fill_logprobs
 from dendro.long_work import off_loop
 from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Text, Verdict, finish_at
@@ -196,7 +196,7 @@ class Ingress:
             if job.written is not None and not job.computed_again:
                 rest = self._rest_of_written(job, job.written, answer)
                 yield _started(job, text, job.written.target)
-                for part in await echo_of(job, ()):
+                async for part in echo_of(job):
                     yield part
                 for event in rest:
                     yield event
@@ -284,7 +284,8 @@ class Ingress:
             check_written_target(job, target)
             job.target = target
             yield _started(job, text, target)
-            for part in await echo_of(job, await verifier.prompt_logprobs() if job.echo_from is not None else ()):
+            echoed = await verifier.prompt_logprobs() if job.echo_from is not None else NOT_ECHOED
+            async for part in echo_of(job, echoed):
                 yield part
             if plan.plain_first:
                 await drafter.prepare(text, account.foresee())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from dendro.calls import Hello, Opened
-from dendro.logprobs import TokenLogprobs
+from dendro.logprobs import EchoedLogprobs
 from dendro.text import Text
 
 from cluster.arms import Arm
@@ -52,7 +52,7 @@ class VerifierPort(Verifier, HandlePort, Protocol):
         """Tokens and time of the first opening; None until a verifier has opened the text."""
         ...
 
-    async def prompt_logprobs(self) -> tuple[TokenLogprobs, ...]:
+    async def prompt_logprobs(self) -> EchoedLogprobs:
         """Wait until the text is open; the log-probabilities of its tokens from `Text.echo_from` on. Raises what ended
         the opening."""
         ...

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from dendro.errors import BadRequest, NotFound
-from dendro.logprobs import TokenLogprobs, check_logprobs
+from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, check_logprobs
 from dendro.shapes import TreeShape
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
@@ -113,7 +113,7 @@ class Opened:
     restored: int
     processed: int
     open_us: int  # microseconds from the call's arrival to readiness
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of the text's tokens from `echo_from` on
+    logprobs: EchoedLogprobs = NOT_ECHOED  # of the text's tokens from `echo_from` on
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any, Self, overload
+
+import numpy as np
+import numpy.typing as npt
 
 from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
@@ -14,6 +18,9 @@ MAX_TOP_LOGPROBS = 20
 """The most likeliest tokens that a request may ask for at each place."""
 MAX_ECHOED = 1 << 17
 """The most log-probabilities of a prompt, those of likeliest tokens included."""
+NUMBER_BYTES = 4
+_FLOAT, _ID = np.dtype("<f4"), np.dtype("<u4")
+"""On the wire between router and verifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,77 @@ class TokenLogprobs:
         for value in (self.logprob, *(value for _, value in self.top)):
             if not -math.inf <= value <= 0:
                 raise ValueError(f"logprobs: {value} is no log-probability")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EchoedLogprobs(Sequence[TokenLogprobs]):
+    """Log-probabilities at the places of many tokens: what TokenLogprobs is for one, as arrays. Raises ValueError as
+    that class, and for shapes that do not agree."""
+
+    logprobs: npt.NDArray[np.float32]  # [tokens]
+    top_ids: npt.NDArray[np.uint32]  # [tokens, top]
+    top_logprobs: npt.NDArray[np.float32]  # [tokens, top]
+
+    def __post_init__(self) -> None:
+        tokens, shape = len(self.logprobs), self.top_ids.shape
+        if shape != self.top_logprobs.shape or shape != (tokens, *shape[1:]) or len(shape) != 2:
+            raise ValueError(f"logprobs: of {tokens} tokens, ids {shape} and numbers {self.top_logprobs.shape}")
+        for values in (self.logprobs, self.top_logprobs):
+            if not (values <= 0).all():  # false for one that is not a number
+                raise ValueError("logprobs: one is no log-probability")
+
+    @classmethod
+    def of(cls, given: Sequence[TokenLogprobs]) -> Self:
+        """The same numbers. All must have as many likeliest tokens."""
+        shape = len(given), len(given[0].top) if given else 0
+        return cls(
+            np.array([each.logprob for each in given], np.float32),
+            np.array([token for each in given for token, _ in each.top], np.uint32).reshape(shape),
+            np.array([value for each in given for _, value in each.top], np.float32).reshape(shape),
+        )
+
+    @property
+    def top(self) -> int:
+        """Likeliest tokens at each place."""
+        return int(self.top_ids.shape[1])
+
+    def fit(self, tokens: int, top: int | None, vocabulary: int) -> bool:
+        """As of the function `fit`."""
+        if top is None or len(self) != tokens:
+            return not len(self) and top is None
+        return not tokens or (self.top == min(top, vocabulary) and int(self.top_ids.max(initial=0)) < vocabulary)
+
+    def __len__(self) -> int:
+        return len(self.logprobs)
+
+    @overload
+    def __getitem__(self, place: int) -> TokenLogprobs: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> EchoedLogprobs: ...
+
+    def __getitem__(self, place: int | slice) -> TokenLogprobs | EchoedLogprobs:
+        logprobs, ids, values = self.logprobs[place], self.top_ids[place], self.top_logprobs[place]
+        if isinstance(place, slice):
+            return EchoedLogprobs(logprobs, ids, values)
+        return TokenLogprobs(float(logprobs), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, EchoedLogprobs) and all(
+            np.array_equal(ours, theirs)
+            for ours, theirs in (
+                (self.logprobs, other.logprobs),
+                (self.top_ids, other.top_ids),
+                (self.top_logprobs, other.top_logprobs),
+            )
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.logprobs.tobytes())
+
+
+NOT_ECHOED = EchoedLogprobs.of(())
+"""Of a text whose log-probabilities were not asked for."""
 
 
 def check_logprobs(top: int | None) -> None:
@@ -53,6 +131,41 @@ def fill_logprobs(message: Message, logprobs: TokenLogprobs) -> None:
     message.logprob = logprobs.logprob
     message.top_ids.extend(token for token, _ in logprobs.top)
     message.top_logprobs.extend(value for _, value in logprobs.top)
+
+
+def fill_echoed(messages: Any, echoed: EchoedLogprobs) -> None:
+    """Write each token's into a field of the public API."""
+    rows = zip(echoed.logprobs.tolist(), echoed.top_ids.tolist(), echoed.top_logprobs.tolist(), strict=True)
+    for logprob, ids, values in rows:
+        messages.add(logprob=logprob, top_ids=ids, top_logprobs=values)
+
+
+def echoed_message(echoed: EchoedLogprobs) -> calls_pb2.EchoedLogprobs | None:
+    """Those of an opening; None where none were asked for."""
+    if not len(echoed):
+        return None
+    return calls_pb2.EchoedLogprobs(
+        logprobs=echoed.logprobs.astype(_FLOAT).tobytes(),
+        top=echoed.top,
+        top_ids=echoed.top_ids.astype(_ID).tobytes(),
+        top_logprobs=echoed.top_logprobs.astype(_FLOAT).tobytes(),
+    )
+
+
+def echoed_from(message: calls_pb2.EchoedLogprobs) -> EchoedLogprobs:
+    """Those of an opening. Raises ValueError where they are malformed, or more than a request may ask for."""
+    given = message.logprobs, message.top_ids, message.top_logprobs
+    if max(map(len, given)) > NUMBER_BYTES * MAX_ECHOED or any(len(each) % NUMBER_BYTES for each in given):
+        raise ValueError(f"echoed: has {sum(map(len, given))} bytes, which are no numbers of at most {MAX_ECHOED}")
+    logprobs, top = np.frombuffer(message.logprobs, _FLOAT), message.top
+    shape = len(logprobs), top
+    if top > MAX_TOP_LOGPROBS or {len(each) for each in given[1:]} != {NUMBER_BYTES * len(logprobs) * top}:
+        raise ValueError(f"echoed: {len(logprobs)} tokens with {top} likeliest ones each are not what it has")
+    return EchoedLogprobs(
+        logprobs,
+        np.frombuffer(message.top_ids, _ID).reshape(shape),
+        np.frombuffer(message.top_logprobs, _FLOAT).reshape(shape),
+    )
 
 
 def logprobs_from(messages: Sequence[Message]) -> tuple[TokenLogprobs, ...]:

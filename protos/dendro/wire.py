@@ -29,11 +29,11 @@ from dendro.calls import (
 )
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
-from dendro.logprobs import MAX_ECHOED, fill_logprobs, logprobs_from
+from dendro.logprobs import echoed_from, echoed_message, fill_logprobs, logprobs_from
 from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
-from dendro.text import Finish, Limits, Sampling, Verdict, check_count
+from dendro.text import Finish, Limits, Sampling, Verdict
 from dendro.token_lists import edits_from, mode_from, stop_ids_from
 from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
 
@@ -436,17 +436,18 @@ def answer_from(message: drafter_pb2.DrafterAnswer | verifier_pb2.VerifierAnswer
 
 
 def _opened_message(opened: Opened) -> calls_pb2.Opened:
-    message = calls_pb2.Opened(restored=opened.restored, processed=opened.processed, open_us=opened.open_us)
-    for each in opened.logprobs:
-        fill_logprobs(message.logprobs.add(), each)
-    return message
+    return calls_pb2.Opened(
+        restored=opened.restored,
+        processed=opened.processed,
+        open_us=opened.open_us,
+        echoed=echoed_message(opened.logprobs),
+    )
 
 
 def _opened_from(message: calls_pb2.Opened) -> Opened:
     counts = (min(message.restored, _MAX_COUNT), min(message.processed, _MAX_COUNT))
-    check_count("opened.logprobs", message.logprobs, MAX_ECHOED)
     try:
-        return Opened(*counts, open_us=min(message.open_us, MAX_US), logprobs=logprobs_from(message.logprobs))
+        return Opened(*counts, open_us=min(message.open_us, MAX_US), logprobs=echoed_from(message.echoed))
     except ValueError as error:
         raise _bad("opened", error) from None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import tiny_models
 from dendro.answer import Completion, EchoedPrompt, Round, build_request
 from dendro.calls import Opened
 from dendro.errors import BadAnswer, BadRequest, EngineFailed
-from dendro.logprobs import TokenLogprobs
+from dendro.internal.v1 import calls_pb2
+from dendro.logprobs import EchoedLogprobs, TokenLogprobs
 from dendro.progress import AnswerProgress
 from dendro.text import Limits, Sampling, Text
 from dendro.v1 import generation_pb2 as pb
@@ -106,12 +110,65 @@ async def test_a_prompt_with_too_many_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_an_opening_with_them_arrives_unchanged_and_too_many_are_refused(monkeypatch: pytest.MonkeyPatch):
-    opened = Opened(1, 2, 3, (TokenLogprobs(-0.5, ((7, -0.5),)), TokenLogprobs(-2.0, ((9, -0.25),))))
+    each = TokenLogprobs(-0.5, ((7, -0.5),)), TokenLogprobs(-math.inf, ((70_000, -0.25),))
+    opened = Opened(1, 2, 3, EchoedLogprobs.of(each))
     message = verifier_answer_message(1, opened)
-    assert answer_from(message) == opened
-    monkeypatch.setattr("dendro.wire.MAX_ECHOED", 1)
-    with pytest.raises(BadAnswer, match="opened.logprobs"):
+    assert answer_from(message) == opened and tuple(answer_from(message).logprobs) == each
+    monkeypatch.setattr("dendro.logprobs.MAX_ECHOED", 1)
+    with pytest.raises(BadAnswer, match="echoed: has 24 bytes, which are no numbers of at most 1"):
         answer_from(message)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"logprobs": b"\0" * 7},
+        {"logprobs": struct.pack("<2f", -1.0, math.nan)},
+        {"logprobs": struct.pack("<2f", -1.0, 0.5)},
+        {"top_logprobs": struct.pack("<2f", -1.0, math.inf)},
+        {"top": 2},
+        {"top": 0},
+        {"top": 21, "top_ids": b"\0" * 168, "top_logprobs": b"\0" * 168},
+        {"top_ids": b""},
+    ],
+)
+def test_malformed_ones_are_refused(wrong: dict[str, Any]):
+    given = {"logprobs": b"\0" * 8, "top": 1, "top_ids": b"\0" * 8, "top_logprobs": b"\0" * 8}
+    message = verifier_answer_message(1, Opened(1, 2, 3))
+    message.opened.echoed.CopyFrom(calls_pb2.EchoedLogprobs(**given))
+    assert len(answer_from(message).logprobs) == 2
+    message.opened.echoed.CopyFrom(calls_pb2.EchoedLogprobs(**given | wrong))
+    with pytest.raises(BadAnswer, match="echoed: |logprobs: "):
+        answer_from(message)
+
+
+def test_they_must_be_what_was_asked_for():
+    two = EchoedLogprobs.of([TokenLogprobs(-0.5, ((7, -0.5),)), TokenLogprobs(-2.0, ((9, -0.25),))])
+    assert two.fit(2, 1, 10) and EchoedLogprobs.of([]).fit(0, 3, 10) and EchoedLogprobs.of([]).fit(0, None, 10)
+    assert not (two.fit(2, 1, 9) or two.fit(2, 2, 10) or two.fit(3, 1, 10) or two.fit(2, None, 10))
+    assert (two[1], list(two[1:])) == (TokenLogprobs(-2.0, ((9, -0.25),)), [two[1]])
+
+
+@pytest.mark.parametrize(("top", "hops"), [(0, 0), (20, 4)])
+async def test_parts_are_made_when_they_are_sent_and_large_ones_off_the_loop(
+    top: int, hops: int, monkeypatch: pytest.MonkeyPatch
+):
+    """So the loop never has more than a part's work at once."""
+    monkeypatch.setattr(echo_module, "ECHO_PART", 64)
+    monkeypatch.setattr("dendro.long_work.LONG", 1000)
+    threads, in_thread = [], asyncio.to_thread
+
+    async def to_thread(work: Any) -> Any:
+        threads.append(work)
+        return await in_thread(work)
+
+    monkeypatch.setattr("dendro.long_work.asyncio.to_thread", to_thread)
+    prompt = [at % 250 for at in range(200)]
+    events = ingress(EdgePeers()).generate(build_request(prompt, echo=True, logprobs=top, max_new_tokens=2))
+    parts = [event async for event in events if event.HasField("prompt")]
+    assert [len(part.prompt.token_ids) for part in parts] == [64, 64, 64, 8]
+    made = [work for work in threads if getattr(work, "func", None) is echo_module._part]
+    assert len(made) == hops
 
 
 def test_a_text_asks_for_them_by_position():

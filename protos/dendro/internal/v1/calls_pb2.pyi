@@ -470,7 +470,7 @@ class Opened(_message.Message):
     RESTORED_FIELD_NUMBER: _builtins.int
     PROCESSED_FIELD_NUMBER: _builtins.int
     OPEN_US_FIELD_NUMBER: _builtins.int
-    LOGPROBS_FIELD_NUMBER: _builtins.int
+    ECHOED_FIELD_NUMBER: _builtins.int
     restored: _builtins.int
     """restored is the number of tokens that a state from the store covers."""
     processed: _builtins.int
@@ -478,8 +478,8 @@ class Opened(_message.Message):
     open_us: _builtins.int
     """open_us is the time from the call's arrival to readiness, in microseconds."""
     @_builtins.property
-    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
-        """logprobs has an entry for each of the text's tokens from echo_from on. Empty: they were not asked for."""
+    def echoed(self) -> Global___EchoedLogprobs:
+        """echoed has the log-probabilities of the text's tokens from echo_from on. Absent: they were not asked for."""
 
     def __init__(
         self,
@@ -487,15 +487,51 @@ class Opened(_message.Message):
         restored: _builtins.int = ...,
         processed: _builtins.int = ...,
         open_us: _builtins.int = ...,
-        logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        echoed: Global___EchoedLogprobs | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["echoed", b"echoed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "open_us", b"open_us", "processed", b"processed", "restored", b"restored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["echoed", b"echoed", "open_us", b"open_us", "processed", b"processed", "restored", b"restored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Opened: _TypeAlias = Opened  # noqa: Y015
+
+@_typing.final
+class EchoedLogprobs(_message.Message):
+    """Log-probabilities of many tokens, as of TokenLogprobs. The numbers are little-endian, of four bytes each, so that they
+    are read as arrays.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    logprobs: _builtins.bytes
+    """logprobs are floats, one for each token."""
+    top: _builtins.int
+    """top is the number of likeliest tokens at each place."""
+    top_ids: _builtins.bytes
+    """top_ids are unsigned integers, `top` for each token."""
+    top_logprobs: _builtins.bytes
+    """top_logprobs are floats, one for each of top_ids."""
+    def __init__(
+        self,
+        *,
+        logprobs: _builtins.bytes = ...,
+        top: _builtins.int = ...,
+        top_ids: _builtins.bytes = ...,
+        top_logprobs: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "top", b"top", "top_ids", b"top_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EchoedLogprobs: _TypeAlias = EchoedLogprobs  # noqa: Y015
 
 @_typing.final
 class Closed(_message.Message):
