@@ -10,7 +10,7 @@ from dataclasses import replace
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
-from dendro.logprobs import EchoedLogprobs, fit
+from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, fit
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
@@ -95,12 +95,14 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         return self.hello
 
     async def prompt_logprobs(self) -> EchoedLogprobs:
-        """Wait until the text is open; the log-probabilities that the opening reported. Raises what ended it."""
+        """Wait until the text is open; the log-probabilities that the opening reported, which are not kept here. Raises
+        what ended it."""
         if self.opened is None and (task := self._opening_task) is not None:
             await asyncio.shield(task)
         if self.opened is None:
             raise PeerLost("verifier: the handle is closed")
-        return self.opened.logprobs
+        logprobs, self.opened = self.opened.logprobs, replace(self.opened, logprobs=NOT_ECHOED)
+        return logprobs
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         """The target's verdict. Raises BadRequest for a text that verifiers refuse, PeerLost or Overloaded after the

@@ -22,7 +22,9 @@ these the newest."""
 BRANCHES = 4
 """Continuations proposed at most."""
 
-_NOWHERE: npt.NDArray[np.int64] = np.empty(0, np.int64)
+_Ints = npt.NDArray[np.int32]
+"""Ids and positions, which are below 2**31."""
+_NOWHERE: _Ints = np.empty(0, np.int32)
 
 
 class Lookup:
@@ -32,7 +34,7 @@ class Lookup:
 
     def __init__(self) -> None:
         # LONGEST entries of -1, which is no token, precede the text, so that no match extends past its beginning.
-        self._ids: npt.NDArray[np.int64] = np.full(256, -1, np.int64)
+        self._ids: _Ints = np.full(256, -1, np.int32)
         self._length = 0
         # Positions by token: those of the first text sorted, which is fast for a long prompt, and later ones in lists.
         self._tokens = self._positions = _NOWHERE
@@ -42,13 +44,13 @@ class Lookup:
         more = text.ids[self._length :]
         start, self._length = self._length, len(text)
         if LONGEST + self._length > len(self._ids):
-            longer = np.full(max(LONGEST + self._length, 2 * len(self._ids)), -1, np.int64)
+            longer = np.full(max(LONGEST + self._length, 2 * len(self._ids)), -1, np.int32)
             longer[: len(self._ids)] = self._ids
             self._ids = longer
         self._ids[LONGEST + start : LONGEST + self._length] = more
         if not start:
             first = self._ids[LONGEST : LONGEST + self._length]
-            self._positions = np.argsort(first, kind="stable")
+            self._positions = np.argsort(first, kind="stable").astype(np.int32)
             self._tokens = first[self._positions]
             return
         for position, token in enumerate(more, start):
@@ -93,14 +95,14 @@ class Lookup:
         order = order[list(best.values())[:BRANCHES]]
         return list(zip((places[order] - LONGEST).tolist(), matched[order].tolist(), strict=True))
 
-    def _earlier(self, token: int) -> npt.NDArray[np.int64]:
+    def _earlier(self, token: int) -> _Ints:
         """The newest positions of the text's last token, but for the last, in order."""
-        first, last = np.searchsorted(self._tokens, (token, token + 1))
+        first, last = np.searchsorted(self._tokens, np.array((token, token + 1), np.int32))  # another type is slow
         later = self._later.get(token, [])
         if last - first + len(later) == 1:
             return _NOWHERE
         initial = self._positions[max(first, last - SCANNED - 1) : last]
-        return np.concatenate([initial, np.array(later[-SCANNED - 1 :], np.int64)])[:-1][-SCANNED:]
+        return np.concatenate([initial, np.array(later[-SCANNED - 1 :], np.int32)])[:-1][-SCANNED:]
 
 
 def _follow(proposal: Proposal, ids: list[int], end: int, matched: int, depth: int, rank: int) -> None:

@@ -304,7 +304,7 @@ class Admission:
             ids = []
         if not ids:
             raise BadRequest("prompt", "is empty")
-        return earlier + ids
+        return earlier + ids if earlier else ids
 
     def _new_tokens(self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int]) -> int:
         """The answer's maximum length. The default is cut to the limit and to the room left; a requested number that

@@ -284,8 +284,8 @@ class Ingress:
             check_written_target(job, target)
             job.target = target
             yield _started(job, text, target)
-            echoed = await verifier.prompt_logprobs() if job.echo_from is not None else NOT_ECHOED
-            async for part in echo_of(job, echoed):
+            wanted = job.echo_from is not None
+            async for part in echo_of(job, await verifier.prompt_logprobs() if wanted else NOT_ECHOED):
                 yield part
             if plan.plain_first:
                 await drafter.prepare(text, account.foresee())

@@ -65,7 +65,7 @@ class TextUpdate:
     @classmethod
     def of(cls, opening: bytes, text: Text | Tokens, start: int) -> TextUpdate:
         """The whole of `text`, for a peer that holds its first `start` tokens."""
-        return cls(opening, len(text), text.digest(len(text)), start, tuple(text.ids[start:]))
+        return cls(opening, len(text), text.digest(len(text)), start, tuple(text.ids[start:] if start else text.ids))
 
 
 @dataclass(frozen=True, slots=True)
