@@ -122,7 +122,7 @@ async def _client(config: Path | None, address: str, local: bool) -> AsyncIterat
         async with local_client(given_config(config)) as near:
             yield near
     else:
-        async with running_cluster(given_config(config)) as started, AsyncClient(started) as client:
+        async with running_cluster(given_config(config)) as started, AsyncClient(started, proxy=False) as client:
             yield client
 
 

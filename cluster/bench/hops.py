@@ -65,7 +65,7 @@ async def hop_process() -> AsyncIterator[HopProcess]:
             address = (await process.stdout.readline()).decode().strip()
         if not address:
             raise EngineFailed(f"{__name__}: the process ended with status {await process.wait()}")
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with grpc.aio.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
             yield HopProcess(channel)
     finally:
         if process.returncode is None:

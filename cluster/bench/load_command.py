@@ -86,7 +86,7 @@ async def run_against_off(plan: PairsPlan, name: str, models: Path, progress: Be
 
     @asynccontextmanager
     async def fresh_router(temperature: float) -> AsyncIterator[Loader]:
-        async with running_cluster(config) as address, AsyncClient(address) as client:
+        async with running_cluster(config) as address, AsyncClient(address, proxy=False) as client:
             yield Loader(client, plan.prompts, plan.tokens, partial(stats_of, name), temperature)
 
     blocks = await measure_against_off(plan, fresh_router, progress("blocks", plan.blocks))
@@ -117,7 +117,7 @@ async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, A
     try:
         async with (
             running_cluster(config) as address,
-            AsyncClient(address) as client,
+            AsyncClient(address, proxy=False) as client,
             library,
             hop_process() as hops,
         ):

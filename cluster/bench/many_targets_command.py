@@ -92,7 +92,7 @@ async def run_targets(settings: TargetsSettings, begin: Begin) -> dict[str, Any]
         settings.seed,
     )
     batches = sum(len(plan.batches(temperature)) for temperature in plan.temperatures)
-    async with running(config, settings.local) as address, AsyncClient(address) as client:
+    async with running(config, settings.local) as address, AsyncClient(address, proxy=False) as client:
         warm, step = begin("warm-up", batches), begin("measuring", plan.answers)
         result = await measure_targets(plan, client, warm, step)
     return {

@@ -91,7 +91,7 @@ async def contenders_for(config: Config, settings: SpeedSettings) -> AsyncIterat
         async with (
             AsyncExitStack() as stack,
             running(config, settings.local) as address,
-            AsyncClient(address) as client,
+            AsyncClient(address, proxy=False) as client,
             library,
         ):
             contenders = Contenders(library, ClusterClient(client))

@@ -74,7 +74,7 @@ async def _serving(config: Config, local: bool) -> AsyncIterator[Asking]:
         async with local_client(config) as client:
             yield client
         return
-    async with running_cluster(config) as address, AsyncClient(address) as far:
+    async with running_cluster(config) as address, AsyncClient(address, proxy=False) as far:
         yield far
 
 

@@ -146,7 +146,7 @@ async def run_tune(config: Config, plans: Sequence[TunePlan], local: bool, begin
 
     started = time.monotonic()
     tuned: list[tuple[TunePlan, Tuned]] = []
-    async with running(config, local) as address, AsyncClient(address) as client:
+    async with running(config, local) as address, AsyncClient(address, proxy=False) as client:
         for plan in plans:
             drafter = config.drafters[plan.drafter]
             tuning = Tuning(plan, client, Ranker(drafter, device_of(drafter), plan.limits.max_children), begin)

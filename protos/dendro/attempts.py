@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import cast
 
@@ -43,7 +44,7 @@ class Attempts:
         self._clock = clock
         self._deadline = clock() + timeout_s
         self._failures = 0
-        self._refused: set[str] = set()  # addresses that are full; since the last call that broke
+        self._refused: Counter[str] = Counter()  # refused calls by address, since the last call that broke
         self._last: DendroError | None = None
 
     @property
@@ -76,8 +77,8 @@ class Attempts:
         if error is not None and _full(error):
             failed = Overloaded(error.details() or "")
             rotation.refused(address)
-            self._refused.add(address)
-            if not begun and self._refused.issuperset(rotation.addresses):
+            self._refused[address] += 1
+            if not begun and all(self._refused[each] >= rotation.calls_to(each) for each in rotation.addresses):
                 raise failed from error
         else:
             details = error.details() or error.code().name if error is not None else "it ended without its last event"
@@ -89,7 +90,7 @@ class Attempts:
         if self._failures == WARNED_AFTER:
             routers = ", ".join(rotation.addresses)
             log.warning("%s: no answer; calls go on for %.0f s: %s", routers, self.remaining_s, one_line(str(failed)))
-        passes, within = divmod(self._failures, len(rotation.addresses))
+        passes, within = divmod(self._failures, rotation.routers)
         if within:
             return 0.0
         longest_s = min(FIRST_PAUSE_S * 2.0 ** min(passes - 1, 10), LONGEST_PAUSE_S)

@@ -18,8 +18,8 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -48,6 +48,7 @@ from dendro.answer import (
 )
 from dendro.arguments import ascii_of, seconds_of
 from dendro.attempts import Attempts
+from dendro.destinations import Channels, Destination, Destinations, LookUp, look_up
 from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
 from dendro.samples import one_answer
@@ -87,6 +88,11 @@ CHANNEL_OPTIONS = (
 )
 
 
+def channel_options(destination: Destination) -> tuple[tuple[str, int | str], ...]:
+    named = (("grpc.default_authority", destination.authority),) if destination.target != destination.authority else ()
+    return (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(destination.proxied)), *named)
+
+
 class Asking(ABC):
     """The interface of asyncio clients; requests go to a cluster's address or stay in this process."""
 
@@ -122,15 +128,17 @@ class AsyncClient(Asking):
         tenant: str = "",
         timeout_s: float = 600.0,
         credentials: grpc.ChannelCredentials | None = None,
+        proxy: bool = True,
+        look_up: LookUp = look_up,
     ) -> None:
-        """address: `host:port` of a router, or several separated by commas   timeout_s: of each request, all of its
-        calls together"""
+        """As of `Client`."""
         self.address = address
         self.timeout_s = seconds_of("timeout_s", timeout_s)
         self._metadata = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
         self._credentials = credentials
         self._rotation = Rotation(address)
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._destinations = Destinations(proxy, credentials is not None, look_up)
+        self._channels = Channels(self._open)  # opened when they are first used, since they are bound to the loop
 
     async def __aenter__(self) -> Self:
         return self
@@ -141,19 +149,28 @@ class AsyncClient(Asking):
         await self.close()
 
     async def close(self) -> None:
-        channels, self._channels = self._channels, {}
-        for channel in channels.values():
+        for channel in self._channels.drain():
             await channel.close(None)
 
-    def _stub(self, address: str) -> generation_pb2_grpc.GenerationServiceAsyncStub:
-        channel = self._channels.get(address)
-        if channel is None:  # created on first use, since it is bound to the running loop
-            channel = self._channels[address] = (
-                grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-                if self._credentials is None
-                else grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
-            )
-        return generation_pb2_grpc.GenerationServiceStub(channel)
+    def _open(self, destination: Destination) -> grpc.aio.Channel:
+        options = channel_options(destination)
+        if self._credentials is None:
+            return grpc.aio.insecure_channel(destination.target, options=options)
+        return grpc.aio.secure_channel(destination.target, self._credentials, options=options)
+
+    @asynccontextmanager
+    async def _stub(self, address: str) -> AsyncIterator[generation_pb2_grpc.GenerationServiceAsyncStub]:
+        """For one call."""
+        if self._destinations.unknown(address):
+            await asyncio.to_thread(self._destinations.destination, address)
+        destination = self._destinations.destination(address)
+        self._rotation.count(address, len(destination.addresses))
+        channel = self._channels.take(destination)
+        try:
+            yield generation_pb2_grpc.GenerationServiceStub(channel)
+        finally:
+            for unused in self._channels.release(destination):
+                await unused.close(None)
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
         """Stream the answer to a request message."""
@@ -161,18 +178,18 @@ class AsyncClient(Asking):
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
-            stub = self._stub(address)
             request = sendable(answer.next_request(), MAX_MESSAGE_BYTES)
-            call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
-            try:
-                async for response in call:
-                    event = answer.take(response)
-                    if event is not None:
-                        yield event
-            except grpc.aio.AioRpcError as error:
-                broken = error
-            finally:
-                call.cancel()  # ends the server's work if the caller left the iteration; else does nothing
+            async with self._stub(address) as stub:
+                call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
+                try:
+                    async for response in call:
+                        event = answer.take(response)
+                        if event is not None:
+                            yield event
+                except grpc.aio.AioRpcError as error:
+                    broken = error
+                finally:
+                    call.cancel()  # ends the server's work if the caller left the iteration; else does nothing
             if not answer.finished:
                 await asyncio.sleep(answer.pause_after(broken, address, self._rotation))
 
@@ -182,9 +199,10 @@ class AsyncClient(Asking):
         while True:
             address = self._rotation.take()
             try:
-                response = await self._stub(address).GetServerInfo(
-                    pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
-                )
+                async with self._stub(address) as stub:
+                    response = await stub.GetServerInfo(
+                        pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
+                    )
             except grpc.aio.AioRpcError as error:
                 await asyncio.sleep(attempts.pause_after(error, address, self._rotation))
             else:
@@ -201,19 +219,22 @@ class Client:
         tenant: str = "",
         timeout_s: float = 600.0,
         credentials: grpc.ChannelCredentials | None = None,
+        proxy: bool = True,
+        look_up: LookUp = look_up,
     ) -> None:
-        """address: `host:port` of a router, or several separated by commas   timeout_s: of each request, all of its
-        calls together"""
+        """
+        address: `host:port` of a router, or several separated by commas; a name's addresses are looked up anew
+        timeout_s: of each request, all of its calls together
+        proxy: whether `http_proxy` and `no_proxy` of the environment apply; never to addresses of loopback
+        look_up: the addresses behind a name
+        """
         self.address = address
         self.timeout_s = seconds_of("timeout_s", timeout_s)
         self._metadata = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
         self._rotation = Rotation(address)
-        self._channels = {
-            each: grpc.insecure_channel(each, options=CHANNEL_OPTIONS)
-            if credentials is None
-            else grpc.secure_channel(each, credentials, options=CHANNEL_OPTIONS)
-            for each in self._rotation.addresses
-        }
+        self._credentials = credentials
+        self._destinations = Destinations(proxy, credentials is not None, look_up)
+        self._channels = Channels(self._open)
 
     def __enter__(self) -> Self:
         return self
@@ -224,11 +245,26 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        for channel in self._channels.values():
+        for channel in self._channels.drain():
             channel.close()
 
-    def _stub(self, address: str) -> generation_pb2_grpc.GenerationServiceStub:
-        return generation_pb2_grpc.GenerationServiceStub(self._channels[address])
+    def _open(self, destination: Destination) -> grpc.Channel:
+        options = channel_options(destination)
+        if self._credentials is None:
+            return grpc.insecure_channel(destination.target, options=options)
+        return grpc.secure_channel(destination.target, self._credentials, options=options)
+
+    @contextmanager
+    def _stub(self, address: str) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
+        """For one call."""
+        destination = self._destinations.destination(address)
+        self._rotation.count(address, len(destination.addresses))
+        channel = self._channels.take(destination)
+        try:
+            yield generation_pb2_grpc.GenerationServiceStub(channel)
+        finally:
+            for unused in self._channels.release(destination):
+                unused.close()
 
     def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Event]:
         """Stream an answer: Started, Rounds, Complete. Leaving the iteration cancels the request."""
@@ -241,18 +277,18 @@ class Client:
         while not answer.finished:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
-            stub = self._stub(address)
             request = sendable(answer.next_request(), MAX_MESSAGE_BYTES)
-            call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
-            try:
-                for response in call:
-                    event = answer.take(response)
-                    if event is not None:
-                        yield event
-            except grpc.RpcError as error:
-                broken = error
-            finally:
-                call.cancel()
+            with self._stub(address) as stub:
+                call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
+                try:
+                    for response in call:
+                        event = answer.take(response)
+                        if event is not None:
+                            yield event
+                except grpc.RpcError as error:
+                    broken = error
+                finally:
+                    call.cancel()
             if not answer.finished:
                 time.sleep(answer.pause_after(broken, address, self._rotation))
 
@@ -272,9 +308,10 @@ class Client:
         while True:
             address = self._rotation.take()
             try:
-                response = self._stub(address).GetServerInfo(
-                    pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
-                )
+                with self._stub(address) as stub:
+                    response = stub.GetServerInfo(
+                        pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
+                    )
             except grpc.RpcError as error:
                 time.sleep(attempts.pause_after(error, address, self._rotation))
             else:

@@ -26,6 +26,11 @@ class Rotation:
         if not self.addresses:
             raise BadRequest("address", f"{addresses!r} names no host:port")
         self._clock = clock
+        for each in self.addresses:
+            port = each.rpartition(":")[2]
+            if port.isdecimal() and not 0 < int(port) < 1 << 16:
+                raise BadRequest("address", f"{each} has no port from 1 to 65535")
+        self._counts = dict.fromkeys(self.addresses, 1)
         self._until_s = dict.fromkeys(self.addresses, -math.inf)  # when an address is used again
         self._next = 0
 
@@ -37,6 +42,21 @@ class Rotation:
         chosen = next(well, None) or min(ordered, key=self._until_s.__getitem__)
         self._next = (self.addresses.index(chosen) + 1) % len(self.addresses)
         return chosen
+
+    def count(self, address: str, behind: int) -> None:
+        """So many routers are behind an address; 0: unknown."""
+        self._counts[address] = max(behind, 1)
+
+    @property
+    def routers(self) -> int:
+        """The number of routers behind all addresses, as far as it is known."""
+        return sum(self._counts.values())
+
+    def calls_to(self, address: str) -> int:
+        """After so many refused calls all routers behind an address count as full. One of several gets calls by chance,
+        beside other requests, so each is given two."""
+        routers = self._counts[address]
+        return 2 * routers if routers > 1 else 1
 
     def broke(self, address: str) -> None:
         """A call at this address broke."""

@@ -188,8 +188,8 @@ async def test_a_resumed_stream_continues_with_the_same_tokens_and_text(held: in
             max_new_tokens=20,
             resume=resume_of(IDS, whole[:held], seed=3),
         )
-        stub = client._stub(client.address)
-        events = [event async for event in stub.Generate(request)]
+        async with client._stub(client.address) as stub:
+            events = [event async for event in stub.Generate(request)]
     chunks = [event.chunk for event in events if event.WhichOneof("event") == "chunk"]
     before = "".join(part.text for part in full.rounds[:held])
     assert events[0].started.offset == held

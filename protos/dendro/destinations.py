@@ -1,0 +1,175 @@
+"""Where the routers of a client are: the addresses behind its names, looked up anew while it lives.
+
+A channel of gRPC looks its name up again only when a connection breaks, so that routers which are added behind a name
+would never be called by clients that live on.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from dendro.clock import Clock
+
+log = logging.getLogger("dendro.client")
+
+LOOK_UP_S = 5.0
+"""How old the addresses of a name may be when a call is made; they are then looked up while the call goes on."""
+PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
+NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
+"""gRPC takes the first of each that is set; the latter list ends of names that need no proxy."""
+
+C = TypeVar("C")
+
+LookUp = Callable[[str, int], Collection[str]]
+"""The IP addresses of a host. Raises OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """What a channel is made for."""
+
+    target: str  # for gRPC
+    authority: str  # `host:port`
+    proxied: bool  # whether gRPC may use the environment's proxy
+    addresses: frozenset[str] = frozenset()  # behind the name; empty: unknown
+
+
+def look_up(host: str, port: int) -> Collection[str]:
+    return {str(each[4][0]) for each in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)}
+
+
+def in_background(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, daemon=True).start()  # a look-up may hang, which must not delay the process's end
+
+
+class Destinations:
+    """The current destination of each `host:port`. Thread-safe."""
+
+    def __init__(self, proxy: bool, secure: bool, look_up: LookUp = look_up, clock: Clock = time.monotonic) -> None:
+        """proxy: whether the environment's proxy is used for hosts other than this machine; secure: whether channels
+        check the host's certificate, for which gRPC needs its name"""
+        self._proxy = proxy
+        self._secure = secure
+        self._look_up = look_up
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._found: dict[str, frozenset[str]] = {}
+        self._asked_s: dict[str, float] = {}  # when a look-up began
+
+    def unknown(self, address: str) -> bool:
+        """Whether `destination` has to wait for a look-up."""
+        return address not in self._found and self._is_looked_up(address)
+
+    def destination(self, address: str) -> Destination:
+        """Where calls go now. Looks a name up: at first before it returns, later in a thread."""
+        host = host_of(address)
+        proxied = self._proxy and not is_loopback(host) and uses_proxy(host)
+        if not self._is_looked_up(address):
+            return Destination(address, address, proxied)
+        if address not in self._found:
+            self._ask(address)
+        elif self._clock() - self._asked_s[address] > LOOK_UP_S:
+            self._asked_s[address] = self._clock()
+            in_background(lambda: self._ask(address))
+        found = self._found[address]
+        families = {ipaddress.ip_address(each).version for each in found}
+        if self._secure or len(families) != 1:  # gRPC looks the name up again, for a new channel
+            return Destination(address, address, proxied, found)
+        port = address.rpartition(":")[2]
+        ends = (f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in sorted(found))
+        return Destination(f"ipv{families.pop()}:{','.join(ends)}", address, proxied, found)
+
+    def _is_looked_up(self, address: str) -> bool:
+        """Whether the address is of a name that is looked up here: gRPC does it for a proxy, which may know other names
+        than this machine."""
+        host = host_of(address)
+        if not host or is_loopback(host) or is_ip(host):
+            return False
+        return not (self._proxy and uses_proxy(host))
+
+    def _ask(self, address: str) -> None:
+        self._asked_s[address] = self._clock()
+        host, _, port = address.rpartition(":")
+        try:
+            found = frozenset(self._look_up(host, int(port)))
+        except (OSError, UnicodeError) as error:  # the last addresses are kept
+            log.info("%s: cannot be looked up: %s", address, error)
+            found = frozenset()
+        with self._lock:
+            self._found[address] = found or self._found.get(address, frozenset())
+
+
+def host_of(address: str) -> str:
+    """The host of `host:port`; empty for an address in another form, such as `unix:PATH`, which is gRPC's alone."""
+    host, _, port = address.rpartition(":")
+    if not port.isdecimal() or host.startswith("unix:") or "/" in host:
+        return ""
+    host = host.removeprefix("[").removesuffix("]")
+    return host if ":" not in host or is_ip(host) else ""
+
+
+def is_ip(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is this machine by its name."""
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    return is_ip(host) and ipaddress.ip_address(host).is_loopback
+
+
+def uses_proxy(host: str) -> bool:
+    """Whether gRPC would use a proxy of the environment for a host. (Of networks, as `10.0.0.0/8`, only gRPC knows.)"""
+    if not any(map(os.environ.get, PROXY_VARIABLES)):
+        return False
+    without = next(filter(None, map(os.environ.get, NO_PROXY_VARIABLES)), "")
+    return not any(host.lower().endswith(each.strip().lower()) for each in without.split(",") if each.strip())
+
+
+class Channels(Generic[C]):
+    """The channels of a client: one for each current destination, and those of former ones until their calls have
+    ended. Thread-safe."""
+
+    def __init__(self, make: Callable[[Destination], C]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._open: dict[Destination, C] = {}
+        self._calls: Counter[Destination] = Counter()
+        self._current: dict[str, Destination] = {}  # by `host:port`
+
+    def take(self, destination: Destination) -> C:
+        """The channel of a call to a destination, which `release` must follow."""
+        with self._lock:
+            self._current[destination.authority] = destination
+            self._calls[destination] += 1
+            if destination not in self._open:
+                self._open[destination] = self._make(destination)
+            return self._open[destination]
+
+    def release(self, destination: Destination) -> list[C]:
+        """A call has ended. Returns the channels that the caller must close: of former destinations, without calls."""
+        with self._lock:
+            self._calls[destination] -= 1
+            over = [each for each in self._open if each != self._current[each.authority] and not self._calls[each]]
+            return [self._open.pop(each) for each in over]
+
+    def drain(self) -> list[C]:
+        """All of them, which the caller must close."""
+        with self._lock:
+            channels = [*self._open.values()]
+            self._open.clear()
+            return channels
