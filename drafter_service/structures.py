@@ -11,9 +11,9 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dendro.calls import OpenCall
+from dendro.daemon_threads import in_thread
 from dendro.errors import BadRequest
 from dendro.grammars import Bits, GrammarPlace, Grammars, GrammarText, TokenBytes, permits
-from dendro.long_work import STRUCTURE_WORK, off_loop
 
 from drafter_service.grow import Growth
 
@@ -47,7 +47,8 @@ class DraftStructures:
         end_ids = () if given.limits.ignore_end else self._end_ids
         text = grammar.text(given.prompt_length, end_ids, given.limits.stop_ids)
         structure = DraftStructure(self._name, text, given.prompt_length)
-        await off_loop(STRUCTURE_WORK * max(0, len(ids) - given.prompt_length), lambda: structure.follow(ids))
+        if len(ids) > given.prompt_length:
+            await in_thread("structure-of-opening", lambda: structure.follow(ids))
         return structure
 
 

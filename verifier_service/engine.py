@@ -19,11 +19,11 @@ from typing import Any, Self
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
 from dendro.clock import Clock
+from dendro.daemon_threads import in_thread
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars, GrammarText, TokenBytes
 from dendro.health import LONGEST_STEP_S
-from dendro.long_work import STRUCTURE_WORK, off_loop
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
@@ -227,8 +227,8 @@ class VerifierEngine:
             raise BadRequest("structure", "this verifier was loaded without a tokenizer for structures")
         grammar = await self._grammars.compiled(given.structure)
         text = grammar.text(given.prompt_length, () if given.limits.ignore_end else end_ids, given.limits.stop_ids)
-        answer = call.update.base - given.prompt_length
-        await off_loop(STRUCTURE_WORK * answer, lambda: text.follow(call.update.tokens))
+        if call.update.base > given.prompt_length:
+            await in_thread("structure-of-opening", lambda: text.follow(call.update.tokens))
         return text
 
     async def verify(self, call: VerifyCall) -> Verdict:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 
 from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
-from dendro.errors import BadRequest, Conflict, NotFound
-from dendro.grammars import Grammars
+from dendro.daemon_threads import in_thread
+from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
+from dendro.grammars import Grammar, Grammars
 from dendro.logprobs import check_echo, check_logprobs
-from dendro.long_work import LONG, PART, STRUCTURE_WORK, off_loop
+from dendro.long_work import LONG, PART, off_loop
 from dendro.modes import VerificationMode
 from dendro.samples import count_of_answers
 from dendro.structure import Structure, structure_from
-from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, check_choice
+from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, Tokens, check_choice
 from dendro.token_lists import edits_from, mode_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
@@ -82,7 +83,7 @@ class Job:
     limits: Limits
     stops: StopStrings
     structure: Structure | None
-    complete: bool  # `held` has the whole of a structured answer
+    complete: bool | None  # `held` has the whole of a structured answer; None: not read, the target may have changed
     logprobs: int | None  # as of `Text`
     echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
     shows_special: bool  # whether texts have special tokens
@@ -134,13 +135,14 @@ def _check_written(
         raise BadRequest("resume.token_ids", "are not the first tokens of this request's answer")
 
 
-def check_text_of_resume(resume: pb.Resume, job: Job, text: Text) -> None:
+def check_text_of_resume(resume: pb.Resume, prompt: Sequence[int]) -> None:
     """Raise Conflict where the text before the answer differs from the one that the answer was begun with."""
-    length = len(job.prompt)
-    if (resume.prompt_tokens, resume.prompt_digest) != (length, text.digest(length)):
+    text = Tokens()
+    text.extend(prompt)
+    if (resume.prompt_tokens, resume.prompt_digest) != (len(prompt), text.digest()):
         raise Conflict(
-            f"resume: the text before the answer has changed: it had {resume.prompt_tokens} tokens, and has {length}; "
-            f"{BEGIN_AGAIN}"
+            f"resume: the text before the answer has changed: it had {resume.prompt_tokens} tokens, and has "
+            f"{len(prompt)}; {BEGIN_AGAIN}"
         )
 
 
@@ -148,6 +150,13 @@ def check_target_of_resume(resume: pb.Resume | None, held: list[int], target: st
     """Raise Conflict where the client's tokens come from another target than `target`, which would continue them."""
     if resume is not None and held and resume.target != target:
         raise Conflict(f"resume.target: the target has changed since the answer began; {BEGIN_AGAIN}")
+
+
+def check_resumed_structure(job: Job) -> None:
+    """Raise PeerLost where the client's tokens were not read, as they seemed to come from another target, and come from
+    this one: asked again, they are."""
+    if job.complete is None:
+        raise PeerLost("router: the target has changed meanwhile; resume the answer again")
 
 
 def check_written_target(job: Job, target: str) -> None:
@@ -190,6 +199,11 @@ class Admission:
         self._priors = priors
         self._experience = experience
         self._clock = clock
+        self._targets: dict[str, str] = {}  # `Hello.target` of the last verifier, by the target's name
+
+    def learn_target(self, name: str, target: str) -> None:
+        """Note the `Hello.target` of a verifier: a resume of another one's answer is refused before it costs much."""
+        self._targets[name] = target
 
     async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
         """Check a request, once for all of its answers. The job is the first one's. Raises BadRequest naming the field,
@@ -233,7 +247,14 @@ class Admission:
             end, least = len(prompt) + self._new_tokens(request, served, prompt, held), request.min_new_tokens
         limits = _limits(request, len(prompt), end, least)
         check_choice(sampling, limits, served.vocabulary, served.end_ids, structure)
-        complete = structure is not None and await _completes(structure, held, limits, served)
+        if resume is not None:
+            await off_loop(len(prompt), lambda: check_text_of_resume(resume, prompt))
+        grammar = await _grammar_of(structure, served) if structure is not None else None
+        complete: bool | None = False
+        if grammar is not None:
+            moved = resume is not None and self._targets.get(served.name, resume.target) != resume.target
+            goes_on = bool(held) and len(prompt) + len(held) < limits.max_length  # so a verifier's target is compared
+            complete = None if moved and goes_on else await _completes(grammar, held, limits, served)
         session = request.session
         if request.keep_session and not session:
             session = await self._sessions.new_token(tenant)
@@ -335,17 +356,21 @@ def _without_tokens(resume: pb.Resume) -> pb.Resume:
     )
 
 
-async def _completes(structure: Structure, held: list[int], limits: Limits, served: Served) -> bool:
-    """Whether the client has the whole of a structured answer. Raises BadRequest for a structure that does not compile,
-    and for tokens that it does not allow."""
+async def _grammar_of(structure: Structure, served: Served) -> Grammar:
+    """Raises BadRequest for a structure that does not compile."""
     if served.grammars is None:
         raise BadRequest("structure", f"cannot be enforced for the target {served.name!r}")
-    grammar = await served.grammars.compiled(structure)
+    return await served.grammars.compiled(structure)
+
+
+async def _completes(grammar: Grammar, held: list[int], limits: Limits, served: Served) -> bool:
+    """Whether the client has the whole of a structured answer. Raises BadRequest for tokens that it does not allow."""
     text = grammar.text(0, () if limits.ignore_end else served.end_ids, limits.stop_ids)
-    try:
-        await off_loop(STRUCTURE_WORK * len(held), lambda: text.follow(held))
-    except BadRequest as error:
-        raise BadRequest("resume.token_ids", f"are not an answer's: the structure {error.reason}") from None
+    if held:
+        try:
+            await in_thread("structure-of-resume", lambda: text.follow(held))
+        except BadRequest as error:
+            raise BadRequest("resume.token_ids", f"are not an answer's: the structure {error.reason}") from None
     return text.complete
 
 

@@ -40,8 +40,8 @@ from cluster.router.admission import (
     Admission,
     Job,
     Served,
+    check_resumed_structure,
     check_target_of_resume,
-    check_text_of_resume,
     check_written_target,
     check_written_tokens,
 )
@@ -190,8 +190,6 @@ class Ingress:
                 job.structure,
             )
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
-            if job.resume is not None:
-                check_text_of_resume(job.resume, job, text)
             outcome = "left"
             if job.written is not None and not job.computed_again:
                 rest = self._rest_of_written(job, job.written, answer)
@@ -280,7 +278,9 @@ class Ingress:
             hello = await verifier.first_hello()
             account.learn_hello(hello)
             target = hello.target
+            self._admission.learn_target(name, target)
             check_target_of_resume(job.resume, job.held, target)
+            check_resumed_structure(job)
             check_written_target(job, target)
             job.target = target
             yield _started(job, text, target)

@@ -11,20 +11,23 @@ import asyncio
 import json
 import re
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from dendro.errors import BadRequest
+from dendro.guidance import StructureLimits, begin, fault_of, items_of, shortened
 from dendro.structure import Structure, StructureForm
 from dendro.tree import DraftTree
 
 if TYPE_CHECKING:
+    from llguidance import LLInterpreter
     from llguidance._lib import JsonCompileOptions
 
 COMPILE_S = 10.0
@@ -39,8 +42,8 @@ OPTIONS_LINE = re.compile(r"^\s*%llguidance", re.MULTILINE)
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
 """A schema cannot change them: unbounded whitespace lets a model go on for ever, and `lenient` ignores keywords."""
 
-LONGEST_REASON = 400
-"""Characters of llguidance's own message in an error."""
+KEPT_PLACES = 8
+"""Tokens of a text that can be taken back without reading it again from its beginning."""
 
 Bits = npt.NDArray[np.uint8]
 """One bit for each token id, the lowest id first."""
@@ -92,12 +95,18 @@ def _padded(count: int) -> int:
 class Grammars:
     """Compiles structures for one tokenizer and keeps the last ones."""
 
-    def __init__(self, token_bytes: TokenBytes, size: int) -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        size: int,
+        limits: StructureLimits = StructureLimits(),  # noqa: B008
+    ) -> None:
         """token_bytes: called once, in a thread, for the first structure. size: of the target's vocabulary"""
         self._token_bytes = token_bytes
         self._size = size
         self._vocabulary: Vocabulary | None = None
         self._kept: OrderedDict[Structure, Grammar] = OrderedDict()
+        self._limits = limits
         self._lock = threading.Lock()
         self._threads = ThreadPoolExecutor(COMPILED_AT_ONCE, "grammar-compiler")
 
@@ -125,19 +134,22 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._size, self._token_bytes())
-        limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._vocabulary.tokenizer, _lark_of(structure), log_level=0, limits=limits)
-        if matcher.is_error():
-            raise BadRequest(structure.field, f"does not compile: {_reason(matcher)}")
-        if warnings := matcher.get_grammar_warnings():
-            raise BadRequest(structure.field, f"cannot be enforced: {'; '.join(warnings)}")
-        grammar = Grammar(self._vocabulary, matcher)
+        lark, tokenizer = _lark_of(structure), self._vocabulary.tokenizer
+        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
+            lark, tokenizer, limits=self._limits.parser()
+        )
+        if messages:
+            reason = "does not compile" if failed else "cannot be enforced"
+            raise BadRequest(structure.field, f"{reason}: {shortened('; '.join(messages))}")
+        try:
+            grammar = Grammar(self._vocabulary, begin(tokenizer, lark, self._limits), self._limits)
+        except ValueError as error:
+            raise BadRequest(structure.field, f"does not compile: {fault_of(error)}") from None
         start = grammar.text(0)
         if start.complete:
             raise BadRequest(structure.field, "describes the empty text alone; an answer has at least one token")
-        start.masks(DraftTree.root_only(0))
-        if start.stuck:
-            raise BadRequest(structure.field, f"no answer can begin: {start.why_stuck}")
+        if start.place().stuck:
+            raise BadRequest(structure.field, f"no answer can begin: {start.place().why_stuck}")
         return grammar
 
 
@@ -166,17 +178,13 @@ def _literal(text: str) -> str:
     return "".join(each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):X}}}" for each in text)
 
 
-def _reason(matcher: Any) -> str:
-    return " ".join(str(matcher.get_error()).split())[:LONGEST_REASON]
-
-
 class Grammar:
     """A compiled structure."""
 
-    def __init__(self, vocabulary: Vocabulary, matcher: Any) -> None:
-        """matcher: llguidance's, before the first token; it is only copied"""
+    def __init__(self, vocabulary: Vocabulary, begun: LLInterpreter, limits: StructureLimits) -> None:
+        """begun: before the first token"""
         self.vocabulary = vocabulary
-        self._matcher = matcher
+        self._start = _State.of(begun, vocabulary, limits, 0, 0)
 
     def text(self, prompt_length: int, end_ids: Collection[int] = (), stop_ids: Collection[int] = ()) -> GrammarText:
         """An answer that has no tokens yet, after a prompt of so many.
@@ -185,7 +193,70 @@ class Grammar:
         for no text are, too; the others are allowed as that text.
         """
         ends = frozenset(end_ids) | (frozenset(stop_ids) - self.vocabulary.text)
-        return GrammarText(self.vocabulary, self._matcher, prompt_length, ends)
+        return GrammarText(self._start, prompt_length, ends)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _State:
+    """Where llguidance stands after a text. A function of the text alone: it is always reached by the same calls, a
+    mask and then a token, on copies that nothing else used. So is whether a limit was exceeded on the way."""
+
+    vocabulary: Vocabulary
+    limits: StructureLimits
+    interpreter: LLInterpreter  # after the mask; only copied from then on
+    text: Bits  # the tokens of text that may follow
+    may_end: bool
+    tokens: int  # of the answer so far
+    items: int  # of all masks so far
+    fault: str = ""  # why llguidance cannot go on: a limit
+
+    @classmethod
+    def of(
+        cls, interpreter: LLInterpreter, vocabulary: Vocabulary, limits: StructureLimits, tokens: int, items: int
+    ) -> _State:
+        """The state of an interpreter before its mask. items: of the masks before"""
+        found = bytearray(len(vocabulary.text_bits))
+        try:
+            report = interpreter.compute_mask_into(found)  # without the interpreter lock
+        except BaseException as error:
+            return cls._failed(interpreter, vocabulary, limits, tokens, items, fault_of(error))
+        items += items_of(report)
+        if items > (most := limits.of_answer(tokens)):
+            fault = f"its masks have made {items} items; at most {most} after {tokens} tokens"
+            return cls._failed(interpreter, vocabulary, limits, tokens, items, fault)
+        text = np.frombuffer(found, np.uint8) & vocabulary.text_bits
+        return cls(vocabulary, limits, interpreter, text, bool(interpreter.is_accepting()), tokens, items)
+
+    @classmethod
+    def _failed(
+        cls,
+        interpreter: LLInterpreter,
+        vocabulary: Vocabulary,
+        limits: StructureLimits,
+        tokens: int,
+        items: int,
+        fault: str,
+    ) -> _State:
+        nothing = np.zeros_like(vocabulary.text_bits)
+        return cls(vocabulary, limits, interpreter, nothing, False, tokens, items, fault)
+
+    def after(self, token: int) -> _State:
+        """The state after one more token, of `text`."""
+        below = self.interpreter.deep_copy()
+        try:
+            below.commit_token(token)
+        except BaseException as error:
+            return self._failed(below, self.vocabulary, self.limits, self.tokens + 1, self.items, fault_of(error))
+        return self.of(below, self.vocabulary, self.limits, self.tokens + 1, self.items)
+
+
+class Unmasked(Enum):
+    """Why a row of a tree has no mask."""
+
+    COMPLETE = "no text may follow: what is drawn there is cut off"
+    ENDED = "its token ends the answer: what is drawn there is cut off"
+    STUCK = "its text is unfinished and no token can follow: an answer ends there with an error"
+    REFUSED = "the row above does not allow its token: the walk does not reach it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,31 +264,32 @@ class TreeMasks:
     """The tokens that a structure allows after each row of a tree."""
 
     size: int  # of the vocabulary
-    rows: Sequence[Bits | None]  # None: the walk never draws there, or what it draws is cut off
+    rows: Sequence[Bits | Unmasked]
 
     def allowed(self, row: int) -> npt.NDArray[np.bool_] | None:
-        """[vocabulary] whether each token is; None where `rows` has none."""
+        """[vocabulary] whether each token is; None where nothing that is drawn counts."""
         bits = self.rows[row]
-        return None if bits is None else np.unpackbits(bits, count=self.size, bitorder="little").view(np.bool_)
+        if isinstance(bits, Unmasked):
+            return None
+        return np.unpackbits(bits, count=self.size, bitorder="little").view(np.bool_)
 
 
 class GrammarText:
     """Where a structured answer stands after its tokens so far. Not thread-safe."""
 
-    def __init__(self, vocabulary: Vocabulary, start: Any, prompt_length: int, ends: frozenset[int]) -> None:
+    def __init__(self, start: _State, prompt_length: int, ends: frozenset[int]) -> None:
         self.ends = ends
         self.stuck: frozenset[int] = frozenset()
         """Rows of the last masks whose text is unfinished and has no next token."""
         self.why_stuck = ""
-        self._vocabulary = vocabulary
-        self._text_bits = vocabulary.text_bits & ~vocabulary.bits(ends)
-        self._end_bits = vocabulary.bits(ends)
-        self.nothing = np.zeros_like(self._text_bits)
+        self.not_ends = ~start.vocabulary.bits(ends)
+        self.end_bits = start.vocabulary.bits(ends)
+        self.nothing = np.zeros_like(self.end_bits)
         """The mask that allows no token."""
-        self._start = start
         self._prompt_length = prompt_length
-        self._matcher = start.deep_copy()
-        self._taken: list[int] = []  # tokens of the answer that the matcher has consumed
+        self._taken: list[int] = []  # tokens of the answer that were followed
+        self._start = start
+        self._places = deque([GrammarPlace(self, start)], KEPT_PLACES)  # after the last of them; the text's is last
 
     def follow(self, ids: Sequence[int]) -> None:
         """The whole text is now `ids`. Tokens that were taken before are not read again. A last token that ends an
@@ -233,25 +305,45 @@ class GrammarText:
         if answer[:common] != self._taken:
             both = zip(answer, self._taken, strict=False)
             common = next((place for place, (new, old) in enumerate(both) if new != old), min(len(answer), common))
-            self._matcher.rollback(len(self._taken) - common)
-            del self._taken[common:]
-        if self._matcher.is_error():  # of a token that was refused: such a matcher is of no more use
-            self._matcher, self._taken, common = self._start.deep_copy(), [], 0
-        consumed = int(self._matcher.try_consume_tokens(answer[common:]))
-        self._taken += answer[common : common + consumed]
-        if len(self._taken) < len(answer):
-            place = len(self._taken)
-            raise BadRequest("structure", f"does not allow the answer's token {place + 1}, {answer[place]}")
-        if ended and not self._matcher.is_accepting():
+            self._cut(common)
+        for token in answer[len(self._taken) :]:
+            if not self._take(token):
+                place = len(self._taken)
+                raise BadRequest("structure", f"does not allow the answer's token {place + 1}, {token}")
+        if ended and not self.place().may_end:
             raise BadRequest("structure", f"does not allow an end after the answer's first {len(answer)} tokens")
+
+    def _cut(self, length: int) -> None:
+        dropped = len(self._taken) - length
+        if dropped < len(self._places):
+            for _ in range(dropped):
+                self._places.pop()
+        else:
+            self._places.clear()
+            self._places.append(GrammarPlace(self, self._start))
+            length, kept = 0, self._taken[:length]
+            self._taken = []
+            for token in kept:
+                self._take(token)
+            return
+        del self._taken[length:]
+
+    def _take(self, token: int) -> bool:
+        """Take a token; false for one that is not allowed."""
+        below = self.place().after(token)
+        if below is None:
+            return False
+        self.place().forget()
+        self._places.append(below)
+        self._taken.append(token)
+        return True
 
     def take(self, tokens: Sequence[int]) -> int | None:
         """Take the tokens that a round emitted, up to one that ends the answer. Returns after how many of them the
         structure is complete; None where it is not."""
         for count, token in enumerate(tokens, 1):
-            if token in self.ends or self._matcher.try_consume_tokens([token]) != 1:
+            if token in self.ends or not self._take(token):
                 return None
-            self._taken.append(token)
             if self.complete:
                 return count
         return None
@@ -259,73 +351,82 @@ class GrammarText:
     @property
     def complete(self) -> bool:
         """Whether the text is what the structure describes, and no text may follow."""
-        return (
-            not self._matcher.is_error() and self._matcher.is_accepting() and not self._text_after(self._matcher).any()
-        )
+        return self.place().complete
 
     def place(self) -> GrammarPlace:
         """Where the text stands; it may be moved on without moving this text."""
-        return GrammarPlace(self, self._matcher.deep_copy())
+        return self._places[-1]
 
     def masks(self, tree: DraftTree) -> TreeMasks:
-        """Of each row of a tree whose root is the text's last token; sets `stuck`. The search for a row's tokens does
-        not hold the interpreter lock."""
+        """Of each row of a tree whose root is the text's last token; sets `stuck`."""
         children: list[list[int]] = [[] for _ in range(tree.rows)]
         for row, parent in enumerate(tree.parents.tolist()[1:], 1):
             children[parent].append(row)
         tokens = tree.tokens.tolist()
-        rows: list[Bits | None] = [None] * tree.rows
+        rows: list[Bits | Unmasked] = [Unmasked.REFUSED] * tree.rows
         stuck = set()
         waiting = [(0, self.place())]
         while waiting:
             row, place = waiting.pop()
-            if not place.text.any():
-                if not place.may_end:
-                    stuck.add(row)
-                    self.why_stuck = place.why_stuck
-                continue
-            rows[row] = place.allowed
+            if place.complete:
+                rows[row] = Unmasked.COMPLETE
+            elif place.stuck:
+                rows[row] = Unmasked.STUCK
+                stuck.add(row)
+                self.why_stuck = place.why_stuck
+            else:
+                rows[row] = place.allowed
             for child in children[row]:
                 if (below := place.after(tokens[child])) is not None:
                     waiting.append((child, below))
+                elif tokens[child] in self.ends and place.may_end:
+                    rows[child] = Unmasked.ENDED
         self.stuck = frozenset(stuck)
-        return TreeMasks(self._vocabulary.size, rows)
-
-    def _text_after(self, matcher: Any) -> Bits:
-        """The tokens of text that may follow."""
-        if matcher.is_stopped():  # complete, or in error: its mask has the end token alone
-            return self.nothing
-        found: Bits = np.frombuffer(matcher.compute_bitmask(), np.uint8) & self._text_bits
-        return found
+        return TreeMasks(self._start.vocabulary.size, rows)
 
 
 class GrammarPlace:
     """What may follow one text, such as that of a row of a tree."""
 
-    def __init__(self, of: GrammarText, matcher: Any) -> None:
-        """matcher: after that text; it is not moved"""
+    def __init__(self, of: GrammarText, state: _State) -> None:
         self._of = of
-        self._matcher = matcher
-        self.text = of._text_after(matcher)
+        self._state = state
+        self._below: dict[int, GrammarPlace] = {}  # by the next token: a round's guesses are walked, then taken
+        self.text = state.text & of.not_ends
         """The tokens of text that may follow."""
-        self.may_end = bool(matcher.is_accepting() and not matcher.is_error())
+        self.may_end = state.may_end
+
+    @property
+    def complete(self) -> bool:
+        """Whether the text is one of the structure's, and no text may follow."""
+        return self.may_end and not self.text.any()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether the text is unfinished, and no token can follow."""
+        return not self.may_end and not self.text.any()
 
     @property
     def allowed(self) -> Bits:
         """All tokens that may follow; none where the structure is complete."""
-        return self.text | self._of._end_bits if self.may_end and self.text.any() else self.text
+        return self.text | self._of.end_bits if self.may_end and self.text.any() else self.text
 
     @property
     def why_stuck(self) -> str:
         """Why no text follows a text that may not end."""
-        return _reason(self._matcher) if self._matcher.is_error() else "no token of the tokenizer continues it"
+        return self._state.fault or "no token of the tokenizer continues it"
 
     def after(self, token: int) -> GrammarPlace | None:
         """The place after one more token; None after one that is not of text, or not allowed."""
         if not permits(self.text, token):
             return None
-        below = self._matcher.deep_copy()
-        return GrammarPlace(self._of, below) if below.try_consume_tokens([token]) == 1 else None
+        if token not in self._below:
+            self._below[token] = GrammarPlace(self._of, self._state.after(token))
+        return self._below[token]
+
+    def forget(self) -> None:
+        """Drop what was computed of places below it."""
+        self._below = {}
 
 
 def permits(mask: Bits | bytes, token: int) -> bool:

@@ -9,8 +9,6 @@ from typing import TypeVar
 LONG = 8192
 """Tokens of a text from which on work goes to a thread. On fewer it takes less than a millisecond, a hop to a thread
 some tenths of one."""
-STRUCTURE_WORK = 64
-"""Tokens of other work that cost about as much as one token of an answer that its structure reads."""
 PART = 8192
 """Tokens that one call of C code handles: such a call keeps other threads, and so the loop, from running."""
 

@@ -7,6 +7,8 @@ import logging
 import re
 import sys
 from collections import Counter
+from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import cast
@@ -15,21 +17,23 @@ import jsonschema
 import other_tokenizers
 import pytest
 import tiny_models
-from dendro.answer import Completion, Options, build_request
-from dendro.errors import BadRequest
+from dendro.answer import Completion, Options, Speculation, build_request
+from dendro.errors import BadRequest, Conflict
 from dendro.modes import VerificationMode
 from dendro.state import NoStates
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
-from edge import EdgePeers, ingress, resume_of
+from edge import SERVED, EdgePeers, config, ingress, resume_of
 from self_drafting import self_drafting
 
 from cluster.api.local import LocalClient
 from cluster.bench.schemas import random_schema
 from cluster.config import Config, demo_config
 from cluster.engines import load_drafter
+from cluster.router.ingress import Ingress
 from cluster.running import local_client
+from cluster.sessions import MemorySessions
 from cluster.structure_options import structure_given
 from drafter_service.engine import DrafterEngine
 
@@ -268,3 +272,88 @@ def test_the_command_lines_structure_is_one_of_the_options_and_a_file_that_canno
         structure_given(None, "a", None, ["b"])
     with pytest.raises(BadRequest, match="^--grammar: .*missing.* cannot be read"):
         structure_given(None, None, tmp_path / "missing", None)
+
+
+MANY_OBJECTS = {
+    "anyOf": [
+        {
+            "type": "object",
+            "properties": {f"p{place}_{number}": {"type": "integer"} for place in range(24)},
+            "additionalProperties": False,
+        }
+        for number in range(40)
+    ]
+}
+"""After its brace llguidance makes more items than any limit here allows."""
+
+
+@pytest.mark.slow
+async def test_an_answer_whose_structure_reaches_a_limit_ends_with_the_same_error_at_the_same_token_in_each_way(
+    tmp_path: Path,
+):
+    late = {"prefixItems": [{"const": "abcdef"}, MANY_OBJECTS], "items": False, "minItems": 2, "type": "array"}
+    seen = set()
+    async with self_drafting(tmp_path) as router:
+        for way in ("off", "(1,1,1)", "(3,2,1)", "(1,1,1,1,1,1,1,1,1,1)"):
+            request = build_request(
+                [5, 6],
+                structure=Structure.json_schema(late),
+                speculation=Speculation.parse(way),
+                max_new_tokens=40,
+                ignore_end=True,
+            )
+            tokens: list[int] = []
+            with pytest.raises(BadRequest, match="^structure: cannot go on after the answer's first .*items") as caught:
+                async for event in router.generate(request):
+                    tokens += event.chunk.token_ids
+            seen.add((tuple(tokens), str(caught.value)))
+            if len(tokens) > 2:  # a resume is refused at the same place for the same reason
+                started = await first_event(router, request)
+                request.resume.CopyFrom(resume_of([5, 6], tokens[:-1], started.seed, started.target))
+                with pytest.raises(BadRequest, match="^structure: cannot go on after") as again:
+                    [each async for each in router.generate(request)]
+                assert str(again.value) == str(caught.value)
+    assert len(seen) == 1 and len(next(iter(seen))[0]) > 8, seen
+
+
+async def first_event(router: Ingress, request: pb.GenerateRequest) -> pb.GenerateStarted:
+    async with aclosing(router.generate(request)) as events:
+        async for event in events:
+            return event.started
+    raise AssertionError("no event")
+
+
+class CountingGrammar:
+    """A grammar whose texts count how often they are read."""
+
+    def __init__(self) -> None:
+        self.followed = 0
+        self.complete = False
+
+    async def compiled(self, structure: Structure, tenant: str = "") -> CountingGrammar:
+        return self
+
+    def text(self, *given: object) -> CountingGrammar:
+        return self
+
+    def follow(self, ids: object) -> None:
+        self.followed += 1
+
+
+async def test_the_tokens_of_a_resume_are_read_by_its_structure_after_its_digest_and_its_target_are_compared():
+    counted = CountingGrammar()
+    served = {"demo": replace(SERVED["demo"], grammars=counted)}
+    router = Ingress(config(), EdgePeers(), MemorySessions(), served)
+    request = build_request([1, 2], structure=Structure.regex("a*"), speculation="off", max_new_tokens=9)
+    [each async for each in router.generate(request)]  # the router has seen the target
+    assert counted.followed == 0
+    request.resume.CopyFrom(resume_of([1, 3], [5, 6]))
+    with pytest.raises(Conflict, match="the text before the answer has changed"):
+        [each async for each in router.generate(request)]
+    request.resume.CopyFrom(resume_of([1, 2], [5, 6], target="0" * 32))
+    with pytest.raises(Conflict, match="^resume.target: the target has changed"):
+        [each async for each in router.generate(request)]
+    assert counted.followed == 0
+    request.resume.CopyFrom(resume_of([1, 2], [5, 6]))
+    [each async for each in router.generate(request)]
+    assert counted.followed == 1

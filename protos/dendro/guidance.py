@@ -1,0 +1,82 @@
+"""What this project asks of llguidance, and how much work it may do.
+
+Imported by the process that compiles structures first, which must start quickly: needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from llguidance import LLInterpreter, LLParserLimits, LLTokenizer
+
+LONGEST_REASON = 400
+"""Characters of llguidance's own message in an error."""
+
+_ITEMS = re.compile(r'"all_items":(\d+)')  # in a mask's report; quotes inside of its texts are escaped
+
+
+@dataclass(frozen=True, slots=True)
+class StructureLimits:
+    """Bounds of llguidance's work, in its own units: no clock decides whether an answer goes on.
+
+    An item is a rule of the grammar that a text may be inside of (Earley's). llguidance makes items for all tokens that
+    a mask is computed for, and a token costs at most what the mask before it did.
+    """
+
+    mask_items: int = 2000
+    """Items of one mask. Definitions of Kubernetes need up to 1,062."""
+    row_items: int = 500
+    """Items after one token."""
+    symbols: int = 10_000
+    """Symbols of the rules of a grammar. A deployment of Kubernetes has 4,892."""
+    answer_items: int = 200_000
+    """Items of all masks of an answer, `token_items` for each of its tokens not counted."""
+    token_items: int = 200
+
+    def of_answer(self, tokens: int) -> int:
+        """The most items up to the mask after so many tokens of an answer."""
+        return self.answer_items + self.token_items * tokens
+
+    def parser(self) -> LLParserLimits:
+        """llguidance's form of them."""
+        from llguidance import LLParserLimits
+
+        return LLParserLimits(
+            max_items_in_row=self.row_items,
+            step_max_items=self.mask_items,
+            max_grammar_size=self.symbols,
+            verbose_errors=False,
+        )
+
+
+def begin(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> LLInterpreter:
+    """A grammar before the first token. Raises ValueError for one that does not compile."""
+    from llguidance import LLInterpreter
+
+    made = LLInterpreter(
+        tokenizer, lark, enable_backtrack=False, enable_ff_tokens=False, log_level=0, limits=limits.parser()
+    )
+    made.start_without_prompt()
+    return made
+
+
+def items_of(report: str) -> int:
+    """The items of a mask, of the report that comes with it."""
+    found = _ITEMS.search(report)
+    return int(found[1]) if found is not None else 0
+
+
+def fault_of(error: BaseException) -> str:
+    """The reason of a call that failed. llguidance raises ValueError, and panics as a BaseException of its own. Raises
+    what ends a program again."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
+    return shortened(str(error).replace("<non-verbose/>", ""))
+
+
+def shortened(text: Any) -> str:
+    """A message of llguidance in one line."""
+    return " ".join(str(text).split())[:LONGEST_REASON]
