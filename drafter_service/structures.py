@@ -12,8 +12,9 @@ from typing import Any
 
 from dendro.calls import OpenCall
 from dendro.daemon_threads import in_thread
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, Overloaded
 from dendro.grammars import Bits, GrammarPlace, Grammars, GrammarText, TokenBytes, permits
+from dendro.guidance import PATIENCE
 
 from drafter_service.grow import Growth
 
@@ -32,7 +33,7 @@ class DraftStructures:
         """name: the drafter's   token_bytes, end_ids: of its tokenizer   vocabulary: its token ids are below it"""
         self._name = name
         self._end_ids = end_ids
-        self._grammars = Grammars(token_bytes, vocabulary)
+        self._grammars = Grammars(token_bytes, vocabulary, patience=PATIENCE)
 
     async def of(self, call: OpenCall) -> DraftStructure | None:
         """The structure of an opened text's answer; None where guesses are of any tokens. Compiled in a thread."""
@@ -40,8 +41,8 @@ class DraftStructures:
         if given.structure is None or given.sampling.draws_guesses:
             return None
         try:
-            grammar = await self._grammars.compiled(given.structure)
-        except BadRequest as error:
+            grammar = await self._grammars.compiled(given.structure, given.tenant)
+        except (BadRequest, Overloaded) as error:
             log.warning("drafter %s: guesses without the structure of an answer: %s", self._name, error)
             return None
         end_ids = () if given.limits.ignore_end else self._end_ids

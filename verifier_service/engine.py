@@ -23,6 +23,7 @@ from dendro.daemon_threads import in_thread
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars, GrammarText, TokenBytes
+from dendro.guidance import PATIENCE
 from dendro.health import LONGEST_STEP_S
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
@@ -85,7 +86,9 @@ class VerifierEngine:
         self.runner = runner
         self._hello = hello
         self._shelf = shelf
-        self._grammars = Grammars(token_bytes, scheduler.capacity.vocabulary) if token_bytes is not None else None
+        self._grammars = (
+            Grammars(token_bytes, scheduler.capacity.vocabulary, patience=PATIENCE) if token_bytes is not None else None
+        )
         self.dependent = tuple(dependent)
         self.kernels = kernels
         self._ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
@@ -225,7 +228,7 @@ class VerifierEngine:
             return None
         if self._grammars is None:
             raise BadRequest("structure", "this verifier was loaded without a tokenizer for structures")
-        grammar = await self._grammars.compiled(given.structure)
+        grammar = await self._grammars.compiled(given.structure, given.tenant)
         text = grammar.text(given.prompt_length, () if given.limits.ignore_end else end_ids, given.limits.stop_ids)
         if call.update.base > given.prompt_length:
             await in_thread("structure-of-opening", lambda: text.follow(call.update.tokens))

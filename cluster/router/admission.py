@@ -249,7 +249,7 @@ class Admission:
         check_choice(sampling, limits, served.vocabulary, served.end_ids, structure)
         if resume is not None:
             await off_loop(len(prompt), lambda: check_text_of_resume(resume, prompt))
-        grammar = await _grammar_of(structure, served) if structure is not None else None
+        grammar = await _grammar_of(structure, tenant, served) if structure is not None else None
         complete: bool | None = False
         if grammar is not None:
             moved = resume is not None and self._targets.get(served.name, resume.target) != resume.target
@@ -356,11 +356,11 @@ def _without_tokens(resume: pb.Resume) -> pb.Resume:
     )
 
 
-async def _grammar_of(structure: Structure, served: Served) -> Grammar:
-    """Raises BadRequest for a structure that does not compile."""
+async def _grammar_of(structure: Structure, tenant: str, served: Served) -> Grammar:
+    """Raises BadRequest for a structure that does not compile, and Overloaded where too many wait for that."""
     if served.grammars is None:
         raise BadRequest("structure", f"cannot be enforced for the target {served.name!r}")
-    return await served.grammars.compiled(structure)
+    return await served.grammars.compiled(structure, tenant)
 
 
 async def _completes(grammar: Grammar, held: list[int], limits: Limits, served: Served) -> bool:

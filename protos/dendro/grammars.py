@@ -8,31 +8,33 @@ trying every token. llguidance is optional: without it, `Grammars.compiled` refu
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from dendro.errors import BadRequest
-from dendro.guidance import StructureLimits, begin, fault_of, items_of, shortened
+from dendro.compiling import QUEUE
+from dendro.errors import BadRequest, Overloaded
+from dendro.guidance import LIMITS, StructureLimits, TokenTexts, begin, fault_of, items_of
 from dendro.structure import Structure, StructureForm
+from dendro.structure_canary import Canary, CanaryBusy, CanaryDied
 from dendro.tree import DraftTree
 
 if TYPE_CHECKING:
     from llguidance import LLInterpreter
     from llguidance._lib import JsonCompileOptions
 
-COMPILE_S = 10.0
-"""How long a request waits for its structure to be compiled."""
-COMPILED_AT_ONCE = 2
 KEPT = 64
 """Compiled structures that are kept, the last used ones."""
 INSTALL = "needs the package llguidance: pip install 'dendroaspis[structured]'"
@@ -57,34 +59,20 @@ class Vocabulary:
 
     def __init__(self, size: int, token_bytes: Mapping[int, bytes]) -> None:
         """size: ids are below it. token_bytes: of the ids that stand for text; no other is part of a structured text"""
-        from llguidance import LLTokenizer, TokenizerWrapper
-
         self.size = size
         self.text = frozenset(token for token, found in token_bytes.items() if found and token < size)
         self.text_bits = self.bits(self.text)
         # llguidance allows an end token where a text may end; this one is past the vocabulary, so no target draws it.
-        given = _Tokens([*(token_bytes.get(token, b"") for token in range(size)), b""], self.text)
-        self.tokenizer = LLTokenizer(TokenizerWrapper(given), n_vocab=size + 1, eos_token=size)
+        given = [*(token_bytes.get(token, b"") for token in range(size)), b""]
+        self.tokens = TokenTexts(given, [token for token in range(size + 1) if token not in self.text])
+        self.tokenizer = self.tokens.tokenizer()
+        self.name = hashlib.blake2b(repr(given).encode(), digest_size=16).hexdigest()
 
     def bits(self, tokens: Iterable[int]) -> Bits:
         """These ids' bits."""
         flags = np.zeros(_padded(self.size + 1), np.uint8)
         flags[[token for token in tokens if token < self.size]] = 1
         return np.packbits(flags, bitorder="little")
-
-
-class _Tokens:
-    """What llguidance reads of a tokenizer."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], text: Collection[int]) -> None:
-        self.tokens = tokens
-        self.eos_token_id = len(tokens) - 1
-        self.special_token_ids = [token for token in range(len(tokens)) if token not in text]
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        return []  # used only where tokens are forced
 
 
 def _padded(count: int) -> int:
@@ -99,52 +87,60 @@ class Grammars:
         self,
         token_bytes: TokenBytes,
         size: int,
-        limits: StructureLimits = StructureLimits(),  # noqa: B008
+        limits: StructureLimits = LIMITS,
+        patience: float = 1,
     ) -> None:
-        """token_bytes: called once, in a thread, for the first structure. size: of the target's vocabulary"""
+        """token_bytes: called once, in a thread, for the first structure. size: of the target's vocabulary. patience:
+        PATIENCE at a replica"""
         self._token_bytes = token_bytes
         self._size = size
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[Structure, Grammar] = OrderedDict()
+        self._kept: OrderedDict[Structure, Grammar | BadRequest] = OrderedDict()  # BadRequest: refused
+        self._compiling: dict[Structure, Future[Grammar]] = {}
         self._limits = limits
         self._lock = threading.Lock()
-        self._threads = ThreadPoolExecutor(COMPILED_AT_ONCE, "grammar-compiler")
+        self._patience = patience
 
-    async def compiled(self, structure: Structure) -> Grammar:
-        """The grammar of a structure. Raises BadRequest, naming the field, for one that does not compile, that compiles
-        for too long, or that no answer can have."""
+    async def compiled(self, structure: Structure, tenant: str = "") -> Grammar:
+        """The grammar of a structure. Raises BadRequest, naming the field, for one that does not compile within the
+        limits, or that no answer can have; Overloaded where too many wait."""
         if (kept := self._kept.get(structure)) is not None:
             self._kept.move_to_end(structure)
-            return kept
-        work = asyncio.get_running_loop().run_in_executor(self._threads, self._compile, structure)
-        try:
-            grammar = await asyncio.wait_for(work, COMPILE_S)
-        except TimeoutError:
-            raise BadRequest(structure.field, f"was not compiled within {COMPILE_S:g} s; simplify it") from None
-        self._kept[structure] = grammar
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return grammar
+        else:
+            if (work := self._compiling.get(structure)) is None:
+                work = self._compiling[structure] = QUEUE.submit(tenant, partial(self._compile, structure))
+                work.add_done_callback(lambda _: self._compiling.pop(structure, None))
+            waiting = asyncio.wrap_future(work)
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone
+            try:
+                kept = await asyncio.shield(waiting)
+            except BadRequest as error:
+                kept = error
+            self._kept[structure] = kept
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        if isinstance(kept, BadRequest):
+            raise BadRequest(kept.field, kept.reason)
+        return kept
 
-    def _compile(self, structure: Structure) -> Grammar:
-        try:
-            import llguidance
-        except ImportError:
-            raise BadRequest(structure.field, INSTALL) from None
+    def _compile(self, structure: Structure, canary: Canary) -> Grammar:
+        if find_spec("llguidance") is None:
+            raise BadRequest(structure.field, INSTALL)
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._size, self._token_bytes())
-        lark, tokenizer = _lark_of(structure), self._vocabulary.tokenizer
-        failed, messages = llguidance.LLMatcher.validate_grammar_with_warnings(
-            lark, tokenizer, limits=self._limits.parser()
-        )
-        if messages:
-            reason = "does not compile" if failed else "cannot be enforced"
-            raise BadRequest(structure.field, f"{reason}: {shortened('; '.join(messages))}")
+        vocabulary, lark = self._vocabulary, _lark_of(structure)
         try:
-            grammar = Grammar(self._vocabulary, begin(tokenizer, lark, self._limits), self._limits)
-        except ValueError as error:
-            raise BadRequest(structure.field, f"does not compile: {fault_of(error)}") from None
+            fault = canary.fault(
+                vocabulary.name, vocabulary.tokens, lark, self._limits, self._patience * self._limits.compile_s
+            )
+        except CanaryDied as error:
+            raise BadRequest(structure.field, str(error)) from None
+        except CanaryBusy:
+            raise Overloaded(f"{structure.field}: was not compiled in time, as the machine is busy") from None
+        if fault:
+            raise BadRequest(structure.field, fault)
+        grammar = Grammar(vocabulary, begin(vocabulary.tokenizer, lark, self._limits), self._limits)
         start = grammar.text(0)
         if start.complete:
             raise BadRequest(structure.field, "describes the empty text alone; an answer has at least one token")

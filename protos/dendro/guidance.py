@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LONGEST_REASON = 400
 """Characters of llguidance's own message in an error."""
+PATIENCE = 4
+"""See `StructureLimits.compile_s`."""
 
 _ITEMS = re.compile(r'"all_items":(\d+)')  # in a mask's report; quotes inside of its texts are escaped
 
@@ -35,6 +37,11 @@ class StructureLimits:
     answer_items: int = 200_000
     """Items of all masks of an answer, `token_items` for each of its tokens not counted."""
     token_items: int = 200
+    compile_s: float = 0.5
+    """CPU seconds for which a structure may compile, its first mask included, in a process of its own. The only limit
+    that depends on a machine's speed: it is the router's to decide, so replicas allow PATIENCE times as much."""
+    compile_mb: int = 512
+    """Memory for that, in MiB."""
 
     def of_answer(self, tokens: int) -> int:
         """The most items up to the mask after so many tokens of an answer."""
@@ -52,6 +59,30 @@ class StructureLimits:
         )
 
 
+LIMITS = StructureLimits()
+
+
+class TokenTexts:
+    """What llguidance reads of a tokenizer."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], special: list[int]) -> None:
+        """tokens: of each id; the last one ends a text   special: ids that stand for no text"""
+        self.tokens = tokens
+        self.eos_token_id = len(tokens) - 1
+        self.special_token_ids = special
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        return []  # used only where tokens are forced
+
+    def tokenizer(self) -> LLTokenizer:
+        """llguidance's form of them."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.eos_token_id)
+
+
 def begin(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> LLInterpreter:
     """A grammar before the first token. Raises ValueError for one that does not compile."""
     from llguidance import LLInterpreter
@@ -61,6 +92,24 @@ def begin(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> LLInter
     )
     made.start_without_prompt()
     return made
+
+
+def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> str:
+    """Why a grammar cannot be enforced; empty where it can. Compiles it and computes the first mask."""
+    from llguidance import LLMatcher
+
+    failed, messages = LLMatcher.validate_grammar_with_warnings(lark, tokenizer, limits=limits.parser())
+    if messages:
+        return f"{'does not compile' if failed else 'cannot be enforced'}: {shortened('; '.join(messages))}"
+    try:
+        begun = begin(tokenizer, lark, limits)
+    except BaseException as error:
+        return f"does not compile: {fault_of(error)}"
+    try:
+        begun.compute_mask_into(bytearray(4 * -(-tokenizer.vocab_size // 32)))
+    except BaseException as error:
+        return f"no answer can begin: {fault_of(error)}"
+    return ""
 
 
 def items_of(report: str) -> int:

@@ -1,0 +1,75 @@
+"""Compiling structures: tenants take turns, a full queue refuses, and a process ends whatever compiles."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+from dendro.compiling import CompileQueue
+from dendro.errors import Overloaded
+
+
+def test_a_tenant_has_one_thread_at_a_time_and_tenants_take_turns():
+    queue, done, gates = CompileQueue(threads=2), [], {name: threading.Event() for name in "abcd"}
+
+    def work(name: str, gate: str = ""):
+        def run(canary: object) -> str:
+            if gate:
+                assert gates[gate].wait(60)
+            done.append(name)
+            return name
+
+        return run
+
+    first = queue.submit("one", work("one's first", "a"))
+    rest = [queue.submit("one", work(f"one's {place}")) for place in ("second", "third")]
+    assert queue.submit("two", work("two's")).result(60) == "two's"  # though one tenant hangs
+    assert done == ["two's"] and not any(each.done() for each in (first, *rest))
+    gates["a"].set()
+    assert [each.result(60) for each in (first, *rest)] == ["one's first", "one's second", "one's third"]
+
+
+def test_what_fails_or_is_cancelled_leaves_its_thread_to_the_next():
+    queue, gate = CompileQueue(threads=1), threading.Event()
+
+    def panic(canary: object) -> None:
+        gate.wait(60)
+        raise BaseException("a panic of a native library")
+
+    failed = queue.submit("one", panic)
+    cancelled = queue.submit("one", lambda canary: None)
+    assert cancelled.cancel()
+    gate.set()
+    with pytest.raises(BaseException, match="a panic"):
+        failed.result(60)
+    assert queue.submit("one", lambda canary: 5).result(60) == 5
+
+
+def test_a_full_queue_is_overloaded_for_its_tenant_and_then_for_all():
+    queue, gate = CompileQueue(threads=1, waiting=3, of_tenant=2), threading.Event()
+    begun = threading.Event()
+    queue.submit("one", lambda canary: begun.set() or gate.wait(60))
+    assert begun.wait(60)
+    waiting = [queue.submit("one", lambda canary: 1) for _ in range(2)]
+    with pytest.raises(Overloaded, match="structures: 2 wait"):
+        queue.submit("one", lambda canary: 1)
+    waiting.append(queue.submit("two", lambda canary: 1))
+    with pytest.raises(Overloaded, match="structures: 3 wait"):
+        queue.submit("three", lambda canary: 1)
+    gate.set()
+    assert [each.result(60) for each in waiting] == [1, 1, 1]
+
+
+HANGING = """
+import threading
+from dendro.compiling import QUEUE
+begun = threading.Event()
+QUEUE.submit("one", lambda canary: begun.set() or threading.Event().wait())
+assert begun.wait(60)
+"""
+
+
+def test_a_process_ends_though_a_compilation_hangs():
+    subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=90)
