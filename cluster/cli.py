@@ -24,7 +24,8 @@ from typing import Annotated, Any, TypeVar
 import psutil
 import typer
 from dendro.answer import Options, Speculation, build_request, collect_samples
-from dendro.client import Asking, AsyncClient
+from dendro.arguments import seconds_of, text_of
+from dendro.client import TIMEOUT_S, Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
 from rich.console import Console
 
@@ -108,7 +109,9 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
 
 
 @asynccontextmanager
-async def _client(config: Path | None, address: str, local: bool) -> AsyncIterator[Asking]:
+async def _client(
+    config: Path | None, address: str, local: bool, timeout_s: float = TIMEOUT_S
+) -> AsyncIterator[Asking]:
     """A client of the cluster at `address`; else, where `local`, of engines in this process; else of a cluster that is
     started here and ends with the context."""
     if address and local:
@@ -116,13 +119,16 @@ async def _client(config: Path | None, address: str, local: bool) -> AsyncIterat
     if address:
         if config is not None:
             raise BadRequest("--config", "belongs to a cluster that is started here; --address names a running one")
-        async with AsyncClient(address) as client:
+        async with AsyncClient(address, timeout_s=timeout_s) as client:
             yield client
     elif local:
         async with local_client(given_config(config)) as near:
             yield near
     else:
-        async with running_cluster(given_config(config)) as started, AsyncClient(started, proxy=False) as client:
+        async with (
+            running_cluster(given_config(config)) as started,
+            AsyncClient(started, proxy=False, timeout_s=timeout_s) as client,
+        ):
             yield client
 
 
@@ -301,6 +307,9 @@ def generate(
             "shorten the server's own limit.",
         ),
     ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Of the whole answer, with the calls that fail. Not of --local.")
+    ] = TIMEOUT_S,
     json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer.")] = False,
 ) -> None:
     """Stream an answer; its rounds alternate between two colours."""
@@ -340,6 +349,7 @@ def generate(
         "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
     }
 
+    seconds_of("--timeout", timeout)
     request = build_request(prompt, **options)  # what it refuses is refused before a cluster is started
     if keep_session and not address and (local or not given_config(config).redis.url):
         raise BadRequest(
@@ -347,7 +357,7 @@ def generate(
         )
 
     async def run() -> None:
-        async with _client(config, address, local) as client:
+        async with _client(config, address, local, timeout) as client:
             write = on_output()
             if json or n > 1:
                 for one in collect_samples([event async for event in client.send(request)]):
@@ -377,6 +387,7 @@ def demo(
     """Start one router, one verifier and one drafter on Ray Serve with a Redis; generate two turns of a session; show
     their statistics; stop all processes."""
     console = page()
+    text_of("--prompt", prompt)
     checked = given_config(config)
     where = "in this process" if local else "one router, one verifier, one drafter and a Redis on Ray Serve"
     console.print(f"[bold]dendro demo[/]: starting {where} ...")

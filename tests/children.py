@@ -1,9 +1,10 @@
 """Processes that tests start and kill: `drafter`, `verifier`, `router ADDRESS TOKEN`, which holds an opening, or
-`edge`, a router's server with fake peers."""
+`edge [PORT]`, a router's server with fake peers, which a SIGTERM stops."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
@@ -25,8 +26,12 @@ async def main(kind: str, *words: str) -> None:
     elif kind == "edge":
         peers = EdgePeers()
         peers.pause_s = 0.005
-        server = await serve_router(ingress(peers))
+        server = await serve_router(ingress(peers), ports=[int(word) for word in words] or [0])
         print(server.address, flush=True)
+        stopped = asyncio.Event()
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
+        await stopped.wait()
+        return await server.stop(drain_s=0.2)
     else:
         address, token = words
         stream = await PeerStream.connect(address, VERIFIER)

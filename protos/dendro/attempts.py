@@ -30,8 +30,8 @@ BROKEN = frozenset(
 """Codes that, without our own reason, mean that the connection broke."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-WARNED_AFTER = 8
-"""Consecutive failures after which a request is logged as not answered."""
+WARNED_AFTER_S = 5.0
+"""How long all calls of a request fail before that is logged."""
 OVER_LIMIT, OWN_RECEIPT = "message larger than max", "CLIENT: Received"
 """What gRPC says of a message over a limit, and of one that is an answer."""
 
@@ -46,6 +46,7 @@ class Attempts:
         self._failures = 0
         self._refused: Counter[str] = Counter()  # refused calls by address, since the last call that broke
         self._last: DendroError | None = None
+        self._failing_since_s, self._warned = 0.0, False
 
     @property
     def remaining_s(self) -> float:
@@ -87,14 +88,21 @@ class Attempts:
             self._refused.clear()
         self._last = failed
         self._failures += 1
-        if self._failures == WARNED_AFTER:
-            routers = ", ".join(rotation.addresses)
-            log.warning("%s: no answer; calls go on for %.0f s: %s", routers, self.remaining_s, one_line(str(failed)))
+        self._warn(rotation, failed)
         passes, within = divmod(self._failures, rotation.routers)
         if within:
             return 0.0
         longest_s = min(FIRST_PAUSE_S * 2.0 ** min(passes - 1, 10), LONGEST_PAUSE_S)
         return min(longest_s * random.uniform(0.5, 1.0), self.remaining_s)  # clients of one router do not come together
+
+    def _warn(self, rotation: Rotation, failed: DendroError) -> None:
+        """Log once that calls have failed for a while: their caller may wait for long."""
+        if self._failures == 1:
+            self._failing_since_s, self._warned = self._clock(), False
+        if not self._warned and self._clock() - self._failing_since_s >= WARNED_AFTER_S:
+            self._warned = True
+            routers = ", ".join(rotation.addresses)
+            log.warning("%s: no answer; calls go on for %.0f s: %s", routers, self.remaining_s, one_line(str(failed)))
 
 
 def _full(error: grpc.RpcError) -> bool:

@@ -75,6 +75,8 @@ __all__ = [
 
 TENANT_KEY = "dendro-tenant"
 
+TIMEOUT_S = 600.0
+"""A request's deadline unless another is given."""
 MAX_MESSAGE_BYTES = 8 << 20
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -126,7 +128,7 @@ class AsyncClient(Asking):
         address: str,
         *,
         tenant: str = "",
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
         credentials: grpc.ChannelCredentials | None = None,
         proxy: bool = True,
         look_up: LookUp = look_up,
@@ -217,7 +219,7 @@ class Client:
         address: str,
         *,
         tenant: str = "",
-        timeout_s: float = 600.0,
+        timeout_s: float = TIMEOUT_S,
         credentials: grpc.ChannelCredentials | None = None,
         proxy: bool = True,
         look_up: LookUp = look_up,

@@ -165,8 +165,10 @@ async def test_generate_json_is_one_object_with_all_fields(address: str):
         (["generate", "x", "--address", "ADDRESS", "--local"], "--local: "),
         (["generate", "caf\udce9", "--address", "ADDRESS"], "prompt: has a surrogate code point"),
         (["generate", "x", "--address", "ADDRESS", "--stop", "caf\udce9"], "stop[0]: has a surrogate code point"),
+        (["demo", "--local", "--prompt", "caf\udce9"], "--prompt: has a surrogate code point"),
         (["generate", "x", "--address", "caf\udce9"], "address: must be printable ASCII"),
         (["generate", "x", "--logprobs", "-1"], "logprobs: "),
+        (["generate", "x", "--timeout", "-1"], "--timeout: must be a positive, finite number of seconds"),
         (["generate", "x", "--keep-session"], "--keep-session: needs a store that outlives the command"),
         (["generate", "x", "--keep-session", "--local"], "--keep-session: needs a store"),
         (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),
@@ -181,6 +183,15 @@ async def test_bad_input_is_one_line_and_status_2(
     assert ended.value.code == 2
     shown = capsys.readouterr().err
     assert message in shown and len(shown.splitlines()) == 1
+
+
+async def test_a_cluster_that_does_not_answer_is_one_line_at_the_deadline(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dendro", "generate", "x", "--address", "127.0.0.1:1", "--timeout", "0.3"])
+    with pytest.raises(SystemExit) as ended:
+        await asyncio.to_thread(cli.main)
+    shown = capsys.readouterr().err
+    assert ended.value.code == 1 and len(shown.splitlines()) == 1
+    assert "no complete answer within 0.3 s; the last call: the stream broke: " in shown
 
 
 def test_serve_refuses_a_bad_configuration_before_starting_anything():

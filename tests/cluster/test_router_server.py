@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 from contextlib import aclosing, asynccontextmanager
+from random import Random
 from typing import Any
 
 import aiohttp
@@ -218,8 +219,17 @@ async def test_the_other_port_has_metrics_and_health():
 
 
 async def test_answers_survive_a_restart_of_both_routers_at_once(monkeypatch, caplog):
-    """Each client has failed more often than WARNED_AFTER times when the routers are there again."""
+    """Their calls have failed some 30 times each when the routers are there again."""
     monkeypatch.setattr(attempts, "LONGEST_PAUSE_S", 0.01)
+    monkeypatch.setattr(attempts, "WARNED_AFTER_S", 0.0)
+    failures, pause_after = 0, attempts.Attempts.pause_after
+
+    def counted(*arguments):
+        nonlocal failures
+        failures += 1
+        return pause_after(*arguments)
+
+    monkeypatch.setattr(attempts.Attempts, "pause_after", counted)
     two = [await serve_router(ingress(slow_peers())) for _ in range(2)]
     addresses = [each.address for each in two]
     async with AsyncClient(",".join(addresses)) as client:
@@ -231,10 +241,12 @@ async def test_answers_survive_a_restart_of_both_routers_at_once(monkeypatch, ca
         asked = asyncio.gather(*(ask(turn) for turn in range(4)))
         await until(lambda: sum(each.stats()["rounds"] for each in two) >= 40)
         await asyncio.gather(*(each.stop() for each in two))
-        await until(lambda: sum("no answer" in each.getMessage() for each in caplog.records) >= 4)
+        await until(lambda: failures >= 120)
         again = [await serve_router(ingress(EdgePeers()), ports=[int(each.split(":")[1])]) for each in addresses]
         await asked
         await asyncio.gather(*(each.stop() for each in again))
+    warned = [each.getMessage() for each in caplog.records if each.name == "dendro.client"]
+    assert len(warned) == 4 and all(f"{', '.join(addresses)}: no answer; calls go on for" in each for each in warned)
 
 
 async def test_a_full_router_beside_a_free_one_refuses_nothing():
@@ -273,6 +285,43 @@ async def test_with_two_routers_the_death_of_one_fails_no_request():
             await asyncio.gather(*(ask(turn) for turn in range(16, 24)))
     finally:
         await end(first, second)
+
+
+@pytest.mark.long
+async def test_no_answer_is_lost_while_routers_are_killed_and_stopped():
+    """Five times one of two routers or, the third time, both; they start again at their ports."""
+    random = Random(7)
+    running = [await process("edge") for _ in range(2)]
+    addresses = [address for _, address in running]
+    answers = 0
+
+    async def ask(client, each, over):
+        nonlocal answers
+        while not over.is_set():
+            prompt = f"{PROMPT}{each} {answers}"
+            done = await client.generate_text(prompt, max_new_tokens=40, speculation="off")
+            assert list(done.token_ids) == plain_answer(prompt.encode(), Sampling(), 40)
+            answers += 1
+
+    async def fail(which):
+        router, address = running[which]
+        router.send_signal(random.choice([signal.SIGKILL, signal.SIGTERM]))
+        await router.wait()
+        running[which] = await process("edge", address.rpartition(":")[2])
+
+    try:
+        async with AsyncClient(",".join(addresses)) as client, asyncio.TaskGroup() as group:
+            over = asyncio.Event()
+            for each in range(6):
+                group.create_task(ask(client, each, over))
+            for fault in range(5):
+                wanted = answers + random.randrange(1, 12)
+                await until(lambda wanted=wanted: answers >= wanted, timeout_s=60.0)
+                await asyncio.gather(*(fail(which) for which in ((0, 1) if fault % 3 == 2 else (fault % 2,))))
+            over.set()
+    finally:
+        await end(*(router for router, _ in running))
+    assert answers >= 5
 
 
 class Handle:

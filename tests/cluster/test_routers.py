@@ -37,7 +37,7 @@ def each_router(method):
 
 async def healthy(router) -> bool:
     """Whether both ports of a router report that it serves."""
-    async with grpc.aio.insecure_channel(router["clients"]) as channel:
+    async with grpc.aio.insecure_channel(router["clients"], options=[("grpc.enable_http_proxy", 0)]) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         served = (await check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=10)).status == SERVING
     async with aiohttp.ClientSession() as session, session.get(f"http://{router['status']}/healthz") as page:
@@ -57,7 +57,11 @@ async def all_healthy(count: int) -> list[dict[str, str]]:
 @pytest.mark.cluster
 @pytest.mark.timeout(300)  # starting Ray alone may take more than 100 s beside another test's Ray
 def test_on_serve_clients_call_routers_at_their_own_ports_and_the_death_of_one_fails_no_request(monkeypatch):
+    """With a proxy in the environment, which refuses all connections: none of them is to be used within a cluster."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    for name in ("http_proxy", "https_proxy"):
+        for each in (name, name.upper()):
+            monkeypatch.setenv(each, "http://127.0.0.1:1")
     config = toy_config(router={"resources": {"cpu": 0.1}, "replicas": 2}, grpc={"share_port": False})
     before = set(psutil.Process().children(recursive=True))
 
