@@ -16,7 +16,7 @@ import json
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -45,6 +45,9 @@ WRITES = 3
 TOKEN_BYTES = 6
 """Of a stored token, about: base64 of 4 bytes."""
 RECORD_FORMAT = 3
+"""Of records that are written. Readers ignore fields that they do not know, so a new field needs no new format. A
+release with a new format reads the one before for as long as records last (`redis.record_ttl_s`)."""
+READ_FORMATS = frozenset({3})
 KEPT_TURNS = 8
 """Last turns of a record whose requests, if retried, are answered from it. An attempt that its client left ends within
 `router.request_timeout_s`; this bounds the turns that may be written between it and the next attempt."""
@@ -139,29 +142,38 @@ def _spell(name: bytes, tag: bytes) -> str:
 def pack_record(record: Record) -> bytes:
     """A record as JSON; the tokens are base64 of little-endian uint32. A turn's mode is left out where it is the
     default, and its sample index where it is the record's, so that routers of releases without them can read it."""
-    fields = asdict(replace(record, tokens=()))  # asdict would copy each token by itself
-    for turn in fields["turns"]:
+    stored = asdict(replace(record, tokens=()))  # asdict would copy each token by itself
+    for turn in stored["turns"]:
         if turn["mode"] == VerificationMode.COUPLED:
             del turn["mode"]
         if turn["sample_index"] == record.sample_index:
             del turn["sample_index"]
-    fields["tokens"] = base64.b64encode(packed_ids(record.tokens)).decode()
-    return json.dumps({"format": RECORD_FORMAT, **fields}, sort_keys=True).encode()
+    stored["tokens"] = base64.b64encode(packed_ids(record.tokens)).decode()
+    return json.dumps({"format": RECORD_FORMAT, **stored}, sort_keys=True).encode()
 
 
 def unpack_record(blob: bytes) -> Record:
-    """The record of a blob. Raises NotFound for one that cannot be read, as for one that does not exist."""
+    """The record of a blob, without fields that this release does not know. Raises NotFound for one that cannot be
+    read, as for one that does not exist, and PeerLost for a format of a later release, whose routers read it."""
     try:
-        fields = json.loads(blob)
-        if fields.pop("format") != RECORD_FORMAT:
+        stored = json.loads(blob)
+        if (written := stored["format"]) not in READ_FORMATS:
+            if written > max(READ_FORMATS):
+                raise PeerLost(f"session: its record has format {written}, which routers of a later release read")
             raise unknown_session()
-        tokens = np.frombuffer(base64.b64decode(fields.pop("tokens"), validate=True), "<u4")
-        marks = tuple(int(mark) for mark in fields.pop("marks"))
-        index = fields["sample_index"]
-        turns = tuple(Turn(**{"sample_index": index, **turn}) for turn in fields.pop("turns"))
-        return Record(tokens=tuple(tokens.tolist()), marks=marks, turns=turns, **fields)
+        tokens = np.frombuffer(base64.b64decode(stored["tokens"], validate=True), "<u4")
+        marks = tuple(int(mark) for mark in stored["marks"])
+        index = stored["sample_index"]
+        turns = tuple(Turn(**_known(Turn, {"sample_index": index, **turn})) for turn in stored["turns"])
+        whole = stored | {"tokens": tuple(tokens.tolist()), "marks": marks, "turns": turns}
+        return Record(**_known(Record, whole))
     except (ValueError, KeyError, TypeError, AttributeError):
         raise unknown_session() from None
+
+
+def _known(kind: type[Record | Turn], stored: dict[str, Any]) -> dict[str, Any]:
+    """The stored values of a dataclass's fields."""
+    return {each.name: stored[each.name] for each in fields(kind) if each.name in stored}
 
 
 class MemorySessions:

@@ -1,7 +1,8 @@
 """The format of saved states (a fixed header, raw tensors and a checksum), and the stores that keep them by name.
 
 A blob is `magic | format version | header length | header (JSON, sorted keys) | tensors, little endian | BLAKE2b-256`.
-A state with any fault counts as missing, not as an error: without it a text only takes longer to open.
+A state with any fault counts as missing, not as an error: without it a text only takes longer to open. Fields of the
+header that a reader does not know are ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any, Protocol
 
@@ -70,7 +71,7 @@ class MemoryStates:
 
 @dataclass(frozen=True, slots=True)
 class StateHeader:
-    """The identity of a state. A reader refuses a state unless all fields are as expected."""
+    """The identity of a state. A reader refuses a state unless all these fields are as expected."""
 
     fingerprint: str  # of the model's weights and configuration
     tokenizer: str
@@ -92,7 +93,7 @@ def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic
             raise ValueError(f"state: tensor {name} has dtype {kind}; only {sorted(_DTYPES)} are kept")
         table.append([name, kind, list(tensor.shape)])
         body.append(np.ascontiguousarray(tensor).astype(_DTYPES[kind], copy=False).tobytes())
-    fields = {
+    stored = {
         "fingerprint": header.fingerprint,
         "tokenizer": header.tokenizer,
         "layout": header.layout,
@@ -100,7 +101,7 @@ def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic
         "digest": header.digest,
         "tensors": table,
     }
-    head = json.dumps(fields, sort_keys=True).encode()
+    head = json.dumps(stored, sort_keys=True).encode()
     blob = b"".join((_PREFIX.pack(MAGIC, FORMAT, len(head)), head, *body))
     return blob + hashlib.blake2b(blob, digest_size=_CHECKSUM_BYTES).digest()
 
@@ -118,9 +119,9 @@ def unpack_state(blob: bytes, expected: StateHeader) -> dict[str, npt.NDArray[np
     if length > MAX_HEADER_BYTES:
         raise BadState(f"a header of {length} bytes; at most {MAX_HEADER_BYTES}")
     try:
-        fields = json.loads(bytes(body[_PREFIX.size : _PREFIX.size + length]))
-        table = fields.pop("tensors")
-        header = StateHeader(**fields)
+        stored = json.loads(bytes(body[_PREFIX.size : _PREFIX.size + length]))
+        table = stored["tensors"]
+        header = StateHeader(**{each.name: stored[each.name] for each in fields(StateHeader)})
         if header != expected:
             raise BadState("is another state than its name requires")
         return _tensors(table, body, _PREFIX.size + length)
