@@ -36,7 +36,7 @@ from cluster.engines import (
 from cluster.hub import pinned
 from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
-from cluster.scaling import LOAD
+from cluster.scaling import LOAD, by_load
 from cluster.sections import Scaling
 from cluster.sessions import RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
@@ -84,6 +84,10 @@ class _Shell:
     async def stats(self) -> dict[str, int]:
         """The replica's counters, and its engine's."""
         return self._engine.stats() | self._replica.stats()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What Serve scales the pool by: the texts that are open here, of which a lease may have several."""
+        return {LOAD: float(self._replica.stats()["open_openings"])}
 
     async def check_health(self) -> None:
         """Called by Serve, which replaces a replica whose check raises three times in a row."""
@@ -272,11 +276,11 @@ def _deployment(shell: type, **options: Any) -> Deployment:
 
 
 def _replicas_of(model: ModelConfig) -> dict[str, Any]:
-    """A fixed replica count, or Serve's autoscaling options. Serve counts a lease as an ongoing request."""
+    """A fixed replica count, or Serve's autoscaling options, by what replicas report and by leases."""
     scaling = model.autoscaling
     if scaling is None:
         return {"num_replicas": model.replicas}
-    return {"autoscaling_config": _scaling_options(scaling, scaling.leases)}
+    return {"autoscaling_config": _scaling_options(scaling, scaling.leases, "by_answers")}
 
 
 def _routers_of(router: Router) -> dict[str, Any]:
@@ -284,12 +288,12 @@ def _routers_of(router: Router) -> dict[str, Any]:
     scaling = router.autoscaling
     if scaling is None:
         return {"num_replicas": router.replicas}
-    options = _scaling_options(scaling, scaling.requests)
-    return {"autoscaling_config": {**options, "policy": {"policy_function": "cluster.scaling:by_load"}}}
+    return {"autoscaling_config": _scaling_options(scaling, scaling.requests, "by_load")}
 
 
-def _scaling_options(scaling: Scaling, target: float) -> dict[str, Any]:
+def _scaling_options(scaling: Scaling, target: float, policy: str) -> dict[str, Any]:
     return {
+        "policy": {"policy_function": f"{by_load.__module__}:{policy}"},
         "min_replicas": scaling.min_replicas,
         "max_replicas": scaling.max_replicas,
         "target_ongoing_requests": target,

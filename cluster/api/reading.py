@@ -16,12 +16,10 @@ from google.protobuf.message import DecodeError
 SHORT_BYTES = 1 << 16
 """A message of at most so many bytes is parsed in a millisecond, whatever it has."""
 MOST_FIELDS = 1 << 14
-"""The most fields of a message, each entry of a list being one; the limits of all lists together allow fewer. Token ids
-are packed, many in a field."""
+"""The most fields of a message, each entry of a list being one, also of fields that this version does not know. The
+limits of all lists together allow fewer. Token ids are packed, many in a field."""
 MOST_LISTED = 1 << 17
 """The most numbers of a message's lists, the tokens of its prompt and of its resume aside."""
-MOST_UNKNOWN = 1 << 17
-"""The most fields of a message that this version does not know."""
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
@@ -54,7 +52,7 @@ class _Scan:
         self._data = data
         self._most_tokens = most_tokens
         self._most_bytes = most_bytes
-        self._fields = self._unknown = self._listed = 0
+        self._fields = self._listed = 0
 
     def message(self, start: int, end: int, kind: Any, path: tuple[str, ...]) -> None:
         """Count what is in data[start:end], a message of the descriptor `kind`. Raises BadRequest past a limit."""
@@ -63,7 +61,11 @@ class _Scan:
             tag, at = self._varint(at, end)
             field, wire = kind.fields_by_number.get(tag >> 3), tag & 7
             name = (*path, field.name) if field is not None else path
-            self._count(name, known=field is not None)
+            self._fields += 1
+            if self._fields > MOST_FIELDS:
+                raise BadRequest(
+                    _label(name), f"has too many entries; all of a request together are at most {MOST_FIELDS}"
+                )
             if wire == _VARINT:
                 _, at = self._varint(at, end)
             elif wire in _FIXED_BYTES:
@@ -93,13 +95,6 @@ class _Scan:
             self._listed += count
             if self._listed > MOST_LISTED:
                 raise BadRequest(_label(name), f"has too many ids; all lists together have at most {MOST_LISTED}")
-
-    def _count(self, name: tuple[str, ...], known: bool) -> None:
-        self._fields += known
-        self._unknown += not known
-        if self._fields > MOST_FIELDS or self._unknown > MOST_UNKNOWN:
-            most = MOST_FIELDS if known else MOST_UNKNOWN
-            raise BadRequest(_label(name), f"has too many entries; all of a request together are at most {most}")
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
         value = shift = 0

@@ -68,6 +68,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
+        self._turns = asyncio.Lock()
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
         self._began_with: Hello | None = None  # of the first verifier that was leased
         first = self._lease_and_open(text) if beside is None else self._open_beside(text, beside)
@@ -170,6 +171,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
     async def _open_beside(self, text: Text, beside: VerifierHandle) -> None:
         """Open the text where another is open; elsewhere, where that one's lease has ended."""
         await beside.ready()
+        async with beside._turns:  # the texts beside it are sent one after another: each may be long
+            await asyncio.sleep(0)
         opening = beside._opening
         await self._lease_and_open(text, leased=opening.leased if opening is not None else None)
 

@@ -1,4 +1,4 @@
-"""Reads a request's verification mode and lists of tokens, of a client's message or a router's to its peers."""
+"""A request's verification mode and lists of tokens, in a client's message or a router's to its peers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dendro.text import (
     MAX_BIASED_IDS,
     MAX_LISTED_IDS,
     MAX_STOP_IDS,
+    Sampling,
     check_count,
 )
 from dendro.v1 import generation_pb2
@@ -49,3 +50,32 @@ def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) 
     """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
     check_count("stop_ids", message.stop_ids, MAX_STOP_IDS)
     return tuple(message.stop_ids)
+
+
+_FIELDS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
+
+
+class ListMessages:
+    """The message of the token lists that were converted last. The answers of a request share their lists and open
+    their texts one after another; converting 70,000 ids takes milliseconds, and copying them a tenth."""
+
+    def __init__(self) -> None:
+        self._last = (Sampling(), calls_pb2.Sampling())
+
+    def message_of(self, sampling: Sampling) -> calls_pb2.Sampling:
+        """A message with these lists alone; do not modify. From any thread."""
+        last, message = self._last
+        if all(getattr(last, name) is getattr(sampling, name) for name in _FIELDS):
+            return message
+        message = calls_pb2.Sampling(
+            logit_bias=dict(sampling.logit_bias),
+            banned_ids=sampling.banned_ids,
+            allowed_ids=sampling.allowed_ids,
+            bad_words=[calls_pb2.TokenIds(ids=word) for word in sampling.bad_words],
+        )
+        self._last = sampling, message
+        return message
+
+
+LISTS = ListMessages()
+"""Of this process."""

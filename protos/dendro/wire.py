@@ -34,7 +34,7 @@ from dendro.long_work import PART
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.token_lists import edits_from, mode_from, stop_ids_from
+from dendro.token_lists import LISTS, edits_from, mode_from, stop_ids_from
 from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
 
 _FINISH_MESSAGE = {
@@ -164,7 +164,7 @@ def update_from(message: calls_pb2.TextUpdate) -> TextUpdate:
 
 def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
     parameters, sampling = call.parameters, call.parameters.sampling
-    return calls_pb2.OpenCall(
+    message = calls_pb2.OpenCall(
         lease=call.lease,
         ahead=call.ahead,
         sampling=calls_pb2.Sampling(
@@ -177,10 +177,6 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
             repetition_penalty=sampling.repetition_penalty,
             presence_penalty=sampling.presence_penalty,
             frequency_penalty=sampling.frequency_penalty,
-            logit_bias=dict(sampling.logit_bias),
-            banned_ids=sampling.banned_ids,
-            allowed_ids=sampling.allowed_ids,
-            bad_words=[calls_pb2.TokenIds(ids=word) for word in sampling.bad_words],
             mode=sampling.mode,
             lenience=sampling.lenience if sampling.mode.lossy else None,
         ),
@@ -197,6 +193,8 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         echo_from=parameters.echo_from,
         structure=structure_message(parameters.structure),
     )
+    message.sampling.MergeFrom(LISTS.message_of(sampling))
+    return message
 
 
 def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:

@@ -20,7 +20,7 @@ from cluster import deploy
 from cluster.app import build
 from cluster.config import Config
 from cluster.redis_server import RedisServer
-from cluster.scaling import LOAD, by_load, replicas_for
+from cluster.scaling import LOAD, by_answers, by_load, replicas_for
 from cluster.serve_config import APPLICATION
 
 SCALING = {"min_replicas": 1, "max_replicas": 3, "requests": 4, "up_after_s": 0.5, "down_after_s": 2}
@@ -47,6 +47,25 @@ def test_serve_scales_routers_by_their_running_requests():
     assert (scaling.min_replicas, scaling.max_replicas, scaling.target_ongoing_requests) == (1, 3, 4)
     context: Any = SimpleNamespace(aggregated_metrics={LOAD: {"a": 7.0, "b": 3.0}}, config=scaling)
     assert policy(context) == (2.5, {})
+
+
+def test_serve_scales_verifiers_and_drafters_by_their_texts_which_are_more_than_leases():
+    scaled = {"checkpoint": "none", "autoscaling": {"min_replicas": 0, "max_replicas": 3, "leases": 4}}
+    router = build(toy_config(targets={"toy": scaled}, drafters={"helper": scaled}), "redis://nowhere", **LOADERS)
+    _, _, targets, drafters, _ = router._bound_deployment.init_args
+    for pool in (targets["toy"], drafters["helper"]):
+        scaling: Any = pool._bound_deployment._deployment_config.autoscaling_config
+        policy = scaling.policy.get_policy()
+        assert policy.__name__ == by_answers.__name__
+        context: Any = SimpleNamespace(
+            aggregated_metrics={LOAD: {"a": 16.0, "b": 2.0}},
+            config=scaling,
+            total_num_requests=5,
+            total_queued_requests=2,
+        )
+        assert policy(context) == (5.0, {}), "18 texts and two leases that wait"
+        context.aggregated_metrics = {}
+        assert policy(context) == (1.25, {}), "nothing is reported yet: five leases"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.modes import VerificationMode
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.token_lists import ListMessages
 from dendro.tree import ChildLaw, DraftTree
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
@@ -491,3 +492,15 @@ def test_a_requests_mode_is_unchanged_by_a_round_trip(mode: str, lenience: float
     call = OpenCall(TextUpdate(bytes(16), 2, 5, 0, (1, 2)), parameters)
     back = wire.verifier_call_from(wire.verifier_call_message(1, call))
     assert isinstance(back, OpenCall) and back.parameters.sampling == sampling
+
+
+def test_the_answers_of_a_request_send_their_lists_and_other_requests_their_own():
+    """Lists that several texts share are converted once."""
+    first = Sampling(temperature=1.0, seed=3, banned_ids=(1, 2), bad_words=((3, 4),), logit_bias=((5, 1.5),))
+    others = Sampling(banned_ids=(1, 2)), Sampling(allowed_ids=(7,)), Sampling()
+    for sampling in (first, first.of_sample(7), others[0], first, *others[1:]):
+        parameters = RequestParameters(sampling, Limits(10), "", ())
+        call = OpenCall(TextUpdate(bytes(16), 1, 2, 0, (9,)), parameters)
+        assert wire.verifier_call_from(wire.verifier_call_message(1, call)).parameters == parameters
+    lists = ListMessages()
+    assert lists.message_of(first) is lists.message_of(first.of_sample(8)) is not lists.message_of(others[0])
