@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import redis
 import redis.asyncio
-from dendro.errors import PeerLost
+import yaml
+from chart import ROOT, rendered
+from dendro.errors import NotFound, PeerLost
 from sockets import until
 
 from cluster.redis_client import eviction_warning
@@ -283,3 +287,64 @@ async def test_a_server_that_does_not_tell_its_policy_is_not_warned_of(server: R
     client = redis.asyncio.Redis.from_url(url)
     assert await eviction_warning(client) == ""
     await client.aclose()
+
+
+WEEK_S, DAY_S = 7 * 24 * 3600, 24 * 3600
+SESSIONS = 50
+
+
+async def sessions_left(server: RedisServer, policy: str, samples: str) -> int:
+    """How many of one tenant's sessions are left once another's states have filled the server several times over."""
+    with admin(server) as client:
+        client.config_set("maxmemory-policy", policy)
+        client.config_set("maxmemory-samples", samples)
+    sessions, states = RedisSessions(server.url, WEEK_S, BUDGET_S), RedisStates(server.url, DAY_S, BUDGET_S)
+    tokens = [await sessions.new_token("one") for _ in range(SESSIONS)]
+    for token in tokens:
+        await sessions.write(token, "one", RECORD)
+    for number in range(60):
+        assert await states.save(f"{number}", bytes(1 << 20))
+    left = 0
+    for token in tokens:
+        with contextlib.suppress(NotFound):
+            left += await sessions.read(token, "one") == RECORD
+    with admin(server) as client:
+        assert client.info("stats")["evicted_keys"] > 40
+    await sessions.close()
+    await states.close()
+    return left
+
+
+def deployed() -> set[tuple[str, str]]:
+    """The maxmemory-policies of the chart's and the compose file's Redis, each with its number of samples."""
+    command = yaml.safe_load((ROOT / "deploy" / "docker" / "compose.yaml").read_text())["services"]["redis"]["command"]
+    _, stateful = rendered()["redis.yaml"]
+    words = stateful["spec"]["template"]["spec"]["containers"][0]["args"]
+    options = ("--maxmemory-policy", "--maxmemory-samples")
+    return {(policy, samples) for policy, samples in (map(partial(_after, each), options) for each in (command, words))}
+
+
+def _after(words: list[str], option: str) -> str:
+    return words[words.index(option) + 1]
+
+
+async def test_in_a_full_server_that_we_deploy_sessions_of_a_week_outlive_the_states_of_another_tenant(
+    server: RedisServer,
+):
+    with admin(server) as client:
+        embedded = tuple(client.config_get("maxmemory-*")[each] for each in ("maxmemory-policy", "maxmemory-samples"))
+    assert deployed() == {embedded}
+    assert await sessions_left(server, *embedded) == SESSIONS
+    assert await eviction_warning_of(server) == ""
+
+
+async def test_with_a_policy_that_is_warned_of_sessions_go_for_states(server: RedisServer):
+    assert await sessions_left(server, "volatile-lru", "64") < SESSIONS
+    assert "volatile-lru" in await eviction_warning_of(server)
+
+
+async def eviction_warning_of(server: RedisServer) -> str:
+    sessions = RedisSessions(server.url, WEEK_S, BUDGET_S)
+    warning = await sessions.warning()
+    await sessions.close()
+    return warning
