@@ -27,6 +27,8 @@ import numpy.typing as npt
 from dendro.compiling import QUEUE
 from dendro.errors import BadRequest, Overloaded
 from dendro.guidance import LIMITS, StructureLimits, TokenTexts, begin, fault_of, items_of
+from dendro.patterns import check_expression
+from dendro.schemas import SchemaError, enforceable, token_references
 from dendro.structure import Structure, StructureForm
 from dendro.structure_canary import Canary, CanaryBusy, CanaryDied
 from dendro.tree import DraftTree
@@ -157,14 +159,23 @@ def _lark_of(structure: Structure) -> str:
         case StructureForm.GRAMMAR:
             if OPTIONS_LINE.search(structure.texts[0]):
                 raise BadRequest(structure.field, "has a line %llguidance; its options are the server's own")
+            if named := next(token_references(structure.texts[0]), None):
+                raise BadRequest(structure.field, f"names the token {named[:40]}; an answer's tokens stand for text")
             return HEADER + structure.texts[0]
         case StructureForm.REGEX:
+            try:
+                check_expression(structure.texts[0])
+            except ValueError as error:
+                raise BadRequest(structure.field, str(error)) from None
             return f"{HEADER}start: /{llguidance.regex_to_lark(structure.texts[0], use_ascii='')}/"
         case StructureForm.CHOICES:
             return f"{HEADER}start: /{'|'.join(map(_literal, structure.texts))}/"
     try:
-        made = llguidance.LLMatcher.grammar_from_json_schema(structure.texts[0], overrides=JSON_OPTIONS)
-    except ValueError as error:
+        schema = enforceable(structure.texts[0])
+        made = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+    except SchemaError as error:
+        raise BadRequest(structure.field, f"cannot be enforced: {error}") from None
+    except (ValueError, RecursionError) as error:
         raise BadRequest(structure.field, f"is no JSON schema: {error}") from None
     return f"{HEADER}start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
 

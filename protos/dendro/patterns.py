@@ -1,0 +1,124 @@
+r"""Regular expressions of JSON schemas, as expressions of Rust's regex crate, which llguidance compiles.
+
+JSON Schema has the syntax of ECMA-262. What the two write alike and mean otherwise is translated: `.`, `\s`, classes in
+classes, and inline flags, which ECMA-262 does not have. llguidance reads an escaped quote or backslash as part of any
+class that has all control characters; so no translated class has control characters but tab, newline and return. The
+translation matches no string that the pattern does not.
+"""
+
+from __future__ import annotations
+
+import re
+
+SPACES = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+WRITTEN = r"[\t\n\r\x20-\u{10ffff}]"
+"""All characters but the control characters that are hardly ever meant."""
+CLASSES = {
+    ".": rf"[[^\n\r\u2028\u2029]&&{WRITTEN}]",
+    r"\s": f"[{SPACES}]",
+    r"\S": rf"[[^{SPACES}\ufeff\x85]&&{WRITTEN}]",
+    r"\D": rf"[\D&&{WRITTEN}]",
+    r"\W": rf"[\W&&{WRITTEN}]",
+}
+NAMES_OF_CLASSES = "dDwWsSpP"
+OTHER_ESCAPES = "bBfnrtvxuk0123456789"
+"""Letters and digits after a backslash that both syntaxes have, or that Rust's refuses."""
+DOUBLED = ("&&", "--", "~~")
+"""Operators in Rust's classes; in ECMA-262's, two characters."""
+
+KEY = r"[\x20-\x21\x23-\x5b\x5d-\u{10ffff}]"
+"""A character of a key that JSON can write without an escape."""
+
+
+def translated(pattern: str) -> str:
+    """The pattern in the other syntax. Raises ValueError, with what is wrong, where it has no such form."""
+    out: list[str] = []
+    place = depth = 0
+    while place < len(pattern):
+        here = pattern[place]
+        if here == "\\":
+            part, place = _escape(pattern, place)
+        elif depth:
+            part, place, depth = _in_class(pattern, place, depth)
+        elif here == "[":
+            negated = pattern.startswith("[^", place)
+            part, place, depth = "[[^" if negated else "[[", place + 1 + negated, 1
+        elif pattern.startswith("(?", place) and not re.match(r"\(\?(:|=|!|<[=!]|<[A-Za-z_]\w*>)", pattern[place:]):
+            raise ValueError(f"has {pattern[place : place + 4]!r}: JSON Schema's expressions have no inline flags")
+        else:
+            part, place = CLASSES[here] if here == "." else here, place + 1
+        out.append(part)
+    if depth:
+        raise ValueError("has a [ without its ]")
+    return "".join(out)
+
+
+def _escape(pattern: str, place: int) -> tuple[str, int]:
+    """The translation of an escape, and the place after it."""
+    if place + 1 == len(pattern):
+        raise ValueError("ends with a lone backslash")
+    after = pattern[place + 1]
+    if after in "pP" and (name := re.match(r"\\[pP]\{[^}]*\}", pattern[place:])):
+        found = name.group()
+        return rf"[{found}&&{WRITTEN}]", place + len(found)
+    if (unit := re.match(r"\\u([0-9A-Fa-f]{4})", pattern[place:])) and 0xD800 <= int(unit[1], 16) < 0xE000:
+        raise ValueError(f"has {unit.group()}: half of a surrogate pair is no character")
+    if f"\\{after}" in CLASSES:
+        return CLASSES[f"\\{after}"], place + 2
+    if after.isalnum() and after not in NAMES_OF_CLASSES + OTHER_ESCAPES:
+        raise ValueError(f"has \\{after}, which is no escape of ECMA-262")
+    if after in "<>" or not after.isascii():  # in Rust's syntax, the edges of words
+        return after, place + 2
+    return f"\\{after}", place + 2
+
+
+def _in_class(pattern: str, place: int, depth: int) -> tuple[str, int, int]:
+    """The translation of a character of a class, the place after it, and the depth there."""
+    here = pattern[place]
+    if here == "]":
+        return f"]&&{WRITTEN}]", place + 1, 0
+    if here == "[":
+        return "\\[", place + 1, depth
+    if pattern[place : place + 2] in DOUBLED:
+        return f"{here}\\{here}", place + 2, depth
+    return here, place + 1, depth
+
+
+def check_expression(pattern: str) -> None:
+    """Raise ValueError for an expression, in Rust's syntax, that would not mean the same within a grammar."""
+    if re.search(r"\(\?[a-wyzA-Z]*x", pattern) or re.search(r"\(\?[a-zA-Z]*-[a-zA-Z]*x", pattern):
+        raise ValueError("has the flag x, which cannot be set within a grammar")
+    if len(pattern) - len(pattern.rstrip("\\")) & 1:
+        raise ValueError("ends with a lone backslash")
+
+
+def other_keys(names: set[str]) -> str:
+    """An expression of the keys that JSON writes without an escape, but for these."""
+    listed = sorted(name for name in names if re.fullmatch(r'[^"\\\x00-\x1f]*', name))
+    return f"^(?:{_others(listed)})$" if listed else f"^{KEY}*$"
+
+
+def _others(names: list[str]) -> str:
+    """Texts of KEY's characters that are none of these, which are sorted: by a walk down their common beginnings."""
+    starts = sorted({name[0] for name in names if name})
+    differ = "".join(_literal(each) for each in starts)
+    parts = [f"[{KEY}&&[^{differ}]]{KEY}*"] if differ else [f"{KEY}+"]
+    if "" not in names:
+        parts.append("")
+    for start in starts:
+        rest = [name[1:] for name in names if name.startswith(start)]
+        parts.append(f"{_literal(start)}(?:{_others(rest)})")
+    return "|".join(parts)
+
+
+def _literal(character: str) -> str:
+    return character if character.isascii() and character.isalnum() else f"\\u{{{ord(character):x}}}"
+
+
+_DAYS = r"(?:(?:0[13578]|1[02])-(?:0[1-9]|[12]\d|3[01])|(?:0[469]|11)-(?:0[1-9]|[12]\d|30)|02-(?:0[1-9]|1\d|2[0-8]))"
+_YEAR = r"(?:[1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"
+_LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
+DATE = rf"(?:{_YEAR}-{_DAYS}|{_LEAP_YEAR}-02-29)"
+TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
+FORMATS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}T{TIME}$"}
+"""Formats of RFC 3339 as expressions: days that exist, and seconds below 60."""

@@ -1,0 +1,268 @@
+"""What a JSON schema admits is what JSON Schema says; what cannot be had is refused by the keyword's name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+
+import jsonschema
+import numpy as np
+import pytest
+from dendro.errors import BadRequest
+from dendro.grammars import Grammar, Grammars
+from dendro.patterns import other_keys, translated
+from dendro.schemas import enforceable, token_references
+from dendro.structure import Structure
+
+pytest.importorskip("llguidance")
+
+BYTES = Grammars(lambda: {token: bytes([token]) for token in range(256)}, 256)
+CHARACTERS = '"\\/\n\t\b\f\r\x00\x1f\x7faé😀 \u2028\ufeff9_'
+
+
+def made(structure: Structure) -> Grammar:
+    return asyncio.run(BYTES.compiled(structure))
+
+
+def compiled(schema: object) -> Grammar:
+    return made(Structure.json_schema(schema if isinstance(schema, str) else json.dumps(schema)))
+
+
+def admits(grammar: Grammar, text: str) -> bool:
+    place = grammar.text(0).place()
+    for byte in text.encode():
+        below = place.after(byte)
+        if below is None:
+            return False
+        place = below
+    return place.may_end
+
+
+def spellings(character: str) -> set[str]:
+    """JSON strings of one character."""
+    made = {json.dumps(character), json.dumps(character, ensure_ascii=False)}
+    if character == "/":
+        made.add('"\\/"')
+    if ord(character) < 1 << 16:
+        made |= {f'"\\u{ord(character):04x}"', f'"\\u{ord(character):04X}"'}
+    return made
+
+
+PATTERNS = (
+    *('[^"]', r"[^\\]", r'[^"\\]', r"[\x00-\x1f]", r"\D", r"\W", r"\S", r"[\s\S]", r"[^\s]", ".", r'(?:a|[^"])'),
+    *(r"[^\n]", '"', r"\P{L}", "[^/]", r"[\W_]"),
+)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_pattern_holds_of_the_string_and_not_of_its_spelling(pattern):
+    grammar = compiled({"type": "string", "pattern": f"^{pattern}$"})
+    ascii_only = re.ASCII if re.search(r"\\[DW]", pattern) else 0  # as in ECMA-262
+    expression = "[^a-zA-Zé]" if "P{L}" in pattern else pattern
+    admitted = 0
+    for character in CHARACTERS:
+        for text in spellings(character):
+            if admits(grammar, text):
+                admitted += 1
+                assert re.fullmatch(expression, character, ascii_only), text
+    assert admitted
+
+
+@pytest.mark.parametrize(
+    "pattern, reason",
+    [
+        ("(?x)a b", "no inline flags"), ("(?i)a", "no inline flags"), ("a\\", "lone backslash"), (r"\Aa", "no escape"),
+        (r"\ud83d", "surrogate"), ("[a", "without its"), (r"a\z", "no escape"),
+    ],
+)  # fmt: skip
+def test_a_pattern_that_has_no_meaning_in_json_schema_is_refused_with_its_place(pattern, reason):
+    with pytest.raises(BadRequest, match=f"/properties/a~1b/pattern: .*{reason}"):
+        compiled({"type": "object", "properties": {"a/b": {"type": "string", "pattern": pattern}}})
+
+
+@pytest.mark.parametrize("pattern, admitted", [("[[a]", '"["'), ("[a&&b]", '"&"'), ("[!--]", '","'), (r"\<a", '"<a"')])
+def test_what_is_an_operator_in_rusts_syntax_alone_is_a_character(pattern, admitted):
+    assert admits(compiled({"type": "string", "pattern": f"^{pattern}$"}), admitted)
+
+
+@pytest.mark.parametrize("number", ["9007199254740993", "-9007199254740993", "1e22", "0.1234567890123456789"])
+@pytest.mark.parametrize("keyword", ["const", "enum"])
+def test_a_constant_that_would_lose_digits_is_refused_by_its_name(keyword, number):
+    schema = f'{{"properties": {{"a": {{"{keyword}": {number if keyword == "const" else f"[1, {number}]"}}}}}}}'
+    with pytest.raises(BadRequest, match=f"/properties/a/{keyword}.*digits"):
+        compiled(schema)
+
+
+@pytest.mark.parametrize(
+    "bounds",
+    [
+        {"minimum": 9007199254740993}, {"exclusiveMinimum": 9007199254740992}, {"maximum": -9007199254740993},
+        {"maximum": 9223372036854775807}, {"exclusiveMaximum": 9007199254740994}, {"minimum": -9223372036854775808},
+        {"minimum": 9007199254740992, "exclusiveMinimum": 9007199254740995}, {"maximum": 18446744073709551615},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bounds_beyond_float64_are_kept(bounds):
+    schema = {"type": "integer"} | bounds
+    grammar, admitted = compiled(schema), 0
+    for bound in (*bounds.values(), 1 << 53, -(1 << 53), 0, 1 << 62, (1 << 63) - 1024, -(1 << 63) + 1024):
+        for number in range(bound - 5, bound + 6):
+            if admits(grammar, str(number)):
+                admitted += 1
+                jsonschema.validate(number, schema)
+    assert admitted
+
+
+def test_a_declared_key_cannot_be_spelt_as_another_or_given_twice():
+    others = {"additionalProperties": {"type": "string"}}
+    grammar = compiled({"type": "object", "properties": {"a": {"type": "integer"}}} | others)
+    assert all(admits(grammar, text) for text in ('{"a":1}', '{"a":1,"b":"x"}', '{"ab":"x"}', '{"":"x"}', '{"é":"x"}'))
+    wrong = ('{"a":1,"\\u0061":"x"}', '{"\\u0061":"x"}', '{"a":1,"a":"x"}', '{"b":"x","a":"x"}', '{"a":1,"b":2}')
+    assert not any(admits(grammar, text) for text in wrong)
+
+
+def test_a_key_of_a_pattern_cannot_be_spelt_as_another():
+    grammar = compiled({"type": "object", "patternProperties": {"^x": {"type": "integer"}}})
+    assert admits(grammar, '{"x":1}') and not admits(grammar, '{"\\u0078":"a"}') and not admits(grammar, '{"x":"a"}')
+
+
+def test_repeated_keys_do_not_count_for_min_properties():
+    grammar = compiled({"type": "object", "required": ["a"], "properties": {"a": True}, "minProperties": 2})
+    assert admits(grammar, '{"a":1,"b":2}') and not admits(grammar, '{"a":1,"a":2}') and not admits(grammar, '{"a":1}')
+    with pytest.raises(BadRequest, match="/minProperties: 3 cannot be enforced"):
+        compiled({"type": "object", "required": ["a"], "properties": {"a": True}, "minProperties": 3})
+    assert admits(compiled({"type": "object", "minProperties": 1}), '{"a":1}')
+
+
+def test_intersections_keep_the_keys_of_both():
+    one, two = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    grammar = compiled({"type": "object", "allOf": [one, two]})
+    assert admits(grammar, '{"a":1,"b":2,"c":"x"}') and not admits(grammar, '{"b":"x"}')
+
+
+@pytest.mark.parametrize("day", ["2023-02-29", "1900-02-29", "2023-04-31", "0000-01-01", "2023-13-01"])
+def test_a_day_that_does_not_exist_is_no_date(day):
+    for kind, text in (("date", day), ("date-time", f"{day}T12:00:00Z")):
+        grammar = compiled({"type": "string", "format": kind})
+        assert not admits(grammar, f'"{text}"')
+        for leap in ("2024-02-29", "2000-02-29"):
+            assert admits(grammar, f'"{text.replace(day, leap)}"')
+
+
+@pytest.mark.parametrize("schema", ["true", '\ufeff{"type": "integer"}', '{"items": {"uniqueItems": false}}', "{}"])
+def test_harmless_forms_of_schemas_work(schema):
+    assert admits(compiled(schema), "1")
+
+
+def test_a_schema_that_describes_nothing_is_refused():
+    with pytest.raises(BadRequest, match="false describes no value"):
+        compiled("false")
+
+
+@pytest.mark.parametrize("pattern", ["(?x)a b", "(?ix)a", "(?i-x:a)", "(?sx-i)a", "a\\", "a\\\\\\"])
+def test_an_expression_that_means_something_else_in_a_grammar_is_refused(pattern):
+    with pytest.raises(BadRequest, match="structure.regex"):
+        made(Structure.regex(pattern))
+
+
+@pytest.mark.parametrize("grammar", ["start: <[5]>", "start: <|end|>", 'start: "a" <[0-9]>', "start: a\na: <[*]> // <"])
+def test_a_grammar_that_names_tokens_is_refused_without_a_panic(grammar):
+    with pytest.raises(BadRequest, match="structure.grammar: names the token <"):
+        made(Structure.grammar(grammar))
+
+
+def test_tokens_in_strings_expressions_and_comments_are_none():
+    assert not list(token_references('start: "<[1]>" /a<\\/b>/ // <[2]>\n# <x>\nb: "\\"<c>"'))
+
+
+def test_other_keys_are_all_but_those_named():
+    expression = re.compile(translated_to_python(other_keys({"a", "ab", "", "b.c"})))
+    keys = ["", "a", "ab", "abc", "b", "b.", "b.c", "b.cd", "c", "ba", "é", "bxc"]
+    assert [key for key in keys if expression.fullmatch(key)] == ["abc", "b", "b.", "b.cd", "c", "ba", "é", "bxc"]
+
+
+def translated_to_python(expression: str) -> str:
+    """An expression of `other_keys` in Python's syntax, which has no intersections of classes."""
+    key = r"[ -!#-\\[\\]-\U0010ffff]".replace("\\\\", "\\")
+    expression = re.sub(r"\\u\{([0-9a-f]+)\}", lambda found: f"\\U{int(found[1], 16):08x}", expression)
+    expression = re.sub(r"\[(\[[^\]]*\\x5d[^\]]*\])&&\[\^([^\]]*)\]\]", r"(?![\2])\1", expression)
+    return expression.replace(r"[\x20-\x21\x23-\x5b\x5d-\U0010ffff]", key)
+
+
+def walked(grammar: Grammar, rng: random.Random, most: int = 300) -> str | None:
+    """A random text of the grammar; None where it is not finished in so many bytes. Ends are likely."""
+    place, out = grammar.text(0).place(), b""
+    while len(out) < most:
+        allowed = np.flatnonzero(np.unpackbits(place.text, bitorder="little")[:256]).tolist()
+        if not allowed or (place.may_end and rng.random() < 0.3):
+            return out.decode(errors="strict")
+        likely = [token for token in allowed if chr(token) in '"}],']
+        token = rng.choice(likely if likely and rng.random() < 0.4 else allowed)
+        below = place.after(token)
+        assert below is not None, f"{out!r} goes on with {bytes([token])!r}, which is refused"
+        place, out = below, out + bytes([token])
+    return None
+
+
+EXPRESSIONS = (r"^[^\"a]{1,3}$", r"^\S[^\\]$", r"^[^\\\s]*x$", "^.?$", r"^\D{2}$")
+KINDS = ("date", "ipv4", "uuid", "time", "date-time")
+NAMES = ("a", "ab", "b", "é", "long name")
+
+
+def random_schema(rng: random.Random, depth: int = 0) -> dict:
+    """A schema of the keywords whose meaning is enforced or narrowed."""
+    kind = rng.choice(["string", "integer", "number", "boolean", "constant", *["object", "array"][: 2 * (depth < 2)]])
+    if kind == "string":
+        made: dict = {"type": "string", "maxLength": rng.randint(2, 12)}
+        if rng.random() < 0.5:
+            return {"type": "string", "pattern": rng.choice(EXPRESSIONS)}
+        return rng.choice([made, {"type": "string", "format": rng.choice(KINDS)}])
+    if kind in ("integer", "number"):
+        low = rng.choice([-5, 0, 7, 1 << 60])
+        return {"type": kind, "minimum": low, "maximum": low + rng.choice([3, 300] if low < 8 else [1 << 20, 1 << 61])}
+    if kind == "constant":
+        return {"enum": [1, "a\n", None, {"a": [1, 2.5]}, (1 << 53) - 1][: rng.randint(1, 5)]}
+    if kind == "object":
+        names = rng.sample(NAMES, rng.randint(0, 3))
+        made = {"type": "object", "properties": {name: random_schema(rng, depth + 1) for name in names}}
+        made["required"] = [name for name in names if rng.random() < 0.5]
+        if rng.random() < 0.7:
+            made["additionalProperties"] = rng.choice([True, False, random_schema(rng, depth + 1)])
+        return made
+    if kind == "array":
+        return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": rng.randint(0, 3)}
+    return {"type": "boolean"}
+
+
+def check_walks(seeds: range, walks: int) -> int:
+    """Assert that random texts of random schemas are valid. Returns how many were."""
+    valid = 0
+    for seed in seeds:
+        rng = random.Random(seed)
+        schema = random_schema(rng)
+        grammar = compiled(schema)
+        checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
+        for _ in range(walks):
+            text = walked(grammar, rng)
+            if text is not None:
+                found = next(checker.iter_errors(json.loads(text)), None)
+                assert found is None, f"seed {seed}: {text} is not of {schema}: {found.message}"
+                valid += 1
+    return valid
+
+
+def test_random_texts_of_random_schemas_are_valid():
+    assert check_walks(range(25), 4) > 50
+
+
+@pytest.mark.long
+def test_random_texts_of_many_random_schemas_are_valid():
+    assert check_walks(range(100, 500), 5) > 1000
+
+
+def test_translations_are_made_once():
+    """What was translated is in the other syntax: a second time its intersections would be read as characters."""
+    assert translated("[^a]") != translated(translated("[^a]"))
+    assert json.loads(enforceable('{"type": "string", "pattern": "[^a]"}'))["pattern"] == translated("[^a]")
