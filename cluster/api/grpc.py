@@ -28,9 +28,13 @@ from cluster.router.ingress import Ingress, log
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
+CONNECTION_AGE = "grpc.max_connection_age_ms"
+"""A connection so old takes no more calls, and its client looks the router's name up again; its streams run to their
+ends. Clients of other languages so call routers that were added behind a name."""
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    (CONNECTION_AGE, 300_000),
     *KEEPALIVE_OPTIONS,
 )
 """Options of a server that clients call."""

@@ -192,6 +192,53 @@ async def test_our_clients_keepalive_is_within_our_servers_limits_on_a_silent_st
         await server.stop(0)
 
 
+class NameServer(asyncio.DatagramProtocol):
+    """Answers every question about an IPv4 address with `addresses`."""
+
+    def __init__(self) -> None:
+        self.addresses = {"127.0.0.1"}
+
+    def connection_made(self, transport: Any) -> None:
+        self.transport = transport
+
+    def datagram_received(self, data: bytes, sender: Any) -> None:
+        question = data[12 : data.index(0, 12) + 5]
+        found = sorted(self.addresses) if question[-4:-2] == b"\0\1" else []
+        head = data[:2] + b"\x85\x80\0\1\0" + bytes([len(found)]) + bytes(4)
+        records = (b"\xc0\x0c\0\1\0\1\0\0\0\0\0\4" + socket.inet_aton(each) for each in found)
+        self.transport.sendto(head + question + b"".join(records), sender)
+
+
+@pytest.mark.slow
+async def test_any_client_of_grpc_finds_a_router_that_is_added_behind_a_name_and_its_streams_run_on(monkeypatch):
+    aged = tuple((name, 200 if name == api.CONNECTION_AGE else value) for name, value in api.SERVER_OPTIONS)
+    assert aged != api.SERVER_OPTIONS
+    monkeypatch.setattr(api, "SERVER_OPTIONS", aged)
+    loop = asyncio.get_running_loop()
+    transport, names = await loop.create_datagram_endpoint(NameServer, local_addr=("127.0.0.1", 0))
+    first = await serve_router(ingress(slow_peers(0.02)))
+    port = int(first.address.rpartition(":")[2])
+    second = await serve_router(ingress(EdgePeers()), "127.0.0.2", [port])
+    target = f"dns://127.0.0.1:{transport.get_extra_info('sockname')[1]}/router.test:{port}"
+    options = [("grpc.lb_policy_name", "round_robin"), ("grpc.dns_min_time_between_resolutions_ms", 0)]
+    try:
+        async with grpc.aio.insecure_channel(target, options=options) as channel, asyncio.timeout(20):
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
+            running: Any = stub.Generate(asking(25))
+            assert (await running.read()).WhichOneof("event") == "started"
+            names.addresses.add("127.0.0.2")
+            while not second.stats()["requests"]:
+                assert [event async for event in stub.Generate(asking(1))]
+            tokens: list[int] = []
+            while (event := await running.read()) is not EOF:
+                tokens += event.chunk.token_ids
+            assert tokens == plain_answer(IDS, Sampling(), 25)
+    finally:
+        transport.close()
+        await first.stop()
+        await second.stop()
+
+
 async def test_the_other_port_has_metrics_and_health():
     async with serving() as server:
         status, port = await serve_status(server.stats, lambda: server.healthy, "127.0.0.1", [0])
