@@ -13,7 +13,6 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from dendro.errors import DendroError
-from dendro.grammars import TreeMasks
 from dendro.logprobs import TokenLogprobs
 from dendro.shapes import MAX_ROWS
 from torch import Tensor
@@ -41,6 +39,7 @@ from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, StepOutcome, StepPlan
 from verifier_service.runner import StepRunner
 from verifier_service.shards import Bounds, Crew
+from verifier_service.structure_masks import BegunMasks, MasksPending
 from verifier_service.walk import UNUSABLE, Draw, before_unusable
 
 log = logging.getLogger("dendro.verifier")
@@ -114,6 +113,7 @@ class Drawn:
     raw: dict[int, Tensor] = field(default_factory=dict)  # by draw that asks for log-probabilities: its rows' logits
     rows: Tensor = field(default_factory=lambda: torch.zeros(0))  # of a step with echoes: the logits of wanted rows
     scores: dict[int, Tensor] = field(default_factory=dict)  # by draw that is walked on the host: its rows' logits
+    pending: dict[int, DendroError] = field(default_factory=dict)  # by draw whose masks were not ready
 
 
 class DeviceRunner(StepRunner):
@@ -166,7 +166,7 @@ class DeviceRunner(StepRunner):
         if self.crew is not None:
             self.crew.broadcast(replace(plan, draws=(), echoes=()))
         with torch.inference_mode():
-            masks = self.masks.begin(plan.draws)
+            masks = self.masks.begin([(draw.structure, draw.tree) for draw in plan.draws])
             shape = self._shape_of(plan)
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
@@ -184,6 +184,7 @@ class DeviceRunner(StepRunner):
             by_host[number] if number in by_host else guarded(partial(_walk, draw, row, self._bounds.max_depth + 1))
             for number, (draw, row) in enumerate(zip(plan.draws, found, strict=False))
         ]
+        walks = self.masks.settled([drawn.pending.get(number, each) for number, each in enumerate(walks)], masks)
         logprobs = {
             number: self._logprobs(plan.draws[number], walked, raw)
             for number, raw in drawn.raw.items()
@@ -325,22 +326,27 @@ class DeviceRunner(StepRunner):
         shape: StepShape,
         inputs: tuple[StepBuffers, StepBuffers],
         plan: StepPlan | None = None,
-        masks: Sequence[Future[TreeMasks] | None] = (),
+        masks: Sequence[BegunMasks | None] = (),
     ) -> Drawn:
         """Everything from rows to copied keys. Without synchronisation, unless some draws of `plan` have a history. A
         graph needs no plan: none of its step's draws has one, and none of its texts asks for log-probabilities.
 
-        masks: of the structure of each of the plan's draws, as begun by `MaskThread`"""
+        masks: of the structure of each of the plan's draws, as begun by `MaskThreads`; a draw without them in time is
+        in `pending`"""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
+        self.masks.wait(masks)
         usable = logits.amax(1).isfinite()  # of raw logits; as `usable` in walk.py
-        raw, scores = dict[int, Tensor](), dict[int, Tensor]()
+        raw, scores, pending = dict[int, Tensor](), dict[int, Tensor](), dict[int, DendroError]()
         for number, draw in enumerate(plan.draws if plan is not None else ()):
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
             if draw.logprobs is not None:
                 raw[number] = logits[mine].clone()
             if draw.history is not None:
                 begun = masks[number]
+                if begun is not None and not begun.work.done():
+                    pending[number] = MasksPending(begun.work)  # what is drawn without them is dropped
+                    continue
                 found = [begun.result().allowed(row) for row in range(draw.tree.rows)] if begun is not None else ()
                 logits[mine] = draw.history.scores(logits[mine], draw.paths(), found)
             if not draw.sampling.keeps_tokens:
@@ -363,7 +369,7 @@ class DeviceRunner(StepRunner):
             commit_rows(store, source.view(-1), target.view(-1))
         # A draw with a history changes its own rows only, which are no echo's.
         rows = logits if plan is not None and plan.echoes else torch.zeros(0)
-        return Drawn(paths, picked[paths], lengths, raw, rows, scores)
+        return Drawn(paths, picked[paths], lengths, raw, rows, scores, pending)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
         """Replay a step's graph, which is recorded first if needed; run the step where it cannot be recorded."""

@@ -41,6 +41,7 @@ from verifier_service.runner import StepRunner, buckets_up_to, with_few_rows
 from verifier_service.runners import runner_for
 from verifier_service.scheduler import StepScheduler
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
+from verifier_service.structure_masks import MasksPending
 from verifier_service.worker import start_processes
 
 log = logging.getLogger("dendro.verifier")
@@ -309,6 +310,9 @@ class VerifierEngine:
                     self.scheduler.fail(error)
                 return 0.0
             likely = self.scheduler.apply(outcome)
+            for each in outcome.walks:
+                if isinstance(each, MasksPending):
+                    each.work.add_done_callback(lambda _: self._thread.post(lambda ticket: None))  # wakes it
             self._ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
         idle = plan is None
         while (leaving := self.scheduler.next_leaving()) is not None:

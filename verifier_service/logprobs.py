@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 from dendro.errors import BadRequest
-from dendro.grammars import TreeMasks
 from dendro.logprobs import TokenLogprobs
 from torch import Tensor
 from tree_kernels.tree_walk import Walk
 
+from verifier_service.structure_masks import BegunMasks
 from verifier_service.walk import Draw, Echo, Walker, usable
 
 
@@ -53,7 +52,7 @@ def echo_logprobs(echo: Echo, logits: Callable[[int], Tensor]) -> tuple[TokenLog
 
 
 def walk_with_logprobs(
-    walker: Walker, draw: Draw, logits: Callable[[int], Tensor], masks: Future[TreeMasks] | None = None
+    walker: Walker, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None
 ) -> tuple[Walk, tuple[TokenLogprobs, ...]]:
     """A walk (`Walker.walk`) and the log-probabilities of its tokens; none where the draw does not ask for them."""
     if draw.logprobs is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
 from dendro.engine import Ticket
@@ -145,6 +147,7 @@ class VerifierText:
     saved: Saved | None = None  # its stored memory, until it is admitted
     history: History | None = None  # where its parameters change logits before the temperature
     structure: GrammarText | None = None  # of its answer; verifications keep up with the text, and are ahead of it
+    masks: Future[Any] | None = None  # of a step that it was left out of: until they are done, it takes part in none
     echoed: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, of tokens from `echo_from` on
 
     @classmethod
@@ -236,6 +239,11 @@ class VerifierText:
         first row whose log-probabilities are asked for."""
         first = self.parameters.echo_from if self.opening is not None else None
         return self.text.ids[: min(len(self.text.ids), first or len(self.text.ids)) - 1]
+
+    @property
+    def masked(self) -> bool:
+        """Whether no thread computes its masks."""
+        return self.masks is None or self.masks.done()
 
     @property
     def waits(self) -> bool:

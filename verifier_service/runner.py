@@ -27,7 +27,8 @@ from verifier_service.recurrent import RecurrentRows, TextStates, last_writers, 
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
-from verifier_service.walk import MaskThread, Walker
+from verifier_service.structure_masks import MaskThreads
+from verifier_service.walk import Walker
 
 SMALL_BUCKETS = tuple(range(ROW_MULTIPLE, 65, ROW_MULTIPLE))
 
@@ -62,7 +63,7 @@ class StepRunner:
         self.device = target.model.device
         self.buckets = tuple(buckets)
         self.walker = Walker(target.vocabulary)
-        self.masks = MaskThread()
+        self.masks = MaskThreads()
         self.own_pages = range(1 + bounds.pages, 1 + bounds.pages + bounds.own_pages)
         self._own_text: list[int] = []  # tokens whose keys are on them
         self.pages = Pages(target.layouts, bounds.pages + bounds.own_pages, buckets[-1], self.device)
@@ -77,21 +78,22 @@ class StepRunner:
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
         with torch.inference_mode():
-            masks = self.masks.begin(plan.draws)
+            masks = self.masks.begin([(draw.structure, draw.tree) for draw in plan.draws])
             inputs = self._begin(plan)
             began = time.perf_counter()
             logits = self._logits(inputs)
             forward_s = time.perf_counter() - began - logits.took_s
+            self.masks.wait(masks)
             drawn = zip(plan.draws, masks, strict=True)
             walked = [
                 guarded(partial(walk_with_logprobs, self.walker, draw, logits.row, allowed)) for draw, allowed in drawn
             ]
-            walks = tuple(each if isinstance(each, DendroError) else each[0] for each in walked)
+            walks = self.masks.settled([each if isinstance(each, DendroError) else each[0] for each in walked], masks)
             echoed = tuple(guarded(partial(echo_logprobs, echo, logits.row)) for echo in plan.echoes)
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()
         return StepOutcome(
-            walks,
+            tuple(walks),
             int(1e6 * (forward_s + logits.took_s)),
             int(1e6 * (ended - started)),
             logprobs={

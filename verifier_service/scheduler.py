@@ -44,6 +44,7 @@ from verifier_service.requests import (
 )
 from verifier_service.rows import StepOutcome, StepPlan
 from verifier_service.shares import displaced_by, next_in_turn, texts_by_tenant
+from verifier_service.structure_masks import MasksPending
 
 
 class StepScheduler:
@@ -125,7 +126,9 @@ class StepScheduler:
             session.echoed.update(zip((1 + row for row in positions), scores, strict=True))
             if share.ask is not None:
                 verdict = guarded(partial(self._verdict, share, share.ask, *next(walks), outcome))
-                if isinstance(verdict, BadRequest):  # no token continues its text, or its answer's structure
+                if isinstance(verdict, MasksPending):
+                    session.masks = verdict.work
+                elif isinstance(verdict, BadRequest):  # no token continues its text, or its answer's structure
                     self._refuse(session, share.ask, verdict)
                 elif isinstance(verdict, DendroError):
                     self._end(session, verdict)
@@ -365,7 +368,7 @@ class StepScheduler:
         """Trees first, in order of arrival, each with the rows its text lacks; prompts share the remaining rows."""
         ready = []
         for session in self.sessions.values():
-            if session.opening is None and (ask := self._followed(session)) is not None:
+            if session.opening is None and session.masked and (ask := self._followed(session)) is not None:
                 ready.append((ask.ticket.arrived_s, session, ask))
         for session in self.sessions.values():
             if session.waits and session.admitted and not session.memory.pages:
@@ -402,7 +405,9 @@ class StepScheduler:
             if rows <= 0 or session.number in taken or not session.admitted or not session.waits:
                 continue
             first = session.opening is not None and rows == session.lacking < room
-            ask = self._followed(session) if first else None  # the round that the opening announced, if it did
+            ask = (
+                self._followed(session) if first and session.masked else None
+            )  # the round that the opening announced, if it did
             if self._hold(session, len(session.memory.consumed) + rows + (ask is not None), taken):
                 shares.append(_Share(session, rows, ask, DraftTree.root_only(session.text.ids[-1]) if ask else None))
                 taken.add(session.number)

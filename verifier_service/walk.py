@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dendro.errors import BadRequest
-from dendro.grammars import GrammarText, TreeMasks
+from dendro.grammars import GrammarText
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 from torch import Tensor
@@ -17,6 +16,7 @@ from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of
 
 from verifier_service.modes import walk_by_mode
+from verifier_service.structure_masks import BegunMasks
 
 UNUSABLE = -2
 """What a pick gives where a row's logits are not finite: no token and no padding (-1) has this id, so the walk ends
@@ -83,21 +83,6 @@ def before_unusable(walked: Walk, base: int) -> Walk:
     return Walk(walked.path[:-1], walked.tokens[:-1], walked.ranks[:-1])
 
 
-class MaskThread:
-    """Finds what structures allow in the rows of trees in a thread of its own, while the model's forward runs."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "structure-masks")  # starts with the first task
-
-    def begin(self, draws: Sequence[Draw]) -> list[Future[TreeMasks] | None]:
-        """Of each draw, the masks of its tree; None where its text has no structure. Until they are done, no other
-        thread may use the draws' structures."""
-        return [
-            self._thread.submit(draw.structure.masks, draw.tree) if draw.structure is not None else None
-            for draw in draws
-        ]
-
-
 class Walker:
     """Walks trees over their logits. Keeps the noise of every session: a row of it is computed once per position."""
 
@@ -105,9 +90,9 @@ class Walker:
         self._vocabulary = vocabulary
         self._noise: dict[int, NoiseRows] = {}
 
-    def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: Future[TreeMasks] | None = None) -> Walk:
+    def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None) -> Walk:
         """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order.
-        masks: of the draw's structure, as begun by `MaskThread`
+        masks: of the draw's structure, as begun by `MaskThreads`
 
         Raises BadRequest where the logits of the root are not finite; the walk ends before any other such row. In modes
         that do not keep the tokens of plain decoding, it is raised for any visited row.

@@ -5,9 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
+
+IDLE_S = 10.0
+"""After so much time without work a thread of `DaemonThreads` ends."""
 
 Result = TypeVar("Result")
 
@@ -34,3 +38,37 @@ def settle(future: Future[Result], work: Callable[[], Result]) -> None:
 async def in_thread(name: str, work: Callable[[], Result]) -> Result:
     """The result of `work` in a new thread. A cancelled caller leaves it running."""
     return await asyncio.wrap_future(begin(name, work))
+
+
+class DaemonThreads:
+    """Threads that run work in the order in which it was submitted, as many as there is work, up to `most`."""
+
+    def __init__(self, name: str, most: int) -> None:
+        self._name, self._most = name, most
+        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._changed = threading.Condition()
+        self._threads = self._idle = 0
+
+    def submit(self, work: Callable[[], Result]) -> Future[Result]:
+        """Run `work` in one of them."""
+        future = Future[Result]()
+        with self._changed:
+            self._waiting.append((future, work))
+            if self._idle < len(self._waiting) and self._threads < self._most:
+                self._threads += 1
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            self._changed.notify()
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._idle += 1
+                found = self._changed.wait_for(lambda: self._waiting, IDLE_S)
+                self._idle -= 1
+                if not found:
+                    self._threads -= 1
+                    return
+                future, work = self._waiting.popleft()
+            settle(future, work)
+            del future, work, found

@@ -355,6 +355,14 @@ class GrammarText:
                 return count
         return None
 
+    def foresee(self, tokens: Sequence[int]) -> None:
+        """Compute what `take` of these tokens needs, without taking them."""
+        place: GrammarPlace | None = self.place()
+        for token in tokens:
+            if place is None or token in self.ends:
+                break
+            place = place.after(token)
+
     @property
     def complete(self) -> bool:
         """Whether the text is what the structure describes, and no text may follow."""
