@@ -752,6 +752,27 @@ async def test_a_request_begun_again_is_answered_from_its_written_turn_after_oth
     assert peers.rounds == 0 and await sessions.read(token, "") == record
 
 
+@pytest.mark.parametrize("written", [True, False], ids=["written", "not written"])
+async def test_a_first_turn_that_is_resumed_is_in_the_session_that_started_named_once(
+    sessions: Sessions, written: bool
+):
+    """Whether an earlier attempt wrote it or not."""
+    router = ingress(EdgePeers(), sessions)
+    request = pb.GenerateRequest(text=PROMPT, keep_session=True, request_id="A", max_new_tokens=9, speculation=OFF)
+    stream, started, held = await begin(router, request, 3)
+    if written:
+        assert [event async for event in stream][-1].complete.session == started.session
+        before = await sessions.read(started.session, "")
+    await stream.aclose()
+    request.session = started.session
+    request.resume.CopyFrom(resume_after(started, held))
+    rest = [event async for event in router.generate(request)]
+    assert held + token_ids_of(rest) == plain_answer(IDS, Sampling(), 9)
+    assert rest[-1].complete.session == started.session
+    record = await sessions.read(started.session, "")
+    assert record.version == 1 and (not written or record == before)
+
+
 async def test_an_attempt_that_ends_after_its_turn_was_written_and_another_followed_gets_no_conflict(
     sessions: Sessions,
 ):

@@ -132,7 +132,7 @@ async def test_a_call_whose_connection_was_closed_is_made_over_a_new_one(server:
         assert states.counters.errors == 0
 
 
-@pytest.mark.parametrize("call", ["read", "write", "load", "save"])
+@pytest.mark.parametrize("call", ["read", "write", "save"])
 async def test_a_connection_that_a_load_balancer_dropped_silently_costs_half_a_budget_and_no_error(
     server: RedisServer, call: str
 ):
@@ -253,12 +253,31 @@ def cluster_node():
         shutil.rmtree(folder)
 
 
-async def test_a_cluster_that_is_down_or_has_the_key_elsewhere_is_named_as_the_reason():
+async def test_a_cluster_that_is_down_is_named_as_the_reason():
     with cluster_node() as (url, _):
         sessions = RedisSessions(url, 60, BUDGET_S)
         with pytest.raises(PeerLost, match="the store fails: CLUSTERDOWN"):
             await sessions.new_token("")
         await sessions.close()
+
+
+async def test_a_cluster_that_has_the_key_at_another_node_is_named_as_the_reason():
+    """A server of the test's own: every command is answered with MOVED."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                commands = data.count(b"\r\n*") + data.startswith(b"*")
+                writer.write(b"-MOVED 3999 10.0.0.7:6381\r\n" * commands)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    sessions = RedisSessions(f"redis://127.0.0.1:{port}/0?protocol=2", 60, BUDGET_S)
+    with pytest.raises(PeerLost, match="the store fails: MOVED: 3999 10.0.0.7:6381"):
+        await sessions.new_token("")
+    await sessions.close()
+    server.close()
 
 
 async def test_a_server_that_is_not_there_is_named_as_the_reason():
