@@ -103,6 +103,12 @@ class Job:
         return replace(self, sampling=self.sampling.of_sample(index), echo_start=None)
 
     @property
+    def marks(self) -> tuple[int, ...]:
+        """Lengths at which earlier turns ended; of a written turn that is computed again, not those of later turns."""
+        marks = self.record.marks if self.record is not None else ()
+        return tuple(mark for mark in marks if mark <= len(self.prompt))
+
+    @property
     def answer_length(self) -> int:
         return self.limits.max_length - len(self.prompt)
 

@@ -182,7 +182,7 @@ class Ingress:
                 # Text needs room for a token, which a complete answer in `held` does not leave; it is ended below.
                 replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
                 job.tenant,
-                job.record.marks if job.record else (),
+                job.marks,
                 answer if job.stops.strings else None,
                 len(job.held),
                 job.logprobs,

@@ -101,6 +101,21 @@ async def test_a_written_turn_is_computed_again_for_them_and_not_written_twice()
     assert (await client.generate_text("on", **options, **law)).token_ids == done.token_ids
 
 
+async def test_an_earlier_turn_that_is_computed_again_has_no_marks_of_later_ones():
+    """A peer refuses a mark past the text."""
+    peers = EdgePeers()
+    client = LocalClient(ingress(peers, MemorySessions()))
+    options: Any = {"max_new_tokens": 4, "request_id": "A", "logprobs": 0}
+    first = await client.generate_text(PROMPT, keep_session=True, **options)
+    session = first.complete.session
+    second = await client.generate_text("on", session=session, max_new_tokens=4)
+    again = await client.generate_text(PROMPT, session=session, **options)
+    assert (again.token_ids, again.logprobs) == (first.token_ids, first.logprobs)
+    assert peers.texts[-1].marks == () and peers.texts[1].marks == (len(IDS) + 4,)
+    third = await client.generate_text("on", session=session, max_new_tokens=1)
+    assert third.started.prompt_tokens == second.started.prompt_tokens + 4 + 2
+
+
 def verdict_with(logprobs: Sequence[TokenLogprobs]) -> Verdict:
     return Verdict((7, 8), (0, 1), (0,), None, 2, logprobs=tuple(logprobs))
 
