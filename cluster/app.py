@@ -212,13 +212,15 @@ def build(
     redis_url: str,
     *,
     drafter: Callable[[str, DrafterConfig, StateStore], LocalDrafter] | None = None,
-    verifier: Callable[[str, TargetConfig, StateStore], LocalVerifier] = load_replica,
+    verifier: Callable[[str, TargetConfig, StateStore], LocalVerifier] | None = None,
     ingress: LoadIngress = Ingress,
 ) -> Application:
     """The application of a configuration. The loaders are parameters, so that tests can deploy their own engines."""
     longest_s = config.router.request_timeout_s + DRAIN_MARGIN_S
     states = _RedisStatesAt(redis_url, config.redis)
-    draft = partial(load_drafter, targets=config.targets) if drafter is None else drafter
+    limits = config.structures.limits
+    draft = partial(load_drafter, targets=config.targets, limits=limits) if drafter is None else drafter
+    verify = partial(load_replica, limits=limits) if verifier is None else verifier
     common: dict[str, Any] = {
         "health_check_period_s": HEALTH_PERIOD_S,
         "health_check_timeout_s": HEALTH_TIMEOUT_S,
@@ -239,7 +241,7 @@ def build(
     targets = {
         name: _deployment(
             VerifierShell, **replicas(f"verifier-{name}", target, target.max_waiting), **_group_of(target)
-        ).bind(name, target, longest_s, states, verifier)
+        ).bind(name, target, longest_s, states, verify)
         for name, target in config.targets.items()
     }
     drafters = {

@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 import yaml
 from dendro.errors import BadRequest
+from dendro.guidance import LIMITS, StructureLimits
 from dendro.health import LONGEST_STEP_S
 from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
@@ -239,6 +240,30 @@ class Redis(Section):
         return f"{scheme}://:{quote(password, safe='')}@{rest}"
 
 
+class Structures(Section):
+    """Whether answers may have structures, and how much work these may cause (docs/structured.md)."""
+
+    enabled: bool = True
+    """No: a request with a structure is refused."""
+    mask_items: int = Field(default=LIMITS.mask_items, ge=1)
+    """Items that llguidance may make for one mask."""
+    row_items: int = Field(default=LIMITS.row_items, ge=1)
+    """Items after one token."""
+    symbols: int = Field(default=LIMITS.symbols, ge=1)
+    """Symbols of a grammar's rules."""
+    answer_items: int = Field(default=LIMITS.answer_items, ge=1)
+    """Items of all masks of an answer, beside `token_items` for each token."""
+    token_items: int = Field(default=LIMITS.token_items, ge=0)
+    compile_s: float = Field(default=LIMITS.compile_s, gt=0)
+    """CPU seconds for which a structure may compile at a router; at a replica four times as many."""
+    compile_mb: int = Field(default=LIMITS.compile_mb, ge=16)
+    """Memory for that, in MiB."""
+
+    @property
+    def limits(self) -> StructureLimits:
+        return StructureLimits(**self.model_dump(exclude={"enabled"}))
+
+
 class Grpc(Section):
     """The ports of each router."""
 
@@ -274,6 +299,7 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     redis: Redis = Redis()
     grpc: Grpc = Grpc()
+    structures: Structures = Structures()
     verification_modes: tuple[VerificationMode, ...] = ()
     """Modes beside coupled and greedy that requests may name: naive, multi-step, block and lenient. A drafter that
     reports false probabilities changes the law of answers in the last three; lenient is lossy anyway."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dendro.engine import LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest
 from dendro.grammars import INSTALL
+from dendro.guidance import LIMITS, StructureLimits
 from dendro.state import StateStore
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
@@ -44,7 +45,11 @@ def engine_environment(threads: int) -> dict[str, str]:
 
 
 def load_drafter(
-    name: str, drafter: DrafterConfig, states: StateStore, targets: Mapping[str, TargetConfig]
+    name: str,
+    drafter: DrafterConfig,
+    states: StateStore,
+    targets: Mapping[str, TargetConfig],
+    limits: StructureLimits = LIMITS,
 ) -> LocalDrafter:
     """A drafter's engine, not started yet, with bridges to those of the targets that need one. Raises BadRequest for a
     checkpoint that cannot be used.
@@ -58,7 +63,7 @@ def load_drafter(
     folder = drafter.tokenizer_folder
     token_bytes = (lambda: token_bytes_of(load_tokenizer(folder))) if _follows_structures(name, drafter) else None
     options = drafter_options(name, drafter)
-    engine = DrafterEngine.load(drafter.checkpoint, options, states=states, token_bytes=token_bytes)
+    engine = DrafterEngine.load(drafter.checkpoint, options, states=states, token_bytes=token_bytes, limits=limits)
     bridges = {}
     for of in drafter.targets or targets:
         if (bridge := load_bridge(name, drafter, of, targets[of])) is not None:
@@ -126,7 +131,9 @@ def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:
     )
 
 
-def load_verifier(name: str, target: TargetConfig, states: StateStore, **workers: Any) -> LocalVerifier:
+def load_verifier(
+    name: str, target: TargetConfig, states: StateStore, limits: StructureLimits = LIMITS, **workers: Any
+) -> LocalVerifier:
     """A verifier's engine, not started yet. Raises BadRequest for a checkpoint that cannot be used.
 
     workers: how to start the workers of a sharded target; by default they are processes below this one.
@@ -136,7 +143,12 @@ def load_verifier(name: str, target: TargetConfig, states: StateStore, **workers
     target = fetched_model(f"targets.{name}", target)
     options, folder = verifier_options(name, target), target.tokenizer_folder
     return VerifierEngine.load(
-        target.checkpoint, options, states=states, token_bytes=lambda: token_bytes_of(load_tokenizer(folder)), **workers
+        target.checkpoint,
+        options,
+        states=states,
+        token_bytes=lambda: token_bytes_of(load_tokenizer(folder)),
+        limits=limits,
+        **workers,
     )
 
 
@@ -164,12 +176,14 @@ def verifier_options(name: str, target: TargetConfig) -> VerifierOptions:
     )
 
 
-def load_replica(name: str, target: TargetConfig, states: StateStore) -> LocalVerifier:
+def load_replica(
+    name: str, target: TargetConfig, states: StateStore, limits: StructureLimits = LIMITS
+) -> LocalVerifier:
     """`load_verifier` in a Serve replica: workers of a sharded target are actors in the replica's placement group."""
     if target.tensor_parallel == 1:
-        return load_verifier(name, target, states)
+        return load_verifier(name, target, states, limits)
     start_workers = partial(_start_actors, name, target)
-    return load_verifier(name, target, states, start_workers=start_workers, host=node_address())
+    return load_verifier(name, target, states, limits, start_workers=start_workers, host=node_address())
 
 
 class Worker:

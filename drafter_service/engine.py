@@ -18,6 +18,7 @@ from dendro.clock import Clock, microseconds
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest, DendroError
 from dendro.grammars import TokenBytes
+from dendro.guidance import LIMITS, StructureLimits
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
@@ -103,10 +104,11 @@ class DrafterEngine:
         states: StateStore,
         clock: Clock = time.monotonic,
         token_bytes: TokenBytes | None = None,
+        limits: StructureLimits = LIMITS,
     ) -> DrafterEngine:
         """Load a checkpoint. Raises BadRequest, naming the field.
 
-        token_bytes: of its tokenizer, for the structures of answers; None: guesses are of any tokens
+        token_bytes: of its tokenizer, for the structures of answers; None: guesses are of any tokens   limits: of these
         """
         device = torch.device(options.device)
         model, checkpoint = load_model(path, options.dtype, device, options.tokenizer, options.form)
@@ -132,7 +134,7 @@ class DrafterEngine:
         form = described_form(model, checkpoint.facts.model_type, device, options.form)
         structures = None
         if token_bytes is not None:
-            structures = DraftStructures(options.name, token_bytes, model.vocabulary, checkpoint.facts.end_ids)
+            structures = DraftStructures(options.name, token_bytes, model.vocabulary, checkpoint.facts.end_ids, limits)
         runner = DraftRunner(model, *slots, device, head)
         with torch.inference_mode():
             if not runner.scores_are_finite():

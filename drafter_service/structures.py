@@ -14,7 +14,7 @@ from dendro.calls import OpenCall
 from dendro.daemon_threads import in_thread
 from dendro.errors import BadRequest, Overloaded
 from dendro.grammars import Bits, GrammarPlace, Grammars, GrammarText, TokenBytes, permits
-from dendro.guidance import PATIENCE
+from dendro.guidance import LIMITS, PATIENCE, StructureLimits
 
 from drafter_service.grow import Growth
 
@@ -29,11 +29,18 @@ PATIENCE_S = 0.5
 class DraftStructures:
     """Compiles the structures of the answers that a drafter opens."""
 
-    def __init__(self, name: str, token_bytes: TokenBytes, vocabulary: int, end_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        name: str,
+        token_bytes: TokenBytes,
+        vocabulary: int,
+        end_ids: Collection[int],
+        limits: StructureLimits = LIMITS,
+    ) -> None:
         """name: the drafter's   token_bytes, end_ids: of its tokenizer   vocabulary: its token ids are below it"""
         self._name = name
         self._end_ids = end_ids
-        self._grammars = Grammars(token_bytes, vocabulary, patience=PATIENCE)
+        self._grammars = Grammars(token_bytes, vocabulary, limits, PATIENCE)
 
     async def of(self, call: OpenCall) -> DraftStructure | None:
         """The structure of an opened text's answer; None where guesses are of any tokens. Compiled in a thread."""

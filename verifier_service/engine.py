@@ -23,7 +23,7 @@ from dendro.daemon_threads import in_thread
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars, GrammarText, TokenBytes
-from dendro.guidance import PATIENCE
+from dendro.guidance import LIMITS, PATIENCE, StructureLimits
 from dendro.health import LONGEST_STEP_S
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
@@ -76,6 +76,7 @@ class VerifierEngine:
         dependent: Sequence[str] = (),
         kernels: str = "",
         token_bytes: TokenBytes | None = None,
+        limits: StructureLimits = LIMITS,
     ) -> None:
         """token_bytes: of the target's tokens, for `Grammars`; without it no answer has a structure.
 
@@ -88,7 +89,7 @@ class VerifierEngine:
         self._hello = hello
         self._shelf = shelf
         self._grammars = (
-            Grammars(token_bytes, scheduler.capacity.vocabulary, patience=PATIENCE) if token_bytes is not None else None
+            Grammars(token_bytes, scheduler.capacity.vocabulary, limits, PATIENCE) if token_bytes is not None else None
         )
         self.dependent = tuple(dependent)
         self.kernels = kernels
@@ -114,6 +115,7 @@ class VerifierEngine:
         host: str = "127.0.0.1",
         clock: Clock = time.monotonic,
         token_bytes: TokenBytes | None = None,
+        limits: StructureLimits = LIMITS,
     ) -> Self:
         """Load a checkpoint and check the engine's rows; takes seconds. Raises BadRequest, naming the field.
 
@@ -206,7 +208,7 @@ class VerifierEngine:
                 most_bytes=lambda tokens: memory.saved_bytes(2 * block),
             )
         scheduler = StepScheduler(capacity, clock)
-        return cls(scheduler, runner, hello, shelf, options.longest_step_s, differ, kernels, token_bytes)
+        return cls(scheduler, runner, hello, shelf, options.longest_step_s, differ, kernels, token_bytes, limits)
 
     # The peer
 

@@ -48,10 +48,14 @@ class LocalPeers(Peers):
         """Load every checkpoint of a configuration; takes seconds. An engine starts with its first lease."""
         from cluster.engines import load_drafter, load_verifier
 
+        limits = config.structures.limits
         return cls(
             config,
-            {name: load_verifier(name, target, states) for name, target in config.targets.items()},
-            {name: load_drafter(name, drafter, states, config.targets) for name, drafter in config.drafters.items()},
+            {name: load_verifier(name, target, states, limits) for name, target in config.targets.items()},
+            {
+                name: load_drafter(name, drafter, states, config.targets, limits)
+                for name, drafter in config.drafters.items()
+            },
         )
 
     async def close(self) -> None:

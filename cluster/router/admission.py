@@ -22,7 +22,7 @@ from dendro.token_lists import edits_from, mode_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
 
-from cluster.config import Config, TargetConfig
+from cluster.config import Config, Structures, TargetConfig
 from cluster.hub import fetched_model
 from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
@@ -51,13 +51,14 @@ class Served:
     grammars: Grammars | None = None  # of its tokenizer; None: no structure can be requested
 
     @classmethod
-    def of(cls, name: str, target: TargetConfig, facts: Facts) -> Served:
+    def of(cls, name: str, target: TargetConfig, facts: Facts, structures: Structures) -> Served:
         """Load a target's tokenizer; raises BadRequest naming what is missing."""
         target = fetched_model(f"targets.{name}", target, weights=False)
         try:
             tokenizer = CheckpointTokenizer(target.tokenizer_folder, facts.tokenizer)
         except BadRequest as error:
             raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
+        grammars = Grammars(tokenizer.token_bytes, facts.vocabulary, structures.limits) if structures.enabled else None
         return cls(
             name=name,
             tokenizer=tokenizer,
@@ -65,7 +66,7 @@ class Served:
             max_length=min(target.max_length, facts.positions or target.max_length),
             end_ids=facts.end_ids,
             dtype=target.dtype,
-            grammars=Grammars(tokenizer.token_bytes, facts.vocabulary),
+            grammars=grammars,
         )
 
 

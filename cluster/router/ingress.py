@@ -101,7 +101,10 @@ class Ingress:
             facts = read_cluster(config)
             check_pairs(config, facts)
             peers.expect(facts)
-            served = {name: Served.of(name, target, facts.targets[name]) for name, target in config.targets.items()}
+            served = {
+                name: Served.of(name, target, facts.targets[name], config.structures)
+                for name, target in config.targets.items()
+            }
         self._served = served
         self._libraries = {
             name: ProposalLibrary(config.speculation.proposers, target.max_rows, target.max_depth)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from dendro.errors import BadRequest
+from dendro.guidance import LIMITS
 
 from cluster.arms import OFF_ARM
 from cluster.config import Config, demo_config, pair_config
@@ -237,3 +239,10 @@ def test_a_password_is_accepted_only_from_the_environment(load):
         redis.address({})
     with pytest.raises(BadRequest, match="password_variable"):
         load(text.replace("cache", "user:secret@cache"))
+
+
+def test_the_limits_of_structures_are_those_of_their_code_unless_the_section_sets_others():
+    model = {"targets": {"t": {"checkpoint": "x"}}}
+    assert Config.of(model, Path()).structures.limits == LIMITS
+    section = Config.of(model | {"structures": {"mask_items": 7, "compile_s": 2}}, Path()).structures
+    assert section.enabled and section.limits == replace(LIMITS, mask_items=7, compile_s=2)

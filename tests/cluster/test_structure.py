@@ -32,7 +32,7 @@ from cluster.bench.schemas import random_schema
 from cluster.config import Config, demo_config
 from cluster.engines import load_drafter
 from cluster.router.ingress import Ingress
-from cluster.running import local_client
+from cluster.running import local_client, local_ingress
 from cluster.sessions import MemorySessions
 from cluster.structure_options import structure_given
 from drafter_service.engine import DrafterEngine
@@ -357,3 +357,17 @@ async def test_the_tokens_of_a_resume_are_read_by_its_structure_after_its_digest
     request.resume.CopyFrom(resume_of([1, 2], [5, 6]))
     [each async for each in router.generate(request)]
     assert counted.followed == 1
+
+
+@pytest.mark.slow
+async def test_structures_that_are_switched_off_or_over_a_limit_of_the_configuration_are_refused(tmp_path: Path):
+    tiny_models.make_checkpoint(tmp_path)
+    models = {"targets": {"t": {"checkpoint": str(tmp_path), "max_length": 64}}}
+    request = build_request([5, 6], structure=Structure.regex("(a|b){2}"), max_new_tokens=2)
+    for section, reason in (
+        ({"enabled": False}, "^structure: cannot be enforced for the target 't'"),
+        ({"symbols": 1}, "^structure.regex: does not compile: .*[Gg]rammar size"),
+    ):
+        async with local_ingress(Config.of(models | {"structures": section}, tmp_path)) as router:
+            with pytest.raises(BadRequest, match=reason):
+                [each async for each in router.generate(request)]
