@@ -225,7 +225,7 @@ async def schemas_row(router: Ingress, count: int) -> str:
                 end = "ended" if done.complete.finish is not Finish.LENGTH else "length"
             except DendroError as error:
                 found.add(str(error))
-                end = "limit" if "items" in str(error) or "CPU" in str(error) or "size" in str(error) else "unsupported"
+                end = "limit" if any(each in str(error) for each in ("items", "CPU", "MiB", "size")) else "unsupported"
                 if end == "limit":
                     print("  refused:", str(error)[:160], file=sys.stderr)
             ends[end] = ends.get(end, 0) + 1

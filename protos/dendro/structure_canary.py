@@ -116,17 +116,18 @@ class Canary:
         return code
 
 
-def _memory_bytes() -> int:
-    """The address space that this process has."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def _bound_memory(more_bytes: int) -> None:
+    """Allow this process so much address space beside what it has; where the system does not tell that, any."""
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        most = int(pages.read_text().split()[0]) * resource.getpagesize() + more_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _checked(tokenizer: LLTokenizer, message: dict[str, Any]) -> str:
     """Compile within the limits: the process dies where they do not suffice."""
     limits, found = StructureLimits(**message["limits"]), list[str]()
-    resource.setrlimit(
-        resource.RLIMIT_AS, (_memory_bytes() + (limits.compile_mb << 20), resource.getrlimit(resource.RLIMIT_AS)[1])
-    )
+    _bound_memory(limits.compile_mb << 20)
     thread = threading.Thread(target=lambda: found.append(fault_of_grammar(tokenizer, message["lark"], limits)))
     signal.setitimer(signal.ITIMER_PROF, message["cpu_s"])
     thread.start()
