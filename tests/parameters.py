@@ -189,7 +189,7 @@ PARAMETERS = (
     Parameter("ignore_end", "", "`generate` with `eos_token_id=None`", "end-of-text tokens end no answer", IGNORED),
     Parameter(
         "max_new_tokens",
-        "1 to `router.max_new_tokens` and to the room of the text",
+        "0 (with `echo`, and no session) to `router.max_new_tokens` and to the room of the text",
         "`MaxLengthCriteria`",
         "ends the answer",
         IGNORED,

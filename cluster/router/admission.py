@@ -344,8 +344,10 @@ class Admission:
         count = min(self._config.router.default_new_tokens, limit, room)
         if request.HasField("max_new_tokens"):
             count = request.max_new_tokens
-            if not 1 <= count <= limit:
-                raise BadRequest("max_new_tokens", f"must lie in 1 to {limit}; got {count}")
+            if not count and not (request.echo and not request.session and not request.keep_session):
+                raise BadRequest("max_new_tokens", "is 0; only a request with `echo` and no session has no answer")
+            if count > limit:
+                raise BadRequest("max_new_tokens", f"must lie in 0 to {limit}; got {count}")
             if count > room:
                 raise BadRequest("max_new_tokens", f"is {count}, but the text has room for {room} more")
         if len(held) > count:

@@ -217,7 +217,7 @@ class Ingress:
                     finally:
                         if job.plan.learns:
                             self._priors.learn(job.kind, account.notes, experience)
-                finish = text.finish
+                finish = text.finish if job.answer_length else Finish.LENGTH
                 assert finish is not None
             else:  # the client has the whole answer
                 assert job.resume is not None
@@ -263,8 +263,9 @@ class Ingress:
         """Yield `started` once a verifier is leased, then each round; release the leases at the end. Sets the
         statistics of `complete`."""
         before = len(job.prompt)
-        name, plan = job.served.name, job.plan
-        verifier = self._peers.verifier(name, text, prompt.first if prompt is not None else None, plan.plain_first)
+        name, plan, scores = job.served.name, job.plan, not job.answer_length  # its prompt alone, without a round
+        beside = prompt.first if prompt is not None else None
+        verifier = self._peers.verifier(name, text, beside, plan.plain_first and not scores)
         if prompt is not None:
             prompt.share(text)
         verifier.stays_off = account.stays_off
@@ -290,6 +291,8 @@ class Ingress:
             wanted = job.echo_from is not None
             async for part in echo_of(job, await verifier.prompt_logprobs() if wanted else NOT_ECHOED):
                 yield part
+            if scores:
+                return
             if plan.plain_first:
                 await drafter.prepare(text, account.foresee())
             async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:

@@ -16,7 +16,7 @@ from dendro.errors import BadAnswer, BadRequest, EngineFailed
 from dendro.internal.v1 import calls_pb2
 from dendro.logprobs import EchoedLogprobs, TokenLogprobs
 from dendro.progress import AnswerProgress
-from dendro.text import Limits, Sampling, Text
+from dendro.text import Finish, Limits, Sampling, Text
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import answer_from, verifier_answer_message
 from edge import EdgePeers, ingress, plain_answer, plain_logprobs, resume_of
@@ -52,6 +52,25 @@ async def test_it_comes_before_the_answer_and_the_first_token_of_a_text_has_none
     without = await client.generate_text(PROMPT, echo=True, max_new_tokens=5)
     assert echo_of(without) == (IDS, PROMPT, []) and len(peers.echoed) == 2
     assert (await client.generate_text(PROMPT, logprobs=2, max_new_tokens=5)).prompt == ()
+
+
+@pytest.mark.parametrize("speculation", ["auto", "off", "(2,1)"])
+async def test_a_prompt_is_scored_alone_where_no_token_is_asked_for(speculation: str):
+    peers = EdgePeers()
+    client = LocalClient(ingress(peers))
+    done = await client.generate_text(PROMPT, echo=True, logprobs=2, max_new_tokens=0, speculation=speculation)
+    assert echo_of(done) == (IDS, PROMPT, [None, *plain_logprobs(IDS[:1], IDS[1:], 2)])
+    assert (done.token_ids, done.text, done.complete.finish) == ((), "", Finish.LENGTH)
+    assert peers.rounds == 0 and not done.complete.speculation.contradictions and peers.all_closed.is_set()
+    several = await client.generate_samples(PROMPT, echo=True, max_new_tokens=0, n=3, temperature=1.0)
+    assert [each.token_ids for each in several] == [()] * 3 and peers.rounds == 0
+
+
+@pytest.mark.parametrize("options", [{}, {"echo": True, "keep_session": True}, {"echo": True, "min_new_tokens": 1}])
+async def test_an_answer_without_tokens_is_refused_where_it_has_no_use(options: dict[str, Any]):
+    field = "min_new_tokens" if "min_new_tokens" in options else "max_new_tokens"
+    with pytest.raises(BadRequest, match=f"^{field}: is "):
+        await LocalClient(ingress(EdgePeers(), MemorySessions())).generate_text(PROMPT, max_new_tokens=0, **options)
 
 
 async def test_a_turn_of_a_session_echoes_its_own_prompt_given_the_text_before_it():
@@ -189,6 +208,8 @@ async def test_they_do_not_depend_on_what_the_cluster_has_kept_of_the_prompt(tmp
         again = await client.generate_text(prompt, speculation="(2,1)", **options)
         assert (again.prompt, again.token_ids, again.logprobs) == (fresh.prompt, fresh.token_ids, fresh.logprobs)
         assert len(echo_of(fresh)[2]) == 300 and echo_of(fresh)[2][0] is None
+        scored = await client.generate_text(prompt, **(options | {"max_new_tokens": 0}))
+        assert (scored.prompt, scored.token_ids) == (fresh.prompt, ())
         first = await client.generate_text(prompt[:200], keep_session=True, max_new_tokens=1, seed=1)
         turn = await client.generate_text([5, 6, 7], session=first.complete.session, speculation="off", **options)
         whole = await client.generate_text([*prompt[:200], *first.token_ids, 5, 6, 7], speculation="off", **options)

@@ -132,7 +132,9 @@ class GenerateRequest(_message.Message):
     text: _builtins.str
     """text is tokenised by the target's tokenizer, which adds special tokens at the start of a text."""
     max_new_tokens: _builtins.int
-    """max_new_tokens bounds the answer. Absent: the server's default, or its limit where that is less; zero is refused."""
+    """max_new_tokens bounds the answer. Absent: the server's default, or its limit where that is less. Zero: no answer,
+    only the prompt that `echo` asks for; refused without `echo`, and with `session` or `keep_session`.
+    """
     ignore_end: _builtins.bool
     """ignore_end continues past the end-of-text token; for measuring."""
     session: _builtins.str
