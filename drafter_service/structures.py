@@ -22,7 +22,7 @@ log = logging.getLogger("dendro.drafter")
 
 SLOW_ROW_S = 0.01
 """A mask that takes longer delays the other texts of its drafter."""
-PATIENCE_S = 0.5
+PATIENCE_S = 0.1
 """After so much time above SLOW_ROW_S a row, a text is drafted without its structure."""
 
 
