@@ -82,7 +82,7 @@ class OuterEpsilonRMSNorm(LlamaRMSNorm):
     """Adds its epsilon to the root, which shows in small rows alone."""
 
     def forward(self, x):
-        return self.weight * (x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon**0.5))
+        return self.weight * (x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon))
 
 
 class LimitedMLP(LlamaMLP):
