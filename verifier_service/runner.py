@@ -14,16 +14,16 @@ from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
-from tree_kernels.tree_scan import BlockFold, Group, Paths
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import Pages
-from tree_layers.tree_mixers import Array, RecurrentMemory, RecurrentStep
+from tree_layers.tree_mixers import Array, RecurrentMemory
 
 from verifier_service.guarding import guarded
 from verifier_service.logprobs import echo_logprobs, walk_with_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
-from verifier_service.recurrent import RecurrentRows, TextStates, last_writers, recurrent_rows
+from verifier_service.recurrent import TextStates, last_writers, recurrent_rows
+from verifier_service.recurrent_steps import on_device, recurrent_step
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
@@ -288,24 +288,4 @@ class StepRunner:
         return next((bucket for bucket in self.buckets if bucket >= rows), self.buckets[-1])
 
     def _tensor(self, array: Ints) -> Tensor:
-        return _on(self.device, array)
-
-
-def _on(device: torch.device, array: Ints) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
-
-
-def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch.device) -> RecurrentStep:
-    """A step's rows for its mixers, written to slots from `scratch` on; rows of padding have no path."""
-    tensor = partial(_on, device)
-    missing = (0, padded - len(rows.columns))
-    groups = []
-    for source in np.unique(rows.sources).tolist():
-        if source:
-            its = np.flatnonzero(rows.sources == source)
-            more = np.full(-len(its) % ROW_MULTIPLE, its[0])
-            groups.append(Group(source, tensor(np.concatenate([its, more])), len(its)))
-    folds = [BlockFold(each.source, tensor(each.columns), each.target) for each in rows.folds]
-    columns = torch.nn.functional.pad(tensor(rows.columns), (0, 0, *missing))
-    own = torch.nn.functional.pad(tensor(rows.own), missing, value=rows.columns.shape[1] // 2)
-    return RecurrentStep(torch.arange(scratch, scratch + padded, device=device), own, Paths(columns, groups, folds))
+        return on_device(self.device, array)

@@ -33,7 +33,7 @@ from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.models.mixers import seat_mixers
 from verifier_service.models.seats import ForwardContext
 from verifier_service.recurrent import Extent, FoldOf, RecurrentRows
-from verifier_service.runner import recurrent_step
+from verifier_service.recurrent_steps import recurrent_step
 
 PACKED = "packed"
 UNROLLED = "unrolled"

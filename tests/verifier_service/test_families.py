@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import partial
+
 import pytest
+import tiny_mamba
 import torch
 import transformers
 from dendro.errors import BadRequest
 from families import HOW_TO_RECORD, PAGE, read, try_family, written
 from tiny_families import FAMILIES, WINDOW, make_checkpoint
+from torch import nn
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
+from tree_layers.tree_mixers import TreeMamba2
 
-from verifier_service.models import families, load_target
+from verifier_service import models
+from verifier_service.models import families, load_target, mixers
 from verifier_service.models.families import FamilyError, Property
 
 KNOWN = read()
@@ -158,3 +166,45 @@ def test_a_layer_of_an_unknown_type_is_refused_though_a_short_text_shows_no_diff
     make_checkpoint(tmp_path, "mistral")
     monkeypatch.setattr(families, "PACKABLE_LAYERS", set())
     assert refused(tmp_path) == Property.OTHER_LAYERS
+
+
+def half_mlps(model):
+    for module in model.modules():
+        if type(module).__name__ == "MistralMLP":
+            module.forward = lambda x, forward=module.forward: 0.5 * forward(x)
+    return 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_wrong_replacement_of_a_module_is_noticed_though_the_attention_agrees(monkeypatch, tmp_path, dtype):
+    """The logits are compared with those of the library's own modules, from before any was replaced."""
+    make_checkpoint(tmp_path, "mistral")
+    monkeypatch.setattr(models, "use_row_functions", half_mlps)
+    assert refused(tmp_path, dtype) == Property.OTHER_LOGITS
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_limit_that_a_mixer_has_lost_is_noticed_though_a_short_text_does_not_reach_it(monkeypatch, tmp_path, dtype):
+    config = tiny_mamba.tiny_config("mamba2", time_step_limit=(0.0, 30.0))
+    tiny_mamba.make_checkpoint(tmp_path, "mamba2", config=config)
+    load(tmp_path, dtype)
+    unlimited = partial(replace, dt_limit=(0.0, math.inf))
+    monkeypatch.setattr(mixers, "TreeMamba2", lambda **parts: unlimited(TreeMamba2(**parts)))
+    assert refused(tmp_path, dtype) == Property.OTHER_LOGITS
+
+
+def test_a_head_that_is_no_plain_product_is_refused(monkeypatch, tmp_path):
+    make_checkpoint(tmp_path, "mistral")
+    library = modeling_mistral.MistralForCausalLM.__init__
+
+    def capped(self, config):
+        library(self, config)
+        self.lm_head = CappedHead(config.hidden_size, config.vocab_size, bias=False)
+
+    monkeypatch.setattr(modeling_mistral.MistralForCausalLM, "__init__", capped)
+    assert refused(tmp_path) == Property.NO_HEAD
+
+
+class CappedHead(nn.Linear):
+    def forward(self, x):
+        return super().forward(x).clamp(-1, 1)

@@ -28,6 +28,7 @@ from tree_layers.tree_mixers import MixerLayout
 from verifier_service.collectives import Collectives
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.attention_layers import use_attention_layers
+from verifier_service.models.comparing import check_logits, short_text
 from verifier_service.models.decoder_layers import use_decoder_layers
 from verifier_service.models.experts import seat_experts
 from verifier_service.models.families import (
@@ -35,7 +36,6 @@ from verifier_service.models.families import (
     Property,
     check_config,
     check_layer_types,
-    check_logits,
     probe_layers,
     why_not_loaded,
     why_not_read,
@@ -43,6 +43,7 @@ from verifier_service.models.families import (
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import plan_shards
 from verifier_service.models.last_layer import LastLayer, use_last_layer
+from verifier_service.models.library_logits import library_logits
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
 from verifier_service.models.reading import check_scales, load_library_model
@@ -199,15 +200,19 @@ def _load(
     outputs = head.out_features
     join = take_off_wrappers(folder, model) if group is not None else None
     model = model.to(device).eval().requires_grad_(False)
+    text = model.config.get_text_config()
+    positions = facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31
     run = ForwardContext(threads=threads if device.type == "cpu" else 1)
     shared = group is not None and head.out_features < outputs
     in_blocks = device.type == "cpu" and not shared
     head_forms = RowForms([bucket for bucket in buckets if bucket <= HEAD_ROWS or not in_blocks], run.threads)
     if group is not None and shared:
-        seated = Head(model, _gathering_head(head, outputs, vocabulary, head_forms, group), together=True)
+        product = _gathering_head(head, outputs, vocabulary, head_forms, group)
     else:
-        seated = Head(model, _float_head(head, vocabulary, head_forms), together=False)
+        product = _float_head(head, vocabulary, head_forms)
     group_norms(model)
+    library = library_logits(folder, model, product, vocabulary, positions) if group is None else {}
+    seated = Head(model, product, together=shared)
     mixers = seat_mixers(folder, model, run, group)
     make_activations_safe(model)
     forms = RowForms(buckets, run.threads)
@@ -218,8 +223,6 @@ def _load(
         functions = use_row_functions(model)
     elif join is not None:
         join(group)
-    text = model.config.get_text_config()
-    positions = facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31
     for module in model.modules():
         module.dendro_seat = Seat(run)
     probe_layers(folder, model, run)
@@ -227,8 +230,8 @@ def _load(
     if run.compiled and group is None:
         use_attention_layers(model, run, positions)
         use_decoder_layers(model, run, positions)
-    if not mixers:  # their library forwards are replaced, so there are no logits to compare with
-        check_logits(folder, model, seated, run, vocabulary, positions)
+    check_logits(folder, model, seated, run, mixers, short_text(vocabulary, positions), library)
+    if not mixers:
         check_layer_types(folder, model)
     last_layer = use_last_layer(model, run) if run.probed and not mixers and group is None else None
     return LoadedTarget(

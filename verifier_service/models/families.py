@@ -2,7 +2,7 @@
 
 The configuration is checked before weights are loaded. Everything else is found by running the loaded model: once with
 a probe in place of its attention, which records what each layer passes to it, and then on a short text, whose logits
-must be those of the library's own attention.
+must be those of the library's own modules (`comparing.py`).
 """
 
 from __future__ import annotations
@@ -26,16 +26,12 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
-from tree_kernels import ROW_MULTIPLE
-from tree_kernels.tree_attention import FarRows, Layout, TreeRows, near_window
+from tree_kernels.tree_attention import Layout
 from tree_layers.checkpoint import CONFIG, rope_types
 from tree_layers.errors import CheckpointError
-from tree_layers.memory import Pages, pages_for
 
-from verifier_service.models.head import Head
 from verifier_service.models.mixers import MIXER_FAMILIES
 from verifier_service.models.seats import ATTENTION, ForwardContext, ProbedLayer, Seat, seat_attention
-from verifier_service.rows import Ints, text_rows
 
 
 class Property(StrEnum):
@@ -61,7 +57,7 @@ class Property(StrEnum):
     POSITIONS = "does not take its positions from position_ids that begin at 0"
     ROWS_MIX = "mixes the rows of a step outside its attention"
     UNCALLABLE = "cannot be called with only tokens and positions"
-    OTHER_LOGITS = "gives logits that differ from those of the library's own attention"
+    OTHER_LOGITS = "gives logits that differ from those of the library's own modules"
 
 
 class FamilyError(CheckpointError):
@@ -155,23 +151,8 @@ PROBE = "dendro_probe"
 """The attention that records its arguments and returns zeros. A mask function is registered for it, so that models pass
 a mask."""
 
-PROBED_ROWS = 40
-"""Rows of the short text: more than a page's near window, and a multiple of ROW_MULTIPLE."""
-
 FAR = 1 << 20
 """A distance between two tokens that no window reaches."""
-
-TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.02
-"""How far a row's logits may be from the library's, as a share of their spread: in float32, and in bfloat16 and
-float16, where our attention and the library's round in different places."""
-ROUNDING = 2.0**-8
-"""The relative noise that is put on each layer's attention to see how sensitive the logits are: bfloat16's rounding."""
-SENSITIVITY = 3.0
-"""In bfloat16 and float16 logits may also be this many times as far from the library's as that noise moves them."""
-AGREEING, ROUGHLY_AGREEING = 0.75, 0.25
-"""The share of rows that must be as near, in float32 and in the others. Rounding may choose another of two experts of
-nearly equal weight, which changes every row that sees such a row; a missing mask, bias or position changes nearly all
-rows."""
 
 KNOWN_ARGUMENTS = {
     *signature(seat_attention).parameters,
@@ -269,18 +250,6 @@ def _probe_mask(
     return _probing[-1].mask(q_length, kv_length, mask_function, device)
 
 
-NOISY = "dendro_noisy"
-"""Our attention with noise of ROUNDING on its results."""
-
-
-def _noisy_attention(module: nn.Module, *args: Any, **others: Any) -> tuple[Tensor, None]:
-    attended, _ = seat_attention(module, *args, **others)
-    generator = torch.Generator().manual_seed(attended.shape[-1])
-    noise = torch.randn(attended.shape, generator=generator).to(attended)
-    return attended * (1 + ROUNDING * noise), None
-
-
-AttentionInterface.register(NOISY, _noisy_attention)
 AttentionInterface.register(PROBE, _probe_attention)
 AttentionMaskInterface.register(PROBE, _probe_mask)
 
@@ -324,7 +293,7 @@ def probe_layers(folder: Path, model: PreTrainedModel, run: ForwardContext) -> N
         raise FamilyError(folder, kind, *probing.faults[0])
     attending = sum(layer not in NOT_ATTENDING for layer in _layer_types(model))
     if len(run.probed) != attending:
-        why = _beside_attention(model) or (Property.OTHER_LAYERS if run.probed else Property.OUTSIDE_INTERFACE)
+        why = beside_attention(model) or (Property.OTHER_LAYERS if run.probed else Property.OUTSIDE_INTERFACE)
         seen = f"{len(run.probed)} layers call the attention interface, not {attending}"
         raise FamilyError(folder, kind, why, seen)
 
@@ -340,118 +309,10 @@ def check_layer_types(folder: Path, model: PreTrainedModel) -> None:
         raise FamilyError(folder, model.config.model_type, Property.OTHER_LAYERS, f"of types {unknown}")
 
 
-def _beside_attention(model: PreTrainedModel) -> Property | None:
+def beside_attention(model: PreTrainedModel) -> Property | None:
     """What besides attention mixes a text's tokens, by the model's class and its modules."""
     if getattr(model, "_is_stateful", False):
         return Property.STATES
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):
         return Property.CONVOLUTION
     return None
-
-
-def check_logits(
-    folder: Path, model: PreTrainedModel, head: Head, run: ForwardContext, vocabulary: int, positions: int
-) -> None:
-    """Compare our attention's logits of a short text with those of the library's own; the text's rows are in order in
-    one step and shuffled in another. Raises FamilyError.
-
-    vocabulary: number of tokens   positions: number that the model has
-    """
-    kind, dtype = model.config.model_type, model.dtype
-    count = min(PROBED_ROWS, positions // ROW_MULTIPLE * ROW_MULTIPLE)
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, vocabulary, (count,), generator=generator)
-    in_order, mixed = torch.arange(count), torch.randperm(count, generator=generator)
-    try:
-        with torch.inference_mode():
-            truth = _by_the_library(model, tokens, None)
-            ordered = _by_our_seats(model, run, tokens, in_order)
-            if not (torch.isfinite(ordered).all() and torch.isfinite(truth).all()):
-                return  # they cannot be compared; the engine refuses such a model by its dtype
-            shuffled = _by_our_seats(model, run, tokens, mixed)
-            if not torch.equal(_by_our_seats(model, run, tokens, in_order, head), ordered):
-                raise FamilyError(folder, kind, Property.NO_HEAD)
-            near = _agree(ordered, truth, dtype)
-            if not near and dtype != torch.float32:
-                with attending_by(model, NOISY):
-                    noisy = _by_our_seats(model, run, tokens, in_order)
-                near = _off(ordered, truth, dtype) <= SENSITIVITY * _off(noisy, ordered, dtype)
-            if not near:
-                placed = _by_the_library(model, tokens, in_order)
-                why = Property.OTHER_LOGITS if _agree(placed, truth, dtype) else Property.POSITIONS
-                raise FamilyError(folder, kind, why, _difference(ordered, truth))
-            if _agree(shuffled, ordered, dtype):
-                return
-            moved = _by_the_library(model, tokens, in_order + 3)
-            unread = Property.POSITIONS if torch.equal(moved, truth) else Property.ROWS_MIX
-            raise FamilyError(folder, kind, _beside_attention(model) or unread, _difference(shuffled, ordered))
-    except (CheckpointError, DistError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # a family's forward may raise anything
-        raise FamilyError(folder, kind, Property.UNCALLABLE, f"{type(error).__name__}: {error}") from error
-
-
-def _by_the_library(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """Logits [rows, vocabulary] of a text by transformers' eager attention, without a cache. positions: by default
-    those that the model makes itself."""
-    with attending_by(model, "eager"):
-        return _logits(model, tokens, positions)
-
-
-def _by_our_seats(
-    model: PreTrainedModel, run: ForwardContext, tokens: Tensor, order: Tensor, apart: Head | None = None
-) -> Tensor:
-    """Logits [rows, vocabulary] of a text, in its order, by our attention in a step with the rows in `order`.
-
-    apart: the head that computes them after a forward of only the layers
-    """
-    near = near_window(0)
-    layouts = [layer.layout for layer in run.probed]
-    pages = Pages(layouts, pages_for(len(tokens)), len(tokens), model.device)
-    committed: Ints = order.numpy()
-    part = text_rows(tokens.tolist(), committed, None, range(1, 1 + pages_for(len(tokens))), pages.scratch, near)
-    run.pages = pages
-    try:
-        run.begin(
-            TreeRows(
-                positions=order.to(model.device),
-                slots=torch.from_numpy(part.slots).to(model.device),
-                near=torch.from_numpy(part.near).to(model.device),
-                far=[FarRows(0, len(tokens), part.pages, part.first_page)] if part.pages else [],
-                padded=len(tokens),
-            )
-        )
-        if apart is None:
-            found = _logits(model, tokens[order], order)
-        else:
-            found = apart.logits(apart.take(lambda: _logits(model, tokens[order], order)))
-    finally:
-        run.pages, run.step = None, None
-    return found[torch.argsort(order).to(found.device)]
-
-
-def _logits(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    on = model.device
-    placed = {} if positions is None else {"position_ids": positions[None].to(on)}
-    answer = model(input_ids=tokens[None].to(on), use_cache=False, **placed)
-    logits: Tensor = answer.logits[0].float()
-    return logits
-
-
-def _errors(found: Tensor, truth: Tensor) -> Tensor:
-    """[rows] the distance of each row's logits, as a share of their spread."""
-    errors: Tensor = (found - truth).norm(dim=-1) / (truth - truth.mean(-1, keepdim=True)).norm(dim=-1)
-    return errors
-
-
-def _off(found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """The largest error among the share of rows that must be near, those with the smallest errors."""
-    return float(_errors(found, truth).quantile(AGREEING if dtype == torch.float32 else ROUGHLY_AGREEING))
-
-
-def _agree(found: Tensor, truth: Tensor, dtype: torch.dtype) -> bool:
-    return _off(found, truth, dtype) <= (TOLERANCE if dtype == torch.float32 else ROUGH_TOLERANCE)
-
-
-def _difference(found: Tensor, truth: Tensor) -> str:
-    return f"rows are off by {float(_errors(found, truth).median()):.3g} of their spread"

@@ -35,6 +35,22 @@ def scaled_results(modules: Iterable[nn.Module], scale: float) -> Iterator[None]
             hook.remove()
 
 
+@contextmanager
+def noisy_results(modules: Iterable[nn.Module], share: float) -> Iterator[None]:
+    """Context in which the results of these modules have relative noise."""
+
+    def disturb(module: nn.Module, given: Any, made: Tensor) -> Tensor:
+        noise = torch.randn(made.shape, generator=torch.Generator().manual_seed(made.shape[-1])).to(made)
+        return made * (1 + share * noise)
+
+    hooks = [module.register_forward_hook(disturb) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     """Whether two tensors are equal, NaN to NaN: large float16 numbers overflow in both forms."""
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
