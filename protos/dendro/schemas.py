@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from decimal import Decimal
-from typing import Any
+from typing import Any, Self
 
 from dendro.patterns import FORMATS, other_keys, translated
 
@@ -36,6 +36,11 @@ class SchemaError(ValueError):
 
     def __init__(self, where: str, reason: str) -> None:
         super().__init__(f"{where or 'the schema'}: {reason}")
+        self._arguments = where, reason
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        """Unpickled as it was made, in another process."""
+        return type(self), self._arguments
 
 
 class _Lossy(float):
