@@ -11,15 +11,17 @@ from dendro.errors import BadRequest
 from tree_layers.tokenizer_forms import BARE, continuing, literal
 
 PROBE = "a"
+ANCHORS = ".", "a", "\n"
+"""Texts before a continuation, of which the first is used whose tokens do not change by what follows."""
 
 Encode = Callable[[str], list[int]]
 """Ids of a text without a template of special tokens around it."""
 
 
 class PromptEncoder:
-    """Encodes through transformers' tokenizer, and forms of its backend.
+    """Encodes through transformers' tokenizer, and other forms of its backend.
 
-    A tokenizer in Python has no such forms: it encodes a continuation as it encodes the beginning of a text.
+    A tokenizer in Python has no other forms: a continuation is encoded after another text, and cut.
     """
 
     def __init__(self, tokenizer: Any, special: frozenset[int]) -> None:
@@ -31,7 +33,7 @@ class PromptEncoder:
         self.head = _head(tokenizer, self._form)
         """The special tokens that the tokenizer puts before a text; those after it are left out."""
         self._parts = frozenset(_unnormalized(self._form)) if self._form is not None else frozenset()
-        self._continued = None if self._form is None else _continued(self._form)
+        self._continued = self._anchored(self._whole) if self._form is None else _continued(self._form)
 
     def encode(self, text: str, begins: bool) -> list[int]:
         """With the special tokens at the start where a text `begins`; else without them, and without a mark of a
@@ -61,17 +63,41 @@ class PromptEncoder:
     def _literal(self) -> tuple[Encode, Encode]:
         """For text that begins, and that continues a text."""
         if self._form is None:
-            return self._split_in_python, self._split_in_python
+            return self._split_in_python, self._anchored(self._split_in_python)
         added = {each["id"]: each["content"] for each in self._form.get("added_tokens") or ()}
         texts = self._tokenizer.convert_ids_to_tokens(sorted(self._special))
         form = literal(self._form, {*texts, *(added[token] for token in self._special & added.keys())})
-        return _encoder(form), _encoder(continuing(form))
+        whole = _encoder(form)
+        return whole, _continued(form) or whole
+
+    def _anchored(self, whole: Encode) -> Encode:
+        """What follows another text; the text itself where its tokens run on into every anchor's."""
+        anchors = [(anchor, whole(anchor)) for anchor in ANCHORS]
+
+        def encode(text: str) -> list[int]:
+            for anchor, before in anchors:
+                ids = whole(anchor + text)
+                if before and ids[: len(before)] == before:
+                    return ids[len(before) :]
+            return whole(text)
+
+        return encode
 
     def _split_in_python(self, text: str) -> list[int]:
         ids = list(self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
         if not self._special.isdisjoint(ids):
             raise BadRequest("literal_prompt", "is not possible: the tokenizer reads special tokens in the prompt")
         return ids
+
+
+def _first_word_alone(first: Encode, others: Encode) -> Encode:
+    """Where each word is split off and marked, only the first can continue a text."""
+
+    def encode(text: str) -> list[int]:
+        end = next((at for at, character in enumerate(text) if character.isspace()), len(text))
+        return (first(text[:end]) if end else []) + others(text[end:])
+
+    return encode
 
 
 def _encoder(form: dict[str, Any]) -> Encode:
@@ -84,7 +110,11 @@ def _encoder(form: dict[str, Any]) -> Encode:
 def _continued(form: dict[str, Any]) -> Encode | None:
     """None where the tokenizer marks no beginning."""
     other = continuing(form)
-    return None if other == form else _encoder(other)
+    if other == form:
+        return None
+    if "WhitespaceSplit" in json.dumps(form["pre_tokenizer"]):
+        return _first_word_alone(_encoder(other), _encoder(form))
+    return _encoder(other)
 
 
 def _head(tokenizer: Any, form: dict[str, Any] | None) -> tuple[int, ...]:

@@ -35,6 +35,8 @@ from cluster.sessions import Record, Sessions, Turn
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
 _TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as stored in records
+ANCHOR = "a"
+"""A text that an answer can continue."""
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
 
 
@@ -117,6 +119,15 @@ class Job:
     def decoder(self) -> Tokenizer:
         """What makes its texts."""
         return self.served.tokenizer.showing() if self.shows_special else self.served.tokenizer
+
+    def before_answer(self) -> Sequence[int]:
+        """The tokens that its answer's text continues. A structure is of the tokens' bytes, of which decoders change
+        those at the beginning of a text: it does not begin one."""
+        if self.structure is None or any(
+            self.decoder.visible(self.prompt[start : start + PART]) for start in range(0, len(self.prompt), PART)
+        ):
+            return self.prompt
+        return self.served.tokenizer.encode(ANCHOR, begins=False)
 
     @property
     def echo_from(self) -> int | None:

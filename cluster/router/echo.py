@@ -21,7 +21,7 @@ async def echo_of(job: Job, logprobs: EchoedLogprobs = NOT_ECHOED) -> AsyncItera
     requests' rounds come between. logprobs: of its tokens from `job.echo_from` on"""
     if job.echo_start is None:
         return
-    stream = TextStream(job.served.tokenizer)
+    stream = TextStream(job.decoder, job.prompt[: job.echo_start])
     for offset in range(job.echo_start, len(job.prompt), ECHO_PART):
         yield await off_loop(ECHO_PART * (1 + logprobs.top), partial(_part, job, offset, stream, logprobs))
 

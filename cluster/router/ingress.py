@@ -465,7 +465,7 @@ def _work_of_held(job: Job) -> int:
 
 def _held_answer(job: Job) -> AnswerText:
     """The text of the tokens that the client has. Raises BadRequest where they go on after a stop string."""
-    answer = AnswerText(job.decoder, job.stops, job.prompt)
+    answer = AnswerText(job.decoder, job.stops, job.before_answer())
     answer.append(job.held)
     if answer.length < len(job.held):
         raise BadRequest("resume.token_ids", f"go on after the stop string that their token {answer.length} completes")

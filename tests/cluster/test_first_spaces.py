@@ -9,6 +9,7 @@ from random import Random
 
 import edge
 import pytest
+from dendro.errors import BadRequest
 from dendro.grammars import Grammars
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish, StopStrings
@@ -16,8 +17,9 @@ from dendro.v1 import generation_pb2 as pb
 from edge import EdgePeers, resume_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from other_tokenizers import SENTENCE, STYLES, llama, loaded, spaced_byte_level, templated
-from tokenizers import AddedToken
+from layouts import sentencepiece
+from other_tokenizers import BYTES, SENTENCE, STYLES, llama, loaded, spaced_byte_level, templated
+from tokenizers import AddedToken, pre_tokenizers
 
 from cluster.api.local import LocalClient
 from cluster.router.admission import Served
@@ -134,6 +136,41 @@ def test_after_a_special_token_a_continuation_is_encoded_as_a_whole_text_is(styl
     assert whole.count(style.backend.token_to_id("</s>")) == 1
 
 
+def test_only_the_first_word_continues_a_text_where_each_word_is_marked(tmp_path: Path):
+    """As T5's: words are split off at spaces, which are lost, and each gets a mark."""
+    made = STYLES["unigram, always"]()
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    made.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer = loaded(tmp_path, made)
+    before = tokenizer.encode("per", begins=True)
+    for text in ("son", " son", "son sat on", " the mat", ""):
+        ids = tokenizer.encode(text, begins=False)
+        assert (
+            answer_text(tokenizer, before, ids)
+            == text
+            == answer_text(tokenizer, before, tokenizer.encode_literally(text, begins=False))
+        )
+
+
+def test_a_tokenizer_in_python_continues_a_text(tmp_path: Path):
+    """SentencePiece's own, as GPT-SW3's."""
+    joined = ["at", "on", "he", "▁t", "▁c", "▁s", "▁the", "▁cat", "▁sat", "son"]
+    pieces = [*((byte, 6) for byte in BYTES), *((each, 1) for each in [*joined, "▁", *"abcdefghijklmnopqrstuvwxyz."])]
+    trained = sentencepiece([("<unk>", 2), ("<s>", 3), ("</s>", 3), *pieces])
+    (tmp_path / "spiece.model").write_bytes(trained)
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPTSw3Tokenizer"}')
+    tokenizer = CheckpointTokenizer(tmp_path, "")
+    with pytest.raises(BadRequest):
+        assert tokenizer.backend
+    before = tokenizer.encode("per", begins=True)
+    for text in ("son", " sat", "s", " the cat"):
+        for ids in (tokenizer.encode(text, begins=False), tokenizer.encode_literally(text, begins=False)):
+            assert answer_text(tokenizer, before, ids) == text
+    assert tokenizer.encode("the cat", begins=True) + tokenizer.encode(" sat", begins=False) == tokenizer.encode(
+        "the cat sat", begins=True
+    )
+
+
 def test_special_tokens_are_put_at_the_start_alone(style: CheckpointTokenizer):
     """The template puts one at the end, too."""
     start, end = (style.backend.token_to_id(text) for text in ("<s>", "</s>"))
@@ -218,7 +255,9 @@ def cat(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
             return super().verifier(target, text, beside, plain_first)
 
     monkeypatch.setattr(edge, "next_token", next_token)
-    served = {"demo": Served("demo", tokenizer, len(tokenizer._tokenizer), 512, frozenset({2}), "float32")}
+    size = len(tokenizer._tokenizer)
+    grammars = Grammars(tokenizer.token_bytes, size)
+    served = {"demo": Served("demo", tokenizer, size, 512, frozenset({2}), "float32", grammars)}
     peers = FixedPeers()
     return tokenizer, answer, peers, Ingress(edge.config(), peers, MemorySessions(), served)
 
@@ -235,6 +274,14 @@ async def test_a_requests_text_begins_with_its_space(cat):
         assert stopped.token_ids == tuple(answer[: len(tokenizer.encode(" sat", False))])
     samples = await client.generate_samples("the cat", n=2, max_new_tokens=len(answer))
     assert [each.text for each in samples] == [" sat on the mat"] * 2
+
+
+async def test_a_choice_is_returned_as_it_was_given_where_nothing_is_before_it(cat):
+    """But special tokens. Without a structure such an answer begins the text, whose mark is not part of it."""
+    tokenizer, answer, peers, router = cat
+    client, choices = LocalClient(router), Structure(StructureForm.CHOICES, (" sat on",))
+    assert (await client.generate_text([1], max_new_tokens=2, structure=choices)).text == " sat on"
+    assert (await client.generate_text([1], max_new_tokens=2)).text == "sat on" == tokenizer.decode([1, *answer[:2]])
 
 
 async def test_a_later_turn_continues_the_text_and_is_read_again_as_it_was_written(cat):
