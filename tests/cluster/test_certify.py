@@ -201,6 +201,8 @@ async def test_an_answer_that_speculation_changes_breaks_the_promise_of_paramete
     asked = {name for _, _, options in service.asked for name in options}
     # Of a mode only the law is promised, not the tokens.
     unset = {"max_new_tokens", "mode", "lenience", *(["structure", "n"] if margin is not None else [])}
+    # Texts become the ids of other parameters, or those of the prompt, before any model sees them.
+    unset |= {"bad_word_texts", "logit_bias_texts", "show_special_tokens", "literal_prompt"}
     assert asked | unset == {each.name for each in PARAMETERS}, "a parameter is never set"
     if margin is not None:
         assert {length for length, _ in margins} == {5} and any(removed for _, removed in margins)
@@ -256,7 +258,8 @@ async def test_a_router_that_cuts_at_another_place_breaks_the_promise_of_stop_st
     if fault == "text":
         monkeypatch.setattr(StopSearch, "push", stop_string_sent)
     client, ways = LocalClient(edge.ingress(edge.EdgePeers())), ["off", "(1,1,1)", "(2,1)"]
-    promise = await stop_strings_end_answers(client, [b"walk", b"the"], 24, 4, ways, None, 0.0, lambda: None)
+    prompts = [tuple(b"walk"), tuple(b"the")]
+    promise = await stop_strings_end_answers(client, prompts, 24, 4, ways, None, 0.0, lambda: None)
     assert promise.kept is (fault is None), promise
     assert promise.answers == 2 * 2 * 4 * len(ways)
 

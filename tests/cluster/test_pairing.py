@@ -16,7 +16,7 @@ def facts(
     texts: dict[int, str] | None, added: set[int] | None = None, rows: int = 0, unpadded: int | None = None
 ) -> Facts:
     table = None if texts is None else TokenTable(texts, frozenset(added or ()))
-    fields: dict[str, Any] = {"layout": "transformers", "config": {}, "positions": None, "end_ids": frozenset()}
+    fields: dict[str, Any] = {"layout": "transformers", "config": {}, "positions": None, "named_end_ids": frozenset()}
     return Facts(folder=Path("x"), rows=rows or len(texts or ()), tokens=table, unpadded=unpadded, digest="", **fields)
 
 
