@@ -217,7 +217,7 @@ class DraftScheduler:
             at += len(rows)
             try:
                 self._apply(session, rows, outcome, slice(at - len(rows), at))
-            except Exception as error:
+            except BaseException as error:  # a panic of a native library is no Exception
                 self._end(session, EngineFailed(f"drafter {self.name}: {error}"))
         self._planned = []
         self._answer_complete()

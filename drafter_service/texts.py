@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +18,8 @@ from drafter_service.grow import Growth, Numbers
 from drafter_service.plan import EMPTY_TEXT
 from drafter_service.sampled import GuessDraws
 from drafter_service.structures import DraftStructure
+
+log = logging.getLogger("dendro.drafter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,14 @@ class DrafterText:
         growth = self.round.growth
         if self.structure is None:
             return [None for _ in (growth.frontier if growth.processed else range(first, self.base))]
-        return self.structure.of_level(growth) if growth.processed else self.structure.after_text(self.text.ids, first)
+        try:
+            return (
+                self.structure.of_level(growth) if growth.processed else self.structure.after_text(self.text.ids, first)
+            )
+        except BaseException as error:  # a panic of a native library is no Exception
+            self.structure = None
+            log.warning("a text is drafted without its structure, which failed: %r", error)
+            return self.masks(first)
 
     @property
     def lag(self) -> int:

@@ -436,3 +436,32 @@ def test_candidates_that_a_mask_lacks_are_removed_with_their_scores():
     candidates, scores = [[3, 1, 0, 200], [3, 1], [2]], [[4.0, 3.0, 2.0, 1.0], [4.0, 3.0], [4.0]]
     keep_allowed([mask, None, mask], candidates, scores)
     assert candidates == [[3, 0], [3, 1], []] and scores == [[4.0, 2.0], [4.0, 3.0], []]
+
+
+class NativePanic(BaseException):
+    """As pyo3's PanicException, no Exception."""
+
+
+@pytest.mark.parametrize("part", ["after_text", "of_level"])
+@pytest.mark.parametrize("kind", [RuntimeError, NativePanic], ids=["exception", "panic"])
+async def test_a_structure_that_raises_leaves_its_text_without_masks_and_changes_no_other(
+    tmp_path, monkeypatch, kind, part
+):
+    make_drafter(tmp_path, "mamba2")
+    options = DrafterOptions(name="tiny", max_sessions=6)
+    engine = DrafterEngine.load(tmp_path, options, states=NoStates(), token_bytes=lambda: BYTES)
+    await engine.start()
+    shape = LevelShape((3, 2, 1))
+    plain = StructuredText(engine, list(PROMPT), None)
+    await plain.open()
+    alone = await plain.draft(shape)
+    structured = StructuredText(engine, list(PROMPT), STRUCTURES[0])
+    await structured.open()
+
+    def raising(self, *given):
+        raise kind("planted")
+
+    monkeypatch.setattr(f"drafter_service.structures.DraftStructure.{part}", raising)
+    found, other = await asyncio.gather(plain.draft(shape), structured.draft(shape))
+    assert same(found, alone) and other.guesses
+    await engine.stop()
