@@ -201,7 +201,8 @@ def _load(
     join = take_off_wrappers(folder, model) if group is not None else None
     model = model.to(device).eval().requires_grad_(False)
     text = model.config.get_text_config()
-    positions = facts.positions or getattr(text, "max_position_embeddings", None) or 1 << 31
+    limit = getattr(text, "max_position_embeddings", None) or 0  # XLNet's class says -1: it has no limit
+    positions = facts.positions or (limit if limit > 0 else 1 << 31)
     run = ForwardContext(threads=threads if device.type == "cpu" else 1)
     shared = group is not None and head.out_features < outputs
     in_blocks = device.type == "cpu" and not shared
