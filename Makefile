@@ -43,7 +43,7 @@ pins: $(BIN)/python ## requirements/pins-*.txt written anew, with .venv's versio
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_OUT ?= gpu-results/$(shell date -u +%Y%m%d-%H%M%S)
 WHEELS := .wheels
-WHEEL_TARGET := --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64
+WHEEL_TARGET := --python-version 3.12 --implementation cp --platform manylinux_2_28_x86_64 --platform manylinux_2_31_x86_64 --platform manylinux2014_x86_64
 
 gpu: ## all checks and measurements that need a GPU, in ten minutes; results in gpu-results/
 	@$(GPU_PYTHON) tests/gpu/run.py --wheels $(WHEELS) --out $(GPU_OUT)

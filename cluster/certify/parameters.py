@@ -8,7 +8,7 @@ from typing import cast
 import numpy as np
 from dendro.answer import Completion, Options, Speculation
 from dendro.client import Asking
-from dendro.errors import EngineFailed
+from dendro.errors import BadRequest, EngineFailed
 from dendro.logprobs import MAX_TOP_LOGPROBS
 from dendro.structure import Structure
 from torch import Tensor
@@ -127,9 +127,10 @@ async def identity_under_parameters(
     """
     promise = Promise("(f) parameters: answers do not depend on speculation")
     same = compared = structured = 0
+    # A margin would be that of the scores before a structure removes tokens.
+    refused = await _refusal_of_structures(service, prompts[0]) if margin_of is None else ""
     for number in range(combinations):
-        # A margin would be that of the scores before a structure removes tokens.
-        options = random_options(np.random.default_rng(number), tokens, vocabulary, margin_of is None)
+        options = random_options(np.random.default_rng(number), tokens, vocabulary, margin_of is None and not refused)
         structured += "structure" in options
         prompt = prompts[number % len(prompts)]
         plain = await _answer(service, prompt, options, "off", tokens, number)
@@ -159,7 +160,20 @@ async def identity_under_parameters(
         f"{combinations} random combinations, {structured} with a structure: {same} of {compared} answers identical to "
         "off or excused",
     )
+    if refused:
+        promise.check(True, f"no structure was tried: {refused}")
     return promise
+
+
+async def _refusal_of_structures(service: Asking, prompt: Sequence[int]) -> str:
+    """Why the cluster takes no structure, as where an optional package is missing; empty if it takes one."""
+    try:
+        await _answer(service, prompt, {"structure": STRUCTURES[0]}, "off", 1, 0)
+    except BadRequest as refused:
+        if not refused.field.startswith("structure"):
+            raise
+        return str(refused)
+    return ""
 
 
 async def _samples_are_requests(service: Asking, promise: Promise, prompt: Sequence[int], tokens: int) -> None:

@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from dendro.answer import Mode, SpeculationStats
+from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
 from parameters import PARAMETERS
@@ -206,6 +207,21 @@ async def test_an_answer_that_speculation_changes_breaks_the_promise_of_paramete
     assert asked | unset == {each.name for each in PARAMETERS}, "a parameter is never set"
     if margin is not None:
         assert {length for length, _ in margins} == {5} and any(removed for _, removed in margins)
+
+
+async def test_a_cluster_without_structures_is_asked_for_one_once_and_the_promise_of_parameters_names_the_reason():
+    class Unstructured(ToyService):
+        async def generate_text(self, prompt, **options):
+            done = await super().generate_text(prompt, **options)
+            if "structure" in options:
+                raise BadRequest("structure.json_schema", "needs the package llguidance")
+            return done
+
+    service = Unstructured(wrong=False)
+    given = [(5, 6)], 12, 20, ["(2,1)"], VOCABULARY, None, 1e-4
+    promise = await identity_under_parameters(service, *given, lambda: None)
+    assert promise.kept is True and sum("structure" in options for _, _, options in service.asked) == 1
+    assert any(line.startswith("no structure was tried: structure.json_schema: needs") for line in promise.found)
 
 
 def test_a_missing_token_is_a_difference():

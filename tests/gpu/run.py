@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -46,6 +47,7 @@ class GpuStep:
     limit_s: float
     script: str = ""
     tests: tuple[str, ...] = ()
+    alone: bool = False  # it measures time: no other step runs beside it
     dry: tuple[str, ...] = ()  # more arguments for pytest in a dry run
 
     def command(self, dry: bool, report: Path) -> list[str]:
@@ -65,13 +67,13 @@ class GpuStep:
 
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
-    GpuStep("ceilings", 60, script="ceilings.py"),
     GpuStep("kernels", 120, tests=("tests/kernels/test_accelerated.py",), dry=("-k", "noise or walks or accepted")),
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
     GpuStep("rows", 90, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
-    GpuStep("profile", 120, script="profile_steps.py"),
     GpuStep("certify", 240, script="certify_quick.py"),
+    GpuStep("ceilings", 60, script="ceilings.py", alone=True),
+    GpuStep("profile", 120, script="profile_steps.py", alone=True),
 )
 
 
@@ -177,6 +179,13 @@ def counts(report: Path) -> dict[str, Any]:
     return {"tests": len(cases), **named}
 
 
+def groups(steps: Sequence[GpuStep], dry: bool) -> list[list[GpuStep]]:
+    """Steps that run beside each other: all that measure no time. In a dry run none does, as two cores are enough for
+    one."""
+    together = [] if dry else [step for step in steps if not step.alone]
+    return [*([together] if together else []), *([step] for step in steps if step not in together)]
+
+
 def commit() -> str:
     try:
         head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
@@ -227,19 +236,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "installed": installed,
         }
         env = environment(given.dry, Path(site))
-        for step in STEPS:
-            if given.only and step.name not in given.only:
-                continue
-            print(f"{step.name} ...", flush=True)
+        for beside in groups([step for step in STEPS if not given.only or step.name in given.only], given.dry):
+            print(f"{', '.join(step.name for step in beside)} ...", flush=True)
             left_s = (DRY_BUDGET_S if given.dry else BUDGET_S) - (time.monotonic() - began)
-            found.append(run(step, given.dry, left_s, env, logs / f"{step.name}.txt"))
-            if step.name == "versions":
-                facts |= found[-1].result
-            text = summary(found, facts, logs)  # written after each step: this run may be killed
-            (given.out / "summary.txt").write_text(text)
-            (given.out / "results.json").write_text(
-                json.dumps(facts | {"steps": [asdict(each) for each in found]}, indent=1)
-            )
+            with ThreadPoolExecutor(len(beside)) as threads:
+                begun = [
+                    threads.submit(run, step, given.dry, left_s, env, logs / f"{step.name}.txt") for step in beside
+                ]
+                for done in as_completed(begun):
+                    found.append(done.result())
+                    facts |= found[-1].result if found[-1].step == "versions" else {}
+                    found.sort(key=lambda each: [step.name for step in STEPS].index(each.step))
+                    text = summary(found, facts, logs)  # written after each step: this run may be killed
+                    (given.out / "summary.txt").write_text(text)
+                    (given.out / "results.json").write_text(
+                        json.dumps(facts | {"steps": [asdict(each) for each in found]}, indent=1)
+                    )
     shutil.make_archive(str(given.out), "gztar", given.out.parent, given.out.name)
     print(text)
     return int(any(each.outcome != "passed" for each in found))

@@ -178,7 +178,7 @@ class FakeGraphs:
 
 
 def runner_of(folder, graphs):
-    target = load_target(folder, torch.float32, torch.device("cpu"), (8, 16))
+    target = load_target(folder, torch.float32, torch.device(DEVICE), (8, 16))
     near = near_window(3)
     return DeviceRunner(target, Bounds(near, 4, 2, 2, 3, Arrangement.of(2, near, 3, 16)), (8, 16), graphs=graphs)
 
