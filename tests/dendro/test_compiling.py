@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from dendro.compiling import CompileQueue
@@ -29,6 +30,20 @@ def test_a_tenant_has_one_thread_at_a_time_and_tenants_take_turns():
     assert done == ["two's"] and not any(each.done() for each in (first, *rest))
     gates["a"].set()
     assert [each.result(60) for each in (first, *rest)] == ["one's first", "one's second", "one's third"]
+
+
+def test_two_tenants_that_find_one_idle_thread_do_not_wait_for_each_other():
+    queue, gate = CompileQueue(threads=2), threading.Event()
+    queue.submit("earlier", lambda canary: None).result(60)
+    while not queue._idle:
+        time.sleep(0.001)
+    with queue._changed:  # both are submitted before the idle thread wakes
+        hangs = queue.submit("one", lambda canary: gate.wait(60))
+        other = queue.submit("two", lambda canary: 2)
+    try:
+        assert other.result(20) == 2 and not hangs.done()
+    finally:
+        gate.set()
 
 
 def test_what_fails_or_is_cancelled_leaves_its_thread_to_the_next():
