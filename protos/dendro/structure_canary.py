@@ -86,8 +86,9 @@ class Canary:
 
     def _line(self) -> bytes:
         assert self._process is not None and self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], WALL_S)
-        if not ready:
+        waiting = select.poll()  # `select` takes no descriptor above 1023, which a router with many clients has
+        waiting.register(self._process.stdout, select.POLLIN)
+        if not waiting.poll(1000 * WALL_S):
             raise CanaryBusy
         return self._process.stdout.readline()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import resource
 import subprocess
 import sys
 import threading
@@ -10,6 +13,8 @@ import time
 import pytest
 from dendro.compiling import CompileQueue
 from dendro.errors import Overloaded
+from dendro.guidance import LIMITS, TokenTexts
+from dendro.structure_canary import Canary
 
 
 def test_a_tenant_has_one_thread_at_a_time_and_tenants_take_turns():
@@ -44,6 +49,20 @@ def test_two_tenants_that_find_one_idle_thread_do_not_wait_for_each_other():
         assert other.result(20) == 2 and not hangs.done()
     finally:
         gate.set()
+
+
+def test_a_canary_answers_a_process_with_more_than_1024_open_files():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2048 if limits[1] == resource.RLIM_INFINITY else min(2048, limits[1])
+    canary, tokens = Canary(), TokenTexts([b"a", b"b", b""], [2])
+    with contextlib.ExitStack() as held:
+        held.callback(canary.stop)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, limits[0]), limits[1]))
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):
+            held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        assert canary.fault("ab", tokens, "start: /a/", LIMITS, cpu_s=60.0) == ""
+        assert "does not compile" in canary.fault("ab", tokens, "start: /(/", LIMITS, cpu_s=60.0)
 
 
 def test_what_fails_or_is_cancelled_leaves_its_thread_to_the_next():
