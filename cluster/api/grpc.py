@@ -14,7 +14,7 @@ from typing import Any
 import grpc.aio
 from dendro.answer import REASON_KEY
 from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
-from dendro.errors import DendroError, EngineFailed, NotFound, OutOfTime, Overloaded, PeerLost, one_line
+from dendro.errors import NO_FAULTS, DendroError, EngineFailed, NotFound, OutOfTime, Overloaded, PeerLost, one_line
 from dendro.samples import count_of_answers
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
@@ -174,7 +174,9 @@ class GenerationServicer:
                 async for event in events:
                     await context.write(event)
                     self._rounds += event.HasField("chunk")
-        except Exception as raised:  # every error becomes a status; details of internal ones stay here
+        except BaseException as raised:  # every fault becomes a status; details of internal ones stay here
+            if isinstance(raised, NO_FAULTS):
+                raise
             error = OutOfTime("request: its answer was not read in time") if unread.expired() else raised
             abort = _abort(context, *logged_status(error, request_id))
             if not unread.expired():

@@ -13,6 +13,7 @@ DendroError
 
 from __future__ import annotations
 
+import asyncio
 from typing import Self
 
 import grpc
@@ -32,6 +33,11 @@ def one_line(text: str, limit: int = MESSAGE_CHARACTERS) -> str:
     if not head.isprintable():
         head = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in head)
     return head if len(head) <= limit else head[: limit - 1] + "…"
+
+
+NO_FAULTS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+"""Exceptions that end a task or the program. All others are faults, among them a native library's panic, which is a
+BaseException too."""
 
 
 class DendroError(Exception):

@@ -19,7 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, Peer, TextUpdate
-from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, PeerLost
+from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.wire import hello_message
 
@@ -245,7 +245,7 @@ class StreamServer:
                 log.exception("a call failed")
                 outcome = error
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+                if isinstance(error, NO_FAULTS):
                     raise
                 self._stats.refused += 1
                 log.exception("a native library panicked")

@@ -21,7 +21,7 @@ from dendro.errors import EngineFailed, Overloaded
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import EdgePeers, config, ingress, plain_answer
+from edge import ByteTokenizer, EdgePeers, config, ingress, plain_answer
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from sockets import end, process, until
@@ -130,6 +130,20 @@ async def test_a_request_past_the_limit_is_refused_while_health_is_answered():
         await client.generate_text(PROMPT, max_new_tokens=2)
         stats = server.stats()
     assert (stats["requests"], stats["refused"], stats["running"]) == (3, 1, 0)
+
+
+async def test_a_panic_of_a_native_library_ends_its_request_with_a_status_at_once(monkeypatch, caplog):
+    def encode(self, text, begins):
+        raise BaseException("index out of bounds")
+
+    async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+        with monkeypatch.context() as patch, pytest.raises(grpc.aio.AioRpcError) as ended:
+            patch.setattr(ByteTokenizer, "encode", encode)
+            await stub.Generate(asking(), timeout=30).read()
+        assert ended.value.code() is grpc.StatusCode.INTERNAL and "index" not in (ended.value.details() or "")
+        assert "index out of bounds" in caplog.text
+        assert (await stub.Generate(asking(), timeout=30).read()).WhichOneof("event") == "started"
 
 
 async def test_reflection_names_the_public_service_and_health():
