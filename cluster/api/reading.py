@@ -6,6 +6,7 @@ the entries of a long message are counted before it is parsed. Fields that this 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -53,6 +54,7 @@ class _Scan:
         self._most_tokens = most_tokens
         self._most_bytes = most_bytes
         self._fields = self._listed = 0
+        self._tokens: Counter[tuple[str, ...]] = Counter()  # of a text, by field
 
     def message(self, start: int, end: int, kind: Any, path: tuple[str, ...]) -> None:
         """Count what is in data[start:end], a message of the descriptor `kind`. Raises BadRequest past a limit."""
@@ -89,8 +91,9 @@ class _Scan:
         elif field.cpp_type == field.CPPTYPE_UINT32:  # packed: each number ends with a byte below 128
             count = int(np.count_nonzero(np.frombuffer(self._data, np.uint8, end - start, start) < 128))
             if name in (("token_ids", "ids"), ("resume", "token_ids")):
-                if count > self._most_tokens:
-                    raise BadRequest(_label(name), f"has {count} ids; a text has at most {self._most_tokens}")
+                self._tokens[name] += count  # a field may come in several parts
+                if (tokens := self._tokens[name]) > self._most_tokens:
+                    raise BadRequest(_label(name), f"has {tokens} ids; a text has at most {self._most_tokens}")
                 return
             self._listed += count
             if self._listed > MOST_LISTED:

@@ -87,6 +87,7 @@ def varint(value: int) -> bytes:
 
 
 MOST_BYTES = 1 << 20
+PARTS = (b"\x0a" + varint(300) + b"\x07" * 300) * 300  # a list in several parts, each within a limit
 NOTE = b"\xca\x3e"  # field 1001, of bytes
 
 
@@ -107,13 +108,14 @@ NOTE = b"\xca\x3e"  # field 1001, of bytes
             pb.GenerateRequest(sampling=pb.Sampling(banned_ids=[7] * 200_000)).SerializeToString(),
             "banned_ids: has too many ids",
         ),
+        (b"\x22" + varint(len(PARTS)) + PARTS, f"prompt.token_ids: has 600 ids; a text has at most {MAX_LENGTH}"),
         (build_request("x" * 1_500_000).SerializeToString(), "prompt: has 1500000 bytes; at most 1048576"),
         (b"\xc8\x3e\x00" * 200_000, "request: has too many entries"),
         (b"\x1a" + varint(100_000) + b"x" * 90_000, "request: is no message"),
         (b"\xff" * 100_000, "request: is no message"),
         (b"\x0b" * 100_000, "request: is no message"),
     ],
-    ids=["bad words", "stop", "prompt", "resume", "banned", "text", "unknown", "cut", "no varint", "groups"],
+    ids=["bad words", "stop", "prompt", "resume", "banned", "parts", "text", "unknown", "cut", "no varint", "groups"],
 )
 def test_a_long_messages_entries_are_counted_before_it_is_parsed(
     data: bytes, refused: str, monkeypatch: pytest.MonkeyPatch
