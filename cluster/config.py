@@ -222,7 +222,7 @@ class Redis(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError(f"url: {self.url!r} does not begin with redis://, rediss:// or unix://")
+            raise ValueError("url: does not begin with redis://, rediss:// or unix://")
         if self.url and (reason := unreadable(self.url)):
             raise ValueError(f"url: {reason}")
         if self.password_variable and "@" in self.url:

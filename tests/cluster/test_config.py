@@ -193,6 +193,22 @@ def test_an_error_names_the_path_of_its_field(load, text: str, field: str):
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:hunter2/x@h:6379",
+        "redis://me:hunter2#x@h:6379/0",
+        "redis://me:hunter2?x@h:6379",
+        "redis://:hunter2\N{FULLWIDTH SOLIDUS}@h:6379",
+        "redis:/:hunter2@h:6379",
+    ],
+)
+def test_an_error_of_a_redis_address_has_no_part_of_its_password(load, url: str):
+    with pytest.raises(BadRequest, match="^redis.url: ") as refused:
+        load(f"targets: {{t: {{checkpoint: x}}}}\nredis: {{url: '{url}'}}")
+    assert "hunter2" not in str(refused.value)
+
+
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(BadRequest, match="none.yaml"):
         Config.load(tmp_path / "none.yaml")
