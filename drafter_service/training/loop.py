@@ -217,7 +217,7 @@ class Trainer:
         place, count = 0, 1
         if self.processes is not None:
             place, count = self.processes.process_index, self.processes.num_processes
-        torch.manual_seed(self.seed * 1_000_003 + self.step * count + place)
+        torch.manual_seed((self.seed * 1_000_003 + self.step * count + place) % (1 << 63))
 
     def _save(self) -> None:
         """A kill in between, or a full disk, which raises NotSaved, leaves the previous state."""

@@ -315,8 +315,9 @@ def test_a_resumed_run_with_dropout_ends_with_the_weights_of_an_uninterrupted_on
     torch.manual_seed(99)  # a new process has drawn other numbers
     resumed = tiny_trainer(tmp_path / "killed.state", model_with_dropout())
     assert torch.equal(trained_weights(resumed), whole)
-    other_seed = tiny_trainer(tmp_path / "other.state", model_with_dropout(), seed=1)
-    assert not torch.equal(trained_weights(other_seed), whole)
+    for seed in (1, 20261126_123456_789):  # of any size, such as a date's digits
+        other_seed = tiny_trainer(tmp_path / f"{seed}.state", model_with_dropout(), seed=seed)
+        assert not torch.equal(trained_weights(other_seed), whole)
 
 
 FULL = [
