@@ -72,6 +72,7 @@ STEPS = (
     GpuStep("rows", 90, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
     GpuStep("certify", 240, script="certify_quick.py"),
+    GpuStep("large", 300, script="large.py", alone=True),
     GpuStep("ceilings", 60, script="ceilings.py", alone=True),
     GpuStep("profile", 120, script="profile_steps.py", alone=True),
 )
