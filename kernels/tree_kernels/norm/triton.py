@@ -1,0 +1,120 @@
+"""Norms on an accelerator: one program for each row and group."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tree_kernels.norm.form import GATE_FIRST, GATE_LAST, HALVED_TO, NO_GATE, WIDEST, RowNorm, padded_width
+
+
+def norm_rows(x: Tensor, form: RowNorm, gate: Tensor | None = None) -> Tensor:
+    """x [..., groups * width], of any strides -> the same shape, contiguous.
+
+    gate: as x, of any floating type; None where `form.gate` is NO_GATE
+    """
+    assert (gate is None) == (form.gate == NO_GATE)
+    rows = _in_rows(x)
+    gates = rows if gate is None else _in_rows(gate)
+    assert gates.shape == rows.shape
+    width = rows.shape[1] // form.groups
+    assert width <= WIDEST and width * form.groups == rows.shape[1]
+    for each in (form.weight, form.bias):
+        assert each is None or len(each) == rows.shape[1]
+    y = rows.new_empty(x.shape, dtype=form.result_type(x.dtype))
+    if not y.numel():
+        return y
+    block = padded_width(width)
+    _norm[(len(rows), form.groups)](
+        rows,
+        gates,
+        rows if form.weight is None else form.weight,  # not read without
+        rows if form.bias is None else form.bias,
+        y,
+        rows.stride(0),
+        gates.stride(0),
+        form.eps,
+        WIDTH=width,
+        BLOCK=block,
+        CENTRED=form.centred,
+        ROUNDED=form.rounded,
+        WEIGHTED=form.weight is not None,
+        BIASED=form.bias is not None,
+        GATE=form.gate,
+        num_warps=warps_of(block),
+        enable_fp_fusion=False,
+    )
+    return y
+
+
+def warps_of(block: int) -> int:
+    """At most 32 numbers of a row in a thread's registers: with 64, those of a gated norm spill."""
+    return max(1, min(block // 256, 4), block // 1024)
+
+
+def _in_rows(x: Tensor) -> Tensor:
+    """[rows, columns] with neighbouring columns in memory; copied where the strides need it."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+TAIL: tl.constexpr = tl.constexpr(HALVED_TO)
+FIRST: tl.constexpr = tl.constexpr(GATE_FIRST)
+LAST: tl.constexpr = tl.constexpr(GATE_LAST)
+
+
+@triton.jit
+def _row_sum(x, BLOCK: tl.constexpr):
+    """x [BLOCK]. Each step adds pairs, so no layout changes the order."""
+    for step in tl.static_range(16):
+        if (BLOCK >> step) > TAIL:
+            x = tl.sum(tl.reshape(x, (2, BLOCK >> (step + 1))), 0)
+        elif (BLOCK >> step) > 1:
+            x = tl.sum(tl.reshape(x, (BLOCK >> (step + 1), 2)), 1)
+    return tl.sum(x, 0)  # of one number
+
+
+@triton.jit
+def _norm(
+    x,  # [rows, groups * WIDTH], a row x_row numbers after the one before it
+    gate,  # the same, with gate_row
+    weight,  # [groups * WIDTH]
+    bias,  # [groups * WIDTH]
+    y,  # [rows, groups * WIDTH]; written here
+    x_row,
+    gate_row,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr,
+    ROUNDED: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BIASED: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    within = tl.arange(0, BLOCK)
+    inside = within < WIDTH
+    columns = tl.program_id(1) * WIDTH + within
+    values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if GATE != 0:
+        g = tl.load(gate + row * gate_row + columns, mask=inside, other=0.0).to(tl.float32)
+        g = tl.div_rn(g, 1.0 + tl.exp(-g))
+        if GATE == FIRST:
+            values = values * g
+    if CENTRED:
+        mean = tl.div_rn(_row_sum(values, BLOCK), WIDTH * 1.0)
+        values = tl.where(inside, values - mean, 0.0)
+    variance = tl.div_rn(_row_sum(values * values, BLOCK), WIDTH * 1.0)
+    normed = values * tl.div_rn(1.0, tl.sqrt_rn(variance + eps))
+    if ROUNDED:
+        normed = normed.to(x.dtype.element_ty).to(tl.float32)
+    if WEIGHTED:
+        normed = normed * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    if BIASED:
+        normed = normed + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+    if GATE == LAST:
+        normed = normed * g
+    row_of_y = row * (tl.num_programs(1) * WIDTH)
+    tl.store(y + row_of_y + columns, normed.to(y.dtype.element_ty), mask=inside)
