@@ -27,8 +27,9 @@ import numpy.typing as npt
 from dendro.compiling import QUEUE
 from dendro.errors import BadRequest, Overloaded
 from dendro.guidance import LIMITS, StructureLimits, TokenTexts, begin, fault_of, items_of
+from dendro.lark_text import token_references
 from dendro.patterns import check_expression
-from dendro.schemas import SchemaError, enforceable, token_references
+from dendro.schemas import SchemaError, enforceable
 from dendro.structure import Structure, StructureForm
 from dendro.structure_canary import Canary, CanaryBusy, CanaryDied
 from dendro.tree import DraftTree

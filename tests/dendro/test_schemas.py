@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from dendro.errors import BadRequest
 from dendro.grammars import Grammar, Grammars
+from dendro.lark_text import token_references
 from dendro.patterns import other_keys, translated
-from dendro.schemas import enforceable, token_references
+from dendro.schemas import enforceable
 from dendro.structure import Structure
 
 pytest.importorskip("llguidance")
