@@ -9,6 +9,7 @@ translation matches no string that the pattern does not.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 SPACES = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 WRITTEN = r"[\t\n\r\x20-\u{10ffff}]"
@@ -92,22 +93,24 @@ def check_expression(pattern: str) -> None:
         raise ValueError("ends with a lone backslash")
 
 
-def other_keys(names: set[str]) -> str:
-    """An expression of the keys that JSON writes without an escape, but for these."""
+def other_keys(names: set[str], beginnings: Collection[str] = ()) -> str:
+    """An expression of the keys that JSON writes without an escape, but for these and those with these beginnings,
+    which are written so too."""
     listed = sorted(name for name in names if re.fullmatch(r'[^"\\\x00-\x1f]*', name))
-    return f"^(?:{_others(listed)})$" if listed else f"^{KEY}*$"
+    return f"^(?:{_others(listed, sorted(beginnings))})$" if listed or beginnings else f"^{KEY}*$"
 
 
-def _others(names: list[str]) -> str:
-    """Texts of KEY's characters that are none of these, which are sorted: by a walk down their common beginnings."""
-    starts = sorted({name[0] for name in names if name})
+def _others(names: list[str], beginnings: list[str]) -> str:
+    """Texts of KEY's characters that are none of these: by a walk down their common beginnings."""
+    starts = sorted({each[0] for each in (*names, *beginnings) if each})
     differ = "".join(_literal(each) for each in starts)
     parts = [f"[{KEY}&&[^{differ}]]{KEY}*"] if differ else [f"{KEY}+"]
     if "" not in names:
         parts.append("")
     for start in starts:
-        rest = [name[1:] for name in names if name.startswith(start)]
-        parts.append(f"{_literal(start)}(?:{_others(rest)})")
+        if start not in beginnings:
+            rest = [[each[1:] for each in listed if each.startswith(start)] for listed in (names, beginnings)]
+            parts.append(f"{_literal(start)}(?:{_others(*rest)})")
     return "|".join(parts)
 
 

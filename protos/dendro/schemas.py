@@ -6,29 +6,33 @@ keywords. What can be neither enforced nor narrowed is refused, with the keyword
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator
 from decimal import Decimal
-from typing import Any, Self
+from typing import Self
 
-from dendro.patterns import FORMATS, other_keys, translated
+from dendro.object_keys import NAMING, Keys, declare_exact, is_well_formed, may_be_object, shared_keys
+from dendro.patterns import FORMATS, translated
+from dendro.schema_refs import (
+    ALONE,
+    DEFINITIONS,
+    IN_LISTS,
+    IN_MAPS,
+    IN_PLACE,
+    Json,
+    References,
+    Schema,
+    parts_of,
+    pointer,
+)
 
 EXACT = 1 << 53
 """Whole numbers up to it are numbers of float64, as which llguidance reads them."""
 LARGEST = 1 << 63
-
-Json = Any
-Schema = dict[str, Any]
-
-IN_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-IN_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-ALONE = (
-    "items", "additionalItems", "additionalProperties", "contains", "else", "if", "not", "propertyNames", "then",
-    "unevaluatedItems", "unevaluatedProperties",
-)  # fmt: skip
-NAMING = ("properties", "required", "patternProperties", "minProperties")
-"""Keywords for which it matters how a key is spelt, or whether it is repeated."""
+MOST_MORE = 1 << 20
+"""Bytes of a schema that are written more than once."""
 
 
 class SchemaError(ValueError):
@@ -57,7 +61,7 @@ def enforceable(text: str) -> str:
         raise SchemaError("", "false describes no value")
     if not isinstance(schema, dict):
         raise SchemaError("", f"is {json.dumps(schema)[:40]}; a schema is an object or a boolean")
-    return json.dumps(_rewritten(schema, ""))
+    return json.dumps(_Rewriting(schema).whole())
 
 
 def _number(text: str) -> float:
@@ -71,41 +75,116 @@ def _no_number(text: str) -> float:
     raise ValueError(f"{text} is no JSON")
 
 
-def _rewritten(schema: Schema, where: str) -> Schema:
-    """The schema of an object, and all within it."""
-    made = {keyword: _value(keyword, value, where) for keyword, value in schema.items()}
-    if made.get("uniqueItems") is False:
-        del made["uniqueItems"]
-    for keyword in ("const", "enum"):
-        if keyword in made:
-            _check_exact(made[keyword], f"{where}/{keyword}")
-    for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
-        if _is_number(made.get(keyword)):
-            _bound(made, keyword)
-    if isinstance(made.get("multipleOf"), _Lossy) or _too_large(made.get("multipleOf")):
-        raise SchemaError(f"{where}/multipleOf", "has more digits than float64")
-    _expressions(made, where)
-    if _may_be_object(made) and any(keyword in made for keyword in NAMING):
-        _keys(made, where)
-    return made
+class _Rewriting:
+    """Of one schema."""
+
+    def __init__(self, root: Schema) -> None:
+        self._root = root
+        self._references = References(root)
+        self._reached = self._references.reached()
+        self._above = {above for place in self._reached or () for above in _above(place)}
+        self._done: set[str] = set()  # places of what was rewritten
+        self._inlined: list[str] = []  # places of the schemas that stand where a reference to them was
+        self._more = 0  # bytes that are written more than once
+
+    def whole(self) -> Schema:
+        """The schema, without definitions that nothing refers to."""
+        made = self._schema(self._root, "")
+        for place, schema in (self._reached or {}).items():
+            if place not in self._done:  # it is referred to by a pointer into something else than schemas
+                _put(made, place, self._schema(schema, place))
+        return made
+
+    def _schema(self, schema: Schema, where: str, keys: Keys | None = None) -> Schema:
+        """The schema of an object, and all within it. keys: of the schemas of the same value around it"""
+        self._done.add(where)
+        schema = self._references.counting(schema)
+        keys = keys or shared_keys(schema, self._references)
+        if keys is not None and (target := self._references.target(schema)) and target[0] not in self._inlined:
+            schema = {keyword: value for keyword, value in schema.items() if keyword != "$ref"}
+            made = self._keywords(schema, where, keys)
+            self._inlined.append(target[0])
+            if isinstance(target[1], dict):
+                inlined = self._schema(target[1], target[0], keys)
+                made["allOf"] = [*made.get("allOf", ()), inlined]
+                self._count(1, inlined, f"{where}/$ref")
+            self._inlined.pop()
+        else:
+            made = self._keywords(schema, where, keys)
+        return made
+
+    def _keywords(self, schema: Schema, where: str, keys: Keys | None) -> Schema:
+        made = {keyword: self._value(keyword, value, where, keys) for keyword, value in schema.items()}
+        if made.get("uniqueItems") is False:
+            del made["uniqueItems"]
+        for keyword in ("const", "enum"):
+            if keyword in made:
+                _check_exact(made[keyword], f"{where}/{keyword}")
+        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            if _is_number(made.get(keyword)):
+                _bound(made, keyword)
+        if isinstance(made.get("multipleOf"), _Lossy) or _too_large(made.get("multipleOf")):
+            raise SchemaError(f"{where}/multipleOf", "has more digits than float64")
+        _expressions(made, where)
+        if may_be_object(made) and any(keyword in made for keyword in NAMING):
+            self._keys(made, schema, where, keys)
+        return made
+
+    def _keys(self, made: Schema, schema: Schema, where: str, shared: Keys | None) -> None:
+        """Let a key that is not declared be written without escapes only."""
+        if not is_well_formed(schema):
+            return
+        declare_exact(made, schema)
+        others = made.get("additionalProperties", True)
+        _check_least(made, len(set(made.get("required", ()))), others is False, where)
+        if others is False:
+            return
+        keys = shared or Keys.of(schema)
+        made |= keys.declared(schema, made)
+        self._count(len(keys.names) + len(keys.patterns), others, f"{where}/additionalProperties")
+
+    def _count(self, times: int, schema: Json, where: str) -> None:
+        """Raise SchemaError where what is written more than once would become too much."""
+        self._more += times * len(json.dumps(schema))
+        if self._more > MOST_MORE:
+            raise SchemaError(where, f"would be repeated: the schema would have more than {MOST_MORE} bytes")
+
+    def _value(self, keyword: str, value: Json, where: str, keys: Keys | None) -> Json:
+        """A keyword's value, with the schemas in it rewritten."""
+        place = f"{where}/{keyword}"
+        same = keys if keyword in IN_PLACE else None
+
+        def inner(each: Json, at: str) -> Json:
+            return self._schema(each, at, same) if isinstance(each, dict) else each
+
+        if keyword in IN_MAPS and isinstance(value, dict):
+            places = {name: f"{place}/{pointer(name)}" for name in value}
+            if keyword in DEFINITIONS:
+                value = {name: each for name, each in value.items() if self._is_reached(places[name])}
+            return {name: inner(each, places[name]) for name, each in value.items()}
+        if (keyword in IN_LISTS or keyword == "items") and isinstance(value, list):
+            return [inner(each, f"{place}/{index}") for index, each in enumerate(value)]
+        return inner(value, place) if keyword in ALONE else value
+
+    def _is_reached(self, place: str) -> bool:
+        """Whether a reference leads to a definition, or into it."""
+        return self._reached is None or place in self._above
 
 
-def _value(keyword: str, value: Json, where: str) -> Json:
-    """A keyword's value, with the schemas in it rewritten."""
-    place = f"{where}/{keyword}"
-
-    def inner(each: Json, at: str) -> Json:
-        return _rewritten(each, at) if isinstance(each, dict) else each
-
-    if keyword in IN_MAPS and isinstance(value, dict):
-        return {name: inner(each, f"{place}/{_pointer(name)}") for name, each in value.items()}
-    if (keyword in IN_LISTS or keyword == "items") and isinstance(value, list):
-        return [inner(each, f"{place}/{index}") for index, each in enumerate(value)]
-    return inner(value, place) if keyword in ALONE else value
+def _above(place: str) -> Iterator[str]:
+    """A place and those that it is in, but for the whole."""
+    while place:
+        yield place
+        place = place.rpartition("/")[0]
 
 
-def _pointer(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
+def _put(schema: Json, place: str, value: Schema) -> None:
+    """Put a schema at a place; where that does not exist any more, llguidance says so."""
+    *above, last = parts_of(place)
+    with contextlib.suppress(LookupError, ValueError, TypeError):
+        for part in above:
+            schema = schema[int(part) if isinstance(schema, list) else part]
+        schema[int(last) if isinstance(schema, list) else last] = value
 
 
 def _is_number(value: Json) -> bool:
@@ -120,7 +199,7 @@ def _check_exact(value: Json, where: str) -> None:
     """Raise SchemaError for a number of a constant that would be written with other digits."""
     if isinstance(value, dict):
         for name, each in value.items():
-            _check_exact(each, f"{where}/{_pointer(name)}")
+            _check_exact(each, f"{where}/{pointer(name)}")
     elif isinstance(value, list):
         for index, each in enumerate(value):
             _check_exact(each, f"{where}/{index}")
@@ -164,7 +243,7 @@ def _expressions(made: Schema, where: str) -> None:
     if isinstance(made.get("patternProperties"), dict):
         found = made["patternProperties"].items()
         place = f"{where}/patternProperties"
-        made["patternProperties"] = {_translated(each, f"{place}/{_pointer(each)}"): value for each, value in found}
+        made["patternProperties"] = {_translated(each, f"{place}/{pointer(each)}"): value for each, value in found}
 
 
 def _translated(pattern: str, where: str) -> str:
@@ -172,36 +251,6 @@ def _translated(pattern: str, where: str) -> str:
         return translated(pattern)
     except ValueError as error:
         raise SchemaError(where, str(error)) from None
-
-
-def _may_be_object(made: Mapping[str, Json]) -> bool:
-    kinds = made.get("type", "object")
-    return "object" in (kinds if isinstance(kinds, list) else [kinds])
-
-
-def _keys(made: Schema, where: str) -> None:
-    """Let a key that is not declared be written without escapes only. As any JSON string, it could be a declared one in
-    another spelling, and so the same key with a value of another kind."""
-    properties, patterns = made.get("properties", {}), made.get("patternProperties", {})
-    required = made.get("required", [])
-    if not isinstance(properties, dict) or not isinstance(patterns, dict) or not isinstance(required, list):
-        return  # llguidance says what is wrong
-    others = made.get("additionalProperties", True)
-    undeclared = [name for name in required if isinstance(name, str) and name not in properties]
-    _check_least(made, len(set(map(str, required))), others is False, where)
-    if others is False:
-        return
-    if patterns:  # which keys they leave over is not known: none is admitted
-        if undeclared:
-            raise SchemaError(f"{where}/required", f"{undeclared[0]!r} is not declared beside patternProperties")
-        made["additionalProperties"] = False
-        return
-    anything = others is True or others == {}
-    if undeclared and not anything:
-        made["properties"] = {**properties, **dict.fromkeys(undeclared, others)}
-    names = set(made.get("properties", {})) if not anything else set()
-    made["patternProperties"] = {other_keys(names): True if anything else others}
-    made["additionalProperties"] = False
 
 
 def _check_least(made: Schema, required: int, closed: bool, where: str) -> None:
