@@ -46,6 +46,8 @@ JOIN_S = 120.0
 """How long workers may take to connect: processes have to start and to import torch."""
 GROUP_S = 600.0
 """How long torch's process group waits for a worker that reads its shard."""
+POLL_S = 0.005
+"""How often a worker looks whether all others have made the group."""
 KEY_BYTES = 32
 HANDSHAKE_S = 5.0
 """How long one step of a handshake may take."""
@@ -258,6 +260,8 @@ def load_shard(
     """Load a worker's part of a target; returns it, or None where that failed, and the report.
 
     store: for torch's process group   check: raises WorkerLost where another worker is gone
+
+    Raises WorkerLost where one is gone before all have joined the group.
     """
     device = torch.device(shard.device)
     if device.type == "cuda":
@@ -267,13 +271,7 @@ def load_shard(
         return None, Loaded("shards on CPUs need an empty CUDA_VISIBLE_DEVICES")
     if dist.is_initialized():
         return None, Loaded("this process has a shard of another target")
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=rank,
-        world_size=shard.size,
-        timeout=timedelta(seconds=GROUP_S),
-    )
+    _make_group("nccl" if device.type == "cuda" else "gloo", rank, shard.size, store, check)
     group: Collectives = ProcessGroup() if memory is None else SharedMemory(rank, shard.size, memory, check)
     target = None
     try:
@@ -291,6 +289,27 @@ def load_shard(
         if memory is not None or target is None:
             _leave_group()
         _clear_sharding_caches()
+
+
+def _make_group(backend: str, rank: int, size: int, store: dist.Store, check: Callable[[], None]) -> None:
+    """Make torch's process group. Returns once all workers have made it: one that refuses its shard leaves the group at
+    once, and those that still connected to it would fail. Raises WorkerLost where a worker does not make it."""
+    made, deadline = [f"made by {each}" for each in range(size)], time.monotonic() + GROUP_S
+    try:
+        limit = timedelta(seconds=GROUP_S)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
+        store.set(made[rank], "")
+        while not store.check(made):
+            check()
+            if time.monotonic() > deadline:
+                raise WorkerLost(f"a worker does not answer within {GROUP_S:g} s")
+            time.sleep(POLL_S)
+    except RuntimeError as error:  # also torch's DistError
+        if not dist.is_initialized():
+            # torch finds the others by the number of groups that the process began, which only an end sets back.
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _leave_group()
+        raise WorkerLost(f"torch's process group cannot be made: {error}") from error
 
 
 def _leave_group() -> None:

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from cases import few_of
 from dendro.errors import BadRequest, PeerLost
@@ -34,7 +35,7 @@ from verifier_service.collectives import WorkerLost
 from verifier_service.engine import VerifierEngine
 from verifier_service.messages import receive
 from verifier_service.options import VerifierOptions
-from verifier_service.shards import Crew, MemoryAccess, join_leader
+from verifier_service.shards import Crew, MemoryAccess, Shard, join_leader, load_shard
 
 DEGREES = (2, 4)
 SETTINGS: dict[str, Any] = {
@@ -245,6 +246,33 @@ async def test_a_family_without_a_plan_is_refused_and_leaves_nothing_behind(tmp_
     with pytest.raises(BadRequest, match="tp_plan"):
         engine_of(tmp_path, 2)
     await until(lambda: not workers(), 10)
+
+
+def test_no_worker_leaves_the_process_group_before_all_have_made_it(monkeypatch):
+    store, waits, done = dist.HashStore(), threading.Event(), threading.Event()
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: None)
+
+    def make(rank, check=lambda: None):
+        shards._make_group("gloo", rank, 2, store, check)
+        done.set()
+
+    first = threading.Thread(target=make, args=(0, waits.set), daemon=True)
+    first.start()
+    assert waits.wait(20) and not done.is_set()
+    make(1)
+    first.join(20)
+    assert not first.is_alive()
+
+
+def test_after_a_process_group_that_could_not_be_made_the_next_target_is_loaded(folder, monkeypatch):
+    """torch finds the members of a group by the number of groups that each process began."""
+    store = dist.TCPStore("127.0.0.1", 0, 2, True, wait_for_workers=False)
+    shard = Shard(folder, None, torch.float32, "cpu", (8,), 1, 2, ("127.0.0.1", store.port), None)
+    monkeypatch.setattr(shards, "GROUP_S", 0.2)
+    with pytest.raises(WorkerLost, match="process group cannot be made"):
+        load_shard(shard, 0, store, None, lambda: None)
+    monkeypatch.setattr(shards, "GROUP_S", 30.0)
+    engine_of(folder, 2).runner.crew.stop()
 
 
 def test_a_worker_that_does_not_connect_is_reported(monkeypatch):
