@@ -124,4 +124,4 @@ def test_the_dry_run_passes_every_step(tmp_path):
     )
     assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
     steps = json.loads((tmp_path / "dry" / "results.json").read_text())["steps"]
-    assert len(steps) == 9 and all(each["outcome"] == "passed" and each["result"] for each in steps)
+    assert len(steps) == 10 and all(each["outcome"] == "passed" and each["result"] for each in steps)

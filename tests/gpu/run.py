@@ -69,6 +69,7 @@ STEPS = (
     GpuStep("versions", 60, script="versions.py"),
     GpuStep("kernels", 120, tests=("tests/kernels/test_accelerated.py",), dry=("-k", "noise or walks or accepted")),
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
+    GpuStep("states", 180, tests=("tests/verifier_service/test_states_on_device.py",)),
     GpuStep("rows", 90, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
     GpuStep("certify", 240, script="certify_quick.py"),
