@@ -27,8 +27,8 @@ import numpy.typing as npt
 from dendro.compiling import QUEUE
 from dendro.errors import BadRequest, Overloaded
 from dendro.guidance import LIMITS, StructureLimits, TokenTexts, begin, fault_of, items_of
-from dendro.lark_text import token_references
-from dendro.patterns import check_expression
+from dendro.lark_text import token_references, with_schemas
+from dendro.patterns import slashed
 from dendro.schemas import SchemaError, enforceable
 from dendro.structure import Structure, StructureForm
 from dendro.structure_canary import Canary, CanaryBusy, CanaryDied
@@ -154,31 +154,39 @@ class Grammars:
 
 def _lark_of(structure: Structure) -> str:
     """The structure as a grammar of llguidance. Raises BadRequest for text that is not JSON."""
+    text = structure.texts[0]
+    try:
+        match structure.form:
+            case StructureForm.GRAMMAR:
+                if OPTIONS_LINE.search(text):
+                    raise BadRequest(structure.field, "has a line %llguidance; its options are the server's own")
+                if named := next(token_references(text), None):
+                    raise BadRequest(
+                        structure.field, f"names the token {named[:40]}; an answer's tokens stand for text"
+                    )
+                return HEADER + with_schemas(text, _schema)
+            case StructureForm.REGEX:
+                return f"{HEADER}start: /{slashed(text)}/"
+            case StructureForm.CHOICES:
+                return f"{HEADER}start: /{'|'.join(map(_literal, structure.texts))}/"
+            case StructureForm.JSON_SCHEMA:
+                return f"{HEADER}start: %json {_schema(text)}"
+    except ValueError as error:
+        raise BadRequest(structure.field, str(error)) from None
+
+
+def _schema(text: str) -> str:
+    """A JSON schema, in a form that llguidance enforces as written. Raises ValueError for what cannot be enforced, or
+    is no schema."""
     import llguidance
 
-    match structure.form:
-        case StructureForm.GRAMMAR:
-            if OPTIONS_LINE.search(structure.texts[0]):
-                raise BadRequest(structure.field, "has a line %llguidance; its options are the server's own")
-            if named := next(token_references(structure.texts[0]), None):
-                raise BadRequest(structure.field, f"names the token {named[:40]}; an answer's tokens stand for text")
-            return HEADER + structure.texts[0]
-        case StructureForm.REGEX:
-            try:
-                check_expression(structure.texts[0])
-            except ValueError as error:
-                raise BadRequest(structure.field, str(error)) from None
-            return f"{HEADER}start: /{llguidance.regex_to_lark(structure.texts[0], use_ascii='')}/"
-        case StructureForm.CHOICES:
-            return f"{HEADER}start: /{'|'.join(map(_literal, structure.texts))}/"
     try:
-        schema = enforceable(structure.texts[0])
-        made = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+        made = llguidance.LLMatcher.grammar_from_json_schema(enforceable(text), overrides=JSON_OPTIONS)
     except SchemaError as error:
-        raise BadRequest(structure.field, f"cannot be enforced: {error}") from None
+        raise ValueError(f"cannot be enforced: {error}") from None
     except (ValueError, RecursionError) as error:
-        raise BadRequest(structure.field, f"is no JSON schema: {error}") from None
-    return f"{HEADER}start: %json {json.dumps(json.loads(made)['grammars'][0]['json_schema'])}"
+        raise ValueError(f"is no JSON schema: {error}") from None
+    return json.dumps(json.loads(made)["grammars"][0]["json_schema"])
 
 
 def _literal(text: str) -> str:

@@ -1,30 +1,54 @@
-"""What a grammar in Lark syntax names, read without compiling it."""
+"""Grammars in Lark syntax, as far as they are read without compiling them: what they name, and the schemas in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import re
+from collections.abc import Callable, Iterator
+
+TOKEN = re.compile(r'(?://|#)[^\n]*|"(?:\\.|[^"\\])*"?|/(?:\\.|[^/\\])*/?|<[^>]*>?|%\w+', re.DOTALL)
+"""Comments, strings, expressions, names of the tokenizer's tokens, and directives."""
 
 
 def token_references(grammar: str) -> Iterator[str]:
-    """The tokens that a Lark grammar names, as `<[7]>` or `<|end|>`, outside of strings, expressions and comments."""
+    """The tokens that a grammar names, as `<[7]>` or `<|end|>`, outside of strings, expressions, comments and
+    schemas."""
+    for found in _tokens(grammar):
+        if grammar[found.start()] == "<":
+            yield found.group()
+
+
+def with_schemas(grammar: str, enforced: Callable[[str], str]) -> str:
+    """The grammar with each of its schemas (`%json {...}`) as `enforced` makes it; lines stay lines. Raises ValueError,
+    with the line, for what is no JSON or what `enforced` raises one for."""
+    parts, place = [], 0
+    for found in _tokens(grammar):
+        if found.group() != "%json":
+            continue
+        end = _end_of_json(grammar, found.end())
+        schema = grammar[found.end() : end]
+        try:
+            parts += [grammar[place : found.end()], " ", enforced(schema.strip()), "\n" * schema.count("\n")]
+        except ValueError as error:
+            raise ValueError(f"line {_line(grammar, found.start())}, %json: {error}") from None
+        place = end
+    return "".join([*parts, grammar[place:]])
+
+
+def _tokens(grammar: str) -> Iterator[re.Match[str]]:
     place = 0
-    while place < len(grammar):
-        here = grammar[place]
-        if here == "#" or grammar.startswith("//", place):
-            place = _after(grammar, place, "\n")
-        elif here in ('"', "/"):
-            place = _after(grammar, place, here)
-        elif here == "<":
-            end = grammar.find(">", place)
-            yield grammar[place : end + 1 if end >= 0 else len(grammar)]
-            place = end + 1 if end >= 0 else len(grammar)
-        else:
-            place += 1
+    while found := TOKEN.search(grammar, place):
+        yield found
+        place = _end_of_json(grammar, found.end()) if found.group() == "%json" else found.end()
 
 
-def _after(text: str, place: int, end: str) -> int:
-    """The place after what begins here and ends with this character, where no backslash is before it."""
-    place += 1
-    while place < len(text) and text[place] != end:
-        place += 2 if text[place] == "\\" else 1
-    return place + 1
+def _end_of_json(grammar: str, place: int) -> int:
+    start = len(grammar) - len(grammar[place:].lstrip())
+    try:
+        return json.JSONDecoder().raw_decode(grammar, start)[1]
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"line {_line(grammar, place)}, %json: no JSON follows: {error}") from None
+
+
+def _line(grammar: str, place: int) -> int:
+    return grammar.count("\n", 0, place) + 1

@@ -27,6 +27,9 @@ OTHER_ESCAPES = "bBfnrtvxuk0123456789"
 DOUBLED = ("&&", "--", "~~")
 """Operators in Rust's classes; in ECMA-262's, two characters."""
 
+SLASHED = {"/": r"\/", "\\\n": r"\n"}
+"""What cannot stand between slashes, in another spelling."""
+
 KEY = r"[\x20-\x21\x23-\x5b\x5d-\u{10ffff}]"
 """A character of a key that JSON can write without an escape."""
 
@@ -85,12 +88,12 @@ def _in_class(pattern: str, place: int, depth: int) -> tuple[str, int, int]:
     return here, place + 1, depth
 
 
-def check_expression(pattern: str) -> None:
-    """Raise ValueError for an expression, in Rust's syntax, that would not mean the same within a grammar."""
-    if re.search(r"\(\?[a-wyzA-Z]*x", pattern) or re.search(r"\(\?[a-zA-Z]*-[a-zA-Z]*x", pattern):
-        raise ValueError("has the flag x, which cannot be set within a grammar")
+def slashed(pattern: str) -> str:
+    """An expression in Rust's syntax, as the same one between the slashes of a Lark grammar. Raises ValueError for one
+    that has no such form."""
     if len(pattern) - len(pattern.rstrip("\\")) & 1:
         raise ValueError("ends with a lone backslash")
+    return re.sub(r"\\.|/", lambda found: SLASHED.get(found.group(), found.group()), pattern, flags=re.DOTALL)
 
 
 def other_keys(names: set[str], beginnings: Collection[str] = ()) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -162,10 +163,71 @@ def test_a_schema_that_describes_nothing_is_refused():
         compiled("false")
 
 
-@pytest.mark.parametrize("pattern", ["(?x)a b", "(?ix)a", "(?i-x:a)", "(?sx-i)a", "a\\", "a\\\\\\"])
-def test_an_expression_that_means_something_else_in_a_grammar_is_refused(pattern):
-    with pytest.raises(BadRequest, match="structure.regex"):
+@pytest.mark.parametrize("pattern", ["a\\", "a\\\\\\"])
+def test_an_expression_that_ends_with_a_lone_backslash_is_refused(pattern):
+    with pytest.raises(BadRequest, match="structure.regex: ends with a lone backslash"):
         made(Structure.regex(pattern))
+
+
+EXPRESSIONS_OF_RUST = (
+    *("(?x)a b", "(?x)a # )\n b", "(?x: a b)\n", "(?ix)A b", "(?x-i:[b]/ a)", "[(?x)]", r"\(?x", r"\\(?x: a)"),
+    *("(?x)a\\ b", r"[\](?x)]", "(?i)a", "a/b", "[/]\n", "a(?x:  )b", "a\nb"),
+)
+
+
+@pytest.mark.parametrize("pattern", EXPRESSIONS_OF_RUST)
+def test_an_expression_means_the_same_within_a_grammar(pattern):
+    grammars, python = [made(Structure.regex(pattern))], re.compile(pattern)
+    if "/" not in pattern:
+        grammars.append(made(Structure.grammar(f"start: /{pattern}/")))
+    texts = {"".join(each) for length in range(1, 4) for each in itertools.product("abAx(?)/ \n\\]", repeat=length)}
+    expected = {text for text in texts if python.fullmatch(text)}
+    for grammar in grammars:
+        assert {text for text in texts if admits(grammar, text)} == expected != set()
+
+
+SCHEMAS_OF_GRAMMARS = (
+    {"type": "string", "pattern": '^[^"]$'},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}},
+    {"type": "string", "format": "date"},
+    {"enum": ['} %json {"', "//", "<x>"]},
+)
+
+
+FORMS = (
+    'start: "=" %json SCHEMA',
+    'start: w // %json {\nw: "=" %json\n\n  SCHEMA',
+    'start: %lark { start: "=" %json SCHEMA }',
+)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS_OF_GRAMMARS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_schema_within_a_grammar_is_enforced_as_one_alone(schema, form):
+    alone = compiled(schema)
+    within = made(Structure.grammar(form.replace("SCHEMA", json.dumps(schema, indent=1))))
+    texts = ['"a"', '"\\""', '{"a":1}', '{"a":1,"\\u0061":"x"}', '{ "a": 1, "b": "x" }', '{  "a":1}', '"2023-02-29"']
+    for text in (*texts, '"2024-02-29"', '"} %json {\\""', '"//"', '"<x>"'):
+        assert admits(within, f"={text}") == admits(alone, text), text
+
+
+@pytest.mark.parametrize(
+    "grammar, reason",
+    [
+        (
+            'start: a\na: %json {"properties": {"a": {"const": 9007199254740993}}}',
+            "line 2, %json: .*/properties/a/const",
+        ),
+        ('start: "a"\n  | %json\n{"pattern": "(?i)a"}', "line 2, %json: cannot be enforced: /pattern"),
+        ("start: %json false", "line 1, %json: .*describes no value"),
+        ("start: %json {", "line 1, %json: no JSON follows"),
+        ('start: %json // {}\n {"type": "integer"}', "line 1, %json: no JSON follows"),
+        ('start: %json {"type": "integer", "not": {}, "x-guidance": {"lenient": true}}', ".*not"),
+    ],
+)
+def test_a_schema_within_a_grammar_that_cannot_be_enforced_is_refused_with_its_place(grammar, reason):
+    with pytest.raises(BadRequest, match=f"structure.grammar: {reason}"):
+        made(Structure.grammar(grammar))
 
 
 @pytest.mark.parametrize("grammar", ["start: <[5]>", "start: <|end|>", 'start: "a" <[0-9]>', "start: a\na: <[*]> // <"])
