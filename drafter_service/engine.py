@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.engine import EngineThread, Ticket
-from dendro.errors import BadRequest, DendroError
+from dendro.errors import BadRequest, DendroError, EngineFailed
 from dendro.grammars import TokenBytes
 from dendro.guidance import LIMITS, StructureLimits
 from dendro.shapes import MAX_ROWS
@@ -29,7 +30,7 @@ from drafter_service.acceptance_head import check_head, read_head
 from drafter_service.grow import most_processed
 from drafter_service.models import described_form, load_model
 from drafter_service.options import DrafterOptions
-from drafter_service.plan import DraftPlan
+from drafter_service.plan import DraftPlan, TextFold
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.structures import DraftStructures
@@ -216,7 +217,11 @@ class DrafterEngine:
         @torch.inference_mode()
         def work(ticket: Ticket) -> None:
             session = self._scheduler.open(ticket, call, restored, vocabulary, structure)
-            self._runner.admit(session.number, call.parameters.sampling, vocabulary, noise_ids)
+            try:
+                self._runner.admit(session.number, call.parameters.sampling, vocabulary, noise_ids)
+            except BaseException:  # a panic of a native library is no Exception
+                self._scheduler.forget(session.opening)
+                raise
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)
@@ -285,9 +290,7 @@ class DrafterEngine:
     def _step(self) -> float | None:
         """Folds, one forward, the answers; while idle, a row of noise. Returns how long to wait for a call."""
         step = self._scheduler.next()
-        if step.folds:
-            self._runner.fold(step.folds)
-        if step.plan is not None:
+        if self._folded(step.folds) and step.plan is not None:
             self._forward(step.plan)
         self._send_answers()
         return None if step.plan is None and not self._prepare_noise() else 0.0
@@ -295,6 +298,17 @@ class DrafterEngine:
     def _end_texts(self, reason: DendroError) -> None:
         self._scheduler = self._fresh()
         self._runner.forget_all()
+
+    def _folded(self, folds: Sequence[TextFold]) -> bool:
+        """Run the folds of a step; false where they raise, which ends the step's texts."""
+        try:
+            if folds:
+                self._runner.fold(folds)
+        except BaseException as error:  # a panic of a native library is no Exception
+            log.exception("a fold of the drafter failed")
+            self._scheduler.fail_folds(f"drafter: {error}")
+            return False
+        return True
 
     def _forward(self, plan: DraftPlan) -> None:
         try:
@@ -312,7 +326,7 @@ class DrafterEngine:
         for ticket, answer in scheduler.answers:
             value: Answer | _Saved = answer
             if isinstance(answer, MemoryComplete):
-                value = _Saved(answer, self._runner.memory.save(answer.slot, len(answer.ids)) if answer.ids else {})
+                value = self._copied(answer)
                 scheduler.forget(answer.opening)
             self.counters.trees += isinstance(answer, DraftTree)
             ticket.settle(value)
@@ -321,12 +335,23 @@ class DrafterEngine:
             self._runner.forget(session)
         scheduler.closed.clear()
 
+    def _copied(self, ready: MemoryComplete) -> _Saved | EngineFailed:
+        """A copy of a closing session's memory, or the error of its close."""
+        try:
+            return _Saved(ready, self._runner.memory.save(ready.slot, len(ready.ids)) if ready.ids else {})
+        except BaseException as error:  # a panic of a native library is no Exception
+            log.exception("the memory of a closed text could not be copied")
+            return EngineFailed(f"drafter: {error}")
+
     def _prepare_noise(self) -> bool:
         """Compute one row of noise for later rounds, while idle; False if there is none to compute."""
         wanted = self._scheduler.noise_wanted
         for session in list(wanted):
-            if self._runner.prepare(session, wanted[session]):
-                return True
+            try:
+                if self._runner.prepare(session, wanted[session]):
+                    return True
+            except BaseException:  # the round that needs this noise computes it then, or fails
+                log.exception("noise could not be computed ahead")
             del wanted[session]
         return False
 

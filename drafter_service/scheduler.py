@@ -13,6 +13,7 @@ One session alone gets all levels in one forward, where a call can run them (`Le
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 
@@ -30,7 +31,9 @@ from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
 from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
 from drafter_service.structures import DraftStructure, keep_allowed
-from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens
+from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens, level_of
+
+log = logging.getLogger("dendro.drafter")
 
 CATCH_UP = 8
 """Tokens that the memory of an idle session lacks when it is prefilled without waiting for a call."""
@@ -162,13 +165,23 @@ class DraftScheduler:
                 self._end(session, EngineFailed(reason))
         self._planned = []
 
+    def fail_folds(self, reason: str) -> None:
+        """End the sessions of the step's failed folds, as their memory may be wrong, and those of its forward."""
+        folded, error = {fold.target for fold in self._folds}, EngineFailed(reason)
+        for place, (ticket, answer) in enumerate(self.answers):
+            if isinstance(answer, MemoryComplete) and answer.slot in folded:
+                self.answers[place] = (ticket, error)
+        for session in [each for each in self._sessions.values() if each.slot in folded]:
+            self._end(session, error)
+        self.fail(reason)
+
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def next(self) -> DraftStep:
         """The folds that waiting calls need, and the next forward."""
         self._drop_cancelled()
         self._folds, self._planned = [], []
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if session.closing is not None or (session.round is not None and not session.round.growth.processed):
                 self._fold_kept(session)
         self._answer_complete()
@@ -201,7 +214,7 @@ class DraftScheduler:
 
     def _catch_up(self) -> DraftPlan | None:
         """A prefill of idle sessions whose memory lags."""
-        for session in self._sessions.values():
+        for session in list(self._sessions.values()):
             if session.lag >= CATCH_UP:
                 self._fold_kept(session)
         late = [session for session in self._sessions.values() if session.lag >= CATCH_UP]
@@ -218,7 +231,7 @@ class DraftScheduler:
             try:
                 self._apply(session, rows, outcome, slice(at - len(rows), at))
             except BaseException as error:  # a panic of a native library is no Exception
-                self._end(session, EngineFailed(f"drafter {self.name}: {error}"))
+                self._fault(session, error)
         self._planned = []
         self._answer_complete()
 
@@ -277,26 +290,9 @@ class DraftScheduler:
 
     def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
         """One row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
-        self._kind = "level"
-        self._planned = []
-        tokens: list[int] = []
-        trees: list[Nodes] = []
-        masks: list[Bits | None] = []
-        for session in sessions:
-            assert session.round is not None
-            growth, slots = session.round.growth, session.round.slots
-            self._planned.append((session, range(growth.processed, len(growth.above))))
-            tokens += [growth.tokens[row] for row in growth.frontier]
-            trees.append(Nodes(slots[: len(growth.above)], growth.above[:]))
-            masks += session.masks(session.base - 1)
-        level = Level(
-            tokens=np.array(tokens, np.int64),
-            counts=[len(new) for _, new in self._planned],
-            texts=[session.slot for session in sessions],
-            starts=[session.covers for session in sessions],
-            depths=[session.round.growth.level for session in sessions if session.round is not None],
-            trees=trees,
-        )
+        self._kind, level = "level", level_of(sessions)
+        self._planned = [(session, session.round.new_rows) for session in sessions if session.round is not None]
+        masks = [mask for session in sessions for mask in session.masks(session.base - 1)]
         ahead = [session.ahead for session in sessions]
         guessed = [sum(place) + 1 for place in zip(level.starts, level.depths, ahead, strict=True)]
         self._masks = masks if any(mask is not None for mask in masks) else ()
@@ -353,25 +349,24 @@ class DraftScheduler:
         return session
 
     def _fold_kept(self, session: DrafterText) -> None:
-        """Add a fold of the last tree's nodes that the text went through to the next step, and free all its nodes."""
-        draft_round = session.kept
-        if draft_round is None:
+        """Fold the last tree into the text's memory, if there is one. A fault in it ends this session alone."""
+        if session.kept is None:
             return
-        ids, growth, row, covers = session.text.ids, draft_round.growth, 0, draft_round.base
-        path: list[int] = []
-        while row in growth.place and covers < session.base:
-            place = growth.place[row]
-            path.append(draft_round.slots[place])
-            self._record_rank(session, covers, growth.candidates[place], growth.scores[place])
-            child = growth.child(row, ids[covers])
-            covers += 1
-            if child is None:
-                break
-            row = child
+        try:
+            self._fold(session, session.kept)
+        except BaseException as error:  # a panic of a native library is no Exception
+            self._fault(session, error)
+
+    def _fold(self, session: DrafterText, draft_round: DraftRound) -> None:
+        """Add a fold of the last tree's nodes that the text went through to the next step, and free all its nodes."""
+        path, growth = draft_round.path_of(session.text.ids), draft_round.growth
+        for position, place in enumerate(path, draft_round.base):
+            self._record_rank(session, position, growth.candidates[place], growth.scores[place])
         if path:
             source = session.slot
             self._own_slot(session)
-            self._folds.append(TextFold(session.covers, source, session.slot, tuple(path)))
+            slots = tuple(draft_round.slots[place] for place in path)
+            self._folds.append(TextFold(session.covers, source, session.slot, slots))
             session.covers += len(path)
         self._drop_tree(session, draft_round)
 
@@ -483,6 +478,11 @@ class DraftScheduler:
             session.kept = draft_round
         else:
             self._drop_tree(session, draft_round)
+
+    def _fault(self, session: DrafterText, error: BaseException) -> None:
+        """End a session whose part of a step raised. The others go on."""
+        log.error("drafter %s: a text's part of a step failed; the others go on", self.name, exc_info=error)
+        self._end(session, EngineFailed(f"drafter {self.name}: {error}"))
 
     def _drop_cancelled(self) -> None:
         for session in list(self._sessions.values()):

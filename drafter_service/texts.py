@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 from dendro.calls import PeerText, RequestParameters, TextUpdate
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
@@ -15,7 +16,7 @@ from dendro.tree import LAW_TOKENS, DraftTree
 
 from drafter_service.confidence import Calibration
 from drafter_service.grow import Growth, Numbers
-from drafter_service.plan import EMPTY_TEXT
+from drafter_service.plan import EMPTY_TEXT, Level, Nodes
 from drafter_service.sampled import GuessDraws
 from drafter_service.structures import DraftStructure
 
@@ -60,6 +61,25 @@ class DraftRound:
     def width(self) -> int:
         """Candidates that each of its rows needs."""
         return self.shape.width if self.draws is None else LAW_TOKENS
+
+    @property
+    def new_rows(self) -> range:
+        """The numbers of the rows that go through the model next, among those that do."""
+        return range(self.growth.processed, len(self.growth.above))
+
+    def path_of(self, ids: Sequence[int]) -> list[int]:
+        """The numbers of the processed rows that the text `ids` went through after the round's, root first. The token
+        after the last of them is known, too."""
+        growth, path, row = self.growth, list[int](), 0
+        for token in ids[self.base :]:
+            if row not in growth.place:
+                break
+            path.append(growth.place[row])
+            child = growth.child(row, token)
+            if child is None:
+                break
+            row = child
+        return path
 
     def extend(
         self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], chances: Sequence[Numbers]
@@ -146,6 +166,20 @@ class DrafterText:
     def scored_by(self) -> str:
         """What its candidates' scores have beside logits, by which they are calibrated."""
         return "logits" if self.greedy else "noise" if self.parameters.sampling.shares_noise else "temperature"
+
+
+def level_of(sessions: Sequence[DrafterText]) -> Level:
+    """The next level of each session's tree; a root is one."""
+    rounds = [session.round for session in sessions if session.round is not None]
+    grown = [(each.growth, each.slots) for each in rounds]
+    return Level(
+        tokens=np.array([growth.tokens[row] for growth, _ in grown for row in growth.frontier], np.int64),
+        counts=[len(each.new_rows) for each in rounds],
+        texts=[session.slot for session in sessions],
+        starts=[session.covers for session in sessions],
+        depths=[growth.level for growth, _ in grown],
+        trees=[Nodes(slots[: len(growth.above)], growth.above[:]) for growth, slots in grown],
+    )
 
 
 def check_tokens(session: DrafterText, update: TextUpdate) -> None:

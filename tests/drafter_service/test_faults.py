@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import DynamicShape, LevelShape
-from dendro.state import NoStates
+from dendro.state import MemoryStates, NoStates
 from dendro.text import Limits, Sampling, Tokens
+from faults import Panic
 from safetensors.torch import load_file, save_file
 from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
@@ -96,6 +98,157 @@ async def test_a_text_whose_part_of_a_forward_raises_ends_alone(folder, monkeypa
     monkeypatch.setattr(engine._scheduler, "_apply", raising)
     found, failed = await asyncio.gather(*(each.draft(SHAPES[0]) for each in callers), return_exceptions=True)
     assert found == alone and isinstance(failed, EngineFailed) and "planted" in str(failed)
+    await engine.stop()
+
+
+KINDS = pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])
+
+
+async def rounds(caller, count=3):
+    """Trees of an answer that follows the first guess of each."""
+    found = []
+    for _ in range(count):
+        tokens, parents = await caller.draft(SHAPES[0])
+        found.append((tokens, parents))
+        caller.text.extend([tokens[1], (tokens[1] + 1) % POISON])
+    return found
+
+
+async def pair(engine):
+    """Two open texts, after the first round of each."""
+    callers = [await DraftCaller(engine, PROMPT[start:]).open() for start in (0, 4)]
+    alone = [await rounds(await DraftCaller(engine, PROMPT[start:]).open()) for start in (0, 4)]
+    for caller, before in zip(callers, alone, strict=True):
+        assert await rounds(caller, 1) == before[:1]
+    return callers, alone
+
+
+@KINDS
+async def test_a_text_whose_fold_cannot_be_planned_ends_alone(folder, kind, monkeypatch):
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=NoStates())
+    await engine.start()
+    (first, second), alone = await pair(engine)
+    record = engine._scheduler._record_rank
+
+    def raising(session, *given):
+        if session.opening == second.opening:
+            raise kind("planted")
+        record(session, *given)
+
+    monkeypatch.setattr(engine._scheduler, "_record_rank", raising)
+    found, failed = await asyncio.gather(*(rounds(each, 2) for each in (first, second)), return_exceptions=True)
+    assert found == alone[0][1:] and isinstance(failed, EngineFailed) and "planted" in str(failed)
+    assert engine.sessions == 3
+    await engine.stop()
+
+
+@KINDS
+async def test_a_fold_that_raises_ends_the_texts_of_its_step_and_saves_none_of_their_memory(folder, kind, monkeypatch):
+    states = MemoryStates()
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=states)
+    await engine.start()
+    (first, second), alone = await pair(engine)
+    fold = engine._runner.memory.fold
+
+    def raising(folds):
+        monkeypatch.setattr(engine._runner.memory, "fold", fold)
+        raise kind("planted")
+
+    monkeypatch.setattr(engine._runner.memory, "fold", raising)
+    with pytest.raises(EngineFailed, match="planted"):
+        await second.close()
+    assert await rounds(first, 2) == alone[0][1:] and not states.blobs and engine.sessions == 3
+    await engine.stop()
+
+
+@KINDS
+async def test_a_memory_that_cannot_be_copied_fails_its_close_and_the_other_texts_go_on(folder, kind, monkeypatch):
+    states = MemoryStates()
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=states)
+    await engine.start()
+    (first, second), alone = await pair(engine)
+    save = engine._runner.memory.save
+
+    def raising(slot, tokens):
+        monkeypatch.setattr(engine._runner.memory, "save", save)
+        raise kind("planted")
+
+    monkeypatch.setattr(engine._runner.memory, "save", raising)
+    closing = asyncio.create_task(second.close())
+    assert await rounds(first, 2) == alone[0][1:]
+    with pytest.raises(EngineFailed, match="planted"):
+        await closing
+    assert not states.blobs and engine.sessions == 3
+    assert (await first.close()).saved > 0 and states.blobs
+    await engine.stop()
+
+
+@KINDS
+async def test_a_text_that_cannot_be_admitted_leaves_nothing_open(folder, kind, monkeypatch):
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=NoStates())
+    await engine.start()
+
+    def raising(*given):
+        raise kind("planted")
+
+    monkeypatch.setattr(engine._runner, "admit", raising)
+    with pytest.raises(EngineFailed, match="planted"):
+        await DraftCaller(engine, PROMPT).open()
+    assert engine.sessions == 0
+    await engine.stop()
+
+
+@KINDS
+async def test_noise_that_cannot_be_computed_ahead_ends_no_text(folder, kind, monkeypatch):
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=NoStates())
+    await engine.start()
+    sampling = Sampling(1.0, seed=5)
+    alone = await rounds(await DraftCaller(engine, PROMPT, sampling).open())
+    asked = threading.Event()
+
+    def raising(*given):
+        asked.set()
+        raise kind("planted")
+
+    monkeypatch.setattr(engine._runner, "prepare", raising)
+    caller = await DraftCaller(engine, PROMPT, sampling).open()
+    assert await asyncio.to_thread(asked.wait, 10)
+    assert await rounds(caller) == alone
+    await engine.stop()
+
+
+@KINDS
+async def test_a_fault_while_a_step_is_planned_ends_its_texts_and_not_the_engine(folder, kind, monkeypatch):
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=NoStates())
+    await engine.start()
+    caller = await DraftCaller(engine, PROMPT).open()
+
+    def raising():
+        raise kind("planted")
+
+    monkeypatch.setattr(engine._scheduler, "next", raising)
+    with pytest.raises(EngineFailed, match="planted"):
+        await caller.draft(SHAPES[0])
+    assert engine.sessions == 0
+    await (await DraftCaller(engine, PROMPT).open()).draft(SHAPES[0])
+    await engine.stop()
+
+
+@KINDS
+async def test_a_fault_in_a_queued_call_ends_that_call_alone(folder, kind, monkeypatch):
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=NoStates())
+    await engine.start()
+    (first, second), alone = await pair(engine)
+    draft = engine._scheduler.draft
+
+    def raising(ticket, call, ahead):
+        if call.update.opening == second.opening:
+            raise kind("planted")
+        draft(ticket, call, ahead)
+
+    monkeypatch.setattr(engine._scheduler, "draft", raising)
+    found, failed = await asyncio.gather(*(rounds(each, 2) for each in (first, second)), return_exceptions=True)
+    assert found == alone[0][1:] and isinstance(failed, EngineFailed) and "planted" in str(failed)
     await engine.stop()
 
 
