@@ -15,7 +15,7 @@ import tiny_drafters
 import tiny_models
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from cluster import cli
@@ -164,6 +164,17 @@ def test_a_drafter_that_does_not_fit_is_reported_with_its_reason_and_status_2(mo
     assert done.exit_code == 2 and not report["can_be_served"]
     assert not report["pairs"][0]["fits"]
     assert report["problems"][0].startswith("drafters.d.checkpoint: does not fit target t: ")
+
+
+def test_a_drafter_whose_logits_are_not_finite_is_a_problem_and_status_2(models, tmp_path):
+    shutil.copytree(models / "drafter", tmp_path / "broken")
+    weights = load_file(tmp_path / "broken" / "model.safetensors")
+    broken = {name: torch.full_like(each, torch.nan) for name, each in weights.items()}
+    save_file(broken, tmp_path / "broken" / "model.safetensors", {"format": "pt"})
+    done, report = run(tmp_path, fields(models, str(tmp_path / "broken")))
+    assert done.exit_code == 2 and not report["can_be_served"]
+    (problem,) = report["problems"]
+    assert problem.startswith("drafters.d.checkpoint: the model's logits are not finite")
 
 
 def test_all_problems_are_reported(models, tmp_path):

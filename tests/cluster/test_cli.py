@@ -103,6 +103,16 @@ async def test_the_options_of_generate_reach_the_request(address: str):
     assert set(output["speculation"]["rounds_by_shape"]) == {"off", "(1,1,1)"}
 
 
+async def test_generate_scores_a_prompt_alone(address: str):
+    words = ("generate", PROMPT, "--address", address, "--max-new-tokens", "0", "--echo", "--logprobs", "1")
+    printed, output = await run(*words), json.loads((await run(*words, "--json")).stdout)
+    text, *lines = printed.stdout.splitlines()
+    assert printed.exit_code == 0 and text == PROMPT and len(lines) == len(IDS)
+    assert (output["token_ids"], output["text"], output["finish"]) == ([], "", "length")
+    (echoed,) = output["prompt"]
+    assert echoed["token_ids"] == IDS and echoed["text"] == PROMPT and len(echoed["logprobs"]) == len(IDS)
+
+
 async def test_words_and_special_tokens_reach_the_request(monkeypatch: pytest.MonkeyPatch):
     peers = EdgePeers()
     server = await serve_router(ingress(peers))

@@ -9,6 +9,11 @@ from collections.abc import Callable
 import pytest
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import DendroError, EngineFailed, NotFound, PeerLost
+from faults import Panic
+
+
+class PanicOfCall(Panic):
+    pass
 
 
 class ScriptedSteps:
@@ -28,7 +33,7 @@ class ScriptedSteps:
         self.began.set()
         self.go_on.wait(10)
         ticket, value = self.tickets.pop(0)
-        if isinstance(value, ArithmeticError):
+        if isinstance(value, ArithmeticError | Panic):
             raise value
         ticket.settle(value)
         return 0.0
@@ -41,7 +46,7 @@ class ScriptedSteps:
 
     async def ask(self, value: object) -> object:
         def work(ticket: Ticket) -> None:
-            if isinstance(value, LookupError | DendroError):
+            if isinstance(value, LookupError | DendroError | PanicOfCall):
                 raise value
             self.tickets.append((ticket, value))
 
@@ -97,6 +102,19 @@ async def test_a_call_that_raises_fails_alone_and_a_step_that_raises_ends_all_te
     with pytest.raises(EngineFailed, match="toy: too large"):
         await steps.ask(OverflowError("too large"))
     assert len(steps.ends) == 1 and await steps.ask("later") == "later"
+    await steps.thread.stop()
+
+
+async def test_a_panic_in_a_call_fails_it_alone_and_one_in_a_step_ends_the_texts_and_not_the_thread():
+    steps = ScriptedSteps()
+    steps.thread.start()
+    with pytest.raises(EngineFailed, match="toy: in the call"):
+        await steps.ask(PanicOfCall("in the call"))
+    assert steps.ends == [] and await steps.ask("later") == "later"
+    with pytest.raises(EngineFailed, match="toy: in the step"):
+        await steps.ask(Panic("in the step"))
+    assert len(steps.ends) == 1 and await steps.ask("later still") == "later still"
+    assert not steps.thread.fault()
     await steps.thread.stop()
 
 

@@ -12,6 +12,7 @@ from dendro.errors import BadRequest, EngineFailed, NotFound
 from dendro.modes import VerificationMode
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
+from faults import Panic
 from tiny_models import make_checkpoint
 
 from verifier_service.engine import VerifierEngine
@@ -141,10 +142,6 @@ async def test_an_echo_whose_logits_are_not_finite_ends_its_text_alone(engine):
     assert isinstance(outcome, EngineFailed | BadRequest) and "not finite" in str(outcome)
 
 
-class Panic(BaseException):
-    """As pyo3's PanicException, no Exception."""
-
-
 @pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])
 async def test_a_draw_that_raises_ends_its_text_alone(engine, kind, monkeypatch):
     engine = await fresh(engine)
@@ -198,4 +195,39 @@ async def test_a_panic_in_a_step_ends_its_texts_and_not_the_engine(engine, monke
     with pytest.raises(EngineFailed, match="planted"):
         await caller.round()
     assert await Caller(engine).answer()
+    await engine.stop()
+
+
+async def test_a_panic_in_a_queued_call_ends_that_call_alone(engine, monkeypatch):
+    engine = await fresh(engine)
+    submit = engine.scheduler.submit
+    failing = Caller(engine, PROMPT[5:])
+
+    def panicking(pending):
+        if pending.call.update.opening == failing.opening:
+            raise Panic("planted")
+        submit(pending)
+
+    monkeypatch.setattr(engine.scheduler, "submit", panicking)
+    outcome = await beside(engine, failing.open)
+    await engine.stop()
+    assert isinstance(outcome, EngineFailed) and "planted" in str(outcome)
+
+
+async def test_a_panic_while_a_step_is_planned_ends_its_texts_and_not_the_engine(engine, monkeypatch):
+    engine = await fresh(engine)
+    alone, caller = await Caller(engine).answer(), Caller(engine)
+    await caller.open()
+    plan = engine.scheduler.next
+
+    def panicking():
+        monkeypatch.setattr(engine.scheduler, "next", plan)
+        raise Panic("planted")
+
+    monkeypatch.setattr(engine.scheduler, "next", panicking)
+    with pytest.raises(EngineFailed, match="planted"):
+        await caller.round()
+    with pytest.raises(NotFound):
+        await caller.round()
+    assert await Caller(engine).answer() == alone
     await engine.stop()

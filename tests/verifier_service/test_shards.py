@@ -38,6 +38,8 @@ from verifier_service.options import VerifierOptions
 from verifier_service.shards import Crew, MemoryAccess, Shard, join_leader, load_shard
 
 DEGREES = (2, 4)
+POISON = 250
+"""A token whose embedding is not finite, and so are the logits after it."""
 SETTINGS: dict[str, Any] = {
     "vocab_size": PADDED,
     "hidden_size": 64,
@@ -133,6 +135,27 @@ def test_logits_of_two_workers_are_the_librarys_within_2e_3(tmp_path, family):
         assert held < 0.55 * sum(parameter.numel() for parameter in model.parameters())
     finally:
         engine.runner.crew.stop()
+
+
+async def test_logits_that_are_not_finite_end_their_texts_alone_and_not_the_replica(tmp_path):
+    model = make_checkpoint(tmp_path, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[POISON] = torch.nan
+    model.save_pretrained(tmp_path)
+    engine = engine_of(tmp_path, 2)
+    try:
+        await engine.start()
+        prompt = [(7 * at * at + 3 * at) % 200 for at in range(30)]
+        alone = [await RoundByRound(engine, prompt[start:], count=6).finish() for start in (0, 4)]
+        for logprobs in (None, 2):
+            failing = RoundByRound(engine, [*prompt, POISON], count=6)
+            failing.parameters = replace(failing.parameters, logprobs=logprobs)
+            texts = [*(RoundByRound(engine, prompt[start:], count=6) for start in (0, 4)), failing]
+            *answers, outcome = await asyncio.gather(*(each.finish() for each in texts), return_exceptions=True)
+            assert isinstance(outcome, BadRequest) and "first 31 tokens are not finite" in str(outcome)
+            assert answers == alone and not engine.fault()
+    finally:
+        await engine.stop()
 
 
 def test_each_worker_keeps_the_keys_of_its_own_heads(folder):
