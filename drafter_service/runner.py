@@ -16,6 +16,7 @@ from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.noise import NoiseRows
 from tree_kernels.ranking import Orders
 from tree_kernels.warp import Warp, drafter_ranking
+from tree_layers.launching import on_its_device
 
 from drafter_service.acceptance_head import AcceptanceHead
 from drafter_service.mapped_noise import MappedNoise
@@ -148,6 +149,7 @@ class DraftRunner:
                 return True
         return False
 
+    @on_its_device
     def scores_are_finite(self, seed: int = 0) -> bool:
         """Whether the logits of a few random tokens are finite. Called before any text."""
         tokens = np.random.default_rng(seed).integers(0, self.model.vocabulary, (1, CHECKED_TOKENS))
@@ -155,10 +157,12 @@ class DraftRunner:
         hidden = self.memory.chain(Chains(tokens, CHECKED_TOKENS * one, none, none, one, none[:0]))
         return bool(torch.isfinite(self.model.logits(hidden.flatten(0, 1))).all())
 
+    @on_its_device
     def fold(self, folds: Sequence[TextFold]) -> None:
         """Fold accepted nodes into the memories of their texts."""
         self.memory.fold(folds)
 
+    @on_its_device
     def run(self, plan: DraftPlan) -> DraftOutcome:
         """One forward."""
         rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]

@@ -30,6 +30,7 @@ from tree_kernels.tree_attention.triton import TableRows
 from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
+from tree_layers.launching import on_its_device
 
 from verifier_service.graphs import CudaGraphs, Graphs, RecordedStep
 from verifier_service.guarding import guarded
@@ -138,6 +139,7 @@ class DeviceRunner(StepRunner):
         self._failures: Counter[StepShape] = Counter()
         self._ran: set[StepShape] = set()  # their kernels are compiled
 
+    @on_its_device
     def warm_up(self) -> None:
         """Run a step of each number of rows and each kind of drawing, and record those that can be recorded, the
         largest first, as graphs share memory.
@@ -160,6 +162,7 @@ class DeviceRunner(StepRunner):
             len(self._recorded),
         )
 
+    @on_its_device
     def run(self, plan: StepPlan) -> StepOutcome:
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()

@@ -15,6 +15,7 @@ from torch import Tensor
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
 from tree_kernels.tree_walk import Walk
+from tree_layers.launching import on_its_device
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory
 
@@ -74,6 +75,7 @@ class StepRunner:
             target.run.recurrent = RecurrentMemory(target.mixers, tokens, states, self.device)
         self._own_place = self.arrangement.own_place()
 
+    @on_its_device
     def run(self, plan: StepPlan) -> StepOutcome:
         """One forward and the walks of its trees; accepted guesses are kept."""
         started = time.perf_counter()
@@ -102,6 +104,7 @@ class StepRunner:
             echoed=echoed,
         )
 
+    @on_its_device
     def forward(self, plan: StepPlan) -> Tensor:
         """Logits [wanted rows, vocabulary] float32. Writes every row's keys and values."""
         return self._logits(self._begin(plan)).all()[: len(plan.wanted)]
@@ -141,6 +144,7 @@ class StepRunner:
         wanted[: len(plan.wanted)] = plan.wanted
         return tokens, places, self._tensor(wanted)
 
+    @on_its_device
     def keep(self, kept: AcceptedSlots) -> None:
         """Copy accepted guesses' keys from scratch slots to their homes, and accepted rows' mixer inputs into rings."""
         if len(kept.source):

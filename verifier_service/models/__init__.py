@@ -20,6 +20,7 @@ from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout, compiled
 from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_config, read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
+from tree_layers.launching import launching_on
 from tree_layers.library_mixers import group_norms
 from tree_layers.linear import Form, RowForms, RowsReport
 from tree_layers.row_weights import make_rows_independent
@@ -134,7 +135,8 @@ def load_target(
     """
     folder = Path(path)
     try:
-        return _load(folder, tokenizer or folder, dtype, device, buckets, threads, group)
+        with launching_on(device):
+            return _load(folder, tokenizer or folder, dtype, device, buckets, threads, group)
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error
 

@@ -1,0 +1,38 @@
+"""Launches kernels on the device of their tensors: Triton's, and those of other libraries, go to the current device of
+the calling thread, which is the first unless set. torch's own operations need none of this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+import torch
+
+
+class HasDevice(Protocol):
+    device: torch.device
+
+
+Owner = TypeVar("Owner", bound=HasDevice)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Context in which a device is the calling thread's current one; no change for a CPU."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def on_its_device(
+    method: Callable[Concatenate[Owner, Given], Result],
+) -> Callable[Concatenate[Owner, Given], Result]:
+    """The method, which launches kernels on its object's `device` from any thread."""
+
+    @wraps(method)
+    def run(self: Owner, /, *args: Given.args, **named: Given.kwargs) -> Result:
+        with launching_on(self.device):
+            return method(self, *args, **named)
+
+    return run
