@@ -11,9 +11,9 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 
-import numpy as np
 import pytest
 import torch
+from nearest_casts import round_casts
 from tree_kernels.norm import GATE_FIRST, GATE_LAST, NO_GATE, RowNorm, norm
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -83,22 +83,8 @@ def poisoned(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nearest_casts(monkeypatch):
-    """Triton's interpreter truncates float32 to bfloat16; a device rounds to the nearest."""
-    if DEVICE.type != "cpu":
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    library = interpreter._convert_float
-
-    def convert(given, source, target, mode):
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return library(given, source, target, mode)
-        bits = np.ascontiguousarray(given).view(np.uint32)
-        rounded = ((bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16).astype(np.uint16)
-        return np.where(np.isnan(given), np.uint16(0x7FC0), rounded)
-
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    if DEVICE.type == "cpu":
+        round_casts(monkeypatch)
 
 
 @pytest.mark.parametrize("dtype", TYPES)

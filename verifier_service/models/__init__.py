@@ -31,6 +31,7 @@ from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.attention_layers import use_attention_layers
 from verifier_service.models.comparing import check_logits, short_text
 from verifier_service.models.decoder_layers import use_decoder_layers
+from verifier_service.models.device_norms import use_norm_kernel
 from verifier_service.models.experts import seat_experts
 from verifier_service.models.families import (
     FamilyError,
@@ -41,6 +42,7 @@ from verifier_service.models.families import (
     why_not_loaded,
     why_not_read,
 )
+from verifier_service.models.gpu_products import settle_products
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import plan_shards
 from verifier_service.models.last_layer import LastLayer, use_last_layer
@@ -150,6 +152,8 @@ def _load(
     threads: int,
     group: Collectives | None,
 ) -> LoadedTarget:
+    if device.type == "cuda":
+        settle_products()
     check_config(folder, read_config(folder))
     facts = read_facts(folder, tokenizer_folder)
     vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
@@ -221,11 +225,12 @@ def _load(
     forms = RowForms(buckets, run.threads)
     seat_experts(model, forms)
     make_rows_independent(model, forms)
-    functions = 0
-    if group is None:
-        functions = use_row_functions(model)
-    elif join is not None:
+    if join is not None and group is not None:
         join(group)
+    if device.type != "cpu":
+        functions = use_norm_kernel(model, dtype, device)
+    else:
+        functions = use_row_functions(model) if group is None else 0
     for module in model.modules():
         module.dendro_seat = Seat(run)
     probe_layers(folder, model, run)
