@@ -29,6 +29,7 @@ from dendro.errors import BadRequest, Overloaded
 from dendro.guidance import LIMITS, StructureLimits, TokenTexts, begin, fault_of, items_of
 from dendro.lark_text import token_references, with_schemas
 from dendro.patterns import slashed
+from dendro.schema_faults import placed
 from dendro.schemas import SchemaError, enforceable
 from dendro.structure import Structure, StructureForm
 from dendro.structure_canary import Canary, CanaryBusy, CanaryDied
@@ -142,7 +143,8 @@ class Grammars:
         except CanaryBusy:
             raise Overloaded(f"{structure.field}: was not compiled in time, as the machine is busy") from None
         if fault:
-            raise BadRequest(structure.field, fault)
+            is_schema = structure.form is StructureForm.JSON_SCHEMA
+            raise BadRequest(structure.field, placed(fault, structure.texts[0]) if is_schema else fault)
         grammar = Grammar(vocabulary, begin(vocabulary.tokenizer, lark, self._limits), self._limits)
         start = grammar.text(0)
         if start.complete:

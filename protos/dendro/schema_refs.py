@@ -90,6 +90,19 @@ class References:
             ]
         return found
 
+    def all_reached(self) -> Iterator[tuple[str, Schema]]:
+        """The same; all schemas where references are not followed."""
+        if (reached := self.reached()) is not None:
+            yield from reached.items()
+            return
+        waiting: list[tuple[str, Json]] = [("", self._root)]
+        while waiting:
+            place, schema = waiting.pop()
+            if isinstance(schema, dict):
+                yield place, schema
+                for keyword in schema:
+                    waiting += inner(schema, place, keyword)
+
 
 def inner(schema: Schema, place: str, keyword: str) -> Iterator[tuple[str, Json]]:
     """The schemas of a keyword, with their places."""

@@ -1,0 +1,74 @@
+"""What llguidance refuses is refused with its place as a JSON pointer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from dendro.errors import BadRequest
+from dendro.grammars import Grammars
+from dendro.schema_faults import placed
+from dendro.structure import Structure
+
+pytest.importorskip("llguidance")
+
+BYTES = Grammars(lambda: {token: bytes([token]) for token in range(256)}, 256)
+STRING = {"type": "string"}
+
+
+def refusal(schema: object) -> str:
+    with pytest.raises(BadRequest) as refused:
+        asyncio.run(BYTES.compiled(Structure.json_schema(json.dumps(schema))))
+    return str(refused.value)
+
+
+FAULTS = [
+    ("/uniqueItems", {"uniqueItems": True}, "uniqueItems"),
+    ("/items/not", {"items": {"not": STRING}}, "not"),
+    ("/format", STRING | {"format": "byte"}, "Unknown format: byte"),
+    ("/oneOf", {"oneOf": [STRING, {"type": ["string", "null"]}]}, "may overlap"),
+    ("/oneOf/1/oneOf", {"oneOf": [STRING, {"oneOf": [{"type": "number"}, {"type": "integer"}]}]}, "may overlap"),
+    ("/pattern", STRING | {"pattern": "^(?!a)b"}, "look-around"),
+    ("/pattern", STRING | {"pattern": "\\bfoo"}, "lookarounds"),
+    ("/pattern", STRING | {"pattern": "(a)\\1"}, "backreferences"),
+    ("/pattern", STRING | {"pattern": "a(b"}, "unclosed group"),
+    ("/patternProperties/a(b~1", {"patternProperties": {"a(b/": True}}, "unclosed group"),
+    ("/patternProperties", {"patternProperties": {"a": True, "b": True}}, "not disjoint"),
+    ("/maxProperties", {"type": "object", "properties": {"a": True}, "maxProperties": 3}, "min/maxProperties"),
+    ("/type", {"type": "strin"}, "Invalid type: strin"),
+    ("/type", {"type": ["string", "nul"]}, "Invalid type: nul"),
+    ("/items/$ref", {"items": {"$ref": "#/nothing"}}, "does not exist"),
+    ("/$ref", {"$ref": "http://127.0.0.1/a"}, "does not fetch"),
+    ("/minLength", STRING | {"minLength": -1}, "Expected positive integer"),
+    ("/enum", {"enum": 5}, "must be an array"),
+    ("/properties", {"properties": []}, "must be an object"),
+    ("/items", {"items": 5}, "must be an object or boolean"),
+]
+
+
+@pytest.mark.parametrize("place, schema, reason", FAULTS, ids=[f"{each[0]} {each[2]}" for each in FAULTS])
+def test_what_llguidance_refuses_is_refused_with_its_place(place, schema, reason):
+    """Among others of the kind that can be enforced, and behind references."""
+    fine = {"oneOf": [STRING, {"type": "null"}], "minLength": 1, "pattern": "[a-z]", "format": "date", "enum": ["x"]}
+    whole = {
+        "type": "object",
+        "properties": {"fine": fine, "a/b": schema | {}, "named": {"$ref": "#/$defs/unused"}},
+        "$defs": {"unused": fine},
+    }
+    message = refusal(whole)
+    assert f" /properties/a~1b{place}: " in message and reason in message and "%llguidance" not in message
+    message = refusal({"type": "array", "items": {"$ref": "#/$defs/bad"}, "$defs": {"good": fine, "bad": schema}})
+    assert f" /$defs/bad{place}: " in message and reason in message
+
+
+def test_a_fault_whose_place_is_not_found_is_told_without_the_schema():
+    message = refusal({"allOf": [STRING, {"type": "integer"}]})
+    assert message == "structure.json_schema: does not compile: Unsatisfiable schema: incompatible types"
+
+
+@pytest.mark.parametrize("schema", ["5", "true", '{"oneOf": [1, {"required": 3, "properties": 4, "enum": 5}, {}]}'])
+@pytest.mark.parametrize("reason", ['Unimplemented keys: ["a"]', "regex parse error: a", "a must be an array"])
+def test_any_json_can_be_searched_for_a_fault(schema, reason):
+    assert placed(f"refused: at 2(8): failed to compile JSON schema: {reason}", schema) == f"refused: {reason}"
+    assert "may overlap" in placed("refused: at 2(8): failed to compile JSON schema: oneOf constraints are not", schema)
