@@ -2,8 +2,9 @@ r"""Regular expressions of JSON schemas, as expressions of Rust's regex crate, w
 
 JSON Schema has the syntax of ECMA-262. What the two write alike and mean otherwise is translated: `.`, `\s`, classes in
 classes, and inline flags, which ECMA-262 does not have. llguidance reads an escaped quote or backslash as part of any
-class that has all control characters; so no translated class has control characters but tab, newline and return. The
-translation matches no string that the pattern does not.
+class that has all control characters, also of one that it makes of alternatives; so no translated class has control
+characters but tab, newline and return, and no pattern names all. The translation matches no string that the pattern
+does not.
 """
 
 from __future__ import annotations
@@ -22,8 +23,16 @@ CLASSES = {
     r"\W": rf"[\W&&{WRITTEN}]",
 }
 NAMES_OF_CLASSES = "dDwWsSpP"
-OTHER_ESCAPES = "bBfnrtvxuk0123456789"
+OTHER_ESCAPES = "bBuk123456789"
 """Letters and digits after a backslash that both syntaxes have, or that Rust's refuses."""
+CODE = re.compile(
+    r"\\(?:u(?P<high>[dD][89abAB][0-9A-Fa-f]{2})\\u(?P<low>[dD][c-fC-F][0-9A-Fa-f]{2})"
+    r"|x(?P<x>[0-9A-Fa-f]{2})|u(?P<u>[0-9A-Fa-f]{4})|u\{(?P<long>[0-9A-Fa-f]{1,6})\}|c(?P<control>[A-Za-z])"
+    r"|(?P<name>[tnvfr]|0(?!\d)))"
+)
+"""Escapes that stand for one character."""
+NAMED = dict(zip("0tnvfr", "\0\t\n\v\f\r", strict=True))
+CONTROLS = frozenset(map(chr, range(32)))
 DOUBLED = ("&&", "--", "~~")
 """Operators in Rust's classes; in ECMA-262's, two characters."""
 
@@ -37,38 +46,66 @@ KEY = r"[\x20-\x21\x23-\x5b\x5d-\u{10ffff}]"
 def translated(pattern: str) -> str:
     """The pattern in the other syntax. Raises ValueError, with what is wrong, where it has no such form."""
     out: list[str] = []
+    controls = set("\t\n\v\f\r")  # those that it names outside of classes, or may name by \s
     place = depth = 0
     while place < len(pattern):
         here = pattern[place]
-        if here == "\\":
-            part, place = _escape(pattern, place)
+        if code := CODE.match(pattern, place):
+            character = _character(code)
+            controls |= set() if depth else {character}
+            part, place = f"\\u{{{ord(character):x}}}", code.end()
+        elif here == "\\":
+            part, place = _escape(pattern, place, depth)
         elif depth:
             part, place, depth = _in_class(pattern, place, depth)
+        elif pattern.startswith("[^]", place):
+            part, place = WRITTEN, place + 3
         elif here == "[":
             negated = pattern.startswith("[^", place)
             part, place, depth = "[[^" if negated else "[[", place + 1 + negated, 1
+            if pattern.startswith("]", place):
+                raise ValueError("has [], which no character is of")
         elif pattern.startswith("(?", place) and not re.match(r"\(\?(:|=|!|<[=!]|<[A-Za-z_]\w*>)", pattern[place:]):
             raise ValueError(f"has {pattern[place : place + 4]!r}: JSON Schema's expressions have no inline flags")
         else:
+            controls |= {here} & CONTROLS
             part, place = CLASSES[here] if here == "." else here, place + 1
         out.append(part)
     if depth:
         raise ValueError("has a [ without its ]")
+    if controls >= CONTROLS:
+        raise ValueError("names all control characters: an escaped quote would match it, too")
     return "".join(out)
 
 
-def _escape(pattern: str, place: int) -> tuple[str, int]:
-    """The translation of an escape, and the place after it."""
+def _character(code: re.Match[str]) -> str:
+    """The character of an escape."""
+    if code["high"]:
+        return chr(0x10000 + (int(code["high"], 16) - 0xD800) * 0x400 + int(code["low"], 16) - 0xDC00)
+    if code["control"]:
+        return chr(ord(code["control"]) % 32)
+    if code["name"]:
+        return NAMED[code["name"]]
+    number = int(code["x"] or code["u"] or code["long"], 16)
+    if 0xD800 <= number < 0xE000:
+        raise ValueError(f"has {code.group()}: half of a surrogate pair is no character")
+    if number > 0x10FFFF:
+        raise ValueError(f"has {code.group()}, which is no character")
+    return chr(number)
+
+
+def _escape(pattern: str, place: int, depth: int) -> tuple[str, int]:
+    """The translation of an escape that stands for more than a character, or for itself, and the place after it."""
     if place + 1 == len(pattern):
         raise ValueError("ends with a lone backslash")
     after = pattern[place + 1]
     if after in "pP" and (name := re.match(r"\\[pP]\{[^}]*\}", pattern[place:])):
         found = name.group()
         return rf"[{found}&&{WRITTEN}]", place + len(found)
-    if (unit := re.match(r"\\u([0-9A-Fa-f]{4})", pattern[place:])) and 0xD800 <= int(unit[1], 16) < 0xE000:
-        raise ValueError(f"has {unit.group()}: half of a surrogate pair is no character")
     if f"\\{after}" in CLASSES:
         return CLASSES[f"\\{after}"], place + 2
+    if after == "b" and depth:  # a backspace
+        return r"\u{8}", place + 2
     if after.isalnum() and after not in NAMES_OF_CLASSES + OTHER_ESCAPES:
         raise ValueError(f"has \\{after}, which is no escape of ECMA-262")
     if after in "<>" or not after.isascii():  # in Rust's syntax, the edges of words
@@ -126,5 +163,14 @@ _YEAR = r"(?:[1-9]\d{3}|0[1-9]\d{2}|00[1-9]\d|000[1-9])"
 _LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 DATE = rf"(?:{_YEAR}-{_DAYS}|{_LEAP_YEAR}-02-29)"
 TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
-FORMATS = {"date": f"^{DATE}$", "time": f"^{TIME}$", "date-time": f"^{DATE}T{TIME}$"}
-"""Formats of RFC 3339 as expressions: days that exist, and seconds below 60."""
+_LABEL = r"[A-Za-z0-9](?:X|YX|YYX|Y(?:YX|X-)Y{0,58}X)?".replace("X", "[A-Za-z0-9]").replace("Y", "[A-Za-z0-9-]")
+"""Of a host name, without -- in its third and fourth places, as of xn--: what follows would have to be Punycode."""
+FORMATS = {
+    "date": f"^{DATE}$",
+    "time": f"^{TIME}$",
+    "date-time": f"^{DATE}T{TIME}$",
+    "hostname": rf"^{_LABEL}(?:\.{_LABEL})*$",
+}
+"""Formats as expressions. Those of RFC 3339: days that exist, and seconds below 60."""
+LONGEST = {"hostname": 253}
+"""The most characters of formats that have an end."""

@@ -14,7 +14,7 @@ from decimal import Decimal
 from typing import Self
 
 from dendro.object_keys import NAMING, Keys, declare_exact, is_well_formed, may_be_object, shared_keys
-from dendro.patterns import FORMATS, translated
+from dendro.patterns import FORMATS, LONGEST, translated
 from dendro.schema_refs import (
     ALONE,
     DEFINITIONS,
@@ -234,8 +234,11 @@ def _expressions(made: Schema, where: str) -> None:
     patterns = []
     if isinstance(made.get("pattern"), str):
         patterns.append(_translated(made.pop("pattern"), f"{where}/pattern"))
-    if made.get("format") in FORMATS:
+    form = made.get("format")
+    if isinstance(form, str) and form in FORMATS:
         patterns.append(FORMATS[made.pop("format")])
+        if form in LONGEST and isinstance(made.setdefault("maxLength", LONGEST[form]), int):
+            made["maxLength"] = min(made["maxLength"], LONGEST[form])
     if patterns:
         made["pattern"] = patterns[0]
     if patterns[1:]:

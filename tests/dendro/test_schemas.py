@@ -84,6 +84,48 @@ def test_a_pattern_that_has_no_meaning_in_json_schema_is_refused_with_its_place(
         compiled({"type": "object", "properties": {"a/b": {"type": "string", "pattern": pattern}}})
 
 
+@pytest.mark.parametrize(
+    "pattern, characters",
+    [
+        (r"\cJ", "\n"), (r"\0", "\0"), (r"\ud83d\ude00", "😀"), (r"\u{1f600}", "😀"), (r"\x2F", "/"), (r"[\ba]", "a"),
+        (r"[\x5c-\x5c]", "\\"), (r"[\cI\ud83d\ude00]", "\t😀"), ("[^]", set(CHARACTERS) - set("\b\f\0\x1f")),
+    ],
+)  # fmt: skip
+def test_escapes_of_ecma_262_stand_for_their_characters(pattern, characters):
+    grammar = compiled({"type": "string", "pattern": f"^{pattern}$"})
+    admitted = {character for character in CHARACTERS if any(admits(grammar, text) for text in spellings(character))}
+    assert admitted == set(characters)
+
+
+ALL_CONTROLS = [f"\\x{number:02x}" for number in range(32)]
+
+
+@pytest.mark.parametrize("pattern", ["^(?:{})$", "^(?:{}|a)$", "^[x]|(?:{})"])
+def test_control_characters_named_one_by_one_admit_no_quote(pattern):
+    """llguidance makes one class of them."""
+    for names in (ALL_CONTROLS, [chr(number) for number in range(32)], [r"\s", *ALL_CONTROLS[:9], *ALL_CONTROLS[14:]]):
+        with pytest.raises(BadRequest, match="/pattern: names all control characters"):
+            compiled({"type": "string", "pattern": pattern.format("|".join(names))})
+    grammar = compiled({"type": "string", "pattern": pattern.format("|".join(ALL_CONTROLS[1:]))})
+    assert admits(grammar, '"\\u0001"') and not admits(grammar, '"\\""') and not admits(grammar, '"\\\\"')
+
+
+LABELS = ("a", "A-9", "a--b", "a" * 63, "0-" * 31 + "0", "1")
+NO_LABELS = ("", "-a", "a-", "a" * 64, "xn--a", "XN--nxasmq6b", "ab--c", "a_b", "é")
+
+
+def test_a_host_name_has_labels_and_an_end():
+    grammar = compiled({"type": "string", "format": "hostname"})
+    for label in LABELS:
+        assert admits(grammar, f'"{label}"') and admits(grammar, f'"b.{label}.c"'), label
+    for label in NO_LABELS:
+        assert not admits(grammar, f'"{label}"') and not admits(grammar, f'"b.{label}.c"'), label
+    longest = ".".join(["a" * 63] * 3 + ["a" * 61])
+    assert admits(grammar, f'"{longest}"') and not admits(grammar, f'"{longest}a"')
+    short = compiled({"type": "string", "format": "hostname", "maxLength": 3, "pattern": "^a"})
+    assert admits(short, '"abc"') and not admits(short, '"abcd"') and not admits(short, '"bcd"')
+
+
 @pytest.mark.parametrize("pattern, admitted", [("[[a]", '"["'), ("[a&&b]", '"&"'), ("[!--]", '","'), (r"\<a", '"<a"')])
 def test_what_is_an_operator_in_rusts_syntax_alone_is_a_character(pattern, admitted):
     assert admits(compiled({"type": "string", "pattern": f"^{pattern}$"}), admitted)
