@@ -140,7 +140,8 @@ class AsyncClient(Asking):
         self._credentials = credentials
         self._rotation = Rotation(address)
         self._destinations = Destinations(proxy, credentials is not None, look_up)
-        self._channels = Channels(self._open)  # opened when they are first used, since they are bound to the loop
+        # They are opened when they are first used, since they are bound to the loop.
+        self._channels = Channels(self._open, self._destinations, self._rotation)
 
     async def __aenter__(self) -> Self:
         return self
@@ -165,9 +166,7 @@ class AsyncClient(Asking):
         """For one call."""
         if self._destinations.unknown(address):
             await asyncio.to_thread(self._destinations.destination, address)
-        destination = self._destinations.destination(address)
-        self._rotation.count(address, len(destination.addresses))
-        channel = self._channels.take(destination)
+        destination, channel = self._channels.take(address)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
         finally:
@@ -235,8 +234,7 @@ class Client:
         self._metadata = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
         self._rotation = Rotation(address)
         self._credentials = credentials
-        self._destinations = Destinations(proxy, credentials is not None, look_up)
-        self._channels = Channels(self._open)
+        self._channels = Channels(self._open, Destinations(proxy, credentials is not None, look_up), self._rotation)
 
     def __enter__(self) -> Self:
         return self
@@ -259,9 +257,7 @@ class Client:
     @contextmanager
     def _stub(self, address: str) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
         """For one call."""
-        destination = self._destinations.destination(address)
-        self._rotation.count(address, len(destination.addresses))
-        channel = self._channels.take(destination)
+        destination, channel = self._channels.take(address)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
         finally:

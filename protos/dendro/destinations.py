@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dendro.clock import Clock
+from dendro.rotation import Rotation
 
 log = logging.getLogger("dendro.client")
 
@@ -144,26 +145,33 @@ class Channels(Generic[C]):
     """The channels of a client: one for each current destination, and those of former ones until their calls have
     ended. Thread-safe."""
 
-    def __init__(self, make: Callable[[Destination], C]) -> None:
+    def __init__(self, make: Callable[[Destination], C], destinations: Destinations, rotation: Rotation) -> None:
+        """rotation: learns how many routers are behind its addresses"""
         self._make = make
+        self._destinations = destinations
+        self._rotation = rotation
         self._lock = threading.Lock()
         self._open: dict[Destination, C] = {}
         self._calls: Counter[Destination] = Counter()
         self._current: dict[str, Destination] = {}  # by `host:port`
 
-    def take(self, destination: Destination) -> C:
-        """The channel of a call to a destination, which `release` must follow."""
+    def take(self, address: str) -> tuple[Destination, C]:
+        """Where a call to an address goes, and its channel; `release` must follow."""
+        destination = self._destinations.destination(address)
+        self._rotation.count(address, len(destination.addresses))
         with self._lock:
             self._current[destination.authority] = destination
             self._calls[destination] += 1
             if destination not in self._open:
                 self._open[destination] = self._make(destination)
-            return self._open[destination]
+            return destination, self._open[destination]
 
     def release(self, destination: Destination) -> list[C]:
         """A call has ended. Returns the channels that the caller must close: of former destinations, without calls."""
         with self._lock:
             self._calls[destination] -= 1
+            if not self._calls[destination]:
+                del self._calls[destination]
             over = [each for each in self._open if each != self._current[each.authority] and not self._calls[each]]
             return [self._open.pop(each) for each in over]
 
