@@ -48,6 +48,7 @@ from dendro.answer import (
 )
 from dendro.arguments import ascii_of, seconds_of
 from dendro.attempts import Attempts
+from dendro.daemon_threads import in_thread
 from dendro.destinations import Channels, Destination, Destinations, LookUp, look_up
 from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
@@ -165,7 +166,7 @@ class AsyncClient(Asking):
     async def _stub(self, address: str) -> AsyncIterator[generation_pb2_grpc.GenerationServiceAsyncStub]:
         """For one call."""
         if self._destinations.unknown(address):
-            await asyncio.to_thread(self._destinations.destination, address)
+            await in_thread("look-up", lambda: self._destinations.destination(address))  # it may hang
         destination, channel = self._channels.take(address)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)

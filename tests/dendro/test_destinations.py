@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
+import sys
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import grpc
@@ -216,3 +218,28 @@ def test_names_are_looked_up_by_the_system(monkeypatch):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 9)) for each in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, type: found)
     assert Destinations(True, False).destination(f"{HOST}:9").addresses == {"10.0.0.1", "10.0.0.2"}
+
+
+HANGING = """
+import asyncio, threading
+from dendro.client import AsyncClient
+
+begun = asyncio.Event()
+
+def look_up(host, port):
+    loop.call_soon_threadsafe(begun.set)
+    threading.Event().wait()
+
+async def leave():
+    global loop
+    loop = asyncio.get_running_loop()
+    asking = asyncio.create_task(AsyncClient("router.test:9000", look_up=look_up).models())
+    await begun.wait()
+    asking.cancel()
+
+asyncio.run(leave())
+"""
+
+
+def test_a_process_ends_though_a_names_look_up_hangs():
+    subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=40)
