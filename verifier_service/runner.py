@@ -228,6 +228,7 @@ class StepRunner:
                 rows = order[start : start + count]
                 if not torch.equal(self._text_rows(ids, rows, None), truth[self._tensor(rows)]):
                     differ[count] = rows
+                    self._whole_text(ids)  # these rows wrote their keys, which the next ones read
                     break
         places = self._first_in(ids, differ) if differ else {}
         return [f"{count} row{'s' * (count > 1)}, first in {place}" for count, place in places.items()]
@@ -241,11 +242,11 @@ class StepRunner:
 
     def _first_in(self, ids: Sequence[int], differ: Mapping[int, Ints]) -> dict[int, str]:
         """By number of rows, the first place where these rows have other bits than in a step of the whole text."""
-        whole, places = RowTrace(), {}
-        with whole.of(self.target.model, self._bucket(len(ids))):
-            self._whole_text(ids)
+        places = {}
         for count, rows in differ.items():
-            part = RowTrace()
+            whole, part = RowTrace(), RowTrace()
+            with whole.of(self.target.model, self._bucket(len(ids))):
+                self._whole_text(ids)
             with part.of(self.target.model, self._bucket(len(rows))):
                 self._text_rows(ids, rows, None)
             places[count] = whole.first_difference(part, self._tensor(rows))

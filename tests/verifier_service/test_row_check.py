@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from exactness import announces_what_it_must, bitwise_or_skip
@@ -81,6 +82,23 @@ def test_the_module_whose_rows_differ_is_named_with_their_number(folders, family
     assert runner.check_rows() == []
     spoil(runner.target.model.get_submodule(name))
     assert runner.check_rows() == [f"8 rows, first in {name}"]
+
+
+def test_keys_of_rows_that_differ_are_not_read_by_the_rows_checked_after_them(folders):
+    """Of the rows in steps of 8, the 17th differs: steps of 16 that read its keys would differ in attention."""
+    runner = engine_of(folders("llama")).runner
+    generator = np.random.default_rng(0)
+    ids, order = generator.integers(0, runner.target.vocabulary, 128), generator.permutation(128)
+    row = runner.target.model.get_input_embeddings()(torch.tensor([ids[order[16]]]))
+    norm = runner.target.model.model.layers[0].input_layernorm
+    forward = norm.forward
+
+    def run(x):
+        made = forward(x)
+        return made * 1.5 if x.shape[-2] == 8 and (x == row).all(-1).any() else made
+
+    norm.forward = run
+    assert runner.check_rows() == ["8 rows, first in model.layers.0.input_layernorm"]
 
 
 def test_a_difference_in_a_parents_own_computation_is_named_as_the_next_modules_input(folders):
