@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from step import DEVICE, DRY, require_device, write_result
 from torch import Tensor
+from tree_kernels.norm import GATE_FIRST, RowNorm
+from tree_kernels.norm.triton import norm_rows
 
 ROWS = (1, 2, 3, 8, 16) if DRY else (1, 2, 3, 4, 5, 7, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 SHAPES = ((64, 96),) if DRY else ((576, 1536), (2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336), (14336, 4096))
@@ -36,11 +38,10 @@ def without_reduced_sums() -> None:
 
 
 def without_split_k() -> None:
-    """torch then asks cuBLASLt for an algorithm that does not split the inner dimension."""
-    neither: Any = (False, False)  # sums in bfloat16, and split-K
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = neither
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = neither
+    """As a target is loaded."""
+    from verifier_service.models.gpu_products import settle_products  # imports a library of models
+
+    settle_products()
 
 
 def by_cublas() -> None:
@@ -119,6 +120,9 @@ def others() -> Iterator[tuple[str, torch.dtype, str, list[int]]]:
             rows = torch.randn(max(ROWS), width, generator=generator, device=DEVICE).to(dtype)
             for what, run in {
                 "norm": norm,
+                "norm kernel": lambda x: norm_rows(x, RowNorm(1e-6)),
+                "layer norm kernel": lambda x: norm_rows(x, RowNorm(1e-6, centred=True)),
+                "gated norm kernel": lambda x: norm_rows(x, RowNorm(1e-6, gate=GATE_FIRST), x),
                 "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
                 "silu": F.silu,
                 "softplus": lambda x: F.softplus(x.float()),

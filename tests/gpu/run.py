@@ -65,9 +65,16 @@ class GpuStep:
         ]
 
 
+KERNEL_TESTS = (
+    "tests/kernels/test_accelerated.py",
+    "tests/kernels/test_norm.py",
+    "tests/verifier_service/test_device_norms.py",
+)
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
-    GpuStep("kernels", 120, tests=("tests/kernels/test_accelerated.py",), dry=("-k", "noise or walks or accepted")),
+    GpuStep(
+        "kernels", 120, tests=KERNEL_TESTS, dry=("-k", "noise or walks or accepted or group_is_normed or other_types")
+    ),
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
     GpuStep("states", 180, tests=("tests/verifier_service/test_states_on_device.py",)),
     GpuStep("rows", 90, script="rows.py"),
