@@ -432,10 +432,11 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     # Sums of shards round differently: texts move only between replicas of one degree.
     degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
+    kind = target.model.device.type  # and so does an accelerator
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,
-        fingerprint=target.fingerprint + own + degree,
+        fingerprint=target.fingerprint + own + ("" if kind == "cpu" else f"-{kind}") + degree,
         tokenizer=target.facts.tokenizer,
         vocabulary=target.vocabulary,
         max_length=options.max_length,

@@ -6,6 +6,8 @@ import asyncio
 import json
 import shutil
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,7 @@ from exactness import announces_what_it_must
 from tiny_models import END, FAMILIES, VOCABULARY, make_checkpoint
 from transformers import AutoModelForCausalLM
 
-from verifier_service.engine import VerifierEngine
+from verifier_service.engine import VerifierEngine, _hello_of
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions
 
@@ -530,6 +532,18 @@ def test_damaged_weights_are_refused(folders, tmp_path):
     (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(BadRequest, match="checkpoint: .*cannot be loaded"):
         load_target(folder, torch.float32, torch.device("cpu"), [8])
+
+
+async def test_an_answer_does_not_continue_on_another_kind_of_device(loaded):
+    """Its bits are others there, whether or not both run this project's arithmetic."""
+    engine = loaded()
+    target, options = engine.runner.target, VerifierOptions(name="tiny", dtype=torch.float32)
+    at_gpu = replace(target, model=SimpleNamespace(device=torch.device("cuda", 1)))
+    there = _hello_of(options, at_gpu, "bitwise", ())
+    here = _hello_of(options, target, "bitwise", ())
+    assert here.target == replace(await engine.hello(), exactness="bitwise").target
+    assert there.target != here.target
+    assert there.target == _hello_of(options, at_gpu, "bitwise", (8,)).target
 
 
 def test_fingerprints_identify_weights_and_tokenizer(loaded, folders, tmp_path):
