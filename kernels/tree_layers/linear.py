@@ -33,7 +33,8 @@ TILE = 32
 ALONE = 1 << 20
 """A layer with fewer weights runs in one thread for any number of rows: waking a second one takes longer."""
 MOST_CHECKED = 1 << 27
-"""The most elements of a weight in a check: a larger weight is checked with fewer outputs."""
+"""The most elements of a weight in a check on a CPU: a larger weight is checked with fewer outputs. An accelerator's
+libraries choose by all sizes of a product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +428,12 @@ def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets
     return buckets[0]
 
 
+def _checked_outputs(weight: Tensor) -> int:
+    """Outputs of the weight that stands for this one in a check."""
+    outputs, inputs = weight.shape
+    return outputs if weight.device.type != "cpu" else min(outputs, max(TILE, MOST_CHECKED // inputs))
+
+
 def _cancelling(weight: Tensor, bias: Tensor | None, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """Rows [count, inputs], a weight and a bias of this kind, such that the products of rows and weight cancel.
 
@@ -434,16 +441,16 @@ def _cancelling(weight: Tensor, bias: Tensor | None, count: int) -> tuple[Tensor
     remain. On ordinary numbers another order of summation changes only one result in thousands, since the last
     rounding hides it.
     """
-    inputs = weight.shape[1]
-    outputs = min(len(weight), max(TILE, MOST_CHECKED // inputs))
-    generator = torch.Generator().manual_seed(0)
+    inputs, on = weight.shape[1], weight.device
+    outputs = _checked_outputs(weight)
+    generator = torch.Generator(on).manual_seed(0)
     half = inputs // 2
-    order = torch.randperm(inputs, generator=generator)
-    rows = torch.zeros(count, inputs)
-    rows[:, :half] = torch.randn(count, half, generator=generator)
+    order = torch.randperm(inputs, generator=generator, device=on)
+    rows = torch.zeros(count, inputs, device=on)
+    rows[:, :half] = torch.randn(count, half, generator=generator, device=on)
     rows[:, half : 2 * half] = -rows[:, :half]
-    like = torch.zeros(outputs, inputs)
-    like[:, :half] = torch.randn(outputs, half, generator=generator)
+    like = torch.zeros(outputs, inputs, device=on)
+    like[:, :half] = torch.randn(outputs, half, generator=generator, device=on)
     like[:, half : 2 * half] = like[:, :half]
     rows, like = rows[:, order].to(weight), like[:, order].to(weight)
     if weight.stride(0) == 1:

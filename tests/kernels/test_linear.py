@@ -11,7 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tree_kernels.matmul import why_not_packed
 from tree_layers.linear import (
     ALONE,
+    MOST_CHECKED,
     RowForms,
+    _checked_outputs,
     _choices,
     _first_independent,
     _pieces,
@@ -289,6 +291,13 @@ def test_a_unit_whose_multiples_have_other_bits_is_rejected(monkeypatch):
 
     monkeypatch.setattr("tree_layers.linear._plain", few_otherwise)
     assert RowForms(BUCKETS).unit(torch.randn(24, 320)) in (4, 8)
+
+
+def test_an_accelerators_products_are_checked_with_all_outputs_of_a_weight():
+    """Its libraries choose by all sizes; a CPU's check of a large head would take minutes."""
+    head = (128256, 4096)
+    assert _checked_outputs(torch.empty(head, device="meta")) == head[0]
+    assert _checked_outputs(torch.empty(1).expand(head)) == MOST_CHECKED // head[1] < head[0]
 
 
 needs_kernels = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
