@@ -17,7 +17,7 @@ from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows
 from tree_kernels.tree_attention import reference as plain_attention
 from tree_kernels.tree_walk import walk
 from tree_kernels.warp import Warp, tokens_of
-from tree_kernels.warp.batched import WarpRows, tokens_of_rows
+from tree_kernels.warp.batched import WarpRows, _filtered, tokens_of_rows
 
 from verifier_service.rows import NO_ROWS, pack, text_rows
 
@@ -110,6 +110,31 @@ def test_rows_with_parameters_per_row_give_the_references_tokens():
     bare = [row for row, warp in enumerate(warps) if warp in plain]
     few = WarpRows(*(each[bare] for each in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)))
     assert torch.equal(tokens_of_rows(logits[bare], few, noise[bare], masks=False), ours[bare])
+
+
+@pytest.mark.parametrize("vocabulary", [50277, 50280])
+def test_the_tokens_that_filters_keep_of_a_row_do_not_depend_on_the_number_of_rows(vocabulary):
+    """The nucleus ends at a tie of some rows: a sum of another order would keep one token more or less."""
+    logits = torch.randn(48, vocabulary, generator=torch.Generator().manual_seed(3)).to(DEVICE) * 2
+    logits[::2] = logits[::2].round()
+
+    def kept(rows):
+        count = rows.stop - rows.start
+        top_p = torch.linspace(0.05, 0.999, 48, dtype=torch.float64, device=DEVICE)[rows]
+        each = WarpRows(
+            torch.ones(count, device=DEVICE),
+            torch.full((count,), 20_000, device=DEVICE),
+            top_p,
+            torch.full((count,), 1e-7, device=DEVICE),
+        )
+        return _filtered(logits[rows], each)
+
+    whole = kept(slice(0, 48))
+    assert 0 < int(whole[47].isfinite().sum()) < 20_000
+    for count in (1, 2, 3, 8, 16):
+        for first in range(0, 48 - count + 1, max(count, 5)):
+            rows = slice(first, first + count)
+            assert torch.equal(kept(rows), whole[rows]), (count, first)
 
 
 # Attention
@@ -236,7 +261,7 @@ def compiled(kernel, types, **constants):
 compiled(_gumbel, ["*i64", "*i64", "*i64", "*fp32", "i32"], BLOCK=256)
 compiled(_commit, ["*fp32", "*i64", "*i64", "i32"], WIDTH=8 * 272, BLOCK=1024)
 compiled(_walk, ["*i64"] * 7, DEPTH=17, ROWS=64)
-heads = dict(KV_HEADS=8, GROUP=4, GROUP_PAD=16, KEY=128, KEY_PAD=128, VALUE=128, VALUE_PAD=128, WIDTH=272)
+heads = dict(KV_HEADS=8, GROUP=4, GROUP_PAD=4, KEY=128, KEY_PAD=128, VALUE=128, VALUE_PAD=128, WIDTH=272)
 shape = dict(**heads, NEAR=16, PAGE=64)
 for extra in (dict(CAPPED=False, WINDOWED=False, SINKS=False), dict(CAPPED=True, WINDOWED=True, SINKS=True)):
     pointers = ["*bf16", "*fp32", "*i64", "*i64", "*i64", "*i64", "*fp32", "*bf16"]

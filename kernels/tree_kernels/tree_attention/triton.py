@@ -16,7 +16,8 @@ from torch import Tensor
 from tree_kernels.tree_attention.rows import LOG2_E, PAGE, Layout
 
 SMALLEST_DOT = 16
-"""Triton multiplies blocks of at least this many rows and columns."""
+"""Triton multiplies blocks of at least this many columns. The rows, a group's heads, may be fewer: with 16 of them the
+registers of a program would not suffice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ def attend_table(
         step.tables.shape[1],
         KV_HEADS=layout.kv_heads,
         GROUP=group,
-        GROUP_PAD=max(triton.next_power_of_2(group), SMALLEST_DOT),
+        GROUP_PAD=triton.next_power_of_2(group),
         KEY=layout.key_dim,
         KEY_PAD=max(triton.next_power_of_2(layout.key_dim), SMALLEST_DOT),
         VALUE=layout.value_dim,

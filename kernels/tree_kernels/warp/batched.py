@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+UNITS = 2.0**60
+"""Units of probability in 1; those of a row are at most about as many, and fit in an int64."""
+
 
 @dataclass(frozen=True, slots=True)
 class WarpRows:
@@ -43,8 +46,10 @@ def _filtered(scores: Tensor, warp: WarpRows) -> Tensor:
     width = torch.where(warp.top_k > 0, warp.top_k, vocabulary)[:, None]
     kept = ranks < width
     law = torch.softmax(ordered.masked_fill(~kept, -math.inf), dim=1)
-    mass = law.cumsum(dim=1, dtype=torch.float64)
-    before = mass - law
+    # In whole numbers, whose sums have one value in any order: an accelerator's order depends on the number of rows.
+    units = (law.double() * UNITS).long()
+    mass = units.cumsum(dim=1)
+    before = mass - units
     kept &= (before < warp.top_p[:, None] * mass[:, -1:]) | (warp.top_p[:, None] == 1)
     kept &= law >= warp.min_p[:, None] * law[:, :1]
     kept |= ranks == 0
