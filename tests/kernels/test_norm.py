@@ -20,9 +20,10 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.norm.triton import norm_rows  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TYPES = [torch.float32, torch.float16, torch.bfloat16]
-# On a device each is compiled for every kind and type.
-WIDTHS = [3, 80, 4096] if DEVICE.type == "cuda" else [1, 3, 80, 112, 576, 4096]
+# A device compiles the kernel for each width, kind and type.
+ON_DEVICE = DEVICE.type == "cuda"
+TYPES = [torch.float32, *(() if ON_DEVICE else (torch.float16,)), torch.bfloat16]
+WIDTHS = [80, 4096] if ON_DEVICE else [1, 3, 80, 112, 576, 4096]
 STEPS = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
 """The largest difference from the formula, as a share of a row's largest number."""
 KINDS = {
@@ -110,7 +111,7 @@ def test_norms_have_the_bits_of_the_reference(kind, width, dtype):
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_has_the_same_bits_in_any_number_of_rows_at_any_place_beside_any_others(kind, dtype):
-    case = case_of(kind, 4096, dtype, rows=33 if DEVICE.type == "cuda" else 11)
+    case = case_of(kind, 4096, dtype, rows=33 if ON_DEVICE else 11)
     whole = case.kernel()
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(1))
     for count in (1, 2, 3, 8, 17):
@@ -121,7 +122,7 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_at_any_place_beside_any_o
     assert torch.equal(replace(case, x=others).kernel()[7], whole[7])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layer-norm", "mamba2"])
 def test_rows_of_any_strides_and_alignment_have_the_same_bits(kind):
     """Wider loads of aligned rows change no order."""
     case = case_of(kind, 576, torch.bfloat16, rows=4)
@@ -142,7 +143,7 @@ def test_rows_of_any_strides_and_alignment_have_the_same_bits(kind):
     assert torch.equal(norm_rows(turned, form, None if case.gate is None else case.gate.to(DEVICE)).cpu(), whole)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["layer-norm", "mamba2", "falcon-h1"])
 @pytest.mark.parametrize("groups", [2, 8])
 def test_a_group_is_normed_alone(kind, groups):
     case = case_of(kind, 48, torch.float32, groups=groups)
