@@ -27,6 +27,7 @@ from routers import RoundByRound, guessing
 from safetensors.torch import save_file
 from step import DEVICE, DRY, require_device, write_result
 from tiny_mamba import write_tokenizer
+from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -47,7 +48,9 @@ MANY = 2 if DRY else 8
 """Texts of a step with several."""
 IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() and not DRY else None
 """Where checkpoints are written, if there is such a folder."""
-MOST = 8 * TIMES + 16
+KERNELS = 14
+"""Kernels of a round that are reported."""
+MOST = 8 * TIMES + 48
 """Tokens of an answer whose rounds are timed."""
 
 
@@ -238,12 +241,7 @@ async def rounds(engine: VerifierEngine, vocabulary: int, model: Model) -> list[
             await each.open()
         opened_s = time.perf_counter() - began
         for rows in (1, TREE_ROWS):
-            took = []
-            for _ in range(TIMES):
-                trees = [None if rows == 1 else tree_of(each, vocabulary) for each in routers]
-                began = time.perf_counter()
-                await asyncio.gather(*(each.round(tree) for each, tree in zip(routers, trees, strict=True)))
-                took.append(1e3 * (time.perf_counter() - began))
+            took = [await _round_ms(routers, vocabulary, rows) for _ in range(TIMES)]
             found.append(
                 {
                     "texts": texts,
@@ -252,12 +250,33 @@ async def rounds(engine: VerifierEngine, vocabulary: int, model: Model) -> list[
                     "ms": round(median(took), 3),
                     "least_ms": round(min(took), 3),
                     "opened_s": round(opened_s, 2),
+                    "kernels_us": await _kernels_us(routers, vocabulary, rows),
                 }
             )
             print(found[-1], flush=True)
         for each in routers:
             await each.close()
     return found
+
+
+async def _round_ms(routers: Sequence[RoundByRound], vocabulary: int, rows: int) -> float:
+    trees = [None if rows == 1 else tree_of(each, vocabulary) for each in routers]
+    began = time.perf_counter()
+    await asyncio.gather(*(each.round(tree) for each, tree in zip(routers, trees, strict=True)))
+    return 1e3 * (time.perf_counter() - began)
+
+
+async def _kernels_us(routers: Sequence[RoundByRound], vocabulary: int, rows: int) -> dict[str, tuple[int, float]]:
+    """Of one round, by name: how often a kernel ran and the microseconds of all its runs; those with the most time, and
+    all together."""
+    if DEVICE.type == "cpu":
+        return {}
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        await _round_ms(routers, vocabulary, rows)
+    kernels = [(each.key, each.count, each.self_device_time_total) for each in found.key_averages()]
+    kernels.sort(key=lambda each: -each[2])
+    whole = sum(count for _, count, _ in kernels), round(sum(took for *_, took in kernels), 1)
+    return {"all": whole} | {name[:70]: (count, round(took, 1)) for name, count, took in kernels[:KERNELS]}
 
 
 async def of_model(name: str, out: Path) -> None:
