@@ -73,7 +73,7 @@ KERNEL_TESTS = (
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
     GpuStep(
-        "kernels", 120, tests=KERNEL_TESTS, dry=("-k", "noise or walks or accepted or group_is_normed or other_types")
+        "kernels", 180, tests=KERNEL_TESTS, dry=("-k", "noise or walks or accepted or group_is_normed or other_types")
     ),
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
     GpuStep("states", 180, tests=("tests/verifier_service/test_states_on_device.py",)),
