@@ -31,6 +31,7 @@ class Keys:
     patterns: tuple[str, ...]
     several: bool  # schemas
     alike: bool  # whether every other key may have any value
+    rest: str | None  # an expression of other keys; None where it is not known which the patterns leave over
 
     @classmethod
     def of(cls, *schemas: Schema) -> Keys:
@@ -38,13 +39,13 @@ class Keys:
         names, patterns = list[str](), list[str]()
         for each in schemas:
             names += (*each.get("properties", ()), *each.get("required", ()))
-            for pattern in each.get("patternProperties", ()):
-                if found := exact(pattern):
-                    names += found
-                else:
-                    patterns.append(pattern)
+            found = listed(each)
+            names += (name for group in found.values() for name in group)
+            patterns += (pattern for pattern in each.get("patternProperties", ()) if pattern not in found)
         alike = all(_others(each) in (True, False, {}) for each in schemas)
-        return cls(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(patterns)), len(schemas) > 1, alike)
+        begin = set(map(beginning, patterns))
+        rest = None if "" in begin else other_keys(set() if alike else set(names), begin)
+        return cls(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(patterns)), len(schemas) > 1, alike, rest)
 
     def declared(self, schema: Schema, made: Schema) -> Schema:
         """Keywords for one of the schemas, which admits others. made: the same, rewritten"""
@@ -56,9 +57,8 @@ class Keys:
             missing = {name: True if name.startswith(starts) else others for name in self.names if name not in given}
             found["properties"] = given | missing
         found["patternProperties"] = patterns | {translated(each): others for each in self.patterns if each not in own}
-        begin = set(map(beginning, self.patterns))
-        if "" not in begin:  # else it is not known which keys they leave over: none is admitted
-            found["patternProperties"][other_keys(set() if self.alike else set(self.names), begin)] = others
+        if self.rest is not None:
+            found["patternProperties"][self.rest] = others
         return found
 
 
@@ -101,18 +101,19 @@ def _plain(text: str) -> str:
     return re.sub(r"\\(.)", r"\1", text)
 
 
-def declare_exact(made: Schema, schema: Schema) -> None:
-    """Make properties of the patterns that list their keys: a key that is declared cannot be given twice."""
-    patterns, properties = dict(made.get("patternProperties", {})), dict(made.get("properties", {}))
-    for pattern in schema.get("patternProperties", ()):
-        for name in exact(pattern):
-            value = made["patternProperties"][translated(pattern)]
-            properties[name] = {"allOf": [properties[name], value]} if name in properties else value
-            patterns.pop(translated(pattern), None)
-    if properties:
-        made["properties"] = properties
-    if "patternProperties" in made:
-        made["patternProperties"] = patterns
+def listed(schema: Schema) -> dict[str, list[str]]:
+    """The keys of the patterns that list them: a key that is declared instead cannot be given twice."""
+    found = {pattern: exact(pattern) for pattern in schema.get("patternProperties", ())}
+    return {pattern: names for pattern, names in found.items() if names}
+
+
+def declare(made: Schema, pattern: str, names: list[str]) -> None:
+    """Make properties of a pattern that lists its keys."""
+    patterns, properties = dict(made["patternProperties"]), dict(made.get("properties", {}))
+    value = patterns.pop(translated(pattern))
+    for name in names:
+        properties[name] = {"allOf": [properties[name], value]} if name in properties else value
+    made |= {"properties": properties, "patternProperties": patterns}
 
 
 def may_be_object(schema: Mapping[str, Json]) -> bool:

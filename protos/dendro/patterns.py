@@ -39,8 +39,12 @@ DOUBLED = ("&&", "--", "~~")
 SLASHED = {"/": r"\/", "\\\n": r"\n"}
 """What cannot stand between slashes, in another spelling."""
 
-KEY = r"[\x20-\x21\x23-\x5b\x5d-\u{10ffff}]"
+KEY = r'[^"\\\x00-\x1f]'
 """A character of a key that JSON can write without an escape."""
+
+MOST_PLACES = 500
+"""Places in the common beginnings of keys that an expression of other keys distinguishes: llguidance takes 0.03 s for
+so many, and 0.3 s for 2,400."""
 
 
 def translated(pattern: str) -> str:
@@ -135,16 +139,25 @@ def slashed(pattern: str) -> str:
 
 def other_keys(names: set[str], beginnings: Collection[str] = ()) -> str:
     """An expression of the keys that JSON writes without an escape, but for these and those with these beginnings,
-    which are written so too."""
-    listed = sorted(name for name in names if re.fullmatch(r'[^"\\\x00-\x1f]*', name))
-    return f"^(?:{_others(listed, sorted(beginnings))})$" if listed or beginnings else f"^{KEY}*$"
+    which are written so too. Where they are long, only as many of their first characters are read as keep it short."""
+    written = {name for name in names if re.fullmatch(r'[^"\\\x00-\x1f]*', name)}
+    if not written and not beginnings:
+        return f"^{KEY}*$"
+    deepest, places, longest = 0, 0, max(map(len, (*written, *beginnings)))
+    while deepest < longest:
+        places += len({each[: deepest + 1] for each in (*written, *beginnings) if len(each) > deepest})
+        if deepest and places > MOST_PLACES:
+            break
+        deepest += 1
+    cut = {each[:deepest] for each in (*beginnings, *(name for name in written if len(name) > deepest))}
+    return f"^(?:{_others(sorted(each for each in written if len(each) <= deepest), sorted(cut))})$"
 
 
 def _others(names: list[str], beginnings: list[str]) -> str:
     """Texts of KEY's characters that are none of these: by a walk down their common beginnings."""
     starts = sorted({each[0] for each in (*names, *beginnings) if each})
     differ = "".join(_literal(each) for each in starts)
-    parts = [f"[{KEY}&&[^{differ}]]{KEY}*"] if differ else [f"{KEY}+"]
+    parts = [f"{KEY[:-1]}{differ}]{KEY}*"]
     if "" not in names:
         parts.append("")
     for start in starts:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Self
 
-from dendro.object_keys import NAMING, Keys, declare_exact, is_well_formed, may_be_object, shared_keys
+from dendro.object_keys import NAMING, Keys, declare, is_well_formed, listed, may_be_object, shared_keys
 from dendro.patterns import FORMATS, LONGEST, translated
 from dendro.schema_refs import (
     ALONE,
@@ -134,14 +134,19 @@ class _Rewriting:
         """Let a key that is not declared be written without escapes only."""
         if not is_well_formed(schema):
             return
-        declare_exact(made, schema)
+        for pattern, names in listed(schema).items():
+            at = f"{where}/patternProperties/{pointer(pattern)}"
+            self._count(len(names), schema["patternProperties"][pattern], at)
+            declare(made, pattern, names)
         others = made.get("additionalProperties", True)
         _check_least(made, len(set(made.get("required", ()))), others is False, where)
         if others is False:
             return
         keys = shared or Keys.of(schema)
+        at = f"{where}/additionalProperties"
+        self._count(len(keys.names) + len(keys.patterns), others, at)
+        self._count(1, keys.rest, at)
         made |= keys.declared(schema, made)
-        self._count(len(keys.names) + len(keys.patterns), others, f"{where}/additionalProperties")
 
     def _count(self, times: int, schema: Json, where: str) -> None:
         """Raise SchemaError where what is written more than once would become too much."""
