@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import re
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -27,26 +25,16 @@ import numpy.typing as npt
 from dendro.compiling import QUEUE
 from dendro.errors import BadRequest, Overloaded
 from dendro.guidance import LIMITS, StructureLimits, TokenTexts, begin, fault_of, items_of
-from dendro.lark_text import token_references, with_schemas
-from dendro.patterns import slashed
-from dendro.schema_faults import placed
-from dendro.schemas import SchemaError, enforceable
-from dendro.structure import Structure, StructureForm
-from dendro.structure_canary import Canary, CanaryBusy, CanaryDied
+from dendro.structure import Structure
+from dendro.structure_canary import Canary, CanaryBusy, CanaryDied, CanaryRefused
 from dendro.tree import DraftTree
 
 if TYPE_CHECKING:
     from llguidance import LLInterpreter
-    from llguidance._lib import JsonCompileOptions
 
 KEPT = 64
 """Compiled structures that are kept, the last used ones."""
 INSTALL = "needs the package llguidance: pip install 'dendroaspis[structured]'"
-HEADER = '%llguidance {"no_forcing": true}\n'
-"""Without it only one spelling of text that must follow is allowed: the one of a tokenizer's own."""
-OPTIONS_LINE = re.compile(r"^\s*%llguidance", re.MULTILINE)
-JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
-"""A schema cannot change them: unbounded whitespace lets a model go on for ever, and `lenient` ignores keywords."""
 
 KEPT_PLACES = 8
 """Tokens of a text that can be taken back without reading it again from its beginning."""
@@ -133,18 +121,13 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary(self._size, self._token_bytes())
-        vocabulary, lark = self._vocabulary, _lark_of(structure)
+        vocabulary, cpu_s = self._vocabulary, self._patience * self._limits.compile_s
         try:
-            fault = canary.fault(
-                vocabulary.name, vocabulary.tokens, lark, self._limits, self._patience * self._limits.compile_s
-            )
-        except CanaryDied as error:
+            lark = canary.compiled(vocabulary.name, vocabulary.tokens, structure, self._limits, cpu_s)
+        except (CanaryDied, CanaryRefused) as error:
             raise BadRequest(structure.field, str(error)) from None
         except CanaryBusy:
             raise Overloaded(f"{structure.field}: was not compiled in time, as the machine is busy") from None
-        if fault:
-            is_schema = structure.form is StructureForm.JSON_SCHEMA
-            raise BadRequest(structure.field, placed(fault, structure.texts[0]) if is_schema else fault)
         grammar = Grammar(vocabulary, begin(vocabulary.tokenizer, lark, self._limits), self._limits)
         start = grammar.text(0)
         if start.complete:
@@ -152,48 +135,6 @@ class Grammars:
         if start.place().stuck:
             raise BadRequest(structure.field, f"no answer can begin: {start.place().why_stuck}")
         return grammar
-
-
-def _lark_of(structure: Structure) -> str:
-    """The structure as a grammar of llguidance. Raises BadRequest for text that is not JSON."""
-    text = structure.texts[0]
-    try:
-        match structure.form:
-            case StructureForm.GRAMMAR:
-                if OPTIONS_LINE.search(text):
-                    raise BadRequest(structure.field, "has a line %llguidance; its options are the server's own")
-                if named := next(token_references(text), None):
-                    raise BadRequest(
-                        structure.field, f"names the token {named[:40]}; an answer's tokens stand for text"
-                    )
-                return HEADER + with_schemas(text, _schema)
-            case StructureForm.REGEX:
-                return f"{HEADER}start: /{slashed(text)}/"
-            case StructureForm.CHOICES:
-                return f"{HEADER}start: /{'|'.join(map(_literal, structure.texts))}/"
-            case StructureForm.JSON_SCHEMA:
-                return f"{HEADER}start: %json {_schema(text)}"
-    except ValueError as error:
-        raise BadRequest(structure.field, str(error)) from None
-
-
-def _schema(text: str) -> str:
-    """A JSON schema, in a form that llguidance enforces as written. Raises ValueError for what cannot be enforced, or
-    is no schema."""
-    import llguidance
-
-    try:
-        made = llguidance.LLMatcher.grammar_from_json_schema(enforceable(text), overrides=JSON_OPTIONS)
-    except SchemaError as error:
-        raise ValueError(f"cannot be enforced: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON schema: {error}") from None
-    return json.dumps(json.loads(made)["grammars"][0]["json_schema"])
-
-
-def _literal(text: str) -> str:
-    """A regular expression that matches the text alone."""
-    return "".join(each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):X}}}" for each in text)
 
 
 class Grammar:

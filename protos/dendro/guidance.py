@@ -6,6 +6,7 @@ Imported by the process that compiles structures first, which must start quickly
 from __future__ import annotations
 
 import re
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,17 +95,23 @@ def begin(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> LLInter
     return made
 
 
-def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> str:
-    """Why a grammar cannot be enforced; empty where it can. Compiles it and computes the first mask."""
+def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits, most_s: float) -> str:
+    """Why a grammar cannot be enforced; empty where it can. Compiles it and computes the first mask.
+
+    most_s: CPU seconds that `begin` may take
+    """
     from llguidance import LLMatcher
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(lark, tokenizer, limits=limits.parser())
     if messages:
         return f"{'does not compile' if failed else 'cannot be enforced'}: {shortened('; '.join(messages))}"
+    began_s = time.thread_time()
     try:
         begun = begin(tokenizer, lark, limits)
     except BaseException as error:
         return f"does not compile: {fault_of(error)}"
+    if time.thread_time() - began_s > most_s:
+        return f"its parser takes more than {most_s:g} s of CPU time; simplify it"
     try:
         begun.compute_mask_into(bytearray(4 * -(-tokenizer.vocab_size // 32)))
     except BaseException as error:

@@ -21,18 +21,29 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dendro.guidance import StructureLimits, TokenTexts, fault_of_grammar
+from dendro.lark_forms import lark_of
+from dendro.schema_faults import placed
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
+    from dendro.structure import Structure
+
 WALL_S = 30.0
 """A grammar that has not used up its CPU seconds after this time is given up: the machine is busy."""
+HELD_SHARE = 0.2
+"""The share of its CPU seconds in which llguidance must make a grammar's parser: it holds the interpreter lock of the
+serving process, which makes the same one, for so long."""
 STACK_BYTES = 4 << 20
 """Of the compiling thread. The threads that compile the same grammar later have 8 MiB."""
 
 
 class CanaryDied(Exception):
     """The process ended while it compiled. The message says why."""
+
+
+class CanaryRefused(Exception):
+    """The structure cannot be enforced. The message says why."""
 
 
 class CanaryBusy(Exception):
@@ -46,9 +57,11 @@ class Canary:
         self._process: subprocess.Popen[bytes] | None = None
         self._known: set[str] = set()  # names of the vocabularies that the process has
 
-    def fault(self, name: str, tokens: TokenTexts, lark: str, limits: StructureLimits, cpu_s: float) -> str:
-        """Why a grammar cannot be enforced; empty where it can. name: of the vocabulary. Raises CanaryDied for one that
-        takes more CPU time or memory than the limits allow, and CanaryBusy."""
+    def compiled(
+        self, name: str, tokens: TokenTexts, structure: Structure, limits: StructureLimits, cpu_s: float
+    ) -> str:
+        """The grammar of a structure, which compiles within the limits. name: of the vocabulary. Raises CanaryRefused,
+        CanaryDied for one that takes more CPU time or memory, and CanaryBusy."""
         if self._process is None or self._process.poll() is not None:
             self.stop()
             self._start()
@@ -57,13 +70,18 @@ class Canary:
                 given = [each.decode("latin-1") for each in tokens.tokens]
                 self._send({"name": name, "tokens": given, "special": tokens.special_token_ids})
                 self._known.add(name)
-            self._send({"name": name, "lark": lark, "limits": asdict(limits), "cpu_s": cpu_s})
-            return str(json.loads(self._line())["fault"])
+            asked = {"name": name, "form": structure.form, "texts": structure.texts, "limits": asdict(limits)}
+            self._send(asked | {"cpu_s": cpu_s})
+            answer = json.loads(self._line())
         except (OSError, ValueError):
             code = self.stop()
         except CanaryBusy:
             self.stop()
             raise
+        else:
+            if answer["fault"]:
+                raise CanaryRefused(answer["fault"])
+            return str(answer["lark"])
         if code == -signal.SIGPROF:
             raise CanaryDied(f"was not compiled within {cpu_s:g} s of CPU time; simplify it")
         raise CanaryDied(f"takes more than {limits.compile_mb} MiB to compile, or crashes the compiler; simplify it")
@@ -93,7 +111,7 @@ class Canary:
         return self._process.stdout.readline()
 
     def kill(self) -> None:
-        """Kill the process, from any thread: `fault` then raises CanaryDied."""
+        """Kill the process, from any thread: `compiled` then raises CanaryDied."""
         if (process := self._process) is not None:
             process.kill()
 
@@ -125,11 +143,23 @@ def _bound_memory(more_bytes: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (most, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def _checked(tokenizer: LLTokenizer, message: dict[str, Any]) -> str:
+def _compiled(tokenizer: LLTokenizer, message: dict[str, Any]) -> dict[str, str]:
     """Compile within the limits: the process dies where they do not suffice."""
-    limits, found = StructureLimits(**message["limits"]), list[str]()
+    limits, found = StructureLimits(**message["limits"]), list[dict[str, str]]()
     _bound_memory(limits.compile_mb << 20)
-    thread = threading.Thread(target=lambda: found.append(fault_of_grammar(tokenizer, message["lark"], limits)))
+    held_s = HELD_SHARE * message["cpu_s"]
+
+    def work() -> None:
+        form, texts = message["form"], message["texts"]
+        try:
+            lark = lark_of(form, texts)
+        except ValueError as error:
+            found.append({"fault": str(error)})
+            return
+        fault = fault_of_grammar(tokenizer, lark, limits, held_s)
+        found.append({"fault": placed(fault, texts[0]) if fault and form == "json_schema" else fault, "lark": lark})
+
+    thread = threading.Thread(target=work)
     signal.setitimer(signal.ITIMER_PROF, message["cpu_s"])
     thread.start()
     thread.join()
@@ -149,8 +179,7 @@ def main() -> None:
             given = [each.encode("latin-1") for each in message["tokens"]]
             tokenizers[message["name"]] = TokenTexts(given, message["special"]).tokenizer()
         else:
-            answer = {"fault": _checked(tokenizers[message["name"]], message)}
-            sys.stdout.write(json.dumps(answer) + "\n")
+            sys.stdout.write(json.dumps(_compiled(tokenizers[message["name"]], message)) + "\n")
             sys.stdout.flush()
 
 

@@ -14,7 +14,8 @@ import pytest
 from dendro.compiling import CompileQueue
 from dendro.errors import Overloaded
 from dendro.guidance import LIMITS, TokenTexts
-from dendro.structure_canary import Canary
+from dendro.structure import Structure
+from dendro.structure_canary import Canary, CanaryRefused
 
 
 def test_a_tenant_has_one_thread_at_a_time_and_tenants_take_turns():
@@ -61,8 +62,9 @@ def test_a_canary_answers_a_process_with_more_than_1024_open_files():
         held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
         for _ in range(1100):
             held.callback(os.close, os.open(os.devnull, os.O_RDONLY))
-        assert canary.fault("ab", tokens, "start: /a/", LIMITS, cpu_s=60.0) == ""
-        assert "does not compile" in canary.fault("ab", tokens, "start: /(/", LIMITS, cpu_s=60.0)
+        assert "start: /a/" in canary.compiled("ab", tokens, Structure.regex("a"), LIMITS, cpu_s=60.0)
+        with pytest.raises(CanaryRefused, match="does not compile"):
+            canary.compiled("ab", tokens, Structure.regex("("), LIMITS, cpu_s=60.0)
 
 
 def test_what_fails_or_is_cancelled_leaves_its_thread_to_the_next():

@@ -11,7 +11,8 @@ import pytest
 from dendro import grammars
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars, GrammarText
-from dendro.guidance import LIMITS
+from dendro.guidance import LIMITS, TokenTexts, fault_of_grammar
+from dendro.lark_forms import HEADER
 from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES, Structure, StructureForm
 from dendro.tree import DraftTree
 
@@ -263,6 +264,24 @@ async def test_a_structure_that_compiles_for_too_long_ends_its_process_and_no_ot
         with pytest.raises(BadRequest, match="structure.json_schema: was not compiled within 0.2 s of CPU time"):
             await made.compiled(HANGING, tenant)
     assert await made.compiled(Structure.regex("a"), "two")
+
+
+WIDE = [
+    {"properties": {f"k{each}": {}}, "patternProperties": {f"^x{each}": {}}, "additionalProperties": {"type": "null"}}
+    for each in range(500)
+]
+
+
+async def test_a_schemas_text_is_read_within_the_limits_of_its_compilation():
+    made = Grammars(lambda: BYTES, SIZE, replace(LIMITS, compile_s=0.05))
+    with pytest.raises(BadRequest, match="structure.json_schema: was not compiled within 0.05 s of CPU time"):
+        await made.compiled(Structure.json_schema({"allOf": WIDE}))
+
+
+@pytest.mark.parametrize("most_s, fault", [(0.0, "its parser takes more than 0 s of CPU time"), (60.0, "")])
+def test_a_grammar_whose_parser_would_keep_other_threads_from_running_is_refused(most_s: float, fault: str):
+    found = fault_of_grammar(TokenTexts([b"a", b""], [1]).tokenizer(), f"{HEADER}start: /a+/", LIMITS, most_s)
+    assert found.startswith(fault) and bool(found) == bool(fault)
 
 
 @pytest.mark.slow
