@@ -29,6 +29,7 @@ from tree_kernels.noise.triton import gumbel_rows
 from tree_kernels.tree_attention.triton import TableRows
 from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
+from tree_kernels.warp import History
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 from tree_layers.launching import on_its_device
 
@@ -40,7 +41,7 @@ from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, StepOutcome, StepPlan
 from verifier_service.runner import StepRunner
 from verifier_service.shards import Bounds, Crew
-from verifier_service.structure_masks import BegunMasks, MasksPending
+from verifier_service.structure_masks import BegunMasks
 from verifier_service.walk import UNUSABLE, Draw, before_unusable
 
 log = logging.getLogger("dendro.verifier")
@@ -114,7 +115,7 @@ class Drawn:
     raw: dict[int, Tensor] = field(default_factory=dict)  # by draw that asks for log-probabilities: its rows' logits
     rows: Tensor = field(default_factory=lambda: torch.zeros(0))  # of a step with echoes: the logits of wanted rows
     scores: dict[int, Tensor] = field(default_factory=dict)  # by draw that is walked on the host: its rows' logits
-    pending: dict[int, DendroError] = field(default_factory=dict)  # by draw whose masks were not ready
+    failed: dict[int, DendroError] = field(default_factory=dict)  # by draw; MasksPending: its masks were not ready
 
 
 class DeviceRunner(StepRunner):
@@ -187,7 +188,7 @@ class DeviceRunner(StepRunner):
             by_host[number] if number in by_host else guarded(partial(_walk, draw, row, self._bounds.max_depth + 1))
             for number, (draw, row) in enumerate(zip(plan.draws, found, strict=False))
         ]
-        walks = self.masks.settled([drawn.pending.get(number, each) for number, each in enumerate(walks)], masks)
+        walks = self.masks.settled([drawn.failed.get(number, each) for number, each in enumerate(walks)], masks)
         logprobs = {
             number: self._logprobs(plan.draws[number], walked, raw)
             for number, raw in drawn.raw.items()
@@ -334,24 +335,23 @@ class DeviceRunner(StepRunner):
         """Everything from rows to copied keys. Without synchronisation, unless some draws of `plan` have a history. A
         graph needs no plan: none of its step's draws has one, and none of its texts asks for log-probabilities.
 
-        masks: of the structure of each of the plan's draws, as begun by `MaskThreads`; a draw without them in time is
-        in `pending`"""
+        masks: of the structure of each of the plan's draws, as begun by `StepMasks`; a draw without them in time is in
+        `failed`"""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
         self.masks.wait(masks)
         usable = logits.amax(1).isfinite()  # of raw logits; as `usable` in walk.py
-        raw, scores, pending = dict[int, Tensor](), dict[int, Tensor](), dict[int, DendroError]()
+        raw, scores, failed = dict[int, Tensor](), dict[int, Tensor](), dict[int, DendroError]()
         for number, draw in enumerate(plan.draws if plan is not None else ()):
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
             if draw.logprobs is not None:
                 raw[number] = logits[mine].clone()
             if draw.history is not None:
-                begun = masks[number]
-                if begun is not None and not begun.work.done():
-                    pending[number] = MasksPending(begun.work)  # what is drawn without them is dropped
+                changed = guarded(partial(_with_history, draw, draw.history, logits[mine], masks[number]))
+                if isinstance(changed, DendroError):
+                    failed[number] = changed  # what is drawn without its history is dropped
                     continue
-                found = [begun.result().allowed(row) for row in range(draw.tree.rows)] if begun is not None else ()
-                logits[mine] = draw.history.scores(logits[mine], draw.paths(), found)
+                logits[mine] = changed
             if not draw.sampling.keeps_tokens:
                 scores[number] = logits[mine]
         if shape.drawing == GREEDY:
@@ -372,7 +372,7 @@ class DeviceRunner(StepRunner):
             commit_rows(store, source.view(-1), target.view(-1))
         # A draw with a history changes its own rows only, which are no echo's.
         rows = logits if plan is not None and plan.echoes else torch.zeros(0)
-        return Drawn(paths, picked[paths], lengths, raw, rows, scores, pending)
+        return Drawn(paths, picked[paths], lengths, raw, rows, scores, failed)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
         """Replay a step's graph, which is recorded first if needed; run the step where it cannot be recorded."""
@@ -402,6 +402,12 @@ class DeviceRunner(StepRunner):
                 log.warning("verifier: a step of %d rows was not recorded: %s", shape.rows, error)
         if shape not in self._recorded:
             log.warning("verifier: steps of %d rows run without a graph", shape.rows)
+
+
+def _with_history(draw: Draw, history: History, logits: Tensor, masks: BegunMasks | None) -> Tensor:
+    """logits [rows, V] of a draw, with the effect of its text's history and structure."""
+    allowed = [masks.result().allowed(row) for row in range(draw.tree.rows)] if masks is not None else ()
+    return history.scores(logits, draw.paths(), allowed)
 
 
 def _walk(draw: Draw, found: Ints, width: int) -> Walk:

@@ -28,7 +28,7 @@ from verifier_service.recurrent_steps import on_device, recurrent_step
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
-from verifier_service.structure_masks import MaskThreads
+from verifier_service.structure_masks import StepMasks
 from verifier_service.walk import Walker
 
 SMALL_BUCKETS = tuple(range(ROW_MULTIPLE, 65, ROW_MULTIPLE))
@@ -64,7 +64,7 @@ class StepRunner:
         self.device = target.model.device
         self.buckets = tuple(buckets)
         self.walker = Walker(target.vocabulary)
-        self.masks = MaskThreads()
+        self.masks = StepMasks()
         self.own_pages = range(1 + bounds.pages, 1 + bounds.pages + bounds.own_pages)
         self._own_text: list[int] = []  # tokens whose keys are on them
         self.pages = Pages(target.layouts, bounds.pages + bounds.own_pages, buckets[-1], self.device)

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from dendro.daemon_threads import DaemonThreads
 from dendro.errors import DendroError
 from dendro.grammars import GrammarText, TreeMasks
+from dendro.mask_threads import MaskThreads
 from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
 
-MASKS_AT_ONCE = 32
-WAIT_S = 0.01
-"""How long a step waits, after its forward, for all its masks."""
+from verifier_service.guarding import guarded
 
 
 class MasksPending(DendroError):
@@ -34,51 +32,45 @@ class BegunMasks:
 
     work: Future[TreeMasks]
     text: GrammarText
-    threads: MaskThreads
 
     def result(self) -> TreeMasks:
-        """Raises MasksPending where they are not ready."""
+        """Raises MasksPending where they are not ready, and what the computation raised."""
         if not self.work.done():
             raise MasksPending(self.work)
         return self.work.result()
 
 
-class MaskThreads:
-    """Finds what structures allow in the rows of trees in threads of their own, while the model's forward runs."""
+class StepMasks:
+    """Finds what structures allow in the rows of a step's trees, while the model's forward runs."""
 
     def __init__(self) -> None:
-        self._threads = DaemonThreads("structure-masks", MASKS_AT_ONCE)  # they start with the first work
+        self._threads = MaskThreads()
 
     def begin(self, draws: Sequence[tuple[GrammarText | None, DraftTree]]) -> list[BegunMasks | None]:
         """Of each draw, the masks of its tree; None where its text has no structure."""
         return [
-            BegunMasks(self._threads.submit(lambda text=text, tree=tree: text.masks(tree)), text, self)  # type: ignore[misc]
-            if text is not None
-            else None
+            BegunMasks(self._threads.begin(partial(text.masks, tree)), text) if text is not None else None
             for text, tree in draws
         ]
 
     def wait(self, masks: Sequence[BegunMasks | None]) -> None:
         """Give them time to become ready."""
-        _wait([each.work for each in masks if each is not None])
+        self._threads.wait([each.work for each in masks if each is not None])
 
     def settled(
         self, walks: Sequence[Walk | DendroError], masks: Sequence[BegunMasks | None]
     ) -> list[Walk | DendroError]:
         """The walks, once it is known what may follow their tokens, which tells whether these complete an answer; for
-        one of which it is not known yet, MasksPending."""
+        one of which it is not known yet, MasksPending, and for one where finding it failed, the error."""
         found = list(walks)
         ahead: dict[int, Future[None]] = {}
         for number, (walked, begun) in enumerate(zip(walks, masks, strict=True)):
             if begun is not None and isinstance(walked, Walk):
-                ahead[number] = self._threads.submit(lambda text=begun.text, walked=walked: text.foresee(walked.tokens))  # type: ignore[misc]
-        _wait(list(ahead.values()))
+                ahead[number] = self._threads.begin(partial(begun.text.foresee, walked.tokens))
+        self._threads.wait(list(ahead.values()))
         for number, work in ahead.items():
             if not work.done():
                 found[number] = MasksPending(work)
+            elif isinstance(failed := guarded(work.result), DendroError):
+                found[number] = failed
         return found
-
-
-def _wait(works: Sequence[Future[Any]]) -> None:
-    if any(not each.done() for each in works):
-        wait_for(works, WAIT_S)

@@ -92,7 +92,7 @@ class Walker:
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None) -> Walk:
         """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order.
-        masks: of the draw's structure, as begun by `MaskThreads`
+        masks: of the draw's structure, as begun by `StepMasks`
 
         Raises BadRequest where the logits of the root are not finite; the walk ends before any other such row. In modes
         that do not keep the tokens of plain decoding, it is raised for any visited row.

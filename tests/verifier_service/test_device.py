@@ -12,6 +12,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from dendro.errors import EngineFailed
+from dendro.grammars import TreeMasks, Unmasked
 from dendro.logprobs import TokenLogprobs
 from dendro.modes import VerificationMode, draft_seed
 from dendro.text import Sampling
@@ -275,6 +277,41 @@ def test_a_step_with_a_history_runs_without_a_graph_and_each_row_has_its_own_pat
     walked = runner.run(step(tree)).walks[0]
     assert walked.tokens == ((first, second, last) if second == first else (first, second))
     assert not graphs.attempts
+
+
+class FailingStructure:
+    """Of which one call fails. It allows any token."""
+
+    def __init__(self, part):
+        self.part = part
+
+    def masks(self, tree):
+        if self.part == "masks":
+            raise RuntimeError("planted")
+        return TreeMasks(257, [Unmasked.COMPLETE] * tree.rows)
+
+    def foresee(self, tokens):
+        raise RuntimeError("planted")
+
+
+def test_a_structure_that_raises_ends_its_draw_alone(folder):
+    runner, ids, tree = runner_of(folder, FakeGraphs()), (5, 6, 7, 8), DraftTree.root_only(8)
+    history = History(Processors(repetition_penalty=1.5), runner.target.vocabulary, 3)
+    history.follow(ids, 0)
+
+    def walks(structures):
+        part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
+        draws = [
+            Draw(number, number, number, len(ids), tree, Warp(), Sampling(), history, structure=structure)
+            for number, structure in enumerate(structures)
+        ]
+        return runner.run(pack([part] * len(draws), np.arange(len(draws)), draws)).walks
+
+    alone, _ = walks([None, None])
+    for part in ("masks", "foresee"):
+        failed, other = walks([FailingStructure(part), None])
+        assert isinstance(failed, EngineFailed) and "planted" in str(failed)
+        assert other == alone
 
 
 @pytest.mark.parametrize("mode", [VerificationMode.MULTI_STEP, VerificationMode.BLOCK])

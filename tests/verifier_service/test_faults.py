@@ -9,7 +9,9 @@ import pytest
 import torch
 from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound
+from dendro.grammars import GrammarText
 from dendro.modes import VerificationMode
+from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from faults import Panic
@@ -70,9 +72,9 @@ class Caller:
         return self.text.ids[-count:]
 
 
-async def fresh(engine):
+async def fresh(engine, token_bytes=None):
     """An engine that answers in this event loop."""
-    again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello())
+    again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello(), token_bytes=token_bytes)
     await again.start()
     return again
 
@@ -162,6 +164,31 @@ async def test_a_draw_that_raises_ends_its_text_alone(engine, kind, monkeypatch)
     outcome = await beside(engine, failing)
     await engine.stop()
     assert isinstance(outcome, EngineFailed) and "planted" in str(outcome)
+
+
+@pytest.mark.parametrize("part", ["masks", "foresee"])
+@pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])
+async def test_a_structure_that_raises_in_a_round_ends_its_text_alone(engine, kind, part, monkeypatch):
+    pytest.importorskip("llguidance")
+    engine = await fresh(engine, lambda: {token: bytes([token]) for token in range(200)})
+
+    def raising(text, given):
+        raise kind("planted")
+
+    monkeypatch.setattr(GrammarText, part, raising)
+    outcomes = []
+
+    async def failing():
+        caller = Caller(engine, PROMPT[5:], structure=Structure.regex("[a-z]{20}"))
+        await caller.open()
+        outcomes.append(await asyncio.gather(caller.round(), return_exceptions=True))
+        await caller.round()
+
+    outcome = await beside(engine, failing)
+    await engine.stop()
+    ((first,),) = outcomes
+    assert isinstance(first, EngineFailed) and "planted" in str(first)
+    assert isinstance(outcome, NotFound)
 
 
 async def test_a_closing_call_with_an_id_outside_the_vocabulary_ends_its_text_alone(engine):
