@@ -387,6 +387,5 @@ def _limit_reads(stream: socket.socket, seconds: float) -> None:
 def free_bytes(device: torch.device) -> int:
     """Free memory of a device: an accelerator's own, or this machine's."""
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # torch keeps what the checks of products took
         return int(torch.cuda.mem_get_info(device)[0])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -10,7 +10,6 @@ import torch
 
 from verifier_service.models import load_target
 from verifier_service.models.gpu_products import KINDS, may_split_k, settle_products
-from verifier_service.shards import free_bytes
 
 SETTINGS = [f"allow_{kind}_reduced_precision_reduction" for kind in KINDS]
 
@@ -66,8 +65,11 @@ def test_a_target_on_a_gpu_is_loaded_with_them(monkeypatch, tmp_path):
         load_target(tmp_path, torch.bfloat16, torch.device("cuda"), (8,))
 
 
-def test_memory_that_the_checks_of_products_took_counts_as_free(monkeypatch):
+def test_memory_that_the_checks_of_products_took_is_given_back(monkeypatch, tmp_path):
     called = []
+    monkeypatch.setattr("verifier_service.models._load", lambda *_: called.append("loaded"))
+    monkeypatch.setattr("verifier_service.models.launching_on", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("emptied"))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: called.append("asked") or (7, 9))
-    assert free_bytes(torch.device("cuda", 0)) == 7 and called == ["emptied", "asked"]
+    for device in ("cpu", "cuda"):
+        load_target(tmp_path, torch.bfloat16, torch.device(device), (8,))
+    assert called == ["loaded", "loaded", "emptied"]

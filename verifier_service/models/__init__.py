@@ -138,7 +138,10 @@ def load_target(
     folder = Path(path)
     try:
         with launching_on(device):
-            return _load(folder, tokenizer or folder, dtype, device, buckets, threads, group)
+            target = _load(folder, tokenizer or folder, dtype, device, buckets, threads, group)
+            if device.type == "cuda":
+                torch.cuda.empty_cache()  # torch keeps what the checks of products took
+            return target
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error
 
