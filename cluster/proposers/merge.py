@@ -38,6 +38,7 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
     for number, tree in enumerate(trees):
         _add(root, tree, 1 << number)
     tokens, parents, values, by = [root.token], [-1], [0.0], 0
+    proposed: list[int] = []
     found = 0
     paths: list[tuple[float, int, int, _Guess]] = []  # a heap: the likeliest first; of equals, the first found
     guess, row = root, 0
@@ -54,6 +55,8 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
         parents.append(parent)
         values.append(-less)
         by |= guess.by
+        if not guess.by & 1:
+            proposed.append(row)
     return DraftTree.unchecked(
         np.array(tokens, np.int64),
         np.array(parents, np.int64),
@@ -63,6 +66,7 @@ def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTre
         first.draft_us,
         first.texts,
         first.missed,
+        frozenset(proposed),
     )
 
 

@@ -115,8 +115,8 @@ class RoundAccount:
             drafter.late_drafts += 1
         else:
             drafter.rounds += 1
-            drafter.drafted_tokens += tree.guesses
-            drafter.accepted_tokens += accepted
+            drafter.drafted_tokens += tree.guesses - len(tree.proposed)
+            drafter.accepted_tokens += _accepted_of_drafter(tree, verdict)
 
     def _time(self, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, first: bool) -> None:
         stats, tokens = self.stats, len(verdict.tokens)
@@ -147,6 +147,16 @@ class RoundAccount:
             complete.drafter.CopyFrom(max(opened, key=lambda each: each.rounds).opening)
         if target is not None:
             complete.target.CopyFrom(_opening_message(target))
+
+
+def _accepted_of_drafter(tree: DraftTree, verdict: Verdict) -> int:
+    """Accepted guesses, those aside that are the router's proposals alone."""
+    if not tree.proposed:
+        return len(verdict.ranks)
+    rows, last = verdict.path[1:], verdict.path[-1]
+    if len(verdict.ranks) > len(rows):  # the answer ends with a guess, below which nothing was drawn
+        rows += tuple(row for row in tree.children(last) if tree.tokens[row] == verdict.tokens[-1])
+    return sum(row not in tree.proposed for row in rows)
 
 
 def _opening_message(opened: Opened) -> pb.OpeningStats:

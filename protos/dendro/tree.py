@@ -71,6 +71,7 @@ class DraftTree:
     texts: int = 1  # texts whose trees were grown together, this one included
     missed: bool = False  # a drafter was called and sent no tree; any guesses are the router's own proposals
     laws: tuple[ChildLaw, ...] = ()  # of the rows with children, ascending, where guesses were drawn; else empty
+    proposed: frozenset[int] = frozenset()  # rows of a drafter's tree that are the router's own proposals alone
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -120,6 +121,7 @@ class DraftTree:
         draft_us: int = 0,
         texts: int = 1,
         missed: bool = False,
+        proposed: frozenset[int] = frozenset(),
     ) -> DraftTree:
         """A tree that its maker built parents first, of checked tokens. The constructor's checks take as long as a
         quarter of a router's round."""
@@ -133,6 +135,7 @@ class DraftTree:
             draft_us=draft_us,
             texts=texts,
             missed=missed,
+            proposed=proposed,
         )
         return tree
 

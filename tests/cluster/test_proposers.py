@@ -341,6 +341,7 @@ def test_a_merged_tree_keeps_the_drafters_fields_and_names_all_proposers_with_a_
     merged = merge([own, found, same], 3, 8)
     assert merged.tokens.tolist() == [9, 2, 1] and merged.proposer == "mamba+lookup+suffix"
     assert (merged.draft_us, merged.texts, merged.trace.tolist(), merged.missed) == (70, 3, [0, 2], False)
+    assert merged.proposed == {1}
     assert merge([own, found], 2, 8).proposer == "lookup"
     assert merge([own], 64, 8) is own
 

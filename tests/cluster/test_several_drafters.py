@@ -9,13 +9,13 @@ from itertools import cycle, pairwise
 
 import pytest
 from dendro.answer import Complete, complete_from
-from dendro.calls import IDLE_ROUNDS, DrafterPeer, Hello, OpenCall, Opened
+from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Hello, OpenCall, Opened
 from dendro.errors import PeerLost
 from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from edge import SERVED, config
-from fakes import VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
+from fakes import VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain, toy_token
 from sockets import end, process
 from virtual_time import virtual_time
 
@@ -24,6 +24,7 @@ from cluster.peers.drafter import DrafterHandles
 from cluster.peers.opening import Leased, Pool
 from cluster.peers.pools import Peers
 from cluster.policies.experience import Concurrency, RunningRequest
+from cluster.proposers import PROPOSERS
 from cluster.router.ingress import Ingress
 from cluster.router.rounds import rounds
 from cluster.sessions import MemorySessions
@@ -200,13 +201,24 @@ class MarkedDrafter(FakeDrafter):
         return replace(await super().open(call), restored=self.restored)
 
 
-async def completed(pools: dict[str, Pool[DrafterPeer]], arms: Sequence[Arm], monkeypatch) -> Complete:
+class WrongDrafter(FakeDrafter):
+    """Guesses the token that the target does not draw."""
+
+    async def draft(self, call: DraftCall) -> DraftTree:
+        held = await self._follow(call)
+        wrong = (toy_token(held.text.ids, held.parameters.sampling) + 1) % VOCABULARY
+        return DraftTree.of([held.text.ids[-1], wrong], [-1, 0])
+
+
+async def completed(
+    pools: dict[str, Pool[DrafterPeer]], arms: Sequence[Arm], monkeypatch, proposers: Sequence[str] = ()
+) -> Complete:
     """The end of an answer of which the rounds but the first play these arms in turn; the first has no tree, whatever
     its policy chooses."""
     monkeypatch.setattr("cluster.router.speculation.make_policy", lambda *_: Script([arms[-1], *arms]))
     settings = config(
         drafters={"mamba": {"checkpoint": "mamba"}, "small": {"checkpoint": "small"}},
-        speculation={"arms": ["off", "(1,1,1)"], "proposers": []},
+        speculation={"arms": ["off", "(1,1,1)"], "proposers": proposers},
     )
     peers = Peers(settings, {"demo": FakePool(FakeVerifier())}, pools)
     router = Ingress(settings, peers, MemorySessions(), SERVED)
@@ -229,6 +241,14 @@ async def test_complete_reports_every_drafter_and_the_opening_of_the_one_with_th
     assert other.opening is not None and other.opening.restored_tokens == 2
     assert complete.drafter == other.opening
     assert [line.split(":")[0] for line in account_lines(complete)[-2:]] == ["drafter mamba", "drafter small"]
+
+
+async def test_accepted_proposals_of_the_router_are_not_a_drafters(monkeypatch):
+    pools = {"mamba": FakePool(WrongDrafter()), "small": FakePool(WrongDrafter())}
+    complete = await completed(pools, [ONE, OTHER], monkeypatch, PROPOSERS)
+    assert complete.speculation.accepted_tokens > 0
+    for each in complete.drafters:
+        assert each.drafted_tokens == each.rounds > 0 and each.accepted_tokens == 0
 
 
 async def test_complete_reports_a_drafter_without_a_replica_as_not_opened(monkeypatch):

@@ -1129,7 +1129,9 @@ class DrafterStats(_message.Message):
     """rounds counts the rounds that had its tree; late_drafts those for which it was asked and its tree did not come."""
     late_drafts: _builtins.int
     drafted_tokens: _builtins.int
-    """drafted_tokens counts the guesses of its rounds, accepted_tokens those that became part of the answer."""
+    """drafted_tokens counts its guesses, without the router's own proposals beside them, accepted_tokens those that became
+    part of the answer.
+    """
     accepted_tokens: _builtins.int
     @_builtins.property
     def opening(self) -> Global___OpeningStats:
