@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,19 +47,24 @@ HIGHEST, STEP, STEPS = 64.0, 0.8, 40
 """Limits that are tried: from the highest down."""
 
 
-def write_rare_checkpoint(folder: Path, family: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Write the checkpoint; returns the library's model of it, in float32, and what was set in its configuration."""
+def write_rare_checkpoint(
+    folder: Path, family: str, without: Collection[str] = (), **settings: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Write the checkpoint; returns the library's model of it, in float32, and what was set in its configuration.
+
+    without: keys that keep their values   settings: of the configuration, beside those
+    """
     byte_tokenizer(VOCABULARY).save(str(folder / "tokenizer.json"))
     config = tiny_config(family)
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any] = dict(settings)
     for name, value in _changes(config.get_text_config().to_dict()):
-        if _runs(made := _model(family, config, changes | {name: value})):
+        if name not in without and _runs(made := random_model(family, config, changes | {name: value})):
             changes[name] = value
-    settings = config.get_text_config().to_dict()
-    for name in (*settings, *settings.get("attn_config", {})):
+    fields = config.get_text_config().to_dict()
+    for name in (*fields, *fields.get("attn_config", {})):
         if LIMITS.fullmatch(name) and (limit := _highest_with_effect(family, config, changes, name)) is not None:
             changes[name] = limit
-    made = _model(family, config, changes)
+    made = random_model(family, config, changes)
     assert made is not None
     made.save_pretrained(folder)
     # As it is read again: some configurations change their values when they are written.
@@ -69,7 +74,7 @@ def write_rare_checkpoint(folder: Path, family: str) -> tuple[PreTrainedModel, d
 
 def assert_has_the_librarys_logits(engine: VerifierEngine, library: PreTrainedModel) -> None:
     """Assert that greedy tokens and float32 logits are the library's after each token of TEXT, by chains of rows."""
-    truth = _logits(library)[:, :VOCABULARY]
+    truth = library_logits(library)[:, :VOCABULARY]
     likeliest = truth.argmax(1)
     for start in range(0, len(TEXT), CHAIN + 1):
         rows = TEXT[start : start + CHAIN + 1]
@@ -100,7 +105,7 @@ def _changes(config: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, [each * (0.7 + 0.2 * place) for place, each in enumerate(value)]
 
 
-def _model(family: str, config: PretrainedConfig, changes: dict[str, Any]) -> PreTrainedModel | None:
+def random_model(family: str, config: PretrainedConfig, changes: dict[str, Any]) -> PreTrainedModel | None:
     """The library's model with random weights; None where it cannot be made."""
     settings = config.to_dict()
     if isinstance(text := settings.get("text_config"), dict):
@@ -121,7 +126,7 @@ def _model(family: str, config: PretrainedConfig, changes: dict[str, Any]) -> Pr
     return model
 
 
-def _logits(model: PreTrainedModel) -> Tensor:
+def library_logits(model: PreTrainedModel) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model(torch.tensor([TEXT]), use_cache=False).logits[0].float()
     return logits
@@ -129,7 +134,7 @@ def _logits(model: PreTrainedModel) -> Tensor:
 
 def _runs(model: PreTrainedModel | None) -> bool:
     try:
-        return model is not None and bool(torch.isfinite(_logits(model)).all())
+        return model is not None and bool(torch.isfinite(library_logits(model)).all())
     except Exception:  # a family's forward may raise anything
         return False
 
@@ -138,18 +143,18 @@ def _highest_with_effect(family: str, config: PretrainedConfig, changes: dict[st
     """The highest limit that changes some logits; of a lower limit the lowest. None where no limit does."""
     lower = name == "time_step_min"
     none: Any = (0.0, math.inf) if name == "time_step_limit" else 1e-6 if lower else 1e9
-    free = _model(family, config, changes | {name: none})
+    free = random_model(family, config, changes | {name: none})
     if not _runs(free):
         return None
     assert free is not None
-    truth = _logits(free)
+    truth = library_logits(free)
     for step in range(STEPS):
         limit = HIGHEST * STEP**step if not lower else 1e-3 / STEP**step
         value = (0.0, limit) if name == "time_step_limit" else limit
-        limited = _model(family, config, changes | {name: value})
+        limited = random_model(family, config, changes | {name: value})
         if limited is not None:
             limited.load_state_dict(free.state_dict())  # some initial weights depend on the limits
-        if _runs(limited) and limited is not None and _changed(_logits(limited), truth):
+        if _runs(limited) and limited is not None and _changed(library_logits(limited), truth):
             return value
     return None
 

@@ -60,6 +60,8 @@ def _parts(
     width, count, vocabulary = (whole(checkpoint.path, config, key) for key in keys)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{checkpoint.path}: hidden_act {config['hidden_act']!r} is not supported")
+    if config.get("rescale_prenorm_residual"):  # of initial weights; transformers applies it to loaded ones, too
+        raise CheckpointError(f"{checkpoint.path}: rescale_prenorm_residual True is not supported in a drafter")
 
     def take(name: str, *shape: int) -> Tensor:
         return checkpoint.tensor(name, *shape).to(device)
