@@ -31,6 +31,8 @@ from dendro.schema_refs import (
 EXACT = 1 << 53
 """Whole numbers up to it are numbers of float64, as which llguidance reads them."""
 LARGEST = 1 << 63
+NEAREST = Decimal("1e-9")
+"""How near a fraction may come to a whole number that is excluded as its bound."""
 MOST_MORE = 1 << 20
 """Bytes of a schema that are written more than once."""
 
@@ -117,12 +119,16 @@ class _Rewriting:
         made = {keyword: self._value(keyword, value, where, keys) for keyword, value in schema.items()}
         if made.get("uniqueItems") is False:
             del made["uniqueItems"]
+        if not isinstance(made.get("items"), list):
+            made.pop("additionalItems", None)  # it says nothing; llguidance would read prefixItems as of an old draft
         for keyword in ("const", "enum"):
             if keyword in made:
                 _check_exact(made[keyword], f"{where}/{keyword}")
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
             if _is_number(made.get(keyword)):
                 _bound(made, keyword)
+        for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
+            _exclude(made, keyword)
         if isinstance(made.get("multipleOf"), _Lossy) or _too_large(made.get("multipleOf")):
             raise SchemaError(f"{where}/multipleOf", "has more digits than float64")
         _expressions(made, where)
@@ -165,15 +171,15 @@ class _Rewriting:
         if keyword in IN_MAPS and isinstance(value, dict):
             places = {name: f"{place}/{pointer(name)}" for name in value}
             if keyword in DEFINITIONS:
-                value = {name: each for name, each in value.items() if self._is_reached(places[name])}
+                value = {name: each for name, each in value.items() if self._is_reached(each, places[name])}
             return {name: inner(each, places[name]) for name, each in value.items()}
         if (keyword in IN_LISTS or keyword == "items") and isinstance(value, list):
             return [inner(each, f"{place}/{index}") for index, each in enumerate(value)]
         return inner(value, place) if keyword in ALONE else value
 
-    def _is_reached(self, place: str) -> bool:
-        """Whether a reference leads to a definition, or into it."""
-        return self._reached is None or place in self._above
+    def _is_reached(self, schema: Json, place: str) -> bool:
+        """Whether a reference may lead to a definition, or into it."""
+        return self._reached is None or not isinstance(schema, dict) or place in self._above
 
 
 def _above(place: str) -> Iterator[str]:
@@ -232,6 +238,24 @@ def _bound(made: Schema, keyword: str) -> None:
         assert given is not None
         value = min(value, given) if inwards < 0 else max(value, given)
     made[plain] = int(value) if value.is_integer() else value
+
+
+def _exclude(made: Schema, keyword: str) -> None:
+    """Move a whole number that is excluded as a bound of fractions inwards: between it and a fraction of the same
+    whole part, llguidance admits it."""
+    plain, sign = keyword.removeprefix("exclusive").lower(), 1 if keyword.endswith("inimum") else -1
+    if isinstance(made.get(keyword), bool):  # as of draft 4
+        excludes = made.pop(keyword)
+        if excludes and _is_number(made.get(plain)):
+            made[keyword] = made.pop(plain)
+    kinds = made.get("type", "number")
+    bound = made.get(keyword)
+    if bound is None or not _is_number(bound) or bound != int(bound) or "number" not in kinds:
+        return
+    del made[keyword]
+    moved = sign * max(math.nextafter(sign * bound, math.inf), float(Decimal(sign * bound) + NEAREST))
+    given = made.get(plain)
+    made[plain] = sign * max(sign * given, sign * moved) if given is not None and _is_number(given) else moved
 
 
 def _expressions(made: Schema, where: str) -> None:

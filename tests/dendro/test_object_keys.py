@@ -172,6 +172,7 @@ def test_what_is_referred_to_by_its_place_in_something_else_is_enforced_too():
 def test_definitions_that_nothing_refers_to_may_have_what_cannot_be_enforced():
     unused = {"pattern": "(?i)a", "not": {}, "const": 9007199254740993}
     assert admits(compiled({"$ref": "#/$defs/a", "$defs": {"a": INTEGER, "b": unused}}), "1")
+    assert admits(compiled({"items": {"$ref": "#/$defs/a"}, "$defs": {"a": True}}), "[1]")
     with pytest.raises(BadRequest, match=r"/\$defs/b/"):
         compiled({"$ref": "#/$defs/b", "$defs": {"a": INTEGER, "b": unused}})
 

@@ -159,6 +159,18 @@ def test_bounds_beyond_float64_are_kept(bounds):
     assert admitted
 
 
+def test_fractions_keep_to_bounds_that_are_excluded():
+    """Also where both bounds have the same whole part, and where they come from two schemas."""
+    for low, high in itertools.combinations((-1.5, -1, -0.5, 0, 0.25, 1, 1.5), 2):
+        both = [{"exclusiveMinimum": low}, {"maximum": high}], [{"minimum": low}, {"exclusiveMaximum": high}]
+        for parts in both:
+            schema = {"type": "number"} | parts[0] | parts[1]
+            grammars = compiled(schema), compiled({"type": "number", "allOf": parts})
+            for text in ("-1.5", "-1.25", "-1", "-0.5", "-0.25", "0", "0.1", "0.25", "0.5", "1", "1.25"):
+                found = {admits(grammar, text) for grammar in grammars}
+                assert found == {jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))}, (schema, text)
+
+
 def test_a_declared_key_cannot_be_spelt_as_another_or_given_twice():
     others = {"additionalProperties": {"type": "string"}}
     grammar = compiled({"type": "object", "properties": {"a": {"type": "integer"}}} | others)
@@ -198,6 +210,13 @@ def test_a_day_that_does_not_exist_is_no_date(day):
 @pytest.mark.parametrize("schema", ["true", '\ufeff{"type": "integer"}', '{"items": {"uniqueItems": false}}', "{}"])
 def test_harmless_forms_of_schemas_work(schema):
     assert admits(compiled(schema), "1")
+
+
+def test_additional_items_beside_prefix_items_say_nothing():
+    schema = {"type": "array", "prefixItems": [{"type": "string"}], "additionalItems": False, "items": {"type": "null"}}
+    grammar, checker = compiled(schema), jsonschema.Draft202012Validator(schema)
+    for text in ("[]", "[1]", '["a"]', '["a",null]', '["a",1]', "[null]"):
+        assert admits(grammar, text) == checker.is_valid(json.loads(text)), text
 
 
 def test_a_schema_that_describes_nothing_is_refused():
