@@ -16,13 +16,6 @@ IDLE_S = 10.0
 Result = TypeVar("Result")
 
 
-def begin(name: str, work: Callable[[], Result]) -> Future[Result]:
-    """Run `work` in a new thread."""
-    future = Future[Result]()
-    threading.Thread(target=lambda: settle(future, work), name=name, daemon=True).start()
-    return future
-
-
 def settle(future: Future[Result], work: Callable[[], Result]) -> None:
     """Run `work` for a future, unless that was cancelled."""
     if not future.set_running_or_notify_cancel():
@@ -37,7 +30,9 @@ def settle(future: Future[Result], work: Callable[[], Result]) -> None:
 
 async def in_thread(name: str, work: Callable[[], Result]) -> Result:
     """The result of `work` in a new thread. A cancelled caller leaves it running."""
-    return await asyncio.wrap_future(begin(name, work))
+    future = Future[Result]()
+    threading.Thread(target=lambda: settle(future, work), name=name, daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 class DaemonThreads:
