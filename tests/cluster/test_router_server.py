@@ -22,6 +22,7 @@ from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from edge import ByteTokenizer, EdgePeers, config, ingress, plain_answer
+from faults import Panic
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from sockets import end, process, until
@@ -134,7 +135,7 @@ async def test_a_request_past_the_limit_is_refused_while_health_is_answered():
 
 async def test_a_panic_of_a_native_library_ends_its_request_with_a_status_at_once(monkeypatch, caplog):
     def encode(self, text, begins):
-        raise BaseException("index out of bounds")
+        raise Panic("index out of bounds")
 
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
         stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
