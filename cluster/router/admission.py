@@ -30,7 +30,7 @@ from cluster.router.priors import Priors
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import CheckpointTokenizer, Tokenizer
 from cluster.router.words import with_words
-from cluster.sessions import Record, Sessions, Turn
+from cluster.sessions import Record, Sessions, Turn, unknown_session
 
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
@@ -266,7 +266,12 @@ class Admission:
         limits = _limits(request, len(prompt), end, least)
         check_choice(sampling, limits, served.vocabulary, served.end_ids, structure)
         if resume is not None:
-            await off_loop(len(prompt), lambda: check_text_of_resume(resume, prompt))
+            try:
+                await off_loop(len(prompt), lambda: check_text_of_resume(resume, prompt))
+            except Conflict:
+                if record is None and request.session:  # it had earlier turns when the answer began
+                    raise unknown_session() from None
+                raise
         grammar = await _grammar_of(structure, tenant, served) if structure is not None else None
         complete: bool | None = False
         if grammar is not None:

@@ -638,6 +638,19 @@ async def test_a_broken_turn_is_not_resumed_after_another_turn_was_written(sessi
     assert token_ids_of(again) == plain_answer([*before.tokens, *b" and"], Sampling(), 9)
 
 
+async def test_a_resumed_turn_whose_session_was_lost_meanwhile_is_of_an_unknown_session():
+    sessions = MemorySessions()
+    router = ingress(EdgePeers(), sessions)
+    token = await first_turn(router)
+    turn = turn_of(token, " and", "A", keep_session=True)
+    stream, started, held = await begin(router, turn, 5)
+    await stream.aclose()
+    sessions._records.clear()
+    turn.resume.CopyFrom(resume_after(started, held))
+    with pytest.raises(NotFound, match="there is no such session"):
+        await anext(router.generate(turn))
+
+
 @pytest.mark.parametrize("changed", ["prompt_tokens", "prompt_digest"])
 async def test_a_resume_after_another_text_is_aborted(changed: str):
     resume = resume_of(IDS, plain_answer(IDS, Sampling(), 3))
