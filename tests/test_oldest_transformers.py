@@ -45,7 +45,7 @@ for family, expected in torch.load(Path(sys.argv[2]) / "logits.pt").items():
     assert (logits_of(Path(sys.argv[2]) / family) - expected).abs().max() < 1e-4, family
 print("loaded")
 """
-HYBRIDS = ("mamba2", "bamba", "mamba_in_llama")
+HYBRIDS = ("mamba2", "bamba", "mamba_in_llama", "granitemoehybrid", "jamba")
 
 
 def logits_of(folder):

@@ -94,7 +94,7 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     inner = _applied(experts.first, given, active)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     outer = _applied(experts.down, inner, active)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):  # transformers 5.17 has no such experts
         outer = self.post_expert_norm(outer)
     found = outer.index_select(0, torch.from_numpy(places)).view(rows, ranks, -1) * top_k_weights[..., None]
     total = found[:, 0].float()
