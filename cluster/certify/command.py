@@ -27,7 +27,7 @@ from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
 from cluster.command_options import ConfigArgument, JsonFile, Local, given_config
 from cluster.config import Config, TargetConfig
-from cluster.demo.prompts import held_out_prompts
+from cluster.demo.prompts import served_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
 from cluster.model_paths import resolved_path
@@ -85,8 +85,7 @@ def _with_dtype(config: Config, dtype: str) -> Config:
 
 
 def _prompts(count: int, folder: Path) -> list[checks.Prompt]:
-    tokenizer = CheckpointTokenizer(folder, "").backend
-    return [prompt.token_ids for prompt in held_out_prompts(count, PROMPT_TOKENS, tokenizer)]
+    return [*served_prompts(count, PROMPT_TOKENS, CheckpointTokenizer(folder, ""))]
 
 
 def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str]:

@@ -14,7 +14,6 @@ from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS
 from rich.console import Console
-from tokenizers import Tokenizer
 
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
@@ -23,7 +22,7 @@ from cluster.bench.report import Cells, Report, interval, machine_facts, number
 from cluster.bench.targets import parameter_count
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config, TargetConfig
-from cluster.demo.prompts import held_out_prompts
+from cluster.demo.prompts import served_prompts
 from cluster.hub import fetched, pinned
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import running
@@ -86,17 +85,16 @@ HELD_OUT = Default(8, quick=2)
 TOKENS = Default(ANSWER_TOKENS, quick=24)
 
 
-def _tokenizer(target: TargetConfig, name: str) -> Tokenizer:
+def _tokenizer(target: TargetConfig, name: str) -> CheckpointTokenizer:
     try:
-        tokenizer: Tokenizer = CheckpointTokenizer(target.tokenizer_folder, "").backend
-        return tokenizer
+        return CheckpointTokenizer(target.tokenizer_folder, "")
     except BadRequest as error:
         raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
 
 
-def _prompts(size: TuneSize, tokenizer: Tokenizer) -> Prompts:
+def _prompts(size: TuneSize, tokenizer: CheckpointTokenizer) -> Prompts:
     try:
-        found = [each.token_ids for each in held_out_prompts(size.learned + size.held_out, PROMPT_TOKENS, tokenizer)]
+        found = served_prompts(size.learned + size.held_out, PROMPT_TOKENS, tokenizer)
     except ValueError as error:
         raise BadRequest("prompts", f"{error} of {PROMPT_TOKENS} tokens; ask for fewer") from None
     return Prompts(tuple(found[: size.learned]), min(size.timed, size.learned), tuple(found[size.learned :]))

@@ -15,6 +15,7 @@ from tree_layers.tokens import read_tokens
 from cluster.certify import command as certify_command
 from cluster.checkpoints import read_cluster
 from cluster.config import Config, TargetConfig
+from cluster.demo.prompts import load_passages
 from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client
@@ -57,14 +58,18 @@ def test_the_written_tokenizer_files_have_the_declared_tables(tmp_path: Path):
     assert tokenizer.decode(tokenizer.encode("h\u00e9, Llama", True)) == "h\u00e9, Llama"
 
 
-def test_certify_and_tune_tokenize_prompts_with_a_tokenizer_model_file(tmp_path: Path):
-    published.write_tokenizer(published.VICUNA, tmp_path)  # tokenizer.model alone
-    text = "def area(radius):"
-    ids = CheckpointTokenizer(tmp_path, "").encode(text, True)
-    target = TargetConfig(checkpoint=tmp_path)
-    assert tune_command._tokenizer(target, "t").encode(text).ids == ids
-    prompts = certify_command._prompts(2, tmp_path)
-    assert len(prompts) == 2 and all(max(prompt) < 32000 for prompt in prompts)
+@pytest.mark.parametrize("kind", ["a tokenizer.model", "in Python"])
+def test_certify_and_tune_encode_prompts_as_a_router_does(tmp_path: Path, kind: str):
+    if kind == "in Python":
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    else:
+        published.write_tokenizer(published.VICUNA, tmp_path)  # tokenizer.model alone
+    router = CheckpointTokenizer(tmp_path, "")
+    texts = [tuple(router.encode(passage.text, begins=True)) for passage in load_passages()]
+    tokenizer = tune_command._tokenizer(TargetConfig(checkpoint=tmp_path), "t")
+    tuned = tune_command._prompts(tune_command.TuneSize(1, 1, 1, 8), tokenizer)
+    for prompt in (*certify_command._prompts(2, tmp_path), *tuned.learned, *tuned.held_out):
+        assert any(text[: len(prompt)] == tuple(prompt) for text in texts)
 
 
 def test_stale_keys_of_the_hf_mambas_are_ignored(tmp_path: Path):
