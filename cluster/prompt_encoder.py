@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from dendro.errors import BadRequest
-from tree_layers.tokenizer_forms import BARE, continuing, literal
+from tree_layers.tokenizer_forms import BARE, continuing, literal, splits_words
 
 PROBE = "a"
 ANCHORS = ".", "a", "\n"
@@ -112,7 +112,7 @@ def _continued(form: dict[str, Any]) -> Encode | None:
     other = continuing(form)
     if other == form:
         return None
-    if "WhitespaceSplit" in json.dumps(form["pre_tokenizer"]):
+    if splits_words(form):
         return _first_word_alone(_encoder(other), _encoder(form))
     return _encoder(other)
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 
 from tokenizers import Tokenizer
 from tree_layers.token_bytes import control_tokens, token_bytes
-from tree_layers.tokenizer_forms import BARE, continuing, literal
+from tree_layers.tokenizer_forms import BARE, continuing, literal, splits_words
 
 PROBE = "a"
+WORD = re.compile(r" ?\S+|\s")
+"""A word with the space before it, or another space."""
 
 
 class ByteCodec:
@@ -28,7 +31,11 @@ class ByteCodec:
         self.head = _head(tokenizer)
         """Special tokens that it puts before a text, such as BOS."""
         special = {each["content"] for each in form.get("added_tokens") or () if each.get("special")}
-        self._plain = Tokenizer.from_str(json.dumps(continuing(literal(form, special)) | BARE))
+        plain = literal(form, special) | BARE
+        self._plain = Tokenizer.from_str(json.dumps(continuing(plain)))
+        by_words = splits_words(form)
+        self._marked = Tokenizer.from_str(json.dumps(plain)) if by_words else None
+        """Encodes a word with the space before it, where words are split off: the text's own spaces are lost there."""
         first = tokenizer.encode(PROBE, add_special_tokens=False).ids
         self.prefixes = self.decode(first) == b" " + PROBE.encode()
         """Whether it puts a space before a text."""
@@ -45,6 +52,8 @@ class ByteCodec:
 
     def encode_all(self, parts: Sequence[bytes]) -> list[list[int]]:
         """The ids of each part, which is encoded alone."""
+        if self._marked is not None:
+            return [self._by_words(part, self._marked) for part in parts]
         pieces: list[tuple[int, bytes | str]] = []
         for number, part in enumerate(parts):
             pieces += [(number, piece) for piece in _pieces(part)]
@@ -57,6 +66,18 @@ class ByteCodec:
             else:
                 found[number] += [self.id_of[bytes([byte])] for byte in piece if bytes([byte]) in self.id_of]
         return found
+
+    def _by_words(self, data: bytes, marked: Tokenizer) -> list[int]:
+        """The ids of bytes; those of bytes without tokens, such as line breaks, are missing."""
+        found: list[int] = []
+        for piece in _pieces(data):
+            for word in WORD.findall(piece) if isinstance(piece, str) else ():
+                if word.isspace():
+                    found += [self.id_of[word.encode()]] if word.encode() in self.id_of else []
+                else:
+                    encoder = marked if word.startswith(" ") else self._plain
+                    found += encoder.encode(word.removeprefix(" "), add_special_tokens=False).ids
+        return [token for token in found if token < self.vocabulary]
 
 
 def _pieces(data: bytes) -> list[bytes | str]:

@@ -3,6 +3,7 @@ not begin a text, and for text in which no special token is read. Imports only t
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Collection
 from typing import Any
@@ -16,6 +17,11 @@ BARE: dict[str, Any] = {"post_processor": None, "truncation": None, "padding": N
 def continuing(form: dict[str, Any]) -> dict[str, Any]:
     """The form that changes nothing at a text's ends: it marks no beginning, by a space or otherwise."""
     return form | {part: _unmarked(form.get(part)) for part in ("normalizer", "pre_tokenizer")}
+
+
+def splits_words(form: dict[str, Any]) -> bool:
+    """Whether the spaces of a text only divide its words, as T5's tokenizer does, which marks each word again."""
+    return "WhitespaceSplit" in json.dumps(form["pre_tokenizer"])
 
 
 def _unmarked(component: Any) -> Any:

@@ -16,7 +16,7 @@ from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from tree_layers.errors import CheckpointError
 from tree_layers.token_bytes import token_bytes
 
@@ -144,6 +144,18 @@ def test_ids_past_the_models_rows_are_not_used(tokenizers):
 
 
 # ---- the text ----
+
+
+def test_spaces_survive_where_words_are_split_off_at_them_and_each_is_marked():
+    """As T5's, which has no tokens of single bytes and takes several spaces for one."""
+    made = other_tokenizers.unigram("always")
+    splits = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    made.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    codec = of(made)
+    for text in ("the cat sat", " cat", "son sat on", "the  mat ", ""):
+        assert codec.decode(codec.encode(text.encode())) == text.encode()
+    parts = [b"the ca", b"t", b" sat"]
+    assert b"".join(map(codec.decode, codec.encode_all(parts))) == b"".join(parts)
 
 
 def translated(target: ByteCodec, drafter: ByteCodec, ids: list[int]) -> list[int]:
