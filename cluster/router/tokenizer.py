@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dendro.errors import BadRequest
-from tree_layers.token_bytes import BYTE_TOKEN, bytes_of_text, falls_back_to_bytes, form_of
+from tree_layers.token_bytes import BYTE_TOKEN, bytes_of_text, falls_back_to_bytes, form_of, unknown_token
 
 from cluster.checkpoint_tokenizer import backend_of, decoder_of, load_tokenizer, special_ids, token_bytes_of
 from cluster.prompt_encoder import PromptEncoder
@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
 
     def encode_literally(self, text: str, begins: bool) -> list[int]:
         """The same, but texts of special tokens in it are ordinary text."""
+        ...
+
+    def knows(self, text: str) -> bool:
+        """Whether no part of a text becomes the unknown token."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -67,6 +71,7 @@ class CheckpointTokenizer:
         form = {} if self._backend is None else json.loads(self._backend.to_str())
         self._bytes = _byte_tokens(form, self._backend)
         self._spelt = _spelt_tokens(form)
+        self._unknown = unknown_token(form) if form else self._tokenizer.unk_token
 
     @property
     def head(self) -> tuple[int, ...]:
@@ -87,6 +92,12 @@ class CheckpointTokenizer:
 
     def encode_literally(self, text: str, begins: bool) -> list[int]:
         return self._encoder.encode_literally(text, begins)
+
+    def knows(self, text: str) -> bool:
+        if self._unknown is None:
+            return True
+        unknown = self._tokenizer.convert_tokens_to_ids(self._unknown)
+        return self.encode(text, begins=False).count(unknown) <= text.count(self._unknown)
 
     def showing(self) -> CheckpointTokenizer:
         shown = copy.copy(self)

@@ -43,12 +43,14 @@ def _with_words(sampling: Sampling, words: list[str], biases: dict[str, float], 
             if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
                 reason = f"has {len(ids)} tokens; must have 1 to {MAX_BAD_WORD_TOKENS}"
                 raise BadRequest(_name("bad_words", text), reason)
+            _check_known("bad_words", text, tokenizer)
             found[ids] = None
     tokens = dict(sampling.logit_bias)
     for text, bias in biases.items():
         ids = tuple(tokenizer.encode(text, begins=False))
         if len(ids) != 1:
             raise BadRequest(_name("logit_bias", text), f"has {len(ids)} tokens of this target; a bias is of one")
+        _check_known("logit_bias", text, tokenizer)
         if not -LARGEST_SHIFT <= bias <= LARGEST_SHIFT:
             raise BadRequest(
                 _name("logit_bias", text), f"must lie in [{-LARGEST_SHIFT:g}, {LARGEST_SHIFT:g}]; got {bias}"
@@ -62,6 +64,12 @@ def _with_words(sampling: Sampling, words: list[str], biases: dict[str, float], 
 def spellings(text: str) -> list[str]:
     """A bad word as it may stand in a text: within a word or at its beginning, after a space."""
     return [text] if text.startswith(" ") else [text, f" {text}"]
+
+
+def _check_known(field: str, text: str, tokenizer: Tokenizer) -> None:
+    """Raise BadRequest where a part of a text has no tokens: they would be those of any other such text."""
+    if not tokenizer.knows(text):
+        raise BadRequest(_name(field, text), "has characters that the target has no tokens for")
 
 
 def _name(field: str, text: str) -> str:

@@ -48,12 +48,16 @@ def form_of(decoder: Any) -> TokenForm:
 def control_tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:
     """Texts of the tokens that stand for no bytes, by id: special added tokens and the unknown token."""
     added = {each["id"]: each["content"] for each in tokenizer.get("added_tokens") or () if each.get("special")}
+    unknown = unknown_token(tokenizer)
+    return added | {token: text for token, text in _texts(tokenizer).items() if text == unknown}
+
+
+def unknown_token(tokenizer: Mapping[str, Any]) -> str | None:
+    """The text of the token that stands for characters without tokens; None where there is none."""
     model = tokenizer["model"]
-    texts = _texts(tokenizer)
     unknown = model.get("unk_id") if model.get("type") == "Unigram" else None
-    if unknown is None and model.get("unk_token") is not None:
-        unknown = next((token for token, text in texts.items() if text == model["unk_token"]), None)
-    return added if unknown is None else added | {unknown: texts[unknown]}
+    text: str | None = model.get("unk_token") if unknown is None else _texts(tokenizer)[unknown]
+    return text
 
 
 def token_bytes(tokenizer: Mapping[str, Any]) -> dict[int, bytes]:

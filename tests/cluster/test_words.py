@@ -12,6 +12,7 @@ from dendro.structure import Structure, StructureForm
 from dendro.text import MAX_BAD_WORDS, MAX_BIASED_IDS, Finish
 from edge import END, EdgePeers, ingress, resume_of
 from other_tokenizers import STYLES, loaded, templated
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.api.local import LocalClient
 from cluster.router.admission import Served
@@ -81,6 +82,21 @@ async def test_a_text_that_cannot_be_such_tokens_is_refused_by_its_field(field: 
     with pytest.raises(BadRequest, match=reason) as refused:
         await LocalClient(ingress(EdgePeers())).generate_text("the", max_new_tokens=2, **options)
     assert refused.value.field.startswith(field)
+
+
+async def test_a_text_without_tokens_of_its_own_is_refused_where_it_would_ban_or_favour_all_such_texts(tmp_path: Path):
+    """A tokenizer without byte tokens, as T5's: every character that it lacks is `<unk>`."""
+    vocabulary = [("<unk>", 0.0), *((each, -1.0) for each in ("▁", "t", "h", "e", "▁the"))]
+    made = Tokenizer(models.Unigram(vocabulary, 0))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    made.add_special_tokens(["<unk>"])
+    client = serving(EdgePeers(), loaded(tmp_path, made))
+    for options in ({"logit_bias": {"漢": 5.0}}, {"bad_words": ["e漢"]}):
+        (field,) = options
+        with pytest.raises(BadRequest, match="has characters that the target has no tokens for") as refused:
+            await client.generate_text("the", max_new_tokens=1, **options)
+        assert refused.value.field.startswith(field)
+    await client.generate_text("the", max_new_tokens=1, logit_bias={"t": 1.0, "<unk>": -5.0}, bad_words=["the"])
 
 
 # Special tokens
