@@ -68,7 +68,14 @@ def _llama() -> LlamaConfig:
 
 
 def _neox() -> GPTNeoXConfig:
-    return GPTNeoXConfig(vocab_size=50432, max_position_embeddings=16384, hidden_size=4096, intermediate_size=16384)
+    return GPTNeoXConfig(
+        vocab_size=50432,
+        hidden_size=4096,
+        intermediate_size=16384,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        max_position_embeddings=16384,
+    )
 
 
 def _mamba2() -> Mamba2Config:
