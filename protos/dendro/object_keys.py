@@ -102,7 +102,10 @@ def _plain(text: str) -> str:
 
 
 def listed(schema: Schema) -> dict[str, list[str]]:
-    """The keys of the patterns that list them: a key that is declared instead cannot be given twice."""
+    """The keys of the patterns that list them: a key that is declared instead cannot be given twice. None where keys
+    are counted, which llguidance does only where all declared ones are required."""
+    if "minProperties" in schema or "maxProperties" in schema:
+        return {}
     found = {pattern: exact(pattern) for pattern in schema.get("patternProperties", ())}
     return {pattern: names for pattern, names in found.items() if names}
 
