@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from tree_kernels import ROW_MULTIPLE
 from tree_kernels.elementwise import is_narrow, leaves_tail, threads_of
 from tree_kernels.matmul import PackedWeight, why_not_packed
 
+from tree_layers.faster_rows import TIMED, faster_rows, padded
 from tree_layers.narrow import narrow
 
 TILE = 32
@@ -245,6 +246,7 @@ class RowForms:
         self._why_library = ""
         self._tails: set[int] = set()  # widths of results of which a single row leaves a tail
         self._units: dict[_Kind, int] = {}
+        self._faster: dict[_Kind, Mapping[int, int]] = {}
         self._pieces: dict[tuple[int, int], tuple[tuple[int, int, int], ...]] = {}
 
     def report(self) -> RowsReport:
@@ -319,7 +321,18 @@ class RowForms:
         if isinstance(choice, _Compiled):
             return _narrowed(choice.make(weight, bias, self.threads), weight)
         form = choice.make(weight, bias, threads) if choice else in_threads(_plain(weight, bias), threads)
+        if choice is not None and weight.device.type in TIMED:
+            form = padded(form, self._faster_rows(choice, weight, bias, may_pack))
         return self._for_any_rows(form, weight, unit or self.buckets[0])
+
+    def _faster_rows(self, choice: _Choice, weight: Tensor, bias: Tensor | None, may_pack: bool) -> Mapping[int, int]:
+        """To which of the buckets, all of which give the same bits, each number of rows is padded to save time."""
+        kind = self._kind(weight, bias, may_pack)
+        if kind not in self._faster:
+            rows, like, bias = _cancelling(weight, bias, max(self.buckets))
+            with torch.inference_mode():
+                self._faster[kind] = faster_rows(choice.make(like, bias), rows, self.buckets)
+        return self._faster[kind]
 
     def _threads(self, weight: Tensor) -> int:
         return self.threads if weight.numel() >= ALONE else 1
