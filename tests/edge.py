@@ -40,6 +40,9 @@ class ByteTokenizer:
 
     encode_literally = encode
 
+    def knows(self, text: str) -> bool:
+        return True
+
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(self.visible(ids)).decode(errors="replace")
 
