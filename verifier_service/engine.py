@@ -329,7 +329,7 @@ class VerifierEngine:
             return min(NOISE_PAUSE_S, self.scheduler.linger_s or NOISE_PAUSE_S)
         try:
             self.runner.prepare(*self._ahead.pop(0))
-        except Exception:  # the round that needs this noise computes it then, or fails
+        except BaseException:  # the round that needs this noise computes it then, or fails
             log.exception("verifier: noise could not be computed ahead")
         return 0.0
 
@@ -340,7 +340,7 @@ class VerifierEngine:
         try:
             arrays = self.runner.save(saved.source, saved.length) if saved.source is not None else saved.arrays
             self.runner.restore(session.memory.place, saved.length, saved.tokens, arrays)
-        except Exception:
+        except BaseException:  # a panic of a native library is no Exception
             log.exception("verifier: a saved memory of %d tokens could not be restored", saved.length)
             return False
         return True
@@ -353,7 +353,7 @@ class VerifierEngine:
         if session.memory.place is not None and ids:
             try:
                 arrays = self.runner.save(session.memory.place, len(ids))
-            except Exception:
+            except BaseException:  # as above
                 log.exception("verifier: the memory of a closed text could not be copied")
         self.scheduler.gone(ask.call.update.opening)
         ask.ticket.settle(_Left(session.parameters.tenant, ids, digest, arrays))

@@ -6,6 +6,8 @@ import asyncio
 
 import numpy as np
 import pytest
+import tiny_mamba
+import tiny_models
 import torch
 from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound
@@ -15,7 +17,6 @@ from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from faults import Panic
-from tiny_models import make_checkpoint
 
 from verifier_service.engine import VerifierEngine
 from verifier_service.logprobs import walk_with_logprobs
@@ -31,7 +32,11 @@ LAWS = {"greedy": Sampling(), "drawn": Sampling(temperature=1.0, seed=3)}
 @pytest.fixture(scope="module", params=["llama", "mamba2"])
 def engine(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    make_checkpoint(folder, request.param, 0)
+    if request.param == "mamba2":
+        tiny_mamba.make_checkpoint(folder, "mamba2", config=tiny_mamba.tiny_config("mamba2", tiny_models.PADDED))
+        tiny_models.write_tokenizer(folder)
+    else:
+        tiny_models.make_checkpoint(folder)
     made = VerifierEngine.load(folder, VerifierOptions(name="tiny", max_length=256, max_sessions=8))
     embedding = made.runner.target.model.get_input_embeddings()
     with torch.inference_mode():
@@ -74,7 +79,8 @@ class Caller:
 
 async def fresh(engine, token_bytes=None):
     """An engine that answers in this event loop."""
-    again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello(), token_bytes=token_bytes)
+    hello, shelf = await engine.hello(), engine._shelf
+    again = VerifierEngine(engine.scheduler, engine.runner, hello, shelf, token_bytes=token_bytes)
     await again.start()
     return again
 
@@ -257,4 +263,26 @@ async def test_a_panic_while_a_step_is_planned_ends_its_texts_and_not_the_engine
     with pytest.raises(NotFound):
         await caller.round()
     assert await Caller(engine).answer() == alone
+    await engine.stop()
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])
+@pytest.mark.parametrize("part", ["save", "prepare"])
+async def test_a_fault_while_a_text_is_copied_or_noise_is_made_ahead_ends_no_text(engine, monkeypatch, part, kind):
+    engine, failed = await fresh(engine), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def failing(*given):
+        loop.call_soon_threadsafe(failed.set)
+        raise kind("planted")
+
+    monkeypatch.setattr(engine.runner, part, failing)
+    other, caller = Caller(engine, PROMPT[5:], LAWS["drawn"]), Caller(engine, PROMPT, LAWS["drawn"])
+    await asyncio.gather(other.open(), caller.answer(2))
+    closed = await engine.close(CloseCall(caller.update()))
+    assert part != "save" or not closed.saved
+    await other.round()
+    if part == "prepare" or engine.scheduler.capacity.saves:
+        await asyncio.wait_for(failed.wait(), 20)
+    await other.round()
     await engine.stop()
