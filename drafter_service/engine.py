@@ -191,7 +191,8 @@ class DrafterEngine:
     def _fresh(self) -> DraftScheduler:
         options, texts, nodes = self._options, SlotPool(self._text_slots), SlotPool(self._node_slots)
         limits = options.max_sessions, options.prefill_chunk
-        return DraftScheduler(options.name, texts, nodes, *limits, self._clock, self._runner.runs_levels)
+        runs_levels, wake = self._runner.runs_levels, lambda: self._thread.post(lambda ticket: None)
+        return DraftScheduler(options.name, texts, nodes, *limits, self._clock, runs_levels, wake)
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 
@@ -293,7 +294,7 @@ class DrafterEngine:
         if self._folded(step.folds) and step.plan is not None:
             self._forward(step.plan)
         self._send_answers()
-        return None if step.plan is None and not self._prepare_noise() else 0.0
+        return self._scheduler.text_masks.patience_s if step.plan is None and not self._prepare_noise() else 0.0
 
     def _end_texts(self, reason: DendroError) -> None:
         self._scheduler = self._fresh()

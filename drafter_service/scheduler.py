@@ -31,6 +31,7 @@ from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
 from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
 from drafter_service.structures import DraftStructure, keep_allowed
+from drafter_service.text_masks import TextMasks
 from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens, level_of
 
 log = logging.getLogger("dendro.drafter")
@@ -58,9 +59,11 @@ class DraftScheduler:
         chunk: int,
         clock: Clock = time.monotonic,
         runs_levels: Callable[[int], bool] = lambda session: False,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
         chunk: most tokens of a prompt per forward   runs_levels: whether a plan of this session may have `Levels`
+        wake: as of `TextMasks`
         """
         self.name = name
         self.texts = texts
@@ -69,6 +72,7 @@ class DraftScheduler:
         self.chunk = chunk
         self.clock = clock
         self.runs_levels = runs_levels
+        self.text_masks = TextMasks(clock, wake)
         self.answers: list[tuple[Ticket, Answer]] = []  # to send; the engine clears them
         self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
         self.calibrations = {kind: Calibration() for kind in ("logits", "noise", "temperature")}  # by `scored_by`
@@ -191,11 +195,16 @@ class DraftScheduler:
     def _plan(self) -> DraftPlan | None:
         """The next forward that a caller waits for."""
         growing, starting, prompts = [], [], []
+        drafted = [session for session in self._sessions.values() if session.is_drafted(self.chunk)]
+        ready = self.text_masks.ready(drafted)
         room = True  # rounds get slots in order: once one waits for slots, later ones wait too, so that none starves
         for session in list(self._sessions.values()):
-            if session.round is not None and session.round.growth.processed:
-                growing.append(session)
-            elif session.opened is None and session.round is not None and self._reaches_root(session):
+            if session.round is not None and session.is_drafted(self.chunk):
+                if session not in ready:
+                    continue
+                if session.round.growth.processed:
+                    growing.append(session)
+                    continue
                 room = room and self._reserve(session)
                 if room:
                     starting.append(session)
@@ -247,7 +256,7 @@ class DraftScheduler:
         if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
             session.covers = rows.stop - 1
             for covered in range(rows.start + 1, rows.stop):
-                self._record_rank(session, covered, candidates.pop(0), scores.pop(0))
+                session.record_rank(covered, candidates.pop(0), scores.pop(0), self.calibrations)
         draft_round.extend(candidates, scores, chances[-len(scores) :])
         if draft_round.growth.finished:
             self._finish(session, draft_round)
@@ -307,7 +316,7 @@ class DraftScheduler:
         counts = () if form is None else form.counts[growth.level :]
         if form is None or session.round.draws or len(counts) < 2 or not self.runs_levels(session.number):
             return plan
-        if self._masks or (growth.processed and session.structure is not None):  # its form depends on the masks
+        if self._masks or (growth.processed and session.structured):  # its form depends on the masks
             return plan
         done, count = growth.processed, len(form.above)
         self._planned = [(session, range(done, count))]
@@ -361,7 +370,7 @@ class DraftScheduler:
         """Add a fold of the last tree's nodes that the text went through to the next step, and free all its nodes."""
         path, growth = draft_round.path_of(session.text.ids), draft_round.growth
         for position, place in enumerate(path, draft_round.base):
-            self._record_rank(session, position, growth.candidates[place], growth.scores[place])
+            session.record_rank(position, growth.candidates[place], growth.scores[place], self.calibrations)
         if path:
             source = session.slot
             self._own_slot(session)
@@ -369,19 +378,6 @@ class DraftScheduler:
             self._folds.append(TextFold(session.covers, source, session.slot, slots))
             session.covers += len(path)
         self._drop_tree(session, draft_round)
-
-    def _record_rank(
-        self, session: DrafterText, position: int, candidates: Sequence[int], scores: Sequence[float]
-    ) -> None:
-        """Record the rank of the text's token at `position` among a row's candidates, and fit the calibration to it."""
-        token, shown = session.text.ids[position], candidates[:CANDIDATES]
-        rank = shown.index(token) if token in shown else CANDIDATES
-        session.ranks[position] = rank
-        sampling = session.parameters.sampling
-        # Allowed ids and structures may remove some candidates; drawn ones are in another order than their scores.
-        removed = session.structure is not None and len(shown) < CANDIDATES
-        if not sampling.allowed_ids and not sampling.draws_guesses and not removed:
-            self.calibrations[session.scored_by] = self.calibrations[session.scored_by].learn(scores, rank)
 
     def _own_slot(self, session: DrafterText) -> None:
         """Ensure that the session's slot is writable: neither slot 0 nor the slot kept from opening."""
@@ -418,10 +414,6 @@ class DraftScheduler:
         draft_round.slots = []
         if session.kept is draft_round:
             session.kept = None
-
-    def _reaches_root(self, session: DrafterText) -> bool:
-        """Whether one chain covers the rest of the text, root included."""
-        return session.base - session.covers <= self.chunk
 
     def _request_noise(self, session: DrafterText, positions: range) -> None:
         if session.parameters.sampling.shares_noise:

@@ -15,15 +15,15 @@ from dendro.daemon_threads import in_thread
 from dendro.errors import BadRequest, Overloaded
 from dendro.grammars import Bits, GrammarPlace, Grammars, GrammarText, TokenBytes, permits
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
+from dendro.mask_threads import WAIT_S
 
 from drafter_service.grow import Growth
 
 log = logging.getLogger("dendro.drafter")
 
 SLOW_ROW_S = 0.01
-"""A mask that takes longer delays the other texts of its drafter."""
 PATIENCE_S = 0.1
-"""After so much time above SLOW_ROW_S a row, a text is drafted without its structure."""
+"""After so much time of a processor above SLOW_ROW_S a row, a text is drafted without its structure."""
 
 
 class DraftStructures:
@@ -61,7 +61,8 @@ class DraftStructures:
 
 
 class DraftStructure:
-    """The structure of one text's answer: what it allows after each token of the text, and in the tree of a round."""
+    """The structure of one text's answer: what it allows after each token of the text, and in the tree of a round.
+    Not thread-safe."""
 
     def __init__(self, name: str, text: GrammarText, prompt_length: int) -> None:
         self._name = name
@@ -69,6 +70,7 @@ class DraftStructure:
         self._prompt_length = prompt_length
         self._lost = False  # the text is none of the structure's, or the masks take too long
         self._slow_s = 0.0
+        self._spent_s = 0.0  # of a processor, on the last rows
         self._places: dict[int, GrammarPlace | None] = {}  # by row of the tree; None: nothing may follow
 
     def follow(self, ids: Sequence[int]) -> None:
@@ -85,7 +87,13 @@ class DraftStructure:
             log.warning("drafter %s: guesses without the structure of an answer: %s", self._name, reason)
             self._lost = True
 
+    @property
+    def quick(self) -> bool:
+        """Whether the last rows' masks were found within a moment."""
+        return self._spent_s <= WAIT_S
+
     def _took(self, seconds: float) -> None:
+        self._spent_s += seconds
         self._slow_s = max(0.0, self._slow_s + seconds - SLOW_ROW_S)
         if self._slow_s > PATIENCE_S:
             self._give_up(f"its masks take {seconds:.3f} s a row")
@@ -94,26 +102,27 @@ class DraftStructure:
         """The tokens that may follow the text's first `first` + 1 tokens, those and one more, ..., and all `ids`; the
         last are those of a new tree's root. None: any."""
         found: list[Bits | None] = []
-        self._places = {}
+        self._places, self._spent_s = {}, 0.0
         for length in range(first + 1, len(ids) + 1):
-            began_s = time.perf_counter()
+            began_s = time.thread_time()
             self.follow(ids[:length])
             if self._lost or length < self._prompt_length:
                 found.append(None)
                 continue
             self._places = {0: self._text.place()}
-            self._took(time.perf_counter() - began_s)
+            self._took(time.thread_time() - began_s)
             found.append(self._of_row(0))
         return found
 
     def of_level(self, growth: Growth) -> list[Bits | None]:
         """The tokens that may follow each row of a tree's frontier; None: any."""
+        self._spent_s = 0.0
         for row in growth.frontier:
             if row and not self._lost:
-                began_s = time.perf_counter()
+                began_s = time.thread_time()
                 above = self._places.get(growth.parents[row])
                 self._places[row] = None if above is None else above.after(growth.tokens[row])
-                self._took(time.perf_counter() - began_s)
+                self._took(time.thread_time() - began_s)
         return [self._of_row(row) for row in growth.frontier]
 
     def _of_row(self, row: int) -> Bits | None:

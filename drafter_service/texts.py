@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ from dendro.grammars import Bits
 from dendro.shapes import TreeShape
 from dendro.tree import LAW_TOKENS, DraftTree
 
-from drafter_service.confidence import Calibration
+from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import Growth, Numbers
 from drafter_service.plan import EMPTY_TEXT, Level, Nodes
 from drafter_service.sampled import GuessDraws
@@ -93,6 +94,17 @@ class DraftRound:
             first = level.stop
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowMasks:
+    """What may be guessed after the rows that a round puts through the model next, which a thread finds. Until it is
+    done, nothing else may use the text's structure."""
+
+    work: Future[list[Bits | None]]
+    of: DraftRound
+    processed: int  # rows of its tree that had gone through the model
+    begun_s: float
+
+
 @dataclass(eq=False)
 class DrafterText:
     """One opening. `slot` has consumed `ids[:covers]`; a tree's nodes continue from there."""
@@ -115,26 +127,59 @@ class DrafterText:
     ahead: int = 0  # tokens that the text has more, or fewer where negative, in the target's ids
     closing: Ticket | None = None
     ended: bool = False  # its memory is being saved
+    begun: RowMasks | None = None  # the last ones, of this round or of one before
+    structured: bool = field(init=False)  # its answer has a structure, even if it is drafted without it by now
+
+    def __post_init__(self) -> None:
+        self.structured = self.structure is not None
 
     @property
     def base(self) -> int:
         return len(self.text.tokens)
 
+    def is_drafted(self, chunk: int) -> bool:
+        """Whether its tree can begin or go on with the next forward, of up to `chunk` tokens, once it `has_masks`."""
+        if self.round is None:
+            return False
+        return bool(self.round.growth.processed) or (self.opened is None and self.base - self.covers <= chunk)
+
+    def record_rank(
+        self,
+        position: int,
+        candidates: Sequence[int],
+        scores: Sequence[float],
+        calibrations: MutableMapping[str, Calibration],
+    ) -> None:
+        """Record the rank of its token at `position` among a row's candidates, and fit its calibration to it."""
+        token, shown = self.text.ids[position], candidates[:CANDIDATES]
+        rank = shown.index(token) if token in shown else CANDIDATES
+        self.ranks[position] = rank
+        sampling = self.parameters.sampling
+        # Allowed ids and structures may remove some candidates; drawn ones are in another order than their scores.
+        removed = self.structured and len(shown) < CANDIDATES
+        if not sampling.allowed_ids and not sampling.draws_guesses and not removed:
+            calibrations[self.scored_by] = calibrations[self.scored_by].learn(scores, rank)
+
+    @property
+    def has_masks(self) -> bool:
+        """Whether the masks of the rows that its round puts through the model next are known, or there are none."""
+        if self.structure is None or self.round is None:
+            return True
+        begun, of = self.begun, (self.round, self.round.growth.processed)
+        return begun is not None and (begun.of, begun.processed) == of and begun.work.done()
+
     def masks(self, first: int) -> list[Bits | None]:
         """What may be guessed after the rows that its round puts through the model next: the text's tokens from `first`
-        on, and then levels of the tree."""
-        assert self.round is not None
+        on, and then levels of the tree. Only while it `has_masks`."""
+        assert self.round is not None and self.has_masks
+        if self.structure is not None and self.begun is not None:
+            try:
+                return self.begun.work.result()
+            except BaseException as error:  # a panic of a native library is no Exception
+                self.structure = None
+                log.warning("a text is drafted without its structure, which failed: %r", error)
         growth = self.round.growth
-        if self.structure is None:
-            return [None for _ in (growth.frontier if growth.processed else range(first, self.base))]
-        try:
-            return (
-                self.structure.of_level(growth) if growth.processed else self.structure.after_text(self.text.ids, first)
-            )
-        except BaseException as error:  # a panic of a native library is no Exception
-            self.structure = None
-            log.warning("a text is drafted without its structure, which failed: %r", error)
-            return self.masks(first)
+        return [None for _ in (growth.frontier if growth.processed else range(first, self.base))]
 
     @property
     def lag(self) -> int:

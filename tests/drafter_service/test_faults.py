@@ -21,6 +21,7 @@ from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from drafter_service.texts import DrafterText
 
 POISON = 11
 """A token whose embedding is not finite, and so are the scores after it."""
@@ -128,14 +129,14 @@ async def test_a_text_whose_fold_cannot_be_planned_ends_alone(folder, kind, monk
     engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=NoStates())
     await engine.start()
     (first, second), alone = await pair(engine)
-    record = engine._scheduler._record_rank
+    record = DrafterText.record_rank
 
     def raising(session, *given):
         if session.opening == second.opening:
             raise kind("planted")
         record(session, *given)
 
-    monkeypatch.setattr(engine._scheduler, "_record_rank", raising)
+    monkeypatch.setattr(DrafterText, "record_rank", raising)
     found, failed = await asyncio.gather(*(rounds(each, 2) for each in (first, second)), return_exceptions=True)
     assert found == alone[0][1:] and isinstance(failed, EngineFailed) and "planted" in str(failed)
     assert engine.sessions == 3

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars
+from dendro.mask_threads import MaskThreads
 from dendro.modes import VerificationMode
 from dendro.shapes import BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.state import MemoryStates, NoStates, StateStore
@@ -27,13 +29,13 @@ from dendro.tree import DraftTree
 from tiny_drafters import VOCABULARY, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 
-from drafter_service import structures
+from drafter_service import structures, text_masks
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine, node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
-from drafter_service.structures import keep_allowed
+from drafter_service.structures import DraftStructure, keep_allowed
 
 END = 0  # of no text
 BYTES = {token: bytes([31 + token]) for token in range(1, VOCABULARY)}
@@ -440,6 +442,92 @@ def test_candidates_that_a_mask_lacks_are_removed_with_their_scores():
 
 class NativePanic(BaseException):
     """As pyo3's PanicException, no Exception."""
+
+
+class HeldWork:
+    """Holds one text's work on a part of its structure, in whatever thread, until it is `free`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, part: str, seconds: float = 10.0) -> None:
+        self.begun, self.free = threading.Event(), threading.Event()
+        inner = getattr(DraftStructure, part)
+
+        def held(*given: Any) -> Any:
+            self.begun.set()
+            self.free.wait(seconds)
+            return inner(*given)
+
+        monkeypatch.setattr(DraftStructure, part, held)
+
+
+@pytest.mark.parametrize("part", ["after_text", "of_level"])
+async def test_no_other_text_waits_for_masks_and_their_own_has_the_same_tree(drafter: Path, monkeypatch, part: str):
+    async with following(drafter) as engine:
+        wanted = [await drafted(engine, PROMPT, structure, TREE) for structure in (STRUCTURES[0], None)]
+        held = HeldWork(monkeypatch, part)
+        structured, plain = (StructuredText(engine, [*PROMPT], structure) for structure in (STRUCTURES[0], None))
+        await structured.open()
+        await plain.open()
+        waiting = asyncio.ensure_future(structured.draft(TREE))
+        await asyncio.to_thread(held.begun.wait, 10)
+        for _ in range(3):
+            assert same(await plain.draft(TREE), wanted[1])
+        assert not waiting.done()
+        held.free.set()
+        assert same(await waiting, wanted[0])
+        await structured.close()
+        await plain.close()
+
+
+@pytest.mark.parametrize("part", ["after_text", "of_level"])
+async def test_a_text_whose_masks_do_not_come_is_drafted_without_its_structure(
+    drafter: Path, monkeypatch, caplog, part: str
+):
+    monkeypatch.setattr(text_masks, "LATE_S", 0.02)
+    async with following(drafter) as engine:
+        wanted = await drafted(engine, PROMPT, None, TREE)
+        held = HeldWork(monkeypatch, part)
+        text = StructuredText(engine, [*PROMPT], STRUCTURES[0])
+        await text.open()
+        assert (await text.draft(TREE)).guesses
+        assert not held.free.is_set() and "drafted without its structure, whose masks take more" in caplog.text
+        assert same(await text.draft(TREE), wanted)
+        held.free.set()
+        await text.close()
+
+
+async def test_a_text_whose_masks_took_long_is_not_waited_for_and_its_masks_are_used(drafter: Path, monkeypatch):
+    waits, wait = list[int](), MaskThreads.wait
+
+    def counting(threads: MaskThreads, works: Collection[Any]) -> None:
+        waits.append(len(works))
+        wait(threads, works)
+
+    async with following(drafter) as engine:
+        wanted = await drafted(engine, PROMPT, STRUCTURES[0], TREE)
+        monkeypatch.setattr(MaskThreads, "wait", counting)
+        assert same(await drafted(engine, PROMPT, STRUCTURES[0], TREE), wanted)
+        assert sum(waits) == TREE.depth
+        waits.clear()
+        monkeypatch.setattr(structures, "WAIT_S", 0.0)  # all masks after the first take longer than that
+        assert same(await drafted(engine, PROMPT, STRUCTURES[0], TREE), wanted)
+        assert sum(waits) == 1
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, NativePanic], ids=["exception", "panic"])
+async def test_a_structure_that_raises_inside_a_tree_leaves_the_rest_of_it_without_masks(
+    drafter: Path, monkeypatch, kind: type[BaseException]
+):
+    """Alone, where a compiled drafter could run all other levels at once, had the tree its whole shape so far."""
+    one = Structure.regex("(a|bcdef)x{9}")
+
+    def raising(*given: Any) -> None:
+        raise kind("planted")
+
+    async with following(drafter) as engine:
+        monkeypatch.setattr(DraftStructure, "of_level", raising)
+        tree = await drafted(engine, PROMPT, one, TREE)
+    counts = np.bincount(tree.depths)
+    assert counts.tolist() == [1, 2, 4, 4] and {BYTES[token] for token in tree.tokens[1:3].tolist()} == {b"a", b"b"}
 
 
 @pytest.mark.parametrize("part", ["after_text", "of_level"])
