@@ -78,8 +78,10 @@ def make_model(family: Family, seed: int = 0, **settings: Any) -> PreTrainedMode
     elif family == "mistral":
         sliding = {"num_key_value_heads": 2, "sliding_window": WINDOW}
         model = MistralForCausalLM(MistralConfig(**common | sliding | settings))
-    else:
+    elif family == "neox":
         model = GPTNeoXForCausalLM(GPTNeoXConfig(**common | settings))
+    else:
+        raise ValueError(f"{family} is none of {FAMILIES}")
     randomise(model, seed)
     return model.eval()
 
