@@ -8,7 +8,6 @@ client -> Router -> (lease) -> drafter and verifier replicas; each of the three 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
@@ -33,6 +32,7 @@ from cluster.engines import (
     load_replica,
     node_address,
 )
+from cluster.garbage import freeze_loaded
 from cluster.hub import pinned
 from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
@@ -73,7 +73,7 @@ class _Shell:
         await self._engine.start()
         leases = Leases(cap_s=longest_s)
         self._replica = await serve_engine(self._kind, self._engine, leases, node_address(), fault=self._engine.fault)
-        _freeze_loaded()
+        freeze_loaded()
 
     async def lease(self) -> AsyncIterator[dict[str, str]]:
         """Yields address and lease token once, then waits until the lease ends on the replica's own stream."""
@@ -167,7 +167,7 @@ class RouterShell:
         )
         self._host = node_address() if grpc.host in EVERY_ADDRESS else grpc.host
         self._starting = asyncio.create_task(self._become_healthy(peers, sessions))
-        _freeze_loaded()
+        freeze_loaded()
 
     async def _become_healthy(self, peers: ServePeers, sessions: RedisSessions) -> None:
         """Report SERVING once every target has a replica, so that no probe sends clients here before."""
@@ -312,13 +312,6 @@ def _group_of(target: TargetConfig) -> dict[str, Any]:
         return {}
     bundles = [target.resources.bundle] * target.tensor_parallel
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
-
-
-def _freeze_loaded() -> None:
-    """Leave all objects that exist now out of later garbage collections: modules and models stay until the process
-    ends, and a full collection that walks them stops every round of the process meanwhile."""
-    gc.collect()
-    gc.freeze()
 
 
 def _log_to_serve_file() -> None:

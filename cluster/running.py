@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -20,6 +21,7 @@ from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
+from cluster.garbage import freeze_loaded
 from cluster.hub import fetched, pinned
 from cluster.precompiling import precompiled
 from cluster.redis_server import RedisServer
@@ -119,9 +121,11 @@ async def running(config: Config, local: bool) -> AsyncIterator[str]:
         return
     async with local_ingress(config) as ingress:
         server = await serve_router(ingress)
+        freeze_loaded()
         try:
             yield server.address
         finally:
+            gc.unfreeze()
             await server.stop(drain_s=1.0)
 
 

@@ -28,6 +28,7 @@ from dendro.text import Finish, Tokens
 from cluster.api.local import LocalClient
 from cluster.bench.schemas import random_schema
 from cluster.config import demo_config
+from cluster.garbage import freeze_loaded
 from cluster.router.ingress import Ingress
 from cluster.running import local_ingress
 
@@ -257,6 +258,7 @@ def end_s() -> float:
 
 async def measure(answers: int, schemas: int, pause_s: float) -> None:
     async with local_ingress(demo_config()) as router:
+        freeze_loaded()
         await Neighbour(router).answer(0)
         base, _ = await beside(router, [HARMLESS], answers)
         harmless_s = base.seconds / base.tokens
