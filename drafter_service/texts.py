@@ -85,9 +85,14 @@ class DraftRound:
     def extend(
         self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], chances: Sequence[Numbers]
     ) -> None:
-        """Add the children of the frontier's rows, as `Growth.extend`, and of the levels below it that are given."""
+        """Add the children of the frontier's rows, as `Growth.extend`, and of the levels below it that are given.
+
+        Raises ValueError for scores of more rows than the tree has.
+        """
         first = 0
         while first < len(scores):
+            if not self.growth.frontier:
+                raise ValueError(f"scores of {len(scores) - first} rows more than the tree has")
             level = slice(first, first + len(self.growth.frontier))
             given = candidates[level], scores[level], chances[level]
             self.growth.extend(*(given if self.draws is None else self.draws.drawn(self.growth, *given[:2])))

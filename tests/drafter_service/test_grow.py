@@ -12,7 +12,9 @@ from dendro.tree import DraftTree
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drafter_service.confidence import Calibration
 from drafter_service.grow import LEAST_CHANCE, growth_of, most_processed, rerank
+from drafter_service.texts import DraftRound
 
 SURE = np.float32(0.0)
 
@@ -190,6 +192,15 @@ def test_a_dynamic_tree_stops_growing_once_no_row_is_above_its_least_guess():
     assert tree.depths.max() == 2
     assert processed == 1 + 4 + 4
     assert shape.forwarded == 1 + 11 * 4
+
+
+@pytest.mark.timeout(10)
+def test_scores_of_more_rows_than_a_tree_has_are_an_error():
+    """Of two levels, of which the second has no row as nothing may follow the root: once a loop without an end."""
+    draft_round = DraftRound(None, LevelShape((2, 1)), 3, growth_of(99, LevelShape((2, 1))), Calibration())
+    scores = [[-0.5, -0.7]] * 2
+    with pytest.raises(ValueError, match="scores of 2 rows more than the tree has"):
+        draft_round.extend([[], [5, 6], [5, 6]], [[], *scores], [[], *scores])
 
 
 def until(h: float, k: int, steps: int, total: int, least: float = 0.0) -> UntilShape:
