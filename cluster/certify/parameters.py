@@ -9,6 +9,7 @@ import numpy as np
 from dendro.answer import Completion, Options, Speculation
 from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
+from dendro.grammars import INSTALL
 from dendro.logprobs import MAX_TOP_LOGPROBS
 from dendro.structure import Structure
 from torch import Tensor
@@ -166,11 +167,12 @@ async def identity_under_parameters(
 
 
 async def _refusal_of_structures(service: Asking, prompt: Sequence[int]) -> str:
-    """Why the cluster takes no structure, as where an optional package is missing; empty if it takes one."""
+    """The error of a cluster without the package that structures need; empty where it has that. Raises BadRequest for
+    any other refusal."""
     try:
         await _answer(service, prompt, {"structure": STRUCTURES[0]}, "off", 1, 0)
     except BadRequest as refused:
-        if not refused.field.startswith("structure"):
+        if INSTALL not in refused.reason:
             raise
         return str(refused)
     return ""

@@ -11,6 +11,7 @@ import tiny_models
 import torch
 from dendro.answer import Mode, SpeculationStats
 from dendro.errors import BadRequest
+from dendro.grammars import INSTALL
 from dendro.shapes import OFF, LevelShape
 from dendro.text import Sampling
 from parameters import PARAMETERS
@@ -214,14 +215,17 @@ async def test_a_cluster_without_structures_is_asked_for_one_once_and_the_promis
         async def generate_text(self, prompt, **options):
             done = await super().generate_text(prompt, **options)
             if "structure" in options:
-                raise BadRequest("structure.json_schema", "needs the package llguidance")
+                raise BadRequest("structure.json_schema", reason)
             return done
 
-    service = Unstructured(wrong=False)
+    service, reason = Unstructured(wrong=False), INSTALL
     given = [(5, 6)], 12, 20, ["(2,1)"], VOCABULARY, None, 1e-4
     promise = await identity_under_parameters(service, *given, lambda: None)
     assert promise.kept is True and sum("structure" in options for _, _, options in service.asked) == 1
     assert any(line.startswith("no structure was tried: structure.json_schema: needs") for line in promise.found)
+    reason = "was not compiled within 0.5 s"
+    with pytest.raises(BadRequest, match=reason):
+        await identity_under_parameters(service, *given, lambda: None)
 
 
 def test_a_missing_token_is_a_difference():
