@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -10,29 +9,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+from byte_grammars import admits, compiled
 from dendro.errors import BadRequest
-from dendro.grammars import Grammar, Grammars
 from dendro.object_keys import beginning, exact
-from dendro.structure import Structure
 
 pytest.importorskip("llguidance")
 
-BYTES = Grammars(lambda: {token: bytes([token]) for token in range(256)}, 256)
 INTEGER, STRING = {"type": "integer"}, {"type": "string"}
-
-
-def compiled(schema: object) -> Grammar:
-    return asyncio.run(BYTES.compiled(Structure.json_schema(json.dumps(schema))))
-
-
-def admits(grammar: Grammar, text: str) -> bool:
-    place = grammar.text(0).place()
-    for byte in text.encode():
-        below = place.after(byte)
-        if below is None:
-            return False
-        place = below
-    return place.may_end
 
 
 NAMES = ("a", "b", "ab", "x1", "c", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import random
@@ -11,8 +10,9 @@ import re
 import jsonschema
 import numpy as np
 import pytest
+from byte_grammars import admits, compiled, made
 from dendro.errors import BadRequest
-from dendro.grammars import Grammar, Grammars
+from dendro.grammars import Grammar
 from dendro.lark_text import token_references
 from dendro.patterns import other_keys, translated
 from dendro.schemas import enforceable
@@ -20,26 +20,7 @@ from dendro.structure import Structure
 
 pytest.importorskip("llguidance")
 
-BYTES = Grammars(lambda: {token: bytes([token]) for token in range(256)}, 256)
 CHARACTERS = '"\\/\n\t\b\f\r\x00\x1f\x7faé😀 \u2028\ufeff9_'
-
-
-def made(structure: Structure) -> Grammar:
-    return asyncio.run(BYTES.compiled(structure))
-
-
-def compiled(schema: object) -> Grammar:
-    return made(Structure.json_schema(schema if isinstance(schema, str) else json.dumps(schema)))
-
-
-def admits(grammar: Grammar, text: str) -> bool:
-    place = grammar.text(0).place()
-    for byte in text.encode():
-        below = place.after(byte)
-        if below is None:
-            return False
-        place = below
-    return place.may_end
 
 
 def spellings(character: str) -> set[str]:

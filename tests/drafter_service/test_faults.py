@@ -143,19 +143,24 @@ async def test_a_text_whose_fold_cannot_be_planned_ends_alone(folder, kind, monk
     await engine.stop()
 
 
+def plant(monkeypatch, engine, name, kind):
+    """The next call of a method of the engine's memory raises."""
+    memory, method = engine._runner.memory, getattr(engine._runner.memory, name)
+
+    def raising(*_):
+        monkeypatch.setattr(memory, name, method)
+        raise kind("planted")
+
+    monkeypatch.setattr(memory, name, raising)
+
+
 @KINDS
 async def test_a_fold_that_raises_ends_the_texts_of_its_step_and_saves_none_of_their_memory(folder, kind, monkeypatch):
     states = MemoryStates()
     engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=states)
     await engine.start()
     (first, second), alone = await pair(engine)
-    fold = engine._runner.memory.fold
-
-    def raising(folds):
-        monkeypatch.setattr(engine._runner.memory, "fold", fold)
-        raise kind("planted")
-
-    monkeypatch.setattr(engine._runner.memory, "fold", raising)
+    plant(monkeypatch, engine, "fold", kind)
     with pytest.raises(EngineFailed, match="planted"):
         await second.close()
     assert await rounds(first, 2) == alone[0][1:] and not states.blobs and engine.sessions == 3
@@ -168,13 +173,7 @@ async def test_a_memory_that_cannot_be_copied_fails_its_close_and_the_other_text
     engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=states)
     await engine.start()
     (first, second), alone = await pair(engine)
-    save = engine._runner.memory.save
-
-    def raising(slot, tokens):
-        monkeypatch.setattr(engine._runner.memory, "save", save)
-        raise kind("planted")
-
-    monkeypatch.setattr(engine._runner.memory, "save", raising)
+    plant(monkeypatch, engine, "save", kind)
     closing = asyncio.create_task(second.close())
     assert await rounds(first, 2) == alone[0][1:]
     with pytest.raises(EngineFailed, match="planted"):

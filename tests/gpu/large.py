@@ -119,11 +119,18 @@ class Model:
 
     @property
     def longest(self) -> int:
-        return max(*self.alone, *self.several, 9 * TEXTS + 20 + self.tokens) + MOST
+        """Tokens of the longest text, prompt and answer."""
+        return max(*self.alone, *self.several, compared_prompt(TEXTS) + self.tokens) + MOST
 
     @property
     def pool_tokens(self) -> int:
-        return max(MANY * (max(self.several) + MOST), TEXTS * (9 * TEXTS + 20 + self.tokens)) + 2000
+        """Tokens of all texts that are open at once, and some for pages that are not full."""
+        return max(MANY * (max(self.several) + MOST), TEXTS * (compared_prompt(TEXTS) + self.tokens)) + 2000
+
+
+def compared_prompt(number: int) -> int:
+    """Tokens of the prompt of an answer that is compared; each has another length."""
+    return 20 + 9 * number
 
 
 MODELS: Mapping[str, Model] = {
@@ -137,6 +144,7 @@ if DRY:
 
 
 def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The same family with small sizes, for a dry run."""
     small = {"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_heads": 4, "head_dim": 16, "state_size": 8}
     small |= {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "chunk_size": 16, "mamba_chunk_size": 16}
@@ -191,6 +199,7 @@ def write_checkpoint(folder: Path, name: str) -> int:
 
 
 def prompt_of(length: int, vocabulary: int, seed: int) -> list[int]:
+    """Random tokens."""
     found: list[int] = np.random.default_rng(seed).integers(3, vocabulary, length).tolist()
     return found
 
@@ -200,7 +209,7 @@ async def identity(engine: VerifierEngine, vocabulary: int, tokens: int) -> list
     found = []
     for temperature in (0.0, 1.0):
         laws = [Sampling(temperature=temperature, seed=number) for number in range(TEXTS)]
-        prompts = [prompt_of(20 + 9 * number, vocabulary, number) for number in range(TEXTS)]
+        prompts = [prompt_of(compared_prompt(number), vocabulary, number) for number in range(TEXTS)]
         asked = list(zip(prompts, laws, strict=True))
         began = time.perf_counter()
         plain = await asyncio.gather(*(RoundByRound(engine, *each, tokens).finish() for each in asked))
