@@ -14,6 +14,7 @@ from tree_layers.errors import CheckpointError
 
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
 from cluster.hub import fetched_model
+from cluster.model_paths import is_gguf
 from cluster.pairing import Pairing, pairing_of
 
 log = logging.getLogger("dendro.checkpoints")
@@ -89,6 +90,8 @@ def target_facts(name: str, target: TargetConfig) -> Facts:
 def drafter_facts(name: str, drafter: DrafterConfig) -> Facts:
     """Facts of a drafter, which may have no tokenizer, as those of state-spaces. Raises BadRequest, naming the field,
     for missing files other than weights, and for quantised weights."""
+    if is_gguf(drafter.checkpoint):
+        raise BadRequest(f"drafters.{name}.checkpoint", "a drafter's weights cannot be in a GGUF file")
     facts = _facts(drafter, f"drafters.{name}")
     try:
         refuse_quantised(facts)
@@ -110,7 +113,7 @@ def _facts(model: ModelConfig, where: str) -> Facts:
 
 def check_weights(model: ModelConfig, where: str) -> None:
     """Raises BadRequest, naming the field `where`, for a folder whose weights are missing or incomplete."""
-    if model.checkpoint_name:  # each node fetches them, and raises for what is missing
+    if model.checkpoint_name or is_gguf(model.checkpoint):  # each node finds them, and raises for what is missing
         return
     try:
         weight_files(model.checkpoint)

@@ -19,6 +19,8 @@ from tree_layers.errors import CheckpointError
 from tree_layers.tokens import TOKENIZER_FILES
 
 from cluster.config import Config, ModelConfig
+from cluster.gguf_files import folder_of
+from cluster.model_paths import is_gguf
 
 READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "chat_template.jinja")
 """Files of a tokenizer that we and transformers read; fetched where they exist."""
@@ -44,9 +46,15 @@ def fetched(config: Config, weights: bool = True) -> Config:
 
 
 def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel:
-    """One entry, whose path in the configuration is `where`, with this machine's folders instead of names on the hub.
-    Raises as `pinned` does."""
+    """One entry, whose path in the configuration is `where`, with this machine's folders instead of names on the hub
+    and GGUF files. Raises as `pinned` does."""
     folders: dict[str, Path | str] = {}
+    for field, path in (("checkpoint", model.checkpoint), ("tokenizer", model.tokenizer)):
+        if path is not None and is_gguf(path):
+            try:
+                folders[field] = folder_of(path)
+            except CheckpointError as error:
+                raise BadRequest(f"{where}.{field}", str(error)) from error
     if model.checkpoint_name:
         field = f"{where}.checkpoint"
         with _explained(field, model.checkpoint_name, model.revision):

@@ -24,6 +24,8 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_FILES = ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX))
+GGUF = "model.gguf"
+"""The weights of a folder that was made from a GGUF file."""
 """Pairs of a single file and an index of shards. As in transformers, the first file that exists is read."""
 MAMBA_CONFIG = "mamba_config.json"
 """Mamba-in-Llama's second configuration file, beside a Llama's: which layers have mixers, and the mixers' sizes."""
@@ -174,6 +176,8 @@ def weight_files(folder: Path) -> list[Path]:
             if missing := [name for name in names if not (folder / name).is_file()]:
                 raise CheckpointError(f"{folder}: {index} names files that are missing: {missing}")
             return [folder / name for name in names]
+    if (folder / GGUF).is_file():
+        return [folder / GGUF]
     raise CheckpointError(f"{folder}: there are no weights, neither {SAFE} nor {TORCH}")
 
 
@@ -251,7 +255,7 @@ def _shapes(folder: Path) -> Shapes:
         files = weight_files(folder)
     except CheckpointError:  # loading the weights raises it again
         return {}
-    return tensor_shapes(files)
+    return {} if files[0].name == GGUF else tensor_shapes(files)
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

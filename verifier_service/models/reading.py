@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from tree_layers.checkpoint import weight_files
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
+from tree_layers.checkpoint import GGUF, weight_files
 from tree_layers.errors import CheckpointError
 from tree_layers.weights import library_names, read_torch_file
 
@@ -59,6 +60,14 @@ def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **s
     config: by default the checkpoint's own. settings: of `from_pretrained`. Raises what that does, and CheckpointError.
     """
     config = library_config(folder) if config is None else config
+    if weight_files(folder)[0].name == GGUF:
+        if config.model_type in PURE_MAMBAS or "distributed_config" in settings:
+            raise CheckpointError(
+                f"{folder}: a GGUF file of a Mamba, or with tensor_parallel above 1, is not supported"
+            )
+        settings |= {"gguf_file": GGUF, "quantization_config": GgufConfig(dequantize=True), "local_files_only": True}
+        with redirect_stderr(StringIO()):  # progress bars
+            return AutoModelForCausalLM.from_pretrained(folder, **settings)
     if config.model_type in PURE_MAMBAS:
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with open_tensors(folder) as tensors:

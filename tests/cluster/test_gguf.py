@@ -1,0 +1,156 @@
+"""Targets whose weights, tokenizer and chat template are in one GGUF file."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import tiny_models
+import torch
+from dendro.errors import BadRequest
+from dendro.tree import DraftTree
+from tokenizers.pre_tokenizers import ByteLevel
+from tree_layers.checkpoint import read_facts
+from tree_layers.errors import CheckpointError
+
+from cluster.bench.gguf_file import write_gguf
+from cluster.checkpoints import check_checkpoints
+from cluster.config import Config
+from cluster.gguf_files import folder_of
+from cluster.hub import fetched
+from cluster.router.tokenizer import CheckpointTokenizer
+from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
+
+gguf = pytest.importorskip("gguf")
+TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
+END = 256
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    """A tiny Llama with its byte tokenizer, in a GGUF file; and an empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    source = tmp_path / "source"
+    source.mkdir()
+    tiny_models.make_checkpoint(source, vocab_size=tiny_models.VOCABULARY)
+    named = gguf.GGUFWriter.add_tokenizer_model
+
+    def with_vocabulary(self, _):
+        named(self, "gpt2")
+        self.add_tokenizer_pre("gpt-2")
+        self.add_token_list([*sorted(ByteLevel.alphabet()), "<|end|>"])
+        self.add_token_types([1] * END + [3])  # 3: a special token
+        self.add_token_scores([0.0] * (END + 1))  # without merges transformers looks for them here
+        self.add_eos_token_id(END)
+        self.add_chat_template(TEMPLATE)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", with_vocabulary)
+    path = tmp_path / "models" / "tiny.gguf"
+    path.parent.mkdir()
+    write_gguf(source, path, "float32")
+    return path
+
+
+def config_of(checkpoint, folder: Path = Path("/")) -> Config:
+    return Config.of({"targets": {"tiny": {"checkpoint": str(checkpoint), "max_length": 64}}}, folder)
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    options = VerifierOptions(name="tiny", dtype=torch.float32, max_length=64, max_sessions=1)
+    tree = DraftTree.of([7, 8, 9], [-1, 0, 0])
+    return VerifierEngine.load(folder, options).logits_of([5, 6, 7], tree).as_subclass(torch.Tensor)
+
+
+def test_a_target_of_a_gguf_file_has_the_logits_the_tokens_and_the_end_of_its_source(file, tmp_path):
+    config = config_of("models/tiny.gguf", tmp_path)  # relative to the configuration
+    check_checkpoints(config)
+    folder = fetched(config).targets["tiny"].checkpoint
+    assert torch.allclose(logits_of(folder), logits_of(tmp_path / "source"), atol=1e-5)
+    facts = read_facts(folder)
+    assert facts.vocabulary == tiny_models.VOCABULARY and facts.end_ids == {END}
+    tokenizer = CheckpointTokenizer(folder, "")
+    assert tokenizer.decode(tokenizer.encode("né", begins=True)) == "né"
+    assert "[user]hello" in (folder / "chat_template.jinja").read_text() or TEMPLATE in "".join(
+        each.read_text() for each in folder.glob("*template*")
+    )
+
+
+def test_a_folder_is_made_once_for_a_file_and_anew_for_a_changed_one(file, monkeypatch):
+    first = folder_of(file)
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "gguf", None)  # not read again
+        assert folder_of(file) == first
+    file.write_bytes(file.read_bytes())
+    assert folder_of(file) != first
+
+
+def test_a_file_of_a_package_is_found_without_importing_it(file, tmp_path, monkeypatch):
+    package = tmp_path / "site" / "some_weights"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    file.rename(package / "tiny.gguf")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    config = config_of("package:some_weights/tiny.gguf")
+    assert config.targets["tiny"].checkpoint_name == ""
+    check_checkpoints(config)
+    assert (fetched(config).targets["tiny"].checkpoint / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("package:some_weights/../../secret.gguf", "must name a file inside the package"),
+        ("package:some_weights//etc/secret.gguf", "has no such file"),
+        ("package:some_weights/link.gguf", "has no such file"),
+        ("package:some_weights/none.gguf", "has no such file"),
+        ("package:no_such_package/a.gguf", "there is no installed package no_such_package"),
+        ("package:../up/a.gguf", "'..' is not the name of a Python package"),
+    ],
+)
+def test_a_path_that_leaves_its_package_is_refused(text, reason, tmp_path, monkeypatch):
+    package = tmp_path / "site" / "some_weights"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (tmp_path / "secret.gguf").write_bytes(b"GGUF")
+    (package / "link.gguf").symlink_to(tmp_path / "secret.gguf")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(BadRequest, match=reason) as refused:
+        check_checkpoints(config_of(text))
+    assert refused.value.field == "targets.tiny.checkpoint"
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"GGUF" + bytes(64), b"not a model"], ids=["empty", "magic", "zeros", "text"]
+)
+def test_a_damaged_file_is_refused_and_leaves_no_folder(content, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "bad.gguf").write_bytes(content)
+    with pytest.raises(BadRequest, match=r"bad\.gguf"):
+        check_checkpoints(config_of(tmp_path / "bad.gguf"))
+    assert not list((tmp_path / "cache").glob("dendroaspis/gguf/*"))
+
+
+def test_a_truncated_file_is_refused(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises((BadRequest, CheckpointError)):
+        logits_of(fetched(config_of(file)).targets["tiny"].checkpoint)
+
+
+def test_a_missing_file_is_refused_by_its_path(tmp_path):
+    with pytest.raises(BadRequest, match=r"none\.gguf: No such file"):
+        check_checkpoints(config_of(tmp_path / "none.gguf"))
+
+
+def test_a_drafter_of_a_gguf_file_is_refused(file):
+    config = Config.of(
+        {
+            "targets": {"tiny": {"checkpoint": str(file), "max_length": 64}},
+            "drafters": {"small": {"checkpoint": str(file)}},
+        },
+        Path("/"),
+    )
+    with pytest.raises(BadRequest, match="a drafter's weights cannot be in a GGUF file") as refused:
+        check_checkpoints(config)
+    assert refused.value.field == "drafters.small.checkpoint"
