@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
+from tree_layers.gguf_weights import gguf_settings
 
 from cluster.bench.measurement import (
     ASSISTED,
@@ -66,7 +67,7 @@ class Baselines:
 
         def load(path: Path) -> Any:
             # The library defaults to fused attention; requesting it fails for models without attention.
-            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **gguf_settings(path))
             model = model.eval().to(device)
             # All rows must answer with the same number of tokens, so no end id may stop one early.
             model.config.eos_token_id = None

@@ -19,6 +19,7 @@ import torch
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
 from tree_kernels.tree_attention import PAGE
+from tree_layers.gguf_weights import gguf_settings
 
 from cluster.bench.in_process import EngineText, tree_of
 from cluster.bench.measurement import Step
@@ -72,7 +73,9 @@ class LibrarySteps:
 
         check_library_has(checkpoint)
         logging.disable_progress_bar()
-        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, attn_implementation="sdpa")
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=dtype, attn_implementation="sdpa", **gguf_settings(checkpoint)
+        )
         self._model = model.eval().to(device)
         self._device = device
         self._cache: Any = None

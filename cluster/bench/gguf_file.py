@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from dendro.errors import BadRequest
+from tree_layers.gguf_weights import gguf_settings
 
 from cluster.checkpoints import check_library_has
 from cluster.training.checkpoints import has_tied_head
@@ -57,7 +58,7 @@ def write_gguf(checkpoint: Path, file: Path, dtype: str) -> None:
     import gguf
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **gguf_settings(checkpoint))
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
     writer.add_file_type(getattr(gguf.LlamaFileType, _file_type(dtype)))
     writer.add_vocab_size(config.vocab_size)

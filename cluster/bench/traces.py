@@ -27,6 +27,7 @@ from dendro.tree import RANKED, DraftTree, FloatArray, IntArray
 from tree_kernels.noise import NoiseRows
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.checkpoint import read_config
+from tree_layers.gguf_weights import gguf_settings
 
 from cluster.bench.in_process import EngineText, tree_of
 from cluster.bench.measurement import Step
@@ -180,7 +181,9 @@ class Forward:
         else:
             from transformers import AutoModelForCausalLM
 
-            self._library = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=DTYPES[dtype]).eval()
+            self._library = AutoModelForCausalLM.from_pretrained(
+                checkpoint, dtype=DTYPES[dtype], **gguf_settings(checkpoint)
+            ).eval()
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from transformers import (
 )
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
+from tree_layers.gguf_weights import gguf_settings
 from tree_layers.weights import read_checkpoint
 
 from cluster.checkpoints import check_library_has, check_weights, target_facts
@@ -82,7 +83,10 @@ def load_teacher(name: str, target: TargetConfig, facts: Facts, device: torch.de
         )
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            target.checkpoint, dtype=dtype, local_files_only=True, trust_remote_code=False
+            target.checkpoint,
+            dtype=dtype,
+            trust_remote_code=False,
+            **{"local_files_only": True, **gguf_settings(target.checkpoint)},
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise BadRequest(where, f"transformers cannot load it: {str(error).splitlines()[0]}") from error

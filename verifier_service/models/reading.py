@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, GgufConfig, PreTrainedConfig
-from tree_layers.checkpoint import GGUF, weight_files
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from tree_layers.checkpoint import weight_files
 from tree_layers.errors import CheckpointError
+from tree_layers.gguf_weights import gguf_settings
 from tree_layers.weights import library_names, read_torch_file
 
 from verifier_service.models.mamba_in_llama import PURE_MAMBAS, library_config
@@ -60,14 +61,13 @@ def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **s
     config: by default the checkpoint's own. settings: of `from_pretrained`. Raises what that does, and CheckpointError.
     """
     config = library_config(folder) if config is None else config
-    if weight_files(folder)[0].name == GGUF:
+    if unpacked := gguf_settings(folder):
         if config.model_type in PURE_MAMBAS or "distributed_config" in settings:
             raise CheckpointError(
                 f"{folder}: a GGUF file of a Mamba, or with tensor_parallel above 1, is not supported"
             )
-        settings |= {"gguf_file": GGUF, "quantization_config": GgufConfig(dequantize=True), "local_files_only": True}
         with redirect_stderr(StringIO()):  # progress bars
-            return AutoModelForCausalLM.from_pretrained(folder, **settings)
+            return AutoModelForCausalLM.from_pretrained(folder, **unpacked, **settings)
     if config.model_type in PURE_MAMBAS:
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with open_tensors(folder) as tensors:
