@@ -104,10 +104,15 @@ class CheckpointTokenizer:
         shown._hidden = frozenset()
         return shown
 
+    @property
+    def has_chat(self) -> bool:
+        """Whether it has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
     def chat(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
         """The text of a conversation by the checkpoint's chat template; `opens_answer` adds what an answer begins with.
         Its special tokens are in it. Raises BadRequest where there is no template, or it refuses the messages."""
-        if not self._tokenizer.chat_template:
+        if not self.has_chat:
             raise BadRequest("checkpoint", "its tokenizer has no chat template")
         try:
             text = self._tokenizer.apply_chat_template(
@@ -116,6 +121,10 @@ class CheckpointTokenizer:
         except Exception as error:  # templates raise errors of jinja, and any others for what they index
             raise BadRequest("messages", f"the chat template refuses them: {error}") from error
         return str(text)
+
+    def encode_chat(self, conversation: str) -> list[int]:
+        """The ids of a conversation's text, which has its special tokens in it, those at the start too."""
+        return self.encode(conversation, begins=True)[len(self.head) :]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out.

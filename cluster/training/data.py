@@ -264,14 +264,9 @@ def _encode(document: Document, tokenizer: CheckpointTokenizer) -> tuple[list[in
     except BadRequest as error:
         raise BadRequest("--data", f"{document.where} has {MESSAGES}, and {error.reason}") from error
     if not prompt or not whole.startswith(prompt):
-        return _opened(whole, tokenizer), None
-    given = _opened(prompt, tokenizer)
+        return tokenizer.encode_chat(whole), None
+    given = tokenizer.encode_chat(prompt)
     return given + tokenizer.encode(whole[len(prompt) :], False), len(given)
-
-
-def _opened(chat: str, tokenizer: CheckpointTokenizer) -> list[int]:
-    """The tokens of a conversation, whose template has the special tokens at its start."""
-    return tokenizer.encode(chat, begins=True)[len(tokenizer.head) :]
 
 
 def held_out_prompts(held_out: TokenStream, count: int, tokens: int) -> np.ndarray:
