@@ -1,4 +1,4 @@
-"""What transformers' `from_pretrained` must be told of a folder whose weights are in a GGUF file."""
+"""What transformers' `from_pretrained` needs for a folder whose weights are in a GGUF file."""
 
 from __future__ import annotations
 
