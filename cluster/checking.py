@@ -38,6 +38,7 @@ class ModelReport:
     replicas: int
     commit: str  # empty for a folder
     weights: int | None
+    stored: str = ""  # of a GGUF file: its tensors by the types in which they are stored
     memory: dict[str, int] | None = None
     exactness: str = ""  # of a loaded target: bitwise or margin
     kernels: str = ""  # of a loaded model: which forms of its products and layers run
@@ -152,6 +153,7 @@ def _describe(report: Report, section: str, name: str, model: ModelConfig, facts
         replicas=model.most_replicas,
         commit=model.revision,
         weights=None if numbers is None else numbers * BYTES_OF[model.dtype],
+        stored=", ".join(f"{count} {kind}" for kind, count in sorted(facts.stored.items())),
     )
 
 
@@ -219,6 +221,10 @@ def show(console: Console, report: Report) -> None:
             (pair.drafter, pair.target, "yes" if pair.fits else "no", pair.bridge, pair.why) for pair in report.pairs
         ]
         console.print(folding_table("drafters", ("drafter", "target", "fits", "bridge", "why"), pairs))
+    for entry in report.targets:
+        if entry.stored:
+            line = f"tensors of {entry.name}: {entry.stored}, unpacked into {entry.dtype}"
+            console.print(line, markup=False, soft_wrap=True)
     for entry in (*report.targets, *report.drafters):
         if entry.kernels:
             console.print(f"kernels of {entry.name}: {entry.kernels}", markup=False, soft_wrap=True)

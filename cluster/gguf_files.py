@@ -17,15 +17,18 @@ from contextlib import redirect_stderr, suppress
 from importlib.metadata import version
 from io import StringIO
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from tree_layers.checkpoint import CONFIG, GGUF
 from tree_layers.errors import CheckpointError
+from tree_layers.gguf_header import read_gguf_header
 
 from cluster.model_paths import PACKAGE, in_package
 
-MAGIC = b"GGUF"
-LAYOUT = 1
+LAYOUT = 2
 """Raised when the folders' contents change."""
+KEY = "made_of.json"
+"""What a folder was made of: the layout, the file, its size, its time of change, and the version of transformers."""
 
 
 def file_of_package(text: str) -> Path:
@@ -50,42 +53,41 @@ def file_of_package(text: str) -> Path:
 
 
 def folder_of(path: Path) -> Path:
-    """The folder of a GGUF file, which may be in a package; it is made where there is none yet.
+    """The folder of a GGUF file, which may be in a package; it is made where there is none yet, and those of the file's
+    former contents are removed.
 
     Raises CheckpointError for a file that cannot be read.
     """
-    file = file_of_package(path.as_posix()) if in_package(path) else path
+    file = (file_of_package(path.as_posix()) if in_package(path) else path).resolve()
     try:
         facts = file.stat()
-        with file.open("rb") as stream:
-            magic = stream.read(len(MAGIC))
     except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror or error}") from error
-    if magic != MAGIC:
-        raise CheckpointError(f"{file} is not a GGUF file: it does not begin with {MAGIC.decode()}")
-    key = [LAYOUT, str(file.resolve()), facts.st_size, facts.st_mtime_ns, version("transformers")]
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
+    key = [LAYOUT, str(file), facts.st_size, facts.st_mtime_ns, version("transformers")]
     root = _cache()
     folder = root / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
     if (folder / CONFIG).is_file():
         return folder
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(dir=root))
+    read_gguf_header(file)  # bounds what transformers will do
     try:
-        _write(file.resolve(), made)
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=root))
+    except OSError as error:
+        raise CheckpointError(
+            f"{root}, for what is read from {file}: {error.strerror or error}; XDG_CACHE_HOME sets another place"
+        ) from error
+    try:
+        _write(file, made)
+        (made / KEY).write_text(json.dumps(key))
         with suppress(OSError):  # another process has made it
             made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
+    _remove_former(root, key)
     return folder
 
 
 def _write(file: Path, folder: Path) -> None:
-    try:
-        importlib.import_module("gguf")
-    except ImportError:
-        raise CheckpointError(
-            f"{file}: reading GGUF files needs the package gguf: pip install 'dendroaspis[serve]'"
-        ) from None
     from transformers import AutoConfig, AutoTokenizer
 
     (folder / GGUF).symlink_to(file)
@@ -97,6 +99,18 @@ def _write(file: Path, folder: Path) -> None:
         raise CheckpointError(f"{file}: transformers cannot read it: {type(error).__name__}: {error}"[:400]) from error
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)  # last: a folder with it is complete
+
+
+def _remove_former(root: Path, key: list[Any]) -> None:
+    """Remove the folders of files that are gone, and those that this version of transformers made of the same file's
+    former contents."""
+    for found in root.glob(f"*/{KEY}"):
+        try:
+            layout, file, *contents, by = json.loads(found.read_text())
+        except (OSError, ValueError):  # another process removes it
+            continue
+        if not Path(file).is_file() or ([layout, file, by] == [key[0], key[1], key[-1]] and contents != key[2:-1]):
+            shutil.rmtree(found.parent, ignore_errors=True)
 
 
 def _cache() -> Path:

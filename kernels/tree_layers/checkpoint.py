@@ -12,11 +12,12 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tree_layers.errors import CheckpointError
+from tree_layers.gguf_header import read_gguf_header
 from tree_layers.headers import Shapes, tensor_shapes
 from tree_layers.tokens import MAX_ID, TOKENIZER_CONFIG, TokenTable, read_object, read_tokens
 
@@ -24,9 +25,9 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 SAFE, SAFE_INDEX = "model.safetensors", "model.safetensors.index.json"
 TORCH, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 WEIGHT_FILES = ((SAFE, SAFE_INDEX), (TORCH, TORCH_INDEX))
+"""Pairs of a single file and an index of shards. As in transformers, the first file that exists is read."""
 GGUF = "model.gguf"
 """The weights of a folder that was made from a GGUF file."""
-"""Pairs of a single file and an index of shards. As in transformers, the first file that exists is read."""
 MAMBA_CONFIG = "mamba_config.json"
 """Mamba-in-Llama's second configuration file, beside a Llama's: which layers have mixers, and the mixers' sizes."""
 
@@ -61,6 +62,7 @@ class Facts:
     digest: str  # SHA-256 of the parsed configuration, end ids and token table; formatting does not change it
     numbers: int | None = None  # number of parameters; None: there are no weight files, as on a router
     quantised: str = ""  # the quantisation method, one of DEQUANTISED; empty: the weights are not quantised
+    stored: Mapping[str, int] = field(default_factory=dict)  # of a GGUF file: number of tensors of each type
 
     @property
     def model_type(self) -> str:
@@ -127,6 +129,7 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
         quantised=quantised,
         digest=hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest(),
         numbers=sum(map(math.prod, shapes.values())) if shapes else None,
+        stored=read_gguf_header(folder / GGUF).stored if (folder / GGUF).is_file() else {},
     )
 
 
@@ -255,7 +258,7 @@ def _shapes(folder: Path) -> Shapes:
         files = weight_files(folder)
     except CheckpointError:  # loading the weights raises it again
         return {}
-    return {} if files[0].name == GGUF else tensor_shapes(files)
+    return tensor_shapes(files)
 
 
 def _of_text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tree_layers.errors import CheckpointError
+from tree_layers.gguf_header import read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
 """A longer header is refused; safetensors has the same limit."""
@@ -32,7 +33,10 @@ def tensor_shapes(files: Sequence[Path]) -> Shapes:
     for file in files:
         with _explained(file, "cannot be read"), file.open("rb") as stream:
             refuse_pointer(file, stream.read(len(LFS_POINTER)))
-        shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
+        if file.suffix == ".gguf":
+            shapes |= read_gguf_header(file).shapes
+        else:
+            shapes |= _safetensors(file) if file.suffix == ".safetensors" else _pickled(file)
     return shapes
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -10,11 +12,12 @@ import tiny_models
 import torch
 from dendro.errors import BadRequest
 from dendro.tree import DraftTree
-from tokenizers.pre_tokenizers import ByteLevel
+from rich.console import Console
+from tiny_gguf import END, TEMPLATE, write_llama
 from tree_layers.checkpoint import read_facts
 from tree_layers.errors import CheckpointError
 
-from cluster.bench.gguf_file import write_gguf
+from cluster.checking import examine, show
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
 from cluster.gguf_files import folder_of
@@ -23,34 +26,14 @@ from cluster.router.tokenizer import CheckpointTokenizer
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
-gguf = pytest.importorskip("gguf")
-TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
-END = 256
+pytest.importorskip("gguf")
 
 
 @pytest.fixture
 def file(tmp_path, monkeypatch):
     """A tiny Llama with its byte tokenizer, in a GGUF file; and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    source = tmp_path / "source"
-    source.mkdir()
-    tiny_models.make_checkpoint(source, vocab_size=tiny_models.VOCABULARY)
-    named = gguf.GGUFWriter.add_tokenizer_model
-
-    def with_vocabulary(self, _):
-        named(self, "gpt2")
-        self.add_tokenizer_pre("gpt-2")
-        self.add_token_list([*sorted(ByteLevel.alphabet()), "<|end|>"])
-        self.add_token_types([1] * END + [3])  # 3: a special token
-        self.add_token_scores([0.0] * (END + 1))  # without merges transformers looks for them here
-        self.add_eos_token_id(END)
-        self.add_chat_template(TEMPLATE)
-
-    monkeypatch.setattr(gguf.GGUFWriter, "add_tokenizer_model", with_vocabulary)
-    path = tmp_path / "models" / "tiny.gguf"
-    path.parent.mkdir()
-    write_gguf(source, path, "float32")
-    return path
+    return write_llama(tmp_path, monkeypatch)
 
 
 def config_of(checkpoint, folder: Path = Path("/")) -> Config:
@@ -82,8 +65,43 @@ def test_a_folder_is_made_once_for_a_file_and_anew_for_a_changed_one(file, monke
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gguf", None)  # not read again
         assert folder_of(file) == first
-    file.write_bytes(file.read_bytes())
-    assert folder_of(file) != first
+    os.utime(file, ns=(0, 0))
+    assert folder_of(file) != first and not first.exists()
+
+
+def test_folders_of_files_that_are_gone_are_removed_and_those_of_other_files_stay(file, tmp_path):
+    other = file.with_name("other.gguf")
+    other.write_bytes(file.read_bytes())
+    first, second = folder_of(file), folder_of(other)
+    third = file.with_name("third.gguf")
+    file.rename(third)
+    assert {folder_of(third), second} == set((tmp_path / "cache" / "dendroaspis" / "gguf").iterdir())
+    assert first != second and (second / "config.json").is_file()
+
+
+def test_a_cache_that_cannot_be_written_is_named_with_the_variable_that_moves_it(file, tmp_path, monkeypatch):
+    (tmp_path / "taken").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "taken"))
+    with pytest.raises(BadRequest, match=r"taken/dendroaspis/gguf, for .*tiny\.gguf: .*XDG_CACHE_HOME") as refused:
+        check_checkpoints(config_of(file))
+    assert refused.value.field == "targets.tiny.checkpoint"
+
+
+def test_the_check_counts_parameters_and_names_the_types_without_loading_weights(file):
+    report = examine(config_of(file), load=False, show_line=print)
+    (target,) = report.targets
+    source = tiny_models.make_model("llama", vocab_size=tiny_models.VOCABULARY)
+    assert target.weights == 2 * source.num_parameters() and target.kind == "llama"
+    assert target.stored == f"{len(list(source.parameters()))} F32"
+    show(Console(file=(shown := StringIO()), width=200), report)
+    assert f"tensors of tiny: {target.stored}, unpacked into bfloat16" in shown.getvalue()
+
+
+def test_an_architecture_that_the_library_does_not_read_is_named(file):
+    file.write_bytes(file.read_bytes().replace(b"llama", b"lemma"))
+    with pytest.raises(BadRequest, match="architecture lemma is not supported") as refused:
+        check_checkpoints(config_of(file))
+    assert refused.value.field == "targets.tiny.checkpoint"
 
 
 def test_a_file_of_a_package_is_found_without_importing_it(file, tmp_path, monkeypatch):

@@ -1,0 +1,177 @@
+"""The header of a GGUF file: names, shapes and types of its tensors. No weights and no texts are loaded.
+
+The libraries that read GGUF files trust their counts and lengths: a file of a hundred bytes can keep one busy for ever.
+So a header is read here first, and refused beyond the bounds below; work and memory are in proportion to its bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tree_layers.errors import CheckpointError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_KEYS = 4096
+MAX_TENSORS = 65_536
+MAX_HEADER_BYTES = 100_000_000
+MAX_ELEMENTS = 2_000_000
+"""Of all arrays together. A vocabulary of 262,144 tokens has 1.3 million: tokens, scores, types and merges."""
+MAX_DIMENSIONS = 4
+_SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value, by the number of its type."""
+_WHOLE = {0, 2, 4, 10}
+"""The unsigned ones of these types."""
+_STRING, _ARRAY = 8, 9
+_NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+"""The library's names of the matrices with a row for each token."""
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """What a header says of the weights. Every tensor lies within the file; together they are no larger than it."""
+
+    shapes: dict[str, tuple[int, ...]]  # embedding and head by the library's names, others by the file's
+    stored: Mapping[str, int]  # number of tensors of each type, such as Q4_1
+
+
+def read_gguf_header(file: Path) -> GgufHeader:
+    """Read a file's header. Raises CheckpointError for a damaged file, one that exceeds the bounds, one of several that
+    a model was split into, and where the package gguf is missing."""
+    try:
+        with file.open("rb") as stream:
+            return _Reader(file, stream).header()
+    except OSError as error:
+        raise CheckpointError(f"{file}: {error.strerror or error}") from error
+
+
+class _Reader:
+    def __init__(self, file: Path, stream: BinaryIO) -> None:
+        self._file, self._stream = file, stream
+        self._size = file.stat().st_size
+        self._limit = min(self._size, MAX_HEADER_BYTES)
+        self._elements = 0
+
+    def header(self) -> GgufHeader:
+        if self._stream.read(len(MAGIC)) != MAGIC:
+            raise CheckpointError(f"{self._file} is not a GGUF file: it does not begin with {MAGIC.decode()}")
+        version = self._number(4)
+        if version not in VERSIONS:
+            raise self._refused(f"its version is {version}; those that are read: {', '.join(map(str, VERSIONS))}")
+        tensors = self._count(8, MAX_TENSORS, "tensors")
+        keys = self._count(8, MAX_KEYS, "keys")
+        numbers = dict(self._entry() for _ in range(keys))
+        if (parts := numbers.get("split.count") or 1) > 1:
+            raise self._refused(
+                f"it is one of {parts} files that a model was split into; join them, with llama.cpp's "
+                "`llama-gguf-split --merge`, and name the joined file"
+            )
+        for key, number in numbers.items():
+            if key.endswith(".block_count") and number is not None and number > tensors:
+                raise self._refused(f"{key} is {number}, and it has {tensors} tensors")
+        return self._tensors(tensors, numbers.get("general.alignment") or 32)
+
+    def _tensors(self, count: int, alignment: int) -> GgufHeader:
+        shapes: dict[str, tuple[int, ...]] = {}
+        stored: Counter[str] = Counter()
+        sizes = _sizes_by_type(self._file)
+        in_all = end = 0
+        for _ in range(count):
+            name = self._text()
+            dimensions = self._count(4, MAX_DIMENSIONS, f"dimensions of {name}")
+            shape = tuple(self._number(8) for _ in range(dimensions))[::-1]
+            kind, offset = self._number(4), self._number(8)
+            if kind not in sizes:
+                raise self._refused(f"{name} is of type {kind}, which this version of the package gguf does not know")
+            type_name, block, block_bytes = sizes[kind]
+            numbers = math.prod(shape)
+            if not shape or shape[-1] % block:
+                raise self._refused(f"{name} is of type {type_name} and has the shape {list(shape)}")
+            if name in shapes:
+                raise self._refused(f"it has two tensors {name}")
+            length = numbers // block * block_bytes
+            in_all, end = in_all + length, max(end, offset + length)
+            shapes[name] = shape
+            stored[type_name] += 1
+        if not 1 <= alignment <= MAX_HEADER_BYTES:
+            raise self._refused(f"general.alignment is {alignment}")
+        needed = math.ceil(self._stream.tell() / alignment) * alignment + max(in_all, end)
+        if needed > self._size:
+            raise self._refused(f"it has {self._size} bytes, and its tensors need {needed}: is it complete?")
+        return GgufHeader({_NAMES.get(name, name): shape for name, shape in shapes.items()}, dict(stored))
+
+    def _entry(self) -> tuple[str, int | None]:
+        """A key and its value; None for one that is not a whole number."""
+        key = self._text()
+        kind = self._number(4)
+        if kind in _WHOLE:
+            return key, self._number(_SCALARS[kind])
+        if kind != _ARRAY:
+            self._skip_values(key, kind, 1)
+            return key, None
+        inner = self._number(4)
+        count = self._number(8)
+        self._elements += count
+        if self._elements > MAX_ELEMENTS:
+            raise self._refused(f"its arrays have more than {MAX_ELEMENTS} elements, with those of {key}")
+        self._skip_values(key, inner, count)
+        return key, None
+
+    def _skip_values(self, key: str, kind: int, count: int) -> None:
+        if kind == _STRING:
+            for _ in range(count):
+                self._skip(self._number(8))
+        elif kind in _SCALARS:
+            self._skip(count * _SCALARS[kind])
+        else:
+            raise self._refused(f"{key} has values of type {kind}")
+
+    def _count(self, size: int, most: int, what: str) -> int:
+        found = self._number(size)
+        if found > most:
+            raise self._refused(f"it has {found} {what}; at most {most}")
+        return found
+
+    def _number(self, size: int) -> int:
+        return int.from_bytes(self._read(size), "little")
+
+    def _text(self) -> str:
+        try:
+            return self._read(self._number(8)).decode()
+        except UnicodeDecodeError as error:
+            raise self._refused(f"a name in it is not text: {error}") from error
+
+    def _read(self, size: int) -> bytes:
+        self._check_rest(size)
+        return self._stream.read(size)
+
+    def _skip(self, size: int) -> None:
+        self._check_rest(size)
+        self._stream.seek(size, 1)
+
+    def _check_rest(self, size: int) -> None:
+        if size > self._limit - self._stream.tell():
+            whole = self._limit == self._size
+            raise self._refused(
+                "it ends within its header: is it complete?" if whole else f"its header exceeds {self._limit} bytes"
+            )
+
+    def _refused(self, reason: str) -> CheckpointError:
+        return CheckpointError(f"{self._file} cannot be read: {reason}")
+
+
+def _sizes_by_type(file: Path) -> dict[int, tuple[str, int, int]]:
+    """Name, numbers of a block and bytes of a block, by the number of the type."""
+    try:
+        from gguf.constants import GGML_QUANT_SIZES
+    except ImportError:
+        raise CheckpointError(
+            f"{file}: reading GGUF files needs the package gguf: pip install 'dendroaspis[serve]'"
+        ) from None
+    sizes: dict[Any, tuple[int, int]] = GGML_QUANT_SIZES
+    return {kind.value: (kind.name, *size) for kind, size in sizes.items()}
