@@ -62,7 +62,9 @@ class ModelConfig(Replicated):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
     checkpoint: Path
-    """A folder; or, where that does not exist and the text has one slash, a name on the hub, `organisation/name`."""
+    """A folder; or, where that does not exist and the text has one slash, a name on the hub, `organisation/name`. A
+    target's may be a GGUF file: of this machine, `organisation/name/file.gguf` on the hub, or `package:name/file.gguf`
+    in an installed Python package."""
     revision: str = ""
     """Branch, tag or commit of a checkpoint on the hub. Default: its main branch. Resolved once, at start."""
     tokenizer: Path | None = None

@@ -20,12 +20,14 @@ from tree_layers.tokens import TOKENIZER_FILES
 
 from cluster.config import Config, ModelConfig
 from cluster.gguf_files import folder_of
-from cluster.model_paths import is_gguf
+from cluster.model_paths import hub_file, hub_name, is_gguf
 
 READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "chat_template.jinja")
 """Files of a tokenizer that we and transformers read; fetched where they exist."""
 SMALL_FILES = (CONFIG, GENERATION, MAMBA_CONFIG, *READ_FOR_TOKENIZER)
 """Files that describe a model and its tokenizer; fetched where they exist."""
+MOST_NAMED = 8
+"""Files of a repository that an error names."""
 COMMIT = re.compile(r"[0-9a-f]{40}")
 
 AnyModel = TypeVar("AnyModel", bound=ModelConfig)
@@ -47,37 +49,44 @@ def fetched(config: Config, weights: bool = True) -> Config:
 
 def fetched_model(where: str, model: AnyModel, weights: bool = True) -> AnyModel:
     """One entry, whose path in the configuration is `where`, with this machine's folders instead of names on the hub
-    and GGUF files. Raises as `pinned` does."""
+    and GGUF files. A GGUF file is fetched without `weights`, too: its header is the configuration. Raises as `pinned`
+    does."""
     folders: dict[str, Path | str] = {}
+    if model.checkpoint_name:
+        field = f"{where}.checkpoint"
+        with _explained(field, model.checkpoint, model.revision):
+            if file := hub_file(model.checkpoint):
+                folders["checkpoint"] = _fetch_file(field, model.checkpoint_name, file, model.revision)
+            else:
+                folders["checkpoint"] = _fetch(field, model.checkpoint_name, model.revision, weights)
+        folders["revision"] = ""
+    if model.tokenizer is not None and model.tokenizer_name:
+        field = f"{where}.tokenizer"
+        with _explained(field, model.tokenizer, model.tokenizer_revision):
+            if file := hub_file(model.tokenizer):
+                folders["tokenizer"] = _fetch_file(field, model.tokenizer_name, file, model.tokenizer_revision)
+            else:
+                folders["tokenizer"] = _snapshot(model.tokenizer_name, model.tokenizer_revision, READ_FOR_TOKENIZER)
+        folders["tokenizer_revision"] = ""
     for field, path in (("checkpoint", model.checkpoint), ("tokenizer", model.tokenizer)):
         if path is not None and is_gguf(path):
             try:
-                folders[field] = folder_of(path)
+                folders[field] = folder_of(Path(folders.get(field, path)))
             except CheckpointError as error:
                 raise BadRequest(f"{where}.{field}", str(error)) from error
-    if model.checkpoint_name:
-        field = f"{where}.checkpoint"
-        with _explained(field, model.checkpoint_name, model.revision):
-            folders["checkpoint"] = _fetch(field, model.checkpoint_name, model.revision, weights)
-        folders["revision"] = ""
-    if model.tokenizer_name:
-        field = f"{where}.tokenizer"
-        with _explained(field, model.tokenizer_name, model.tokenizer_revision):
-            folders["tokenizer"] = _snapshot(model.tokenizer_name, model.tokenizer_revision, READ_FOR_TOKENIZER)
-        folders["tokenizer_revision"] = ""
     return model.model_copy(update=folders)
 
 
 def _pin(where: str, model: AnyModel) -> AnyModel:
     commits = {}
-    for field, name, key, revision in (
-        ("checkpoint", model.checkpoint_name, "revision", model.revision),
-        ("tokenizer", model.tokenizer_name, "tokenizer_revision", model.tokenizer_revision),
+    for field, path, name, key, revision in (
+        ("checkpoint", model.checkpoint, model.checkpoint_name, "revision", model.revision),
+        ("tokenizer", model.tokenizer, model.tokenizer_name, "tokenizer_revision", model.tokenizer_revision),
     ):
-        if name and not COMMIT.fullmatch(revision):
-            with _explained(f"{where}.{field}", name, revision):
+        if path is not None and name and not COMMIT.fullmatch(revision):
+            with _explained(f"{where}.{field}", path, revision):
                 # The folder of a snapshot is named by its commit, with and without a network.
-                commits[key] = _snapshot(name, revision, [CONFIG]).name
+                commits[key] = _snapshot(name, revision, [hub_file(path) or CONFIG], bars=True).name
     return model.model_copy(update=commits)
 
 
@@ -112,9 +121,24 @@ def _fetch(field: str, name: str, revision: str, weights: bool) -> Path:
             return _snapshot(name, revision, [single], bars=True)
         if index in existing:
             return _snapshot(name, revision, shards_of(_snapshot(name, revision, [index]), index), bars=True)
-    endings = sorted({Path(file).suffix for file in existing} & {".gguf", ".onnx", ".pth", ".h5", ".msgpack"})
+    if named := sorted(file for file in existing if is_gguf(Path(file))):
+        listed = ", ".join(f"{name}/{file}" for file in named[:MOST_NAMED])
+        raise BadRequest(field, f"{name} has GGUF files: name one of its {len(named)}, such as {listed}")
+    endings = sorted({Path(file).suffix for file in existing} & {".onnx", ".pth", ".h5", ".msgpack"})
     others = f"; what it has ends in {', '.join(endings)}" if endings else ""
     raise BadRequest(field, f"{name} has no weights in model.safetensors or pytorch_model.bin{others}")
+
+
+def _fetch_file(field: str, name: str, file: str, revision: str) -> Path:
+    """One file of a repository, which has it or is refused with its other GGUF files."""
+    found = _snapshot(name, revision, [file], bars=True) / file
+    if found.is_file():
+        return found
+    from huggingface_hub import HfApi
+
+    others = sorted(each for each in HfApi().list_repo_files(name, revision=revision or None) if is_gguf(Path(each)))
+    has = f"; it has {', '.join(others[:MOST_NAMED])}" if others else "; it has no GGUF file"
+    raise BadRequest(field, f"{name} has no file {file} at {revision or 'main'}{has}")
 
 
 def _has_weights(folder: Path) -> bool:
@@ -126,12 +150,12 @@ def _has_weights(folder: Path) -> bool:
 
 
 @contextmanager
-def _explained(field: str, name: str, revision: str) -> Iterator[None]:
-    """Map errors of the hub to ours, with what the operator can do."""
+def _explained(field: str, path: Path, revision: str) -> Iterator[None]:
+    """Map errors of the hub to ours, with what the operator can do. path: a name on the hub, with or without a file."""
     from huggingface_hub import constants, errors
 
-    hub = constants.ENDPOINT
-    here = f"there is no folder {name} here, and as a name on the hub {hub}"
+    hub, name = constants.ENDPOINT, hub_name(path)
+    here = f"there is no {'file' if hub_file(path) else 'folder'} {path} here, and as a name on the hub {hub}"
     try:
         yield
     except errors.GatedRepoError as error:

@@ -1,4 +1,4 @@
-"""A model's place in a configuration: a folder, a GGUF file, or its name on a hub."""
+"""A model's place in a configuration: a folder, a GGUF file, or the name of either on a hub."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 PACKAGE = "package:"
 """Before the path of a file inside an installed Python package."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+HUB_FILE = re.compile(HUB_NAME.pattern + r"(/\w[\w.-]*)+")
 
 
 def in_package(path: Path) -> bool:
@@ -21,15 +22,24 @@ def is_gguf(path: Path) -> bool:
 
 
 def hub_name(path: Path) -> str:
-    """The name on the hub that a resolved path is; empty for a folder or file, whose resolved path is absolute, or in a
-    package."""
-    return "" if path.is_absolute() or in_package(path) else path.as_posix()
+    """The name on the hub that a resolved path is, or of the repository that has its file; empty for a folder or file,
+    whose resolved path is absolute, or in a package."""
+    if path.is_absolute() or in_package(path):
+        return ""
+    return "/".join(path.parts[:2])
+
+
+def hub_file(path: Path) -> str:
+    """The GGUF file in its repository on the hub that a resolved path is; empty for any other."""
+    return "/".join(path.parts[2:]) if hub_name(path) else ""
 
 
 def resolved_path(path: Path, folder: Path) -> Path:
-    """An absolute folder or GGUF file, where a relative path starts at `folder`; or a name on the hub, or a file of a
-    Python package, unchanged."""
-    if in_package(path) or is_gguf(path):
-        return path if in_package(path) else (folder / path.expanduser()).resolve()
+    """An absolute folder or GGUF file, where a relative path starts at `folder`; or a name on the hub, with or without
+    a file, or a file of a Python package, unchanged."""
+    if in_package(path):
+        return path
     here = (folder / path.expanduser()).resolve()
-    return path if HUB_NAME.fullmatch(path.as_posix()) and not here.is_dir() else here
+    named = HUB_FILE if is_gguf(path) else HUB_NAME
+    there = here.is_file() if is_gguf(path) else here.is_dir()
+    return path if named.fullmatch(path.as_posix()) and not there else here

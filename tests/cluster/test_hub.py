@@ -25,7 +25,7 @@ NAME = "people/model"
 SMALL = {"config.json": b'{"vocab_size": 8}', "tokenizer.json": b"{}", "generation_config.json": b"{ }"}
 UNWANTED = {
     "modeling_own.py": b"raise SystemExit",
-    "model.Q4.gguf": b"1",
+    "onnx/model.onnx": b"1",
     "onnx/config.json": b"3",
     "original/model.safetensors": b"2",
     "README.md": b"#",
@@ -171,7 +171,14 @@ def test_a_hub_that_does_not_answer_is_explained(tmp_path: Path, monkeypatch):
 
 def test_a_model_without_readable_weights_is_refused_with_its_files(hub: SmallHub, tmp_path: Path):
     hub.commit(NAME, SMALL | UNWANTED)
-    with pytest.raises(BadRequest, match=r"no weights in .*; what it has ends in \.gguf") as refused:
+    with pytest.raises(BadRequest, match=r"no weights in .*; what it has ends in \.onnx$") as refused:
+        fetched(config_of(tmp_path))
+    assert refused.value.field == "targets.t.checkpoint"
+
+
+def test_a_model_with_gguf_files_alone_is_refused_with_the_name_of_one(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, SMALL | {"b.gguf": b"2", "a.gguf": b"1"})
+    with pytest.raises(BadRequest, match=f"name one of its 2, such as {NAME}/a.gguf, {NAME}/b.gguf") as refused:
         fetched(config_of(tmp_path))
     assert refused.value.field == "targets.t.checkpoint"
 
@@ -182,7 +189,7 @@ def test_errors_are_explained_with_httpx_and_with_httpx2(monkeypatch, library: s
     assert errors.HTTPError.__module__.partition(".")[0] in ("httpx", "httpx2")
     monkeypatch.setitem(sys.modules, library, None)  # as if not installed
     message = "targets.t.checkpoint: the hub .* failed while people/model was fetched: cut"
-    with pytest.raises(PeerLost, match=message), _explained("targets.t.checkpoint", NAME, "main"):
+    with pytest.raises(PeerLost, match=message), _explained("targets.t.checkpoint", Path(NAME), "main"):
         raise errors.HTTPError("cut")
 
 
@@ -202,7 +209,7 @@ def test_an_existing_folder_takes_precedence_over_the_hub(hub: SmallHub, tmp_pat
         config_of(tmp_path, revision="main")
 
 
-@pytest.mark.parametrize("text", ["model", "a/b/c", "/a/b", "~/a"])
+@pytest.mark.parametrize("text", ["model", "a/b/c", "/a/b", "~/a", "a/b.gguf", "../a/b.gguf", "/a/b/c.gguf"])
 def test_a_checkpoint_without_exactly_one_slash_is_a_folder(tmp_path: Path, text: str):
     assert Config.of({"targets": {"t": {"checkpoint": text}}}, tmp_path).targets["t"].checkpoint.is_absolute()
 
