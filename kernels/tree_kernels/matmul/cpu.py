@@ -99,28 +99,55 @@ class PackedWeight:
         self, weight: Tensor, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype | None = None
     ) -> None:
         """dtype: of the results; None: the weight's"""
-        self.outputs, self.inputs = weight.shape
-        self.dtype = dtype or weight.dtype  # of results
-        self._threads = min(threads, 1 + MOST_HELPERS) if weight.numel() >= THREADED else 1
-        self._panels = pack(weight, panel())
+        kind = PRECISIONS[weight.dtype]
+        self._prepare(
+            weight.shape[0],
+            weight.shape[1],
+            pack(weight, panel()),
+            panel() * weight.dtype.itemsize,
+            tile_table(kind),
+            bias,
+            threads,
+            dtype or weight.dtype,
+        )
+
+    def _prepare(
+        self,
+        outputs: int,
+        inputs: int,
+        panels: Tensor,
+        entry_bytes: int,
+        tiles: Tensor,
+        bias: Tensor | None,
+        threads: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """panels: one for each of the first dimension   entry_bytes: of one input in a panel   dtype: of the results"""
+        self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
+        self._threads = min(threads, 1 + MOST_HELPERS) if outputs * inputs >= THREADED else 1
+        self._panels, self._tiles = panels, tiles
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        self._tiles = tile_table(PRECISIONS[weight.dtype])
         kernels = _kernels()
         self._product, self.kernel = kernels.functions["product"], kernels.address("units")
         call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
-        call[Argument.INPUTS], call[Argument.OUTPUTS] = self.inputs, self.outputs
-        call[Argument.WEIGHTS], call[Argument.TILES] = self._panels.data_ptr(), self._tiles.data_ptr()
-        call[Argument.ENTRY_BYTES] = panel() * weight.dtype.itemsize
-        call[Argument.TARGET_KIND] = PRECISIONS[self.dtype]
+        call[Argument.INPUTS], call[Argument.OUTPUTS] = inputs, outputs
+        call[Argument.WEIGHTS], call[Argument.TILES] = panels.data_ptr(), tiles.data_ptr()
+        call[Argument.ENTRY_BYTES], call[Argument.TILE_ROWS] = entry_bytes, len(tiles)
+        call[Argument.TARGET_KIND] = PRECISIONS[dtype]
         if self._bias is not None:
             call[Argument.BIAS] = self._bias.data_ptr()
+
+    @property
+    def weight_bytes(self) -> int:
+        """That a product of few rows reads."""
+        return self._panels.nbytes
 
     def call(self, x: int, rows: int, target: int, scratch: int, residual: int = 0) -> npt.NDArray[np.int64]:
         """The arguments of `kernel`, which computes units until none is left, by `Argument`. Arrays are addresses.
 
         x  [rows, inputs] float32   target, residual  [rows, outputs] of `dtype`   scratch  [threads, SCRATCH] float32
         """
-        panels = WIDEST if rows <= MOST else 1
+        panels = WIDEST if rows <= len(self._tiles) else 1
         call = self._call.copy()
         call[Argument.X], call[Argument.ROWS], call[Argument.TARGET] = x, rows, target
         call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import CHUNK, MOST, PART_BYTES, SCRATCH, Argument, Helper, Precision
+from tree_kernels.matmul.shapes import CHUNK, PART_BYTES, PART_MULTIPLE, SCRATCH, Argument, Helper, Precision
 from tree_kernels.matmul.tiles import AHEAD, call_product_tile
 from tree_kernels.processor import panel
 from tree_kernels.translating import INLINED
@@ -34,7 +34,7 @@ _PLACES = tuple(int(place) for place in Argument)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF) = _PLACES[
     :13
 ]
-(NEXT, RESIDUAL) = _PLACES[13:]
+(NEXT, RESIDUAL, TILE_ROWS) = _PLACES[13:]
 START, DONE = 8 * Helper.START, 8 * Helper.DONE
 CALL, THREAD, FUNCTION = int(Helper.CALL), int(Helper.THREAD), int(Helper.FUNCTION)
 HELPER_BYTES = 8 * Helper.SIZE
@@ -167,16 +167,17 @@ def blocks(
     begin: int,
     entry: int,
     following: int,
+    most: int,
 ) -> None:
     """Any number of rows times at most WIDEST panels, in as few blocks as possible, of about the same number of rows.
 
     tiles: the address of three numbers for each number of rows of a block, as `block` describes them
-    entry: bytes of one input's weights in a panel
+    entry: bytes of one input's weights in a panel   most: rows of a tile
     following: the address of the weights that are needed next. Where the rows need several blocks, each begins to load
     a part of them. Else the first block would wait for the memory, and the others, whose weights are in the cache,
     would leave it idle.
     """
-    count, row = (rows + MOST - 1) // MOST, 0
+    count, row = (rows + most - 1) // most, 0
     for number in range(count):
         high = (rows - row + count - number - 1) // (count - number)
         block(
@@ -203,9 +204,9 @@ def units(call: int, thread: int) -> None:
     bias, target, outputs, target_kind = given[BIAS], given[TARGET], given[OUTPUTS], given[TARGET_KIND]
     sums = given[SUMS_OF] + thread * SCRATCH * 4
     count, wide, entry, table = given[UNITS], given[UNIT_PANELS], given[ENTRY], given[TILES_OF]
-    residual = given[RESIDUAL]
+    residual, most = given[RESIDUAL], given[TILE_ROWS]
     step, x_step = inputs * entry, inputs * 4
-    part = PART_BYTES // entry
+    part = PART_BYTES // entry // PART_MULTIPLE * PART_MULTIPLE
     all_panels = (outputs + PANEL - 1) // PANEL
     size = 4 if target_kind == F32 else 2
     unit = fetch_add(call + NEXT * 8, 1)
@@ -217,7 +218,7 @@ def units(call: int, thread: int) -> None:
         top = 0
         while top < rows:
             some = min(CHUNK, rows - top)
-            length = part if some > MOST else inputs
+            length = part if some > most else inputs
             begin = 0
             while begin < inputs:
                 used = min(length, inputs - begin)
@@ -236,6 +237,7 @@ def units(call: int, thread: int) -> None:
                     1 if begin == 0 else 0,
                     entry,
                     weights + next_unit * wide * step if last else here + used * entry,
+                    most,
                 )
                 begin += length
             wanted = min(panels * PANEL, outputs - first * PANEL)

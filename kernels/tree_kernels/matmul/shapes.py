@@ -11,6 +11,8 @@ CHUNK = 48
 """Rows that go through all parts of a block before the next rows do."""
 PART_BYTES = 32768
 """Of a panel's weights in one part."""
+PART_MULTIPLE = 32
+"""A part has a multiple of so many inputs, the last one excepted: quantised weights come in blocks."""
 MOST = 6
 """Rows of a tile."""
 PANELS = (0, 4, 2, 2, 1, 1, 1) if lanes() == 8 else (0, 4, 4, 4, 2, 2, 2)
@@ -47,6 +49,7 @@ class Argument(IntEnum):
     TILES = 12  # of each number of rows: panels of its wide tile, that tile's address, the address of the tile of one
     NEXT = 13  # the next unit that no thread has taken
     RESIDUAL = 14  # [rows, outputs] of TARGET_KIND, which the rounded results are added to; or 0
+    TILE_ROWS = 15  # the most rows of a tile
 
 
 class Helper(IntEnum):

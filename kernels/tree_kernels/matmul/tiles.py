@@ -7,6 +7,7 @@ their symbols. Imported only while kernels are compiled.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -94,16 +95,16 @@ def tiles(kind: Precision) -> ir.Module:
     module = ir.Module("tiles")
     for rows in range(1, MOST + 1):
         for panels in sorted({1, PANELS[rows]}):
-            _Tile(module, kind, rows, panels).write()
+            PackedTile(module, kind, rows, panels).write()
     return module
 
 
-class _Tile:
-    """Writes one tile's function."""
+class Tile:
+    """Writes one tile's function: what is the same for every form of weights."""
 
-    def __init__(self, module: ir.Module, kind: Precision, rows: int, panels: int) -> None:
-        self._module, self._kind, self._rows, self._panels = module, kind, rows, panels
-        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), symbol(kind, rows, panels))
+    def __init__(self, module: ir.Module, name: str, rows: int, panels: int) -> None:
+        self._module, self._rows, self._panels = module, rows, panels
+        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), name)
         self._in = ir.IRBuilder(self._function.append_basic_block())
 
     def write(self) -> None:
@@ -124,58 +125,45 @@ class _Tile:
                 kept = [self._load(place, VECTOR) for place in places]
                 held_block = build.block
         totals = [self._phi(VECTOR, {fresh_block: VECTOR(None), held_block: value}) for value in kept]
-        whole = build.and_(inputs, I64(-UNROLLED))
-        totals = self._loop(totals, I64(0), whole, UNROLLED)
-        totals = self._loop(totals, whole, inputs, 1)
+        totals = self._after(totals, inputs)
         for place, total in zip(places, totals, strict=True):
             build.store(total, build.inttoptr(place, VECTOR.as_pointer()), align=4)
         build.ret_void()
 
-    def _loop(self, totals: list[Any], first: Any, last: Any, unrolled: int) -> list[Any]:
-        """The totals after the inputs from `first` to `last`, a multiple of `unrolled` inputs."""
+    def _after(self, totals: list[Any], inputs: Any) -> list[Any]:
+        """The totals after all inputs."""
+        raise NotImplementedError
+
+    def _counted(self, totals: list[Any], count: Any, body: Callable[[list[Any], Any], list[Any]]) -> list[Any]:
+        """The totals after `count` passes of a loop, each of which gets them and its number."""
         build = self._in
         before = build.block
-        head, body, done = (self._function.append_basic_block() for _ in range(3))
+        head, inner, done = (self._function.append_basic_block() for _ in range(3))
         build.branch(head)
         build.position_at_end(head)
-        k = self._phi(I64, {before: first})
+        number = self._phi(I64, {before: I64(0)})
         carried = [self._phi(VECTOR, {before: total}) for total in totals]
-        build.cbranch(build.icmp_signed("<", k, last), body, done)
-        build.position_at_end(body)
-        found: list[Any] = carried
-        if unrolled > 1:
-            for begin in self._ahead:
-                here = build.add(begin, build.mul(k, self._ahead_step))
-                for line in range(0, unrolled * ENTRY_BYTES[self._kind], LINE):
-                    self._prefetch(build.add(here, I64(line)))
-        for ahead in range(unrolled):
-            found = self._step(found, build.add(k, I64(ahead)))
-        for phi, value in zip(carried, found, strict=True):
+        build.cbranch(build.icmp_signed("<", number, count), inner, done)
+        build.position_at_end(inner)
+        for phi, value in zip(carried, body(list(carried), number), strict=True):
             phi.add_incoming(value, build.block)
-        k.add_incoming(build.add(k, I64(unrolled)), build.block)
+        number.add_incoming(build.add(number, I64(1)), build.block)
         build.branch(head)
         build.position_at_end(done)
-        return carried
+        return list(carried)
 
-    def _step(self, totals: list[Any], k: Any) -> list[Any]:
-        """The totals after input k of every row."""
-        weights = [vector for begin in self._weights for vector in self._vectors(begin, k)]
+    def _added(self, totals: list[Any], weights: list[Any], k: Any) -> list[Any]:
+        """The totals after input k of every row, which has these weights, panel after panel."""
         given = (self._broadcast(self._in.add(begin, self._in.mul(k, I64(4)))) for begin in self._x)
         pairs = ((value, weight) for value in given for weight in weights)
         return [self._fma(value, weight, total) for (value, weight), total in zip(pairs, totals, strict=True)]
 
-    def _vectors(self, begin: Any, k: Any) -> list[Any]:
-        """The weights of input k in the panel that begins there, as float32."""
-        build = self._in
-        place = build.add(begin, build.mul(k, I64(ENTRY_BYTES[self._kind])))
-        if self._kind == Precision.F32:
-            return [self._load(build.add(place, I64(4 * LANES * vector)), VECTOR) for vector in range(EACH)]
-        if self._kind == Precision.F16:
-            parts = (self._load(build.add(place, I64(2 * LANES * vector)), NARROW) for vector in range(EACH))
-            return [build.fpext(part, VECTOR) for part in parts]
-        both = self._load(place, WORDS)
-        low, high = build.shl(both, WORDS([16] * LANES)), build.and_(both, WORDS([0xFFFF0000] * LANES))
-        return [build.bitcast(half, VECTOR) for half in (low, high)]
+    def _prefetched(self, k: Any, size: int) -> None:
+        """Begins to load so many bytes of each panel ahead."""
+        for begin in self._ahead:
+            here = self._in.add(begin, self._in.mul(k, self._ahead_step))
+            for line in range(0, size, LINE):
+                self._prefetch(self._in.add(here, I64(line)))
 
     def _broadcast(self, place: Any) -> Any:
         one = self._in.insert_element(VECTOR(ir.Undefined), self._load(place, F32), I32(0))
@@ -205,3 +193,43 @@ class _Tile:
     def _declared(self, name: str, result: Any, arguments: list[Any]) -> Any:
         found = self._module.globals.get(name)
         return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)
+
+
+class PackedTile(Tile):
+    """Of weights that are packed one by one."""
+
+    def __init__(self, module: ir.Module, kind: Precision, rows: int, panels: int) -> None:
+        self._kind = kind
+        super().__init__(module, symbol(kind, rows, panels), rows, panels)
+
+    def _after(self, totals: list[Any], inputs: Any) -> list[Any]:
+        build = self._in
+        passes = build.udiv(inputs, I64(UNROLLED))
+        totals = self._counted(totals, passes, lambda found, number: self._steps(found, number, UNROLLED))
+        whole = build.mul(passes, I64(UNROLLED))
+        left = build.sub(inputs, whole)
+        return self._counted(totals, left, lambda found, number: self._step(found, build.add(whole, number)))
+
+    def _steps(self, totals: list[Any], number: Any, unrolled: int) -> list[Any]:
+        first = self._in.mul(number, I64(unrolled))
+        self._prefetched(first, unrolled * ENTRY_BYTES[self._kind])
+        for k in range(unrolled):
+            totals = self._step(totals, self._in.add(first, I64(k)))
+        return totals
+
+    def _step(self, totals: list[Any], k: Any) -> list[Any]:
+        """The totals after input k of every row."""
+        return self._added(totals, [vector for begin in self._weights for vector in self._vectors(begin, k)], k)
+
+    def _vectors(self, begin: Any, k: Any) -> list[Any]:
+        """The weights of input k in the panel that begins there, as float32."""
+        build = self._in
+        place = build.add(begin, build.mul(k, I64(ENTRY_BYTES[self._kind])))
+        if self._kind == Precision.F32:
+            return [self._load(build.add(place, I64(4 * LANES * vector)), VECTOR) for vector in range(EACH)]
+        if self._kind == Precision.F16:
+            parts = (self._load(build.add(place, I64(2 * LANES * vector)), NARROW) for vector in range(EACH))
+            return [build.fpext(part, VECTOR) for part in parts]
+        both = self._load(place, WORDS)
+        low, high = build.shl(both, WORDS([16] * LANES)), build.and_(both, WORDS([0xFFFF0000] * LANES))
+        return [build.bitcast(half, VECTOR) for half in (low, high)]

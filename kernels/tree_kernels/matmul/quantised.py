@@ -1,0 +1,108 @@
+"""Products with weights that stay quantised, bit for bit those with the unpacked weight."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from tree_kernels.kernel_cache import load_kernels
+from tree_kernels.matmul.cpu import PackedWeight
+from tree_kernels.matmul.packing import in_large_pages
+from tree_kernels.matmul.quantised_shapes import FORMS, QuantisedForm, order, tile_panels, tile_symbol
+from tree_kernels.processor import panel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class QuantisedBlocks:
+    """A quantised weight [outputs, inputs] as `BlockForm` describes it."""
+
+    form: QuantisedForm
+    fields: Tensor  # [outputs, inputs] uint8
+    scales: Tensor  # [outputs, inputs / block] float16 or float32
+    offsets: Tensor | None  # as the scales; None where the form has none
+
+    def of_rows(self, rows: Tensor) -> QuantisedBlocks:
+        """The same of these outputs."""
+        offsets = None if self.offsets is None else self.offsets[rows]
+        return QuantisedBlocks(self.form, self.fields[rows], self.scales[rows], offsets)
+
+    def unpacked(self) -> Tensor:
+        """[outputs, inputs] float32."""
+        form = FORMS[self.form]
+        fields = self.fields.view(len(self.fields), -1, form.block).double()
+        fields = fields if self.offsets is not None else fields - (1 << (form.bits - 1))
+        made = fields * self.scales[..., None].double()  # exact
+        return (made if self.offsets is None else made + self.offsets[..., None].double()).float().flatten(1)
+
+    def fits(self) -> bool:
+        """Whether the kernels compute `unpacked`: their sums of offsets and factors must be exact."""
+        form = FORMS[self.form]
+        scales = self.scales.double()
+        offsets = self.offsets.double() if self.offsets is not None else -scales * (1 << (form.bits - 1))
+        for base in {place.base for place in form.places}:
+            added = offsets - base * scales
+            if not (torch.equal(added.float().double(), added) and added.isfinite().all()):
+                return False
+        values = self.unpacked()
+        return bool(((values == 0) | (values.abs() >= torch.finfo(torch.float32).tiny)).all())
+
+
+@cache
+def _tile_table(form: QuantisedForm) -> Tensor:
+    """As `cpu.tile_table`. Raises NoKernelsError."""
+    address = load_kernels(f"tree_kernels.matmul.{form.name.lower()}").addresses
+    panels = tile_panels()
+    every = range(1, len(panels))
+    return torch.tensor(
+        [(panels[n], address[tile_symbol(form, n, panels[n])], address[tile_symbol(form, n, 1)]) for n in every]
+    )
+
+
+def pack_blocks(blocks: QuantisedBlocks, panel: int, order: list[int]) -> Tensor:
+    """[panels, blocks, bytes] uint8: of each block the outputs' scales and offsets, then the words with their fields,
+    all in the order of the lanes. The last panel is padded with zeros."""
+    form = FORMS[blocks.form]
+    outputs, inputs = blocks.fields.shape
+    count, length = -(-outputs // panel), inputs // form.block
+    made = in_large_pages((count, length, form.block_bytes(panel)), torch.uint8)
+    place = torch.tensor(order)
+    at = 0
+    for given in (blocks.scales, blocks.offsets):
+        if given is None:
+            continue
+        padded = given.new_zeros(count * panel, length)
+        padded[:outputs] = given
+        laid = padded.view(count, panel, length).transpose(1, 2)[..., place].contiguous().view(torch.uint8)
+        made[..., at : at + laid.shape[-1]] = laid
+        at += laid.shape[-1]
+    fields = blocks.fields.new_zeros(count * panel, inputs)
+    fields[:outputs] = blocks.fields
+    if form.bits == 4:
+        fields = fields[:, ::2] | (fields[:, 1::2] << 4)
+    words = fields.view(count, panel, length, -1, 4).permute(0, 2, 3, 1, 4)[..., place, :]
+    made[..., at:] = words.reshape(count, length, -1)
+    return made
+
+
+class QuantisedWeight(PackedWeight):
+    """As a PackedWeight of the unpacked weight in bfloat16, of which it has the bits."""
+
+    def __init__(
+        self, blocks: QuantisedBlocks, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype = torch.bfloat16
+    ) -> None:
+        """blocks: that fit   dtype: of the results"""
+        self.form = blocks.form
+        outputs, inputs = blocks.fields.shape
+        self._prepare(
+            outputs,
+            inputs,
+            pack_blocks(blocks, panel(), order()),
+            FORMS[blocks.form].entry_bytes(panel()),
+            _tile_table(blocks.form),
+            bias,
+            threads,
+            dtype,
+        )

@@ -1,0 +1,107 @@
+"""The forms of quantised weights, and their layout in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from tree_kernels.processor import lanes, panel, processor
+
+
+class QuantisedForm(IntEnum):
+    """How a weight is computed from what is stored."""
+
+    Q4_1 = 0
+    Q8_0 = 1
+
+
+@dataclass(frozen=True, slots=True)
+class BlockForm:
+    """A weight is `scale * field + offset`, the sum rounded to float32 and then to bfloat16.
+
+    Without an offset the field of b bits stands for a signed number: field - 2^(b - 1).
+    """
+
+    bits: int  # of a field
+    block: int  # inputs that have an output's scale in common
+    offset: bool  # whether offsets are stored
+    wide: bool  # scales and offsets are float32; else float16
+
+    @property
+    def fields(self) -> int:
+        """In a word of 32 bits: an output's fields of neighbouring inputs, the first in the lowest bits."""
+        return 32 // self.bits
+
+    @property
+    def places(self) -> tuple[FieldPlace, ...]:
+        """Of a word's fields."""
+        return FIELD_PLACES[self.bits]
+
+    def factor_bytes(self, panel: int) -> int:
+        """Bytes of a block's scales and offsets in a panel."""
+        return panel * (4 if self.wide else 2) * (2 if self.offset else 1)
+
+    def block_bytes(self, panel: int) -> int:
+        """Bytes of a block in a panel: scales, offsets, and the words of each `fields` inputs."""
+        return self.factor_bytes(panel) + self.block * panel * self.bits // 8
+
+    def entry_bytes(self, panel: int) -> int:
+        """Bytes of one input in a panel, its share of the scales among them."""
+        return self.block_bytes(panel) // self.block
+
+
+class FieldPlace(NamedTuple):
+    """Where a word has a field after it was shifted: inside a float32's mantissa, and high enough for `base` times a
+    scale to be added to an offset without rounding."""
+
+    shift: int  # to the left; negative: to the right
+    position: int  # of the field's lowest bit
+
+    @property
+    def base(self) -> int:
+        """With the exponent of this number above it, a field f makes the float32 `base + f`."""
+        return 1 << (MANTISSA - self.position)
+
+
+MANTISSA = 23
+"""Bits of a float32's mantissa."""
+FIELD_PLACES = {
+    4: tuple(
+        FieldPlace(*each) for each in ((11, 11), (11, 15), (11, 19), (-1, 11), (-1, 15), (-1, 19), (-13, 11), (-13, 15))
+    ),
+    8: tuple(FieldPlace(*each) for each in ((7, 7), (7, 15), (-9, 7), (-9, 15))),
+}
+"""Of the fields of a word, by their bits. One shift for several fields: a processor shifts a vector in the time of two
+other operations."""
+FORMS = {
+    QuantisedForm.Q4_1: BlockForm(bits=4, block=32, offset=True, wide=False),
+    QuantisedForm.Q8_0: BlockForm(bits=8, block=32, offset=False, wide=False),
+}
+
+
+def has_conversion() -> bool:
+    """Whether an instruction of the processor rounds two vectors to bfloat16."""
+    return lanes() == 16 and "avx512bf16" in processor()[1]
+
+
+def order() -> list[int]:
+    """Which of a panel's outputs each of its lanes has while weights are unpacked.
+
+    The instruction puts two vectors' results one after the other, and a shift and a mask then take the even and the
+    odd ones apart.
+    """
+    half = panel() // 2
+    if not has_conversion():
+        return list(range(panel()))
+    return [output for pair in zip(range(half), range(half, 2 * half), strict=True) for output in pair]
+
+
+def tile_panels() -> tuple[int, ...]:
+    """Panels of a tile by its rows. Each holds a scale and offsets in registers, beside the sums."""
+    return (0, 2, 1, 1, 1, 1) if lanes() == 8 else (0, 2, 2, 1, 1, 1, 1, 1, 1)
+
+
+def tile_symbol(form: QuantisedForm, rows: int, panels: int) -> str:
+    """The name of a tile's function."""
+    return f"dendro_tile_{form.name}_{rows}_{panels}"
