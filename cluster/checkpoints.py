@@ -9,7 +9,15 @@ from pathlib import Path
 
 from dendro.errors import BadRequest
 from dendro.modes import VerificationMode
-from tree_layers.checkpoint import MAMBA_CONFIG, NO_TOKENIZER, Facts, read_facts, refuse_quantised, weight_files
+from tree_layers.checkpoint import (
+    MAMBA_CONFIG,
+    NO_TOKENIZER,
+    Facts,
+    read_facts,
+    refuse_draft_vocabulary,
+    refuse_quantised,
+    weight_files,
+)
 from tree_layers.errors import CheckpointError
 
 from cluster.config import Config, DrafterConfig, ModelConfig, TargetConfig
@@ -82,6 +90,10 @@ def misfit(drafter: str, target: str, pairing: Pairing) -> BadRequest:
 def target_facts(name: str, target: TargetConfig) -> Facts:
     """Facts of a target and its tokenizer. Raises BadRequest, naming the field, for missing files except weights."""
     facts = _facts(target, f"targets.{name}")
+    try:
+        refuse_draft_vocabulary(facts)
+    except CheckpointError as error:
+        raise BadRequest(f"targets.{name}.checkpoint", str(error)) from error
     if facts.tokens is None:
         raise BadRequest(f"targets.{name}.checkpoint", f"{facts.folder}: {NO_TOKENIZER}")
     return facts

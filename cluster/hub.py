@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from dendro.errors import BadRequest, PeerLost
 from tree_layers.checkpoint import CONFIG, GENERATION, MAMBA_CONFIG, WEIGHT_FILES, shards_of, weight_files
+from tree_layers.draft_vocabulary import DRAFT_VOCABULARY
 from tree_layers.errors import CheckpointError
 from tree_layers.tokens import TOKENIZER_FILES
 
@@ -24,8 +25,8 @@ from cluster.model_paths import hub_file, hub_name, is_gguf
 
 READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "chat_template.jinja")
 """Files of a tokenizer that we and transformers read; fetched where they exist."""
-SMALL_FILES = (CONFIG, GENERATION, MAMBA_CONFIG, *READ_FOR_TOKENIZER)
-"""Files that describe a model and its tokenizer; fetched where they exist."""
+SMALL_FILES = (CONFIG, GENERATION, MAMBA_CONFIG, DRAFT_VOCABULARY, *READ_FOR_TOKENIZER)
+"""Files that describe a model, its tokens and its tokenizer; fetched where they exist."""
 MOST_NAMED = 8
 """Files of a repository that an error names."""
 COMMIT = re.compile(r"[0-9a-f]{40}")

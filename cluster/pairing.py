@@ -43,7 +43,7 @@ class TokenFit:
 
     refusal: str  # why the drafter cannot draft for the target; empty: it can
     warning: str = ""  # what differs, and costs acceptance
-    note: str = ""  # what differs and costs nothing: added tokens, longer tails
+    note: str = ""  # how many tokens it guesses; what differs and costs nothing: added tokens, longer tails
     shared: int = 0  # ordinary ids that both have
     different: int = 0  # of these, ids with another text
     first: tuple[Difference, ...] = ()  # the first SHOWN of these
@@ -74,7 +74,10 @@ def fit_of(target: Facts, drafter: Facts) -> TokenFit:
         )
     elif unlike:
         warning = f"{counted}; drafts with them are not accepted"
-    return TokenFit(refusal, warning, _note(ours, theirs), len(ordinary), len(unlike), first)
+    note = ", ".join(
+        part for part in ("" if drafter.draft is None else str(drafter.draft), _note(ours, theirs)) if part
+    )
+    return TokenFit(refusal, warning, note, len(ordinary), len(unlike), first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +104,8 @@ def pairing_of(target: Facts, drafter: Facts, bridge: BridgeChoice) -> Pairing:
     why = f"the configuration names {kind}"
     if fit.refusal:
         why = f"the tokenizers differ: {fit.different} of {fit.shared} ordinary ids have another text"
+    if drafter.draft is not None:
+        why += f"; it {drafter.draft}"
     return Pairing(fit, kind, "", why)
 
 

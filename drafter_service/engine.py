@@ -118,7 +118,7 @@ class DrafterEngine:
             model=options.name,
             fingerprint=checkpoint.fingerprint,
             tokenizer=checkpoint.facts.tokenizer,
-            vocabulary=model.vocabulary,
+            vocabulary=checkpoint.facts.vocabulary,
             max_length=model.max_length,
             max_rows=options.max_rows,
             max_depth=options.max_depth,
@@ -135,7 +135,8 @@ class DrafterEngine:
         form = described_form(model, checkpoint.facts.model_type, device, options.form)
         structures = None
         if token_bytes is not None:
-            structures = DraftStructures(options.name, token_bytes, model.vocabulary, checkpoint.facts.end_ids, limits)
+            facts = checkpoint.facts
+            structures = DraftStructures(options.name, token_bytes, facts.vocabulary, facts.end_ids, limits)
         runner = DraftRunner(model, *slots, device, head)
         with torch.inference_mode():
             if not runner.scores_are_finite():
@@ -209,9 +210,11 @@ class DrafterEngine:
         arrived_s = self._clock()
         self._check(call.update)
         vocabulary = call.parameters.vocabulary or self._hello.vocabulary
-        least = min(MAX_ROWS, self._hello.vocabulary)
-        if vocabulary < least:
-            raise BadRequest("vocabulary", f"is {vocabulary}; must be at least {least} for this drafter")
+        least = min(MAX_ROWS, self._runner.model.vocabulary)
+        if (guessed := self._runner.guessed(vocabulary)) < least:
+            raise BadRequest(
+                "vocabulary", f"is {vocabulary}: this drafter guesses {guessed} of them, not {least} or more"
+            )
         structure = None if self._structures is None else await self._structures.of(call)
         restored, arrays = await self._shelf.find(call)
 
@@ -248,8 +251,8 @@ class DrafterEngine:
             raise BadRequest("shape", f"{shape} has depth {shape.depth}; this drafter allows {limits.max_depth}")
         if shape.rows > limits.max_rows:
             raise BadRequest("shape", f"{shape} has {shape.rows} rows; this drafter allows {limits.max_rows}")
-        if shape.width > limits.vocabulary:
-            raise BadRequest("shape", f"{shape} is wider than the vocabulary of {limits.vocabulary} tokens")
+        if shape.width > (guessed := self._runner.model.vocabulary):
+            raise BadRequest("shape", f"{shape} is wider than the {guessed} tokens that this drafter guesses")
         tree = await self._thread.ask(lambda ticket: self._scheduler.draft(ticket, call, ahead))
         assert isinstance(tree, DraftTree)
         return tree

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from dendro.errors import BadRequest
 from dendro.grammars import Bits
 from dendro.text import Sampling
 from dendro.tree import IntArray
 from torch import Tensor
 from tree_kernels.acceptance_head.cpu import HeadCalls
-from tree_kernels.noise import NoiseRows
+from tree_kernels.noise import NoiseRows, NoiseTokens
 from tree_kernels.ranking import Orders
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.launching import on_its_device
@@ -43,31 +44,32 @@ class DraftLaw:
     """
 
     warp: Warp
-    vocabulary: int  # guesses are below it: the smaller of the drafter's and the target's
+    vocabulary: int  # guesses are below it, in the model's ids: the smaller of the drafter's and the target's
     noise: NoiseRows | MappedNoise | None  # None of the target's own ids where it shares no noise
     shift: Tensor | None = None  # [vocabulary] float32; None: no bias, and no token is removed
 
     @classmethod
-    def of(cls, sampling: Sampling, vocabulary: int) -> DraftLaw:
+    def of(cls, sampling: Sampling, vocabulary: int, ids: IntArray | None = None) -> DraftLaw:
+        """ids: [vocabulary] ascending, the target's ids of the tokens that are guessed; None: the first ones"""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        shift = shift_of(sampling, vocabulary)
+        shift = shift_of(sampling, np.arange(vocabulary) if ids is None else ids)
         if not (warp.greedy or sampling.shares_noise):
             nothing = torch.zeros(vocabulary)  # scores at a temperature above 0 are ranked with something added
             return cls(Warp(sampling.temperature), vocabulary, None, nothing if shift is None else shift)
-        noise = None if warp.greedy else NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
+        noise = None
+        if not warp.greedy:
+            tokens = None if ids is None else NoiseTokens(ids)
+            noise = NoiseRows(sampling.seed, vocabulary, sampling.sample_index, tokens)
         return cls(Warp(1.0) if warp.greedy and shift is not None else warp, vocabulary, noise, shift)
 
     @classmethod
     def mapped(cls, sampling: Sampling, noise_ids: IntArray) -> DraftLaw:
-        """Of a drafter with other ids; noise_ids: as of `DrafterEngine.open`"""
+        """Of a drafter with other ids; noise_ids: as of `DrafterEngine.open`, of the tokens that are guessed"""
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-        vocabulary = int(noise_ids.max()) + 1
-        shift = shift_of(sampling, vocabulary)
-        if shift is not None:
-            shift = shift[torch.from_numpy(noise_ids.clip(0))]
+        shift = shift_of(sampling, noise_ids.clip(0))
         if not sampling.shares_noise:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
             return cls(Warp(sampling.temperature or 1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)
-        rows = NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
+        rows = NoiseRows(sampling.seed, int(noise_ids.max()) + 1, sampling.sample_index)
         return cls(warp, len(noise_ids), MappedNoise(rows, noise_ids), shift)
 
     def added_to(self, position: int) -> Tensor | None:
@@ -79,11 +81,15 @@ class DraftLaw:
         return noise + self.shift
 
 
-def shift_of(sampling: Sampling, vocabulary: int) -> Tensor | None:
-    """What logit bias, banned and allowed ids add to scores, [vocabulary] float32; None where there are none. The other
-    parameters depend on the text, and are not applied to drafts: that can only lower acceptance."""
+def shift_of(sampling: Sampling, ids: IntArray) -> Tensor | None:
+    """What logit bias, banned and allowed ids add to scores, [ids] float32; None where there are none. The other
+    parameters depend on the text, and are not applied to drafts: that can only lower acceptance.
+
+    ids: the target's id of each token that is guessed
+    """
     if not (sampling.logit_bias or sampling.banned_ids or sampling.allowed_ids):
         return None
+    vocabulary = int(ids.max()) + 1
     shift = np.full(vocabulary, REMOVED if sampling.allowed_ids else 0.0, np.float32)
     for token in sampling.allowed_ids:  # the target's vocabulary may be larger than the drafter's
         if token < vocabulary:
@@ -94,7 +100,7 @@ def shift_of(sampling: Sampling, vocabulary: int) -> Tensor | None:
     for token in sampling.banned_ids:
         if token < vocabulary:
             shift[token] = REMOVED
-    return torch.from_numpy(shift)
+    return torch.from_numpy(shift[ids])
 
 
 class DraftRunner:
@@ -110,6 +116,7 @@ class DraftRunner:
     ) -> None:
         """texts, nodes: number of slots of either kind, slot 0 included   head: of this model, computes chances"""
         self.model = model
+        self.ids = model.draft_ids
         self.head = head
         self.device = device
         self.memory = model.memory(texts, nodes)
@@ -122,12 +129,26 @@ class DraftRunner:
         """Whether a plan of this session may have `Levels`."""
         return self._fused is not None and not self._laws[session].warp.masks
 
+    @property
+    def vocabulary(self) -> int:
+        """The token ids of its texts and guesses are below it."""
+        return self.model.vocabulary if self.ids is None else self.ids.size
+
+    def guessed(self, vocabulary: int) -> int:
+        """Tokens that it guesses for a target of this vocabulary."""
+        return min(vocabulary, self.model.vocabulary) if self.ids is None else len(self.ids.below(vocabulary))
+
     def admit(self, session: int, sampling: Sampling, vocabulary: int, noise_ids: IntArray | None = None) -> None:
         """Set how a session's guesses are ordered. vocabulary: the target's   noise_ids: as of `DrafterEngine.open`"""
-        if noise_ids is None:
-            self._laws[session] = DraftLaw.of(sampling, min(vocabulary, self.model.vocabulary))
+        if noise_ids is not None:
+            of_guesses = noise_ids if self.ids is None else noise_ids[self.ids.guessed]
+            if not (of_guesses >= 0).any():
+                raise BadRequest("tokenizer", "the target has none of the tokens that this drafter guesses")
+            law = DraftLaw.mapped(sampling, of_guesses)
         else:
-            self._laws[session] = DraftLaw.mapped(sampling, noise_ids)
+            ids = None if self.ids is None else self.ids.below(vocabulary)
+            law = DraftLaw.of(sampling, self.guessed(vocabulary), ids)
+        self._laws[session] = law
 
     def forget(self, session: int) -> None:
         """Drop a session's law, if there is one."""
@@ -152,7 +173,7 @@ class DraftRunner:
     @on_its_device
     def scores_are_finite(self, seed: int = 0) -> bool:
         """Whether the logits of a few random tokens are finite. Called before any text."""
-        tokens = np.random.default_rng(seed).integers(0, self.model.vocabulary, (1, CHECKED_TOKENS))
+        tokens = np.random.default_rng(seed).integers(0, self.vocabulary, (1, CHECKED_TOKENS))
         one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
         hidden = self.memory.chain(Chains(tokens, CHECKED_TOKENS * one, none, none, one, none[:0]))
         return bool(torch.isfinite(self.model.logits(hidden.flatten(0, 1))).all())
@@ -165,6 +186,10 @@ class DraftRunner:
     @on_its_device
     def run(self, plan: DraftPlan) -> DraftOutcome:
         """One forward."""
+        return self._run(plan) if self.ids is None else self.ids.outcome(self._run(self.ids.plan(plan)))
+
+    def _run(self, plan: DraftPlan) -> DraftOutcome:
+        """In the model's ids."""
         rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
         compiled = self._fused if not any(law.warp.masks for law in laws) else None
         if isinstance(rows, Levels):

@@ -87,6 +87,7 @@ class OwnModel:
     """
 
     form = "eager"
+    draft_ids = None
 
     def __init__(self, verifier: VerifierEngine, vocabulary: int, longest: int) -> None:
         self._verifier = verifier

@@ -104,7 +104,7 @@ class Ranker:
     def ranks(self, prompt: Sequence[int], answer: Sequence[int], sampling: Sampling) -> list[int]:
         """The rank of every answer token among the candidates, given the true text before it; `width` if it is none."""
         ids = np.array([*prompt, *answer], np.int64)
-        self._runner.admit(0, sampling, self._runner.model.vocabulary)
+        self._runner.admit(0, sampling, self._runner.vocabulary)
         found: list[int] = []
         slot, last = EMPTY_TEXT, len(ids) - 1
         for start in range(0, last, CHUNK):

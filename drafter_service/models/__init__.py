@@ -16,6 +16,7 @@ from tree_layers.checkpoint import read_facts, refuse_quantised
 from tree_layers.errors import CheckpointError
 from tree_layers.weights import Checkpoint, read_checkpoint
 
+from drafter_service.draft_ids import DraftIds
 from drafter_service.models.fused import FUSED
 from drafter_service.models.llama import LlamaModel
 from drafter_service.models.mamba import Mamba1Model, Mamba2Model
@@ -34,7 +35,14 @@ class DrafterModel(Protocol):
         ...
 
     @property
-    def vocabulary(self) -> int: ...
+    def vocabulary(self) -> int:
+        """V, tokens that it guesses."""
+        ...
+
+    @property
+    def draft_ids(self) -> DraftIds | None:
+        """The ids of its tokens where it guesses some of the target's; None: they are the target's."""
+        ...
 
     @property
     def hidden_size(self) -> int:

@@ -10,6 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tree_layers.mixers import unit_rms
+from tree_layers.weights import Checkpoint
+
+from drafter_service.draft_ids import DraftIds
 
 Mixer = TypeVar("Mixer")
 
@@ -17,16 +20,23 @@ FOREIGN = 0
 """The token id that is fed in place of ids past the embedding."""
 
 
+def draft_ids_of(checkpoint: Checkpoint) -> DraftIds | None:
+    """Those of a checkpoint with a draft vocabulary."""
+    draft = checkpoint.draft
+    return None if draft is None else DraftIds(draft.ids.numpy(), len(draft.ids) + len(draft.others))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """Embedding, final norm and head. d model width, V tokens of the tokenizer."""
+    """Embedding, final norm and head. d model width, V tokens that are guessed."""
 
     form: ClassVar[str] = "eager"
 
-    embedding: Tensor  # [configured vocabulary, d]
+    embedding: Tensor  # [configured vocabulary, d]; of all tokens that are read, in the order of `draft_ids`
     norm: Tensor  # [d]
     head: Tensor  # [d, V]
     eps: float
+    draft_ids: DraftIds | None
 
     @property
     def vocabulary(self) -> int:

@@ -51,6 +51,7 @@ class FusedEnds:
 
     def __init__(self, model: Backbone[Mixer], kind: str) -> None:
         self.vocabulary = model.vocabulary
+        self.draft_ids = model.draft_ids
         self.dtype = model.dtype
         self.width = self.hidden_size = model.hidden_size
         self.kernels = kernels(kind)

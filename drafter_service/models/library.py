@@ -21,10 +21,12 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 from tree_layers.checkpoint import decoded, rope_types
+from tree_layers.draft_vocabulary import DRAFT_VOCABULARY
 from tree_layers.errors import CheckpointError
 from tree_layers.library_mixers import check_activation, group_norms, is_mamba1, is_mixer
 from tree_layers.weights import Checkpoint
 
+from drafter_service.draft_ids import DraftIds
 from drafter_service.models.backbone import FOREIGN
 from drafter_service.models.inputs import InputSlots
 from drafter_service.models.llama import LENGTH_DEPENDENT, KeptKeys, KeyMemory, Rows, attend
@@ -121,10 +123,16 @@ class LibraryDrafter:
     width: int
     max_length: int
     form: str = "eager"
+    draft_ids: DraftIds | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LibraryDrafter:
         """Raises CheckpointError for tensors and options that are missing, unsupported or of the wrong shape."""
+        if checkpoint.draft is not None:
+            raise CheckpointError(
+                f"{checkpoint.path}: {DRAFT_VOCABULARY} is not supported for a drafter of type "
+                f"{checkpoint.facts.model_type!r}"
+            )
         config = _library_config(checkpoint)
         model = _library_model(checkpoint, config, dtype).to(device).eval().requires_grad_(False)
         group_norms(model)

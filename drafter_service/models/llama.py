@@ -22,7 +22,7 @@ from tree_layers.errors import CheckpointError
 from tree_layers.states import as_slots
 from tree_layers.weights import Checkpoint
 
-from drafter_service.models.backbone import Ends
+from drafter_service.models.backbone import Ends, draft_ids_of
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 LEAST_ROOM = 64
@@ -145,11 +145,12 @@ class LlamaModel(Ends):
             "model.embed_tokens.weight", "lm_head.weight", bool(config.get("tie_word_embeddings")), vocabulary, d
         )
         return cls(
-            embedding=embedding.to(device, dtype),
+            embedding=checkpoint.read_embedding(embedding).to(device, dtype),
             layers=tuple(layers),
             norm=take("model.norm.weight", d),
             head=head[: checkpoint.facts.vocabulary].to(device, dtype).t().contiguous(),
             eps=float(config.get("rms_norm_eps", 1e-6)),
+            draft_ids=draft_ids_of(checkpoint),
             heads=heads,
             kv_heads=kv_heads,
             width=width,

@@ -13,7 +13,7 @@ from tree_layers.errors import CheckpointError
 from tree_layers.mixers import Mamba1Mixer, Mamba2Mixer
 from tree_layers.weights import Checkpoint
 
-from drafter_service.models.backbone import Backbone
+from drafter_service.models.backbone import Backbone, draft_ids_of
 from drafter_service.models.inputs import InputMemory
 from drafter_service.models.states import StateMemory
 
@@ -77,11 +77,12 @@ def _parts(
         tensors = {name: take(f"{prefix}.mixer.{name}", *shape) for name, shape in shapes.items()}
         layers.append((take(f"{prefix}.norm.weight", width).to(dtype), build(tensors, dtype)))
     return {
-        "embedding": embedding.to(device, dtype),
+        "embedding": checkpoint.read_embedding(embedding).to(device, dtype),
         "layers": tuple(layers),
         "norm": take("backbone.norm_f.weight", width).to(dtype),
         "head": head[: checkpoint.facts.vocabulary].to(device, dtype).t().contiguous(),
         "eps": float(config.get("layer_norm_epsilon", 1e-5)),
+        "draft_ids": draft_ids_of(checkpoint),
         "residual": torch.float32 if config.get("residual_in_fp32", True) else dtype,
     }
 

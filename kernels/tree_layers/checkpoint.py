@@ -12,10 +12,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tree_layers.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes, draft_vocabulary_sizes
 from tree_layers.errors import CheckpointError
 from tree_layers.gguf_header import read_gguf_header
 from tree_layers.headers import Shapes, tensor_shapes
@@ -54,7 +55,7 @@ class Facts:
     folder: Path
     layout: Layout
     config: Mapping[str, Any]  # with transformers' keys
-    rows: int  # rows of the embedding or the head, whichever has fewer; padding included
+    rows: int  # of the embedding or the head, whichever has fewer; padding included. V with a draft vocabulary
     positions: int | None  # the longest text, in tokens; None: the checkpoint sets no limit
     named_end_ids: frozenset[int]  # end-of-text tokens by its files
     tokens: TokenTable | None  # None: the folder has no tokenizer
@@ -63,6 +64,7 @@ class Facts:
     numbers: int | None = None  # number of parameters; None: there are no weight files, as on a router
     quantised: str = ""  # the quantisation method, one of DEQUANTISED; empty: the weights are not quantised
     stored: Mapping[str, int] = field(default_factory=dict)  # of a GGUF file: number of tensors of each type
+    draft: DraftVocabularySizes | None = None  # of a drafter that guesses some of its target's tokens; None: all
 
     @property
     def model_type(self) -> str:
@@ -116,21 +118,42 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
     named = _end_ids(folder, config, tokens, folder if tokenizer is None else Path(tokenizer))
     unpadded = raw["vocab_size"] if layout == "state-spaces" else None
     mixers = read_object(folder, MAMBA_CONFIG) if (folder / MAMBA_CONFIG).is_file() else {}
+    draft = _draft_vocabulary(folder, layout, config, tokens)
     meaning = [raw, mixers, sorted(named), tokens.fingerprint if tokens is not None else ""]
+    meaning += [] if draft is None else [asdict(draft)]
+    numbers = sum(map(math.prod, shapes.values())) if shapes else None
+    if numbers is not None and draft is not None:
+        numbers += draft.others * draft.width  # their embedding is unpacked
     return Facts(
         folder=folder,
         layout=layout,
         config=config,
-        rows=_rows(folder, _of_text(config), shapes),
+        rows=_rows(folder, _of_text(config), shapes) if draft is None else draft.all,
         positions=_positions(folder, _of_text(config)),
         named_end_ids=named,
         tokens=tokens,
         unpadded=unpadded,
         quantised=quantised,
         digest=hashlib.sha256(json.dumps(meaning, sort_keys=True).encode()).hexdigest(),
-        numbers=sum(map(math.prod, shapes.values())) if shapes else None,
+        numbers=numbers,
         stored=read_gguf_header(folder / GGUF).stored if (folder / GGUF).is_file() else {},
+        draft=draft,
     )
+
+
+def _draft_vocabulary(
+    folder: Path, layout: Layout, config: Mapping[str, Any], tokens: TokenTable | None
+) -> DraftVocabularySizes | None:
+    draft = draft_vocabulary_sizes(folder, config)
+    if draft is None:
+        return None
+    if layout != "transformers":
+        raise CheckpointError(f"{folder / DRAFT_VOCABULARY}: is not supported in the layout of {layout}")
+    if tokens is not None and draft.all > tokens.size:
+        raise CheckpointError(
+            f"{folder / DRAFT_VOCABULARY}: ids and others_rows have {draft.all} tokens; the tokenizer has {tokens.size}"
+        )
+    return draft
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
@@ -197,9 +220,9 @@ def shards_of(folder: Path, index: str) -> list[str]:
 
 def weights_fingerprint(folder: Path) -> str:
     """SHA-256 over the configuration and the weights of a checkpoint. Reads all of them."""
-    mixers = [folder / MAMBA_CONFIG] if (folder / MAMBA_CONFIG).is_file() else []
+    more = [folder / name for name in (MAMBA_CONFIG, DRAFT_VOCABULARY) if (folder / name).is_file()]
     digest = hashlib.sha256()
-    for file in [folder / CONFIG, *mixers, *weight_files(folder)]:
+    for file in [folder / CONFIG, *more, *weight_files(folder)]:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         with file.open("rb") as stream:
             while part := stream.read(_HASH_CHUNK):
@@ -225,6 +248,12 @@ def refuse_quantised(facts: Facts) -> None:
     """Raise CheckpointError if the weights are quantised; for models that are not loaded by transformers."""
     if facts.quantised:
         raise _quantised_error(facts.folder, facts.quantised, "for a drafter")
+
+
+def refuse_draft_vocabulary(facts: Facts) -> None:
+    """Raise CheckpointError for a model that guesses some of its tokens alone; for targets."""
+    if facts.draft is not None:
+        raise CheckpointError(f"{facts.folder}: cannot be a target: by its {DRAFT_VOCABULARY} it {facts.draft}")
 
 
 def _quantisation(folder: Path, raw: Mapping[str, Any]) -> str:

@@ -14,11 +14,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tree_layers.checkpoint import Facts, weight_files, weights_fingerprint
+from tree_layers.draft_vocabulary import DRAFT_VOCABULARY, IDS, OTHERS_BASIS, OTHERS_ROWS, DraftVocabularySizes
 from tree_layers.errors import CheckpointError
 
 _RENAMED = {"backbone.embedding.weight": "backbone.embeddings.weight"}
 
 Named = TypeVar("Named")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DraftVocabulary:
+    """The tokens of a target of which a drafter guesses some."""
+
+    ids: Tensor  # [N] int64, ascending: the target's ids of those that are guessed
+    others: Tensor  # [V - N, d] float32: the embedding of the others, ascending by id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,6 +37,7 @@ class Checkpoint:
     facts: Facts
     tensors: dict[str, Tensor]  # under transformers' names; shapes and dtypes as stored
     fingerprint: str  # SHA-256 over the configuration and the weights
+    draft: DraftVocabulary | None = None  # None: the model guesses all of its tokens
 
     @property
     def path(self) -> Path:
@@ -58,13 +68,37 @@ class Checkpoint:
             embedding = head = there[0]
         return self.tensor(embedding, *shape), self.tensor(head, *shape)
 
+    def read_embedding(self, embedding: Tensor) -> Tensor:
+        """The embedding [rows, d] of all tokens that the model reads; those that it does not guess come last."""
+        if self.draft is None:
+            return embedding
+        return torch.cat([embedding.float(), self.draft.others])
+
 
 def read_checkpoint(facts: Facts) -> Checkpoint:
     """Read the weights of a folder. Raises CheckpointError for missing or unreadable files."""
     tensors: dict[str, Tensor] = {}
     for file in weight_files(facts.folder):
         tensors |= _read_safetensors(file) if file.suffix == ".safetensors" else read_torch_file(file)
-    return Checkpoint(facts, library_names(tensors), weights_fingerprint(facts.folder))
+    draft = None if facts.draft is None else _read_draft_vocabulary(facts.folder / DRAFT_VOCABULARY, facts.draft)
+    return Checkpoint(facts, library_names(tensors), weights_fingerprint(facts.folder), draft)
+
+
+def _read_draft_vocabulary(file: Path, sizes: DraftVocabularySizes) -> DraftVocabulary:
+    """Raises CheckpointError, naming the tensor."""
+    tensors = _read_safetensors(file)
+    ids, rows, basis = (tensors[name] for name in (IDS, OTHERS_ROWS, OTHERS_BASIS))
+    if ids.dtype != torch.int32:
+        raise CheckpointError(f"{file}: {IDS} must be int32; found {ids.dtype}")
+    if not bool((ids[1:] > ids[:-1]).all()) or not 0 <= int(ids[0]) <= int(ids[-1]) < sizes.all:
+        raise CheckpointError(f"{file}: {IDS} must be ascending, each once, from 0 to {sizes.all - 1}")
+    for name, tensor in ((OTHERS_ROWS, rows), (OTHERS_BASIS, basis)):
+        if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+            raise CheckpointError(f"{file}: {name} must have finite numbers of a floating-point type")
+    others = rows.float() @ basis.float()
+    if not bool(others.isfinite().all()):
+        raise CheckpointError(f"{file}: the product of {OTHERS_ROWS} and {OTHERS_BASIS} is not finite")
+    return DraftVocabulary(ids.long(), others)
 
 
 def read_torch_file(file: Path) -> dict[str, Tensor]:

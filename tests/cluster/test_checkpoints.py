@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cut_heads import write_draft_vocabulary
 from dendro.errors import BadRequest
 from edge import EdgePeers
 from safetensors.torch import save_file
@@ -120,3 +121,20 @@ def test_a_drafter_that_differs_only_in_padding_and_bytes_passes(config: Config,
     (tmp_path / "mamba" / "config.json").write_text('{"model_type": "mamba", "vocab_size": 72}')
     (tmp_path / "mamba" / "tokenizer.json").write_text('{ "model": {"vocab": {"b": 1, "a": 0}, "merges": []}}')
     check_checkpoints(config)
+
+
+def test_a_drafter_of_some_tokens_is_refused_as_a_target_and_a_bad_map_is_named(config: Config, tmp_path: Path):
+    for name in ("mamba", "target"):
+        given = torch.zeros(64, dtype=torch.int32), torch.zeros(0, 4), torch.zeros(4, 8)
+        write_draft_vocabulary(tmp_path / name, *given)
+        with pytest.raises(BadRequest, match=r"draft_vocabulary.safetensors: others_basis has shape") as refused:
+            check_checkpoints(config)
+        assert refused.value.field == ("drafters.mamba.checkpoint" if name == "mamba" else "targets.target.checkpoint")
+        settings = json.loads((tmp_path / name / "config.json").read_text()) | {"hidden_size": 8, "vocab_size": 2}
+        (tmp_path / name / "config.json").write_text(json.dumps(settings))
+        write_draft_vocabulary(tmp_path / name, given[0][:2], *given[1:])
+        if name == "mamba":
+            check_checkpoints(config)
+    with pytest.raises(BadRequest, match="cannot be a target: .* it guesses 2 of 2 tokens") as refused:
+        check_checkpoints(config)
+    assert refused.value.field == "targets.target.checkpoint"

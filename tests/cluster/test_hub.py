@@ -81,6 +81,12 @@ def test_a_router_requests_no_weights(hub: SmallHub, tmp_path: Path):
     assert hub.asked_for() == {*SMALL}
 
 
+def test_a_router_requests_a_drafters_vocabulary_on_which_its_facts_depend(hub: SmallHub, tmp_path: Path):
+    hub.commit(NAME, SMALL | {"model.safetensors": b"w", "draft_vocabulary.safetensors": b"d"})
+    fetched(config_of(tmp_path), weights=False)
+    assert hub.asked_for() == {*SMALL, "draft_vocabulary.safetensors"}
+
+
 def test_a_branch_that_moves_after_the_start_changes_no_replica(hub: SmallHub, tmp_path: Path, monkeypatch):
     first = hub.commit(NAME, SMALL | {"model.safetensors": b"old"}, branch="stable")
     config = pinned(config_of(tmp_path, revision="stable"))

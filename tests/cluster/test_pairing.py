@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tree_layers.checkpoint import Facts
+from tree_layers.draft_vocabulary import DraftVocabularySizes
 from tree_layers.tokens import TokenTable
 
 from cluster.pairing import Difference, fit_of
@@ -85,3 +87,9 @@ def test_without_a_tokenizer_another_number_of_tokens_is_refused_with_a_request_
     assert (
         not fit.fits and f"{unpadded} tokens where the target has 277" in fit.refusal and "`tokenizer`" in fit.refusal
     )
+
+
+def test_a_draft_vocabulary_is_noted_and_is_no_difference():
+    drafter = replace(facts(words(100)), draft=DraftVocabularySizes(30, 70, 8, 16))
+    fit = fit_of(facts(words(101)), drafter)
+    assert fit.fits and fit.note == "guesses 30 of 100 tokens, the target alone has 1 ids" and not fit.warning

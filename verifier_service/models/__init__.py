@@ -18,7 +18,15 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout, compiled
-from tree_layers.checkpoint import MAMBA_CONFIG, Facts, read_config, read_facts, weight_files, weights_fingerprint
+from tree_layers.checkpoint import (
+    MAMBA_CONFIG,
+    Facts,
+    read_config,
+    read_facts,
+    refuse_draft_vocabulary,
+    weight_files,
+    weights_fingerprint,
+)
 from tree_layers.errors import CheckpointError
 from tree_layers.launching import launching_on
 from tree_layers.library_mixers import group_norms
@@ -159,6 +167,7 @@ def _load(
         settle_products()
     check_config(folder, read_config(folder))
     facts = read_facts(folder, tokenizer_folder)
+    refuse_draft_vocabulary(facts)
     vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
     files = weight_files(folder)
     if facts.quantised:

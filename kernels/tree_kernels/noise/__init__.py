@@ -3,10 +3,19 @@
 from tree_kernels.noise.reference import (
     NOISE_VERSION,
     NoiseRows,
+    NoiseTokens,
     gumbel_noise,
     gumbel_of_words,
     philox4x32,
     uniform_words,
 )
 
-__all__ = ["NOISE_VERSION", "NoiseRows", "gumbel_noise", "gumbel_of_words", "philox4x32", "uniform_words"]
+__all__ = [
+    "NOISE_VERSION",
+    "NoiseRows",
+    "NoiseTokens",
+    "gumbel_noise",
+    "gumbel_of_words",
+    "philox4x32",
+    "uniform_words",
+]

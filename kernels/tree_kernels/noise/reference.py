@@ -11,7 +11,7 @@ target and drafter share; the sampled modes use the other streams with the rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -87,22 +87,60 @@ def gumbel_noise(
 ) -> torch.Tensor:
     """Noise of every token at each position: [len(positions), vocabulary] float32, in the order of `positions`."""
     _check(seed, vocabulary, sample_index, stream, row)
-    if any(not 0 <= position < 2**32 for position in positions):
-        raise ValueError(f"positions: must be 0 to 2**32 - 1, got {list(positions)}")
-    key = (seed & 0xFFFF_FFFF, seed >> 32)
-    position = np.asarray(positions, dtype=np.uint64).reshape(-1, 1)  # [positions, 1]
-    sample = np.full((1, 1), sample_index, np.uint64)
-    tag = np.full((1, 1), row << 16 | NOISE_VERSION << 8 | stream, np.uint64)
-    blocks = -(-vocabulary // 4)
-    noise = np.empty((len(position), 4 * blocks), np.float32)
-    tile = max(1, TILE_BLOCKS // max(1, len(position)))
-    for start in range(0, blocks, tile):
-        block = np.arange(start, min(start + tile, blocks), dtype=np.uint64).reshape(1, -1)  # [1, blocks of this tile]
-        words = np.empty((len(position), block.shape[1], 4), np.uint32)
-        for lane, word in enumerate(_ten_rounds(block, position, sample, tag, key)):
-            words[:, :, lane] = word
-        noise[:, 4 * start : 4 * start + 4 * block.shape[1]] = gumbel_of_words(words).reshape(len(position), -1)
+    words_of = _Counters(seed, positions, sample_index, stream, row)
+    blocks = np.arange(-(-vocabulary // 4), dtype=np.uint64)
+    noise = np.empty((len(positions), 4 * len(blocks)), np.float32)
+    for tile in words_of.tiles(len(blocks)):
+        noise[:, 4 * tile.start : 4 * tile.stop] = gumbel_of_words(words_of.blocks(blocks[tile]))
     return torch.from_numpy(noise)[:, :vocabulary]
+
+
+class NoiseTokens:
+    """Some tokens, whose noise is computed without that of all others."""
+
+    def __init__(self, ids: npt.NDArray[np.int64]) -> None:
+        """ids: ascending, each once, at least one"""
+        blocks, block_of = np.unique(ids // 4, return_inverse=True)
+        self.largest = int(ids[-1])
+        self._blocks = blocks.astype(np.uint64)
+        self._words = 4 * block_of.reshape(-1) + ids % 4  # [tokens] ascending: places among the words of all blocks
+
+    def noise(self, seed: int, positions: Sequence[int], sample_index: int = 0) -> torch.Tensor:
+        """What `gumbel_noise` has for these tokens: [len(positions), tokens]."""
+        _check(seed, self.largest + 1, sample_index, stream=0, row=0)
+        words_of = _Counters(seed, positions, sample_index, stream=0, row=0)
+        noise = np.empty((len(positions), len(self._words)), np.float32)
+        for tile in words_of.tiles(len(self._blocks)):
+            first, last = np.searchsorted(self._words, (4 * tile.start, 4 * tile.stop))
+            words = words_of.blocks(self._blocks[tile])[:, self._words[first:last] - 4 * tile.start]
+            noise[:, first:last] = gumbel_of_words(words)
+        return torch.from_numpy(noise)
+
+
+class _Counters:
+    """The words of some positions."""
+
+    def __init__(self, seed: int, positions: Sequence[int], sample_index: int, stream: int, row: int) -> None:
+        if any(not 0 <= position < 2**32 for position in positions):
+            raise ValueError(f"positions: must be 0 to 2**32 - 1, got {list(positions)}")
+        self._key = (seed & 0xFFFF_FFFF, seed >> 32)
+        self._position = np.asarray(positions, dtype=np.uint64).reshape(-1, 1)  # [positions, 1]
+        self._sample = np.full((1, 1), sample_index, np.uint64)
+        self._tag = np.full((1, 1), row << 16 | NOISE_VERSION << 8 | stream, np.uint64)
+
+    def tiles(self, blocks: int) -> Iterator[slice]:
+        """Parts of so many blocks that stay in the cache."""
+        size = max(1, TILE_BLOCKS // max(1, len(self._position)))
+        for start in range(0, blocks, size):
+            yield slice(start, min(start + size, blocks))
+
+    def blocks(self, blocks: Wide) -> Words:
+        """The words of these blocks of four tokens: [positions, 4 * blocks]."""
+        words = np.empty((len(self._position), len(blocks), 4), np.uint32)
+        given = blocks.reshape(1, -1), self._position, self._sample, self._tag, self._key
+        for lane, word in enumerate(_ten_rounds(*given)):
+            words[:, :, lane] = word
+        return words.reshape(len(self._position), -1)
 
 
 def _check(seed: int, vocabulary: int, sample_index: int, stream: int, row: int) -> None:
@@ -124,11 +162,13 @@ class NoiseRows:
     `prepare` computes rows ahead, in time that would be spent waiting. Returned rows must not be written to.
     """
 
-    def __init__(self, seed: int, vocabulary: int, sample_index: int = 0) -> None:
+    def __init__(self, seed: int, vocabulary: int, sample_index: int = 0, tokens: NoiseTokens | None = None) -> None:
+        """tokens: of a row, `vocabulary` in number; None: the first ones"""
         _check(seed, vocabulary, sample_index, stream=0, row=0)
         self.seed = seed
         self.vocabulary = vocabulary
         self.sample_index = sample_index
+        self._tokens = tokens
         self._rows: dict[int, torch.Tensor] = {}  # position -> [vocabulary]
 
     def __len__(self) -> int:
@@ -138,7 +178,10 @@ class NoiseRows:
         """Compute those of these rows that are missing, in one call."""
         missing = [position for position in dict.fromkeys(positions) if position not in self._rows]
         if missing:
-            computed = gumbel_noise(self.seed, missing, self.vocabulary, self.sample_index)
+            if self._tokens is None:
+                computed = gumbel_noise(self.seed, missing, self.vocabulary, self.sample_index)
+            else:
+                computed = self._tokens.noise(self.seed, missing, self.sample_index)
             self._rows.update(zip(missing, computed, strict=True))
 
     def row(self, position: int) -> torch.Tensor:
