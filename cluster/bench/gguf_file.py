@@ -6,6 +6,8 @@ and key projections are therefore permuted; norms are stored in float32, as llam
 
 from __future__ import annotations
 
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,8 @@ def write_gguf(checkpoint: Path, file: Path, dtype: str) -> None:
     import gguf
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **gguf_settings(checkpoint))
+    with redirect_stderr(StringIO()):  # progress bars of weights that are unpacked
+        model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **gguf_settings(checkpoint))
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
     writer.add_file_type(getattr(gguf.LlamaFileType, _file_type(dtype)))
     writer.add_vocab_size(config.vocab_size)

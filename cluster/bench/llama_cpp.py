@@ -1,7 +1,7 @@
-"""Answers of llama.cpp, plain and with its prompt lookup, from the same weights as ours.
+"""Answers of llama.cpp: plain and with its prompt lookup from the weights of ours, and plain from a GGUF file as it is.
 
 It runs in a process of its own: its threads do not disturb ours, and what ends it, such as an instruction that the
-processor lacks, ends no measurement of the others. It answers on the processor, and greedily.
+processor lacks, ends no measurement of the others. It answers on the processor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
 
-from cluster.bench.measurement import LLAMA_CPP, LLAMA_CPP_LOOKUP, LLAMA_CPP_ROWS, TimedAnswer
+from cluster.bench.measurement import (
+    GREEDY_ROWS,
+    LLAMA_CPP_FILE,
+    LLAMA_CPP_LOOKUP,
+    LLAMA_CPP_ROWS,
+    TimedAnswer,
+)
 from cluster.bench.processes import Call, ContenderProcess, Reply, serve_calls
 
 LOOKUP_TOKENS = 5
@@ -48,7 +54,7 @@ def imported(library: str) -> Any:
 class LlamaCppModels:
     """The model of a GGUF file in this process, once for each row: a draft model changes which logits are computed."""
 
-    def __init__(self, file: Path, threads: int, positions: int) -> None:
+    def __init__(self, file: Path, threads: int, positions: int, rows: Sequence[str]) -> None:
         """positions: of the longest text, prompt, answer and guesses"""
         library = imported("llama_cpp")
         speculative = imported("llama_cpp.llama_speculative")
@@ -75,7 +81,7 @@ class LlamaCppModels:
                 raise EngineFailed(f"the model cannot be loaded: {type(error).__name__}: {error}") from error
 
         lookup = speculative.LlamaPromptLookupDecoding(LOOKUP_NGRAM, LOOKUP_TOKENS)
-        self.models = {LLAMA_CPP: load(None), LLAMA_CPP_LOOKUP: load(lookup)}
+        self.models = {row: load(lookup if row == LLAMA_CPP_LOOKUP else None) for row in rows}
         for model in self.models.values():
             model.verbose = False
         logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # its log of every step costs time
@@ -84,16 +90,17 @@ class LlamaCppModels:
             "instructions": _enabled(library.llama_print_system_info().decode()),
         }
 
-    def answer(self, row: str, prompt: Sequence[int], tokens: int) -> TimedAnswer:
-        """`tokens` tokens after a prompt, greedily, timed from the call to the last one. Nothing of earlier answers is
-        used again."""
+    def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
+        """`tokens` tokens after a prompt, timed from the call to the last one. No top-k or top-p. Nothing of earlier
+        answers is used again."""
         model = self.models[row]
         model.reset()
+        model.set_seed(seed)
         model.evaluations = 0
         answer: list[int] = []
         first = 0.0
         started = time.perf_counter()
-        for token in model.generate(list(prompt), temp=0.0, top_k=0, top_p=1.0, min_p=0.0):
+        for token in model.generate(list(prompt), temp=temperature, top_k=0, top_p=1.0, min_p=0.0):
             if not answer:
                 first = time.perf_counter() - started
             answer.append(token)
@@ -111,9 +118,9 @@ def _enabled(system_info: str) -> list[str]:
     return [pair[0].strip() for pair in pairs if len(pair) == 2 and pair[1].strip() == "1"]
 
 
-def load(file: Path, threads: int, positions: int) -> tuple[Reply, Callable[[Call], Reply]]:
+def load(file: Path, threads: int, positions: int, rows: Sequence[str]) -> tuple[Reply, Callable[[Call], Reply]]:
     """Facts of the build, and the function that answers a call of `LlamaCppProcess`."""
-    models = LlamaCppModels(file, threads, positions)
+    models = LlamaCppModels(file, threads, positions, rows)
     return models.facts, lambda call: asdict(models.answer(**call))
 
 
@@ -121,8 +128,11 @@ class LlamaCppProcess:
     """llama.cpp's rows for the model of a checkpoint. Use as an asynchronous context, which writes the model as GGUF,
     starts the process and waits until it has loaded; raises EngineFailed, in a sentence, if any of this fails."""
 
-    def __init__(self, checkpoint: Path, dtype: str, threads: int, positions: int) -> None:
+    def __init__(self, checkpoint: Path, dtype: str, threads: int, positions: int, file: Path | None = None) -> None:
+        """file: a GGUF file, for the row of the file as it is, in place of those of the checkpoint"""
         self.facts: Reply = {}
+        self.rows = LLAMA_CPP_ROWS if file is None else (LLAMA_CPP_FILE,)
+        self._own_file = file
         self._checkpoint = checkpoint
         self._dtype = dtype
         self._numbers = [str(threads), str(positions + LOOKUP_TOKENS)]
@@ -130,10 +140,12 @@ class LlamaCppProcess:
 
     async def __aenter__(self) -> LlamaCppProcess:
         with tempfile.TemporaryDirectory() as folder:  # the process has mapped the file when it is ready
-            file = Path(folder) / "model.gguf"
-            await asyncio.to_thread(self._export, file)
+            file = self._own_file or Path(folder) / "model.gguf"
+            if self._own_file is None:
+                await asyncio.to_thread(self._export, file)
             environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
-            self._process = ContenderProcess("llama.cpp", __name__, [str(file), *self._numbers], environment, True)
+            arguments = [str(file), *self._numbers, *self.rows]
+            self._process = ContenderProcess("llama.cpp", __name__, arguments, environment, True)
             try:
                 self.facts = await self._process.ready()
             except BaseException:
@@ -158,13 +170,14 @@ class LlamaCppProcess:
             raise EngineFailed(f"not exported: {error.reason}") from error
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """Greedy answers: the seed has no effect. Raises EngineFailed with the other process's error."""
-        if row not in LLAMA_CPP_ROWS or temperature > 0:
-            raise BadRequest("row", f"{row!r} at temperature {temperature:g} is none of {LLAMA_CPP_ROWS} at 0")
+        """Raises EngineFailed with the other process's error."""
+        if row not in self.rows or (row in GREEDY_ROWS and temperature > 0):
+            raise BadRequest("row", f"{row!r} does not answer at temperature {temperature:g}")
         assert self._process is not None
-        return TimedAnswer.of(await self._process.call(row, prompt=list(prompt), tokens=tokens))
+        fields = {"prompt": list(prompt), "temperature": temperature, "seed": seed & 0xFFFFFFFF, "tokens": tokens}
+        return TimedAnswer.of(await self._process.call(row, **fields))
 
 
 if __name__ == "__main__":
-    _file, _threads, _positions = sys.argv[1:]
-    serve_calls(lambda: load(Path(_file), int(_threads), int(_positions)))
+    _file, _threads, _positions, *_rows = sys.argv[1:]
+    serve_calls(lambda: load(Path(_file), int(_threads), int(_positions), _rows))

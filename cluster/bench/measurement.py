@@ -15,6 +15,7 @@ BATCH = "transformers batch"
 CONTINUOUS = "transformers generate_batch"
 LLAMA_CPP = "llama.cpp"
 LLAMA_CPP_LOOKUP = "llama.cpp lookup"
+LLAMA_CPP_FILE = "llama.cpp own file"
 OFF = "off"
 AUTO = "auto"
 BASELINES = (GENERATE, LOOKUP, BEST_LOOKUP, ASSISTED, BEST_ASSISTED)
@@ -25,6 +26,8 @@ GRIDS = {
 }
 """Guesses of a round, by the name of the setting, for the rows whose setting is chosen on other prompts."""
 LLAMA_CPP_ROWS = (LLAMA_CPP, LLAMA_CPP_LOOKUP)
+"""Rows of the target's weights in its dtype; `LLAMA_CPP_FILE` is of the target's own GGUF file, quantised as it is."""
+GREEDY_ROWS = (LLAMA_CPP_LOOKUP,)
 """They answer at temperature 0 alone."""
 
 Step = Callable[[], None]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
+from enum import StrEnum
 
 from dendro.answer import SpeculationStats, collect_stream
 from dendro.client import AsyncClient
 from dendro.errors import EngineFailed
 
-from cluster.bench.measurement import RoundTimes, TimedAnswer
+from cluster.bench.measurement import OFF, RoundTimes, TimedAnswer
 
 
 def mean_round(stats: SpeculationStats) -> RoundTimes | None:
@@ -25,11 +27,38 @@ def mean_round(stats: SpeculationStats) -> RoundTimes | None:
     )
 
 
+class TenantRule(StrEnum):
+    """Whose the answers of a bench are. What a router learns of a tenant's texts is used for that tenant alone."""
+
+    ANSWERS = "answers"
+    """Each of a tenant of its own."""
+    ROWS = "rows"
+    """All of a row of one; an answer that a row repeats is of another, which has not seen its tokens."""
+
+
 class ClusterClient:
     """Answers over the public gRPC API: times include the client's and the router's hops."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: AsyncClient, tenants: TenantRule | None = None) -> None:
+        """tenants: None where all answers are of the client's own tenant"""
         self._client = client
+        self._tenants = tenants
+        self._times: Counter[object] = Counter()  # that a row has answered a request
+
+    def _client_for(self, row: str, request: object) -> AsyncClient:
+        if self._tenants is None:
+            return self._client
+        key = None if self._tenants is TenantRule.ANSWERS else (row, request)
+        self._times[key] += 1
+        return self._client.for_tenant(f"{row if key else 'answer'} {self._times[key]}")
+
+    async def length(self, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> int:
+        """Tokens of the answer up to its end, at most `tokens`."""
+        request = (tuple(prompt), temperature, seed)
+        done = await self._client_for("length", request).generate_text(
+            prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, speculation=OFF
+        )
+        return len(done.token_ids)
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """`tokens` tokens after a prompt; `row` is the request's `speculation`.
@@ -38,8 +67,9 @@ class ClusterClient:
         EngineFailed for another number of tokens.
         """
         times: list[float] = []
+        client = self._client_for(row, (tuple(prompt), temperature, seed))
         started = time.perf_counter()
-        events = self._client.generate(
+        events = client.generate(
             prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_end=True, speculation=row
         )
         done = await collect_stream(events, lambda part: times.append(time.perf_counter()))

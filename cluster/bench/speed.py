@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import Any
+from typing import Any, Protocol
 
 from dendro.errors import EngineFailed
 from dendro.shapes import TreeShape
@@ -19,8 +19,10 @@ from cluster.bench.measurement import (
     AUTO,
     BASELINES,
     GENERATE,
+    GREEDY_ROWS,
     GRIDS,
     LLAMA_CPP,
+    LLAMA_CPP_FILE,
     LLAMA_CPP_ROWS,
     OFF,
     Contender,
@@ -29,11 +31,18 @@ from cluster.bench.measurement import (
     TimedAnswer,
 )
 from cluster.bench.report import Row
-from cluster.bench.statistics import Key, median_estimate, paired_ratio, repeat_difference
+from cluster.bench.statistics import (
+    Key,
+    lower_bound,
+    median_estimate,
+    paired_ratio,
+    ratios_by_prompt,
+    repeat_difference,
+)
 from cluster.bench.targets import MAMBA2
 from cluster.policies.step_time import degree_of, fit_steps, step_at
 
-COMPARED = (*BASELINES, LLAMA_CPP, OFF)
+COMPARED = (*BASELINES, LLAMA_CPP, LLAMA_CPP_FILE, OFF)
 """The rows to which the ratios of all others are reported."""
 
 FORMS = {1: "c + k n", 2: "c + k n + k2 n^2"}
@@ -46,13 +55,16 @@ class SpeedPlan:
 
     target: str
     prompts: tuple[tuple[int, ...], ...]
-    tokens: int  # new tokens of every answer
+    tokens: int  # new tokens of every answer, or the most where `lengths` has fewer
     temperatures: tuple[float, ...]
     repetitions: int
     shapes: tuple[str, ...]  # the configured shapes; neither `off` nor `auto`
     baselines: tuple[str, ...]
     seed: int
     choosing: tuple[tuple[int, ...], ...] = ()  # other prompts, on which the library's settings are chosen
+    categories: tuple[str, ...] = ()  # of each prompt; empty: they have none
+    lengths: Mapping[tuple[int, int, float], int] = field(default_factory=dict)
+    """New tokens by prompt, repetition and temperature, where answers stop at their ends."""
 
     @property
     def ours(self) -> tuple[str, ...]:
@@ -63,7 +75,16 @@ class SpeedPlan:
         return (*self.baselines, *self.ours)
 
     def rows_at(self, temperature: float) -> tuple[str, ...]:
-        return self.rows if temperature == 0 else tuple(row for row in self.rows if row not in LLAMA_CPP_ROWS)
+        return self.rows if temperature == 0 else tuple(row for row in self.rows if row not in GREEDY_ROWS)
+
+    def length(self, prompt: int, repetition: int, temperature: float) -> int:
+        """New tokens of an answer."""
+        return self.lengths.get((prompt, repetition, temperature), self.tokens)
+
+    def half(self, prompt: int) -> int:
+        """0 or 1: the prompts of each category alternate."""
+        before = self.categories[:prompt].count(self.categories[prompt]) if self.categories else prompt
+        return before % 2
 
     @property
     def answers_of_prompt(self) -> int:
@@ -73,6 +94,10 @@ class SpeedPlan:
     @property
     def answers(self) -> int:
         return self.answers_of_prompt * len(self.prompts) * self.repetitions
+
+    @property
+    def answers_of_row(self) -> int:
+        return len(self.prompts) * self.repetitions * len(self.temperatures)
 
     @property
     def chosen_rows(self) -> tuple[str, ...]:
@@ -143,15 +168,23 @@ class SpeedResult:
         return {key: answer.tokens_per_second for key, answer in self.answers[row, temperature].items()}
 
 
+class Writer(Contender, Protocol):
+    """A contender that also says where an answer ends."""
+
+    async def length(self, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """The library, our cluster, and llama.cpp where it can be used. While one answers, the others idle."""
+    """The library, our cluster, and llama.cpp where they can be used. While one answers, the others idle. A failure of
+    one that is not ours leaves out its rows alone."""
 
-    library: Contender
-    ours: Contender
+    library: Contender | None
+    ours: Writer
     llama_cpp: Contender | None = None
+    llama_cpp_file: Contender | None = None
     llama_facts: Mapping[str, Any] = field(default_factory=dict)  # version and instructions of its build
-    left_out: dict[str, str] = field(default_factory=dict)  # rows of llama.cpp that do not answer -> the reason
+    left_out: dict[str, str] = field(default_factory=dict)  # rows that do not answer -> the reason
     best: dict[tuple[str, float], str] = field(default_factory=dict)  # row of GRIDS and temperature -> its setting
 
     async def choose(self, plan: SpeedPlan, step: Step) -> None:
@@ -159,6 +192,7 @@ class Contenders:
         has the highest geometric mean. A plain answer comes first, as warm-up. `step` is called after each of
         `plan.choosing_answers` answers."""
         if plan.chosen_rows:
+            assert self.library is not None
             await self.library.answer(GENERATE, plan.choosing[0], 0.0, 0, plan.tokens)
             step()
         for temperature in plan.temperatures:
@@ -167,6 +201,7 @@ class Contenders:
                 for setting in GRIDS[row]:
                     logs = []
                     for at, prompt in enumerate(plan.choosing):
+                        assert self.library is not None
                         found = await self.library.answer(
                             setting, prompt, temperature, plan.answer_seed(-1 - at, 0), plan.tokens
                         )
@@ -178,18 +213,20 @@ class Contenders:
     async def answer(
         self, plan: SpeedPlan, row: str, prompt: int, temperature: float, repetition: int
     ) -> TimedAnswer | None:
-        """None for a row of llama.cpp that is left out, from its first failure on."""
+        """None for a row that is left out, from its first failure on."""
         if row in self.left_out:
             return None
-        request = (row, plan.prompts[prompt], temperature, plan.answer_seed(prompt, repetition), plan.tokens)
+        seed, tokens = plan.answer_seed(prompt, repetition), plan.length(prompt, repetition, temperature)
+        request = (plan.prompts[prompt], temperature, seed, tokens)
+        if row in plan.ours:
+            return await self.ours.answer(row, *request)
+        name, other = "llama.cpp", self.llama_cpp_file if row == LLAMA_CPP_FILE else self.llama_cpp
         if row in BASELINES:
-            return await self.library.answer(self.best.get((row, temperature), row), *request[1:])
-        if row not in LLAMA_CPP_ROWS:
-            return await self.ours.answer(*request)
+            name, other = "transformers", self.library
         try:
-            if self.llama_cpp is None:
-                raise EngineFailed("llama.cpp was not started")
-            return await self.llama_cpp.answer(*request)
+            if other is None:
+                raise EngineFailed(f"{name} was not started")
+            return await other.answer(self.best.get((row, temperature), row), *request)
         except EngineFailed as error:
             self.left_out[row] = str(error)
             return None
@@ -201,6 +238,18 @@ def _compare_ours(
     for row in plan.ours[1:]:
         name = f"{plan.target}, {row}, prompt {prompt + 1}, temperature {temperature:g}"
         identity.compare(name, found[row].tokens, found[OFF].tokens)
+
+
+async def answer_lengths(plan: SpeedPlan, ours: Writer, step: Step) -> dict[tuple[int, int, float], int]:
+    """Tokens of the target's own answers, each up to its end: all rows are then timed on as many."""
+    found = {}
+    for temperature in plan.temperatures:
+        for repetition in range(plan.repetitions):
+            for at, prompt in enumerate(plan.prompts):
+                seed = plan.answer_seed(at, repetition)
+                found[at, repetition, temperature] = await ours.length(prompt, temperature, seed, plan.tokens)
+                step()
+    return found
 
 
 async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, step: Step) -> Identity:
@@ -224,7 +273,7 @@ async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step:
     """Every prompt at every temperature in every way, interleaved; all prompts once before any is repeated.
 
     Ends early if the next prompt would exceed `seconds`: all rows lose the same prompts, and `note` reports it. A row
-    of llama.cpp that fails loses all its answers.
+    that is left out loses all its answers.
     """
     measured = SpeedResult(plan, {(row, each): {} for each in plan.temperatures for row in plan.rows_at(each)})
     passes = [(repetition, prompt) for repetition in range(plan.repetitions) for prompt in range(len(plan.prompts))]
@@ -250,15 +299,19 @@ def equal_answers(measured: SpeedResult, row: str, temperature: float) -> Row:
     For other arithmetic than the target's: rounding may choose another of two tokens that are almost equally likely.
     """
     reference = measured.answers[GENERATE, temperature]
-    tokens = measured.plan.tokens
+    answers = measured.answers[row, temperature]
+    lengths = [len(answer.tokens) for answer in answers.values()]
     agreed = [
-        next((at for at, (a, b) in enumerate(zip(answer.tokens, reference[key].tokens, strict=True)) if a != b), tokens)
-        for key, answer in measured.answers[row, temperature].items()
+        next(
+            (at for at, (a, b) in enumerate(zip(answer.tokens, reference[key].tokens, strict=True)) if a != b),
+            len(answer.tokens),
+        )
+        for key, answer in answers.items()
     ]
     return {
         "answers": len(agreed),
-        "equal": agreed.count(tokens),
-        "tokens_before_difference": round(sum(agreed) / (len(agreed) * tokens), 4),
+        "equal": sum(same == length for same, length in zip(agreed, lengths, strict=True)),
+        "tokens_before_difference": round(sum(agreed) / sum(lengths), 4),
     }
 
 
@@ -277,7 +330,7 @@ def over_best_arm(measured: SpeedResult, temperature: float) -> Row:
     fixed: dict[Key, float] = {}
     arms: list[str] = []
     for half in (0, 1):
-        compared = [key for key in rates[AUTO] if key[0] % 2 == half]
+        compared = [key for key in rates[AUTO] if measured.plan.half(key[0]) == half]
         others = rates[AUTO].keys() - set(compared)
         if not compared or not others:
             return {}
@@ -333,7 +386,7 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
                 "temperature": temperature,
                 "prompts": len({prompt for prompt, _ in answers}),
                 "answers": len(answers),
-                "answer_tokens": plan.tokens,
+                "answer_tokens": round(fmean(len(answer.tokens) for answer in answers.values()), 1),
                 "tokens_per_second": overall.as_json(),
                 "tokens_per_second_min": round(min(rates.values()), 2),
                 "tokens_per_second_max": round(max(rates.values()), 2),
@@ -351,13 +404,14 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
                     if other in names and other != name
                 },
             }
-            if name in LLAMA_CPP_ROWS:
+            if name in LLAMA_CPP_ROWS and temperature == 0 and GENERATE in names:
                 row["equal_to_generate"] = equal_answers(measured, name, temperature)
             rounds = {key: answer.rounds for key, answer in answers.items() if answer.rounds is not None}
             if rounds:
                 row |= _round_split(rounds) | _computed_share(answers)
             if name == AUTO:
-                row |= over_best_arm(measured, temperature)
+                ratios = ratios_by_prompt(rates, measured.rates(OFF, temperature))
+                row |= {"over_off_at_least": lower_bound(ratios).as_json()} | over_best_arm(measured, temperature)
             yield row
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from cluster.bench.measurement import AUTO, BASELINES, GENERATE, LLAMA_CPP, OFF
 from cluster.bench.report import Row, aim_row
@@ -17,6 +17,27 @@ BEST_ARM_BARS = {0.0: 1.0, 1.0: 0.97}  # policy over the fixed arm that was best
 KEPT_BAR = 0.9  # the policy's rate over what its drafts and steps alone would give
 HOP_BAR = 0.05  # hops as a share of a round
 LLAMA_BARS = {"policy": (AUTO, 1.25), "off": (OFF, 0.6)}  # over llama.cpp's plain decoding, at temperature 0
+
+NEVER_SLOWER, LEAST_BELOW = 0.98, 0.96  # policy over ours-off: the median, and its lower 90 % bound
+FIXED_ARM_BAR = 0.97  # policy over the fixed arm that was best on the other half
+
+
+def never_slower_aims(rows: Sequence[Row]) -> Iterator[Row]:
+    """The promise of the policy, for each target and temperature that has its row."""
+    for row in rows:
+        if row["name"] != AUTO:
+            continue
+        at = f"{row['target']} target, temperature {row['temperature']:g}"
+        over = Estimate.of(row["over_off_at_least"])
+        yield aim_row(f"policy over off, {at}", NEVER_SLOWER, over.median >= NEVER_SLOWER, over)
+        yield aim_row(f"its lower 90 % bound, {at}", LEAST_BELOW, over.low >= LEAST_BELOW, over, judged="low")
+        aim, best = f"policy over the best fixed arm, {at}", row.get("over_best_arm")
+        if best is None:
+            yield aim_row(aim, FIXED_ARM_BAR, None, None, "a single prompt of each category has no halves")
+            continue
+        found = Estimate.of(best)
+        why = f"the best on the other half of the prompts: {' and '.join(dict.fromkeys(best['arms']))}"
+        yield aim_row(aim, FIXED_ARM_BAR, found.median >= FIXED_ARM_BAR, found, why)
 
 
 def _aim(aim: str, bar: float, unmeasured: str, found: Estimate | None = None, judged: str = "median") -> Row:

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_ROWS, OFF
+from cluster.bench.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_FILE, OFF
+from cluster.bench.ours import TenantRule
 from cluster.bench.report import (
     Cells,
     Report,
@@ -19,10 +20,16 @@ from cluster.bench.report import (
     target_fact,
     with_interval,
 )
+from cluster.bench.speed_categories import category_table, plot_categories
 
 PARTS = {"draft": "draft", "verify": "verification", "queue": "queue", "hop": "hops between peers"}
 """Parts of a round, and their names in the plot."""
-RATIO_COLUMNS = {GENERATE: "over generate", LLAMA_CPP: "over llama.cpp", OFF: "over off"}
+RATIO_COLUMNS = {
+    GENERATE: "over generate",
+    LLAMA_CPP: "over llama.cpp",
+    LLAMA_CPP_FILE: "over llama.cpp own file",
+    OFF: "over off",
+}
 """The rows whose ratios are shown, where they were measured."""
 SPLIT_COLUMNS = ("", *(f"{part} ms" for part in PARTS), "round ms", "hops", "kept of draft + verify", "shapes picked")
 MODEL_COLUMNS = (
@@ -46,8 +53,7 @@ def facts_of(report: Report) -> Iterator[str]:
         check = target["identity"]
         agreed = f"{len(check['differences'])} differ" if check["differences"] else "all identical"
         yield (
-            f"{target_fact(name, target)}, drafter {target['drafter']}; "
-            f"{target['prompts']} prompts of {target['prompt_tokens']} tokens, each {target['repetitions']} times; "
+            f"{target_fact(name, target)}, drafter {target['drafter']}; {_prompts_fact(target)}; "
             f"ours with speculation compared with ours without: {check['answers_compared']} answers, "
             f"{check['tokens_compared']:,} tokens, {agreed}" + (f"; {target['note']}" if target["note"] else "")
         )
@@ -55,6 +61,18 @@ def facts_of(report: Report) -> Iterator[str]:
             settings = (f"{each['setting']} at {each['temperature']:g}" for each in target["best_settings"])
             yield f"The library's best settings on the {name} target, chosen on other prompts: {', '.join(settings)}"
         yield from _llama_facts(name, target, [row for row in report["rows"] if row["target"] == name])
+
+
+def _prompts_fact(target: Mapping[str, Any]) -> str:
+    """How many prompts there were, of how many tokens; of which file, and whose answers."""
+    times, longest = f"each {target['repetitions']} times", target["prompt_tokens"]
+    if "prompt_file" not in target:
+        return f"{target['prompts']} prompts of {longest} tokens, {times}"
+    whose = "each answer of a tenant of its own" if target["tenants"] == TenantRule.ANSWERS else "a tenant for each row"
+    return (
+        f"{target['prompts']} prompts of {target['prompt_file']}, {target['shortest_prompt']} to {longest} tokens with "
+        f"the chat template, {times}, answers up to their ends; {whose}"
+    )
 
 
 def _llama_facts(name: str, target: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -66,13 +84,14 @@ def _llama_facts(name: str, target: Mapping[str, Any], rows: Sequence[Mapping[st
         for row in rows
         if (found := row.get("equal_to_generate")) is not None
     ]
-    if equal:
+    if facts:
         yield (
             f"llama.cpp on the {name} target: llama-cpp-python {facts['version']} on the processor, with "
-            f"{', '.join(facts['instructions'])}; greedy answers equal to those of {GENERATE}: {'; '.join(equal)}"
+            f"{', '.join(facts['instructions'])}"
+            + (f"; greedy answers equal to those of {GENERATE}: {'; '.join(equal)}" if equal else "")
         )
     for reason in dict.fromkeys(left_out.values()):
-        missing = ", ".join(row for row in LLAMA_CPP_ROWS if left_out.get(row) == reason)
+        missing = ", ".join(row for row, why in left_out.items() if why == reason)
         yield f"Not measured on the {name} target: {missing}; {reason}"
 
 
@@ -84,12 +103,14 @@ def different(report: Report) -> list[str]:
 def tables_of(report: Report) -> Iterator[Cells]:
     """Every table, in order."""
     for group in dict.fromkeys((row["target"], row["temperature"]) for row in report["rows"]):
-        rows, fits, model = (
+        rows, categories, fits, model = (
             [row for row in report[part] if (row["target"], row["temperature"]) == group]
-            for part in ("rows", "step_fits", "cost_model")
+            for part in ("rows", "categories", "step_fits", "cost_model")
         )
         title = f"{group[0]} target, temperature {group[1]:g}"
         yield _speed_table(title, rows)
+        if categories:
+            yield category_table(title, categories)
         if split := [_split_cells(row) for row in rows if "round_ms" in row]:
             yield f"{title}: parts of a round", SPLIT_COLUMNS, split
         if fits:
@@ -151,18 +172,22 @@ def _fit_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Bars of tokens per second with their intervals, and below them the parts of a round.
+    """Bars of tokens per second with their intervals, below them the parts of a round, and the rates by category.
 
     One column for each target and temperature; the path's suffix sets the format.
     """
     groups: dict[tuple[str, float], list[Mapping[str, Any]]] = {}
     for row in report["rows"]:
         groups.setdefault((row["target"], row["temperature"]), []).append(row)
-    with figure_at(path, 2, len(groups), 5.2 * len(groups), 8.5) as axes:
+    below = 3 if report["categories"] else 2
+    with figure_at(path, below, len(groups), 5.2 * len(groups), 4.25 * below) as axes:
         for column, ((target, temperature), rows) in enumerate(groups.items()):
             _plot_rates(axes[0][column], rows[::-1])
             axes[0][column].set_title(f"{target} target, temperature {temperature:g}")
             _plot_split(axes[1][column], [row for row in rows[::-1] if "round_ms" in row])
+            if below > 2:
+                mine = [r for r in report["categories"] if (r["target"], r["temperature"]) == (target, temperature)]
+                plot_categories(axes[2][column], mine)
 
 
 def _plot_rates(axis: Any, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -42,12 +42,27 @@ def median_estimate(values: Sequence[float]) -> Estimate:
     if not values:
         raise ValueError("median_estimate: no values")
     ordered, count = sorted(values), len(values)
+    rank, missed = _rank(count, (1 - CONFIDENCE) / 2)
+    return Estimate(median(ordered), ordered[rank - 1], ordered[count - rank], max(1 - 2 * missed, 0.0))
+
+
+def lower_bound(values: Sequence[float]) -> Estimate:
+    """The median, and a bound below it: the true median is at least `low` with a probability of at least `coverage`."""
+    if not values:
+        raise ValueError("lower_bound: no values")
+    ordered = sorted(values)
+    rank, missed = _rank(len(values), 1 - CONFIDENCE)
+    return Estimate(median(ordered), ordered[rank - 1], ordered[-1], 1 - missed)
+
+
+def _rank(count: int, most: float) -> tuple[int, float]:
+    """The largest k, at least 1, for which P(Binomial(count, 1/2) < k) is at most `most`; and that probability."""
     below = [math.comb(count, successes) / 2**count for successes in range(count + 1)]
-    rank, missed = 1, 2 * below[0]
-    while rank < (count + 1) // 2 and missed + 2 * below[rank] <= 1 - CONFIDENCE:
-        missed += 2 * below[rank]
+    rank, missed = 1, below[0]
+    while rank < (count + 1) // 2 and missed + below[rank] <= most:
+        missed += below[rank]
         rank += 1
-    return Estimate(median(ordered), ordered[rank - 1], ordered[count - rank], max(1 - missed, 0.0))
+    return rank, missed
 
 
 Key = tuple[int, int]
@@ -55,7 +70,12 @@ Key = tuple[int, int]
 
 
 def paired_ratio(over: Mapping[Key, float], under: Mapping[Key, float]) -> Estimate:
-    """The median over prompts of `over / under`, paired by prompt and repetition.
+    """The median over prompts of `over / under`; raises as `ratios_by_prompt`."""
+    return median_estimate(ratios_by_prompt(over, under))
+
+
+def ratios_by_prompt(over: Mapping[Key, float], under: Mapping[Key, float]) -> list[float]:
+    """Each prompt's `over / under`, paired by prompt and repetition.
 
     A prompt's ratio is the geometric mean over its repetitions, so every prompt counts once. Raises ValueError if the
     keys differ.
@@ -66,7 +86,7 @@ def paired_ratio(over: Mapping[Key, float], under: Mapping[Key, float]) -> Estim
     for prompt, repetition in over:
         pair = over[prompt, repetition] / under[prompt, repetition]
         logs.setdefault(prompt, []).append(math.log(pair))
-    return median_estimate([math.exp(sum(ratios) / len(ratios)) for ratios in logs.values()])
+    return [math.exp(sum(ratios) / len(ratios)) for ratios in logs.values()]
 
 
 def repeat_difference(values: Mapping[Key, float]) -> float | None:

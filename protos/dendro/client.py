@@ -16,6 +16,7 @@ unless all of them refuse a new request. All errors are DendroErrors (dendro.err
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
@@ -91,6 +92,10 @@ CHANNEL_OPTIONS = (
 )
 
 
+def _metadata_of(tenant: str) -> tuple[tuple[str, str], ...]:
+    return ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
+
+
 def channel_options(destination: Destination) -> tuple[tuple[str, int | str], ...]:
     named = (("grpc.default_authority", destination.authority),) if destination.target != destination.authority else ()
     return (*CHANNEL_OPTIONS, ("grpc.enable_http_proxy", int(destination.proxied)), *named)
@@ -137,7 +142,7 @@ class AsyncClient(Asking):
         """As of `Client`."""
         self.address = address
         self.timeout_s = seconds_of("timeout_s", timeout_s)
-        self._metadata = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
+        self._metadata = _metadata_of(tenant)
         self._credentials = credentials
         self._rotation = Rotation(address)
         self._destinations = Destinations(proxy, credentials is not None, look_up)
@@ -155,6 +160,12 @@ class AsyncClient(Asking):
     async def close(self) -> None:
         for channel in self._channels.drain():
             await channel.close(None)
+
+    def for_tenant(self, tenant: str) -> Self:
+        """A client of another tenant over the same connections: closing one closes both."""
+        other = copy.copy(self)
+        other._metadata = _metadata_of(tenant)
+        return other
 
     def _open(self, destination: Destination) -> grpc.aio.Channel:
         options = channel_options(destination)
@@ -232,7 +243,7 @@ class Client:
         """
         self.address = address
         self.timeout_s = seconds_of("timeout_s", timeout_s)
-        self._metadata = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
+        self._metadata = _metadata_of(tenant)
         self._rotation = Rotation(address)
         self._credentials = credentials
         self._channels = Channels(self._open, Destinations(proxy, credentials is not None, look_up), self._rotation)

@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from cluster.api.grpc import serve_router
 from cluster.bench import baselines as library
 from cluster.bench import speed_command as command
+from cluster.bench import speed_pairs as pairs
 from cluster.bench import speed_report as reports
 from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.bench.machine import describe_machine
@@ -58,6 +59,7 @@ from cluster.bench.speed import (
     step_fits_of,
 )
 from cluster.bench.speed_aims import aims_of
+from cluster.bench.speed_categories import categories_of
 from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
 from cluster.bench.targets import COSTLY, DEMO, MAMBA2, parameter_count, target_config
 from cluster.config import DEMO_MODELS
@@ -398,14 +400,16 @@ async def test_a_different_token_is_found_and_named_in_the_check_and_in_the_meas
 # llama.cpp beside them
 
 
-async def test_llama_cpp_answers_at_temperature_0_alone_and_ratios_over_it_are_paired():
+async def test_llama_cpps_lookup_answers_at_temperature_0_alone_and_ratios_over_llama_cpp_are_paired():
     measured = await measured_with_llama()
     rows = {(row["name"], row["temperature"]): row for row in rows_of(measured)}
-    assert {key for key in rows if key[0] in LLAMA_CPP_ROWS} == {(row, 0.0) for row in LLAMA_CPP_ROWS}
-    assert WITH_LLAMA.answers == len(PLAN.prompts) * 2 * (8 + 6)
+    answered = {(LLAMA_CPP, 0.0), (LLAMA_CPP, 1.0), (LLAMA_CPP_LOOKUP, 0.0)}
+    assert {key for key in rows if key[0] in LLAMA_CPP_ROWS} == answered
+    assert WITH_LLAMA.answers == len(PLAN.prompts) * 2 * (8 + 7)
     assert rows[AUTO, 0.0]["ratio_over"][LLAMA_CPP]["median"] == pytest.approx(31 / 16, abs=1e-4)
     assert rows[LLAMA_CPP_LOOKUP, 0.0]["ratio_over"][LLAMA_CPP]["median"] == pytest.approx(17 / 16, abs=1e-4)
-    assert LLAMA_CPP not in rows[AUTO, 1.0]["ratio_over"] and LLAMA_CPP not in rows[LLAMA_CPP, 0.0]["ratio_over"]
+    assert LLAMA_CPP not in rows[LLAMA_CPP, 0.0]["ratio_over"]
+    assert "equal_to_generate" not in rows[LLAMA_CPP, 1.0], "other draws are other tokens"
 
 
 async def test_answers_of_llama_cpp_that_rounding_changed_are_counted_and_are_no_differences_of_ours():
@@ -569,6 +573,7 @@ async def a_report() -> dict:
         "settings": settings,
         "targets": {"costly": target},
         "rows": rows,
+        "categories": list(categories_of(measured)),
         "cost_model": list(cost_model_of(rows)),
         "step_fits": list(step_fits_of(rows)),
         "aims": aims_of(rows, 2, None),
@@ -684,22 +689,24 @@ def test_the_costly_target_differs_from_the_demo_only_by_its_checkpoint(tmp_path
 
 
 def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monkeypatch):
-    (tmp_path / "target").mkdir()
+    for folder in ("target", pairs.ASSISTANT):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
     save_file({"x": torch.zeros(1)}, tmp_path / "target" / "model.safetensors")
     app = typer.Typer()
     app.command()(command.bench_speed)
 
     def run_with(wrong: str) -> tuple[int, dict]:
         @asynccontextmanager
-        async def scripted(config, settings):
-            speeds = dict.fromkeys((*SPEED, *SETTINGS, *config.speculation.arms), 20.0)
+        async def scripted(pair, local):
+            speeds = dict.fromkeys((*SPEED, *SETTINGS, *pair.config.speculation.arms), 20.0)
             fake = ScriptedSpeeds(speeds, wrong)
             yield Contenders(fake, fake)
 
         monkeypatch.setattr(command, "contenders_for", scripted)
-        monkeypatch.setattr(command, "load_tokenizer", lambda models: None)
-        prompts = [Prompt("made up", "", (prompt,), ()) for prompt in range(2 + command.CHOOSING_PROMPTS)]
-        monkeypatch.setattr(command, "held_out_prompts", lambda count, *rest: prompts[:count])
+        monkeypatch.setattr(pairs, "load_tokenizer", lambda models: None)
+        prompts = [Prompt("made up", "", (prompt,), ()) for prompt in range(2 + pairs.CHOOSING_PROMPTS)]
+        monkeypatch.setattr(pairs, "held_out_prompts", lambda count, *rest: prompts[:count])
         found = tmp_path / f"{len(wrong)}.json"
         options = ["--quick", "--target", "demo", "--json", str(found), "--models", str(tmp_path)]
         options += ["--markdown", str(found.with_suffix(".md")), "--plot", str(found.with_suffix(".svg"))]

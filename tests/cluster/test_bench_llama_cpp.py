@@ -122,6 +122,8 @@ class Llama:
         {on_load}
     def reset(self):
         self.seen = []
+    def set_seed(self, seed):
+        self.seed = seed
     def eval(self, tokens):
         self.seen += tokens
     def generate(self, prompt, *, temp, **options):
@@ -156,7 +158,7 @@ async def test_both_rows_answer_without_our_threads_settings_and_without_earlier
         assert process.facts == {"version": "0.3.99", "instructions": ["AVX2", "OPENMP"]}
         answers = [await process.answer(row, [3, 5], 0.0, 1, 4) for row in (*LLAMA_CPP_ROWS, LLAMA_CPP)]
         with pytest.raises(BadRequest, match="temperature 1"):
-            await process.answer(LLAMA_CPP, [3, 5], 1.0, 1, 4)
+            await process.answer(LLAMA_CPP_LOOKUP, [3, 5], 1.0, 1, 4)
     assert {answer.tokens for answer in answers} == {(8, 16, 32, 64)}
     assert all(answer.first_tokens == 1 and answer.round_count == 4 for answer in answers)
     assert all(0 < answer.first_seconds <= answer.seconds for answer in answers)

@@ -127,6 +127,20 @@ async def test_a_broken_stream_is_resumed_from_its_offset_with_its_seed(ask, cod
     assert servicer.metadata[0]["dendro-tenant"] == "t"
 
 
+async def test_clients_of_several_tenants_share_connections():
+    async def script(call, request, context):
+        yield started(request)
+        yield chunk(0, *WHOLE)
+        yield complete()
+
+    async with serving(script) as (servicer, address), AsyncClient(address, tenant="t") as client:
+        for tenant in ("one", "two", ""):
+            await client.for_tenant(tenant).generate_text("p")
+        await client.generate_text("p")
+        assert client.for_tenant("one")._channels is client._channels
+    assert [found.get("dendro-tenant", "") for found in servicer.metadata] == ["one", "two", "", "t"]
+
+
 async def test_a_call_that_never_started_is_repeated_unchanged(ask):
     async def script(call, request, context):
         if call < 2:
