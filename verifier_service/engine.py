@@ -29,7 +29,9 @@ from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+from tree_kernels import ARITHMETIC
 from tree_kernels.tree_attention import PAGE, near_window
+from tree_layers.linear import kept_dtype
 from tree_layers.memory import pages_for
 
 from verifier_service.memory import most_pages
@@ -373,11 +375,11 @@ class VerifierEngine:
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
         """Bytes that this process holds beside the weights, whatever `longest` is: `pages` and `states` of texts, and
-        the `head`'s float32 copy of its rows for the tokenizer's tokens, packed or not."""
+        the `head`'s copy of its rows for the tokenizer's tokens, packed or not."""
         target, arrangement = self.runner.target, self.runner.arrangement
         head = target.model.get_output_embeddings()
         return {
-            "head": min(target.vocabulary, head.out_features) * head.in_features * torch.float32.itemsize,
+            "head": min(target.vocabulary, head.out_features) * head.in_features * kept_dtype(head.weight).itemsize,
             "pages": self.runner.pages.nbytes,
             "states": target.recurrent_bytes(arrangement.tokens, arrangement.states),
         }
@@ -433,10 +435,11 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
     kind = target.model.device.type  # and so does an accelerator
+    arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,
-        fingerprint=target.fingerprint + own + ("" if kind == "cpu" else f"-{kind}") + degree,
+        fingerprint=target.fingerprint + arithmetic + own + ("" if kind == "cpu" else f"-{kind}") + degree,
         tokenizer=target.facts.tokenizer,
         vocabulary=target.vocabulary,
         max_length=options.max_length,

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tree_kernels import ROW_MULTIPLE
 from tree_kernels.elementwise import is_narrow, leaves_tail, threads_of
 from tree_kernels.matmul import PackedWeight, why_not_packed
+from tree_kernels.matmul.cpu import PRECISIONS
 
 from tree_layers.faster_rows import TIMED, faster_rows, padded
 from tree_layers.narrow import narrow
@@ -97,11 +98,22 @@ def why_not_compiled(weight: Tensor) -> str:
     """Why products with this weight are not this project's own; empty if they are."""
     if weight.device.type != "cpu":
         return "the weight is not on a CPU"
-    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if weight.dtype not in PRECISIONS:
         return f"{weight.dtype} is not supported"
     if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
         return "the library's products use this processor's matrix tiles (AMX)"
     return why_not_packed()
+
+
+def _sums_are_ours(weight: Tensor) -> bool:
+    """Whether float32 sums of products with this weight are this project's own. Beside matrix tiles (AMX), which have
+    none, they are, too."""
+    return weight.device.type == "cpu" and weight.dtype in PRECISIONS and not why_not_packed()
+
+
+def kept_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which `RowForms.in_float32` keeps a weight."""
+    return weight.dtype if _sums_are_ours(weight) else torch.float32
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Form:
@@ -292,6 +304,21 @@ class RowForms:
             return form
 
         return _MadeLater(make)
+
+    def in_float32(self, weight: Tensor, bias: Tensor | None = None) -> Form:
+        """The product of rows of the weight's dtype with its sums in float32, not rounded to that dtype. The form holds
+        a packed copy, in the weight's dtype where it is this project's own (`kept_dtype`), else in float32."""
+        if _sums_are_ours(weight):  # they widen the weight while they multiply: the bits are the widened weight's
+            rows, like, its_bias = _cancelling(weight, bias, max(self.buckets))
+            with torch.inference_mode():
+                checked = PackedWeight(like, its_bias, self.threads, torch.float32)
+                independent = rows_are_independent(checked, rows, self.buckets)
+            if independent:
+                self._counts[_Compiled.name] += 1
+                return _narrowed(PackedWeight(weight, bias, self.threads, torch.float32), weight)
+        wide, wide_bias = weight.float(), None if bias is None else bias.float()
+        form = self.of(wide, wide_bias, may_pack=True, unit=self.unit(wide, wide_bias, may_pack=True))
+        return lambda x: form(x.float())
 
     def unit(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> int:
         """An expert's rows are padded to multiples of this: the first of UNITS that passes the check, else the smallest

@@ -97,8 +97,9 @@ def test_every_stored_field_of_a_record_is_read(before: Before):
 
 @pytest.mark.slow
 async def test_a_session_that_was_written_before_is_continued_from_its_record_and_states(before: Before):
-    """The next turn has the tokens of a request with the whole text, and begins from the saved states. A turn that was
-    written before is answered from the record."""
+    """The next turn has the tokens of a request with the whole text, and begins from the drafter's saved states, not
+    from the target's: they have no version of the arithmetic in their names. A turn that was written before is answered
+    from the record."""
     async with present(before) as (client, sessions, token):
         written = before.facts["turns"][1]
         again = await ask(client, written["prompt"], session=token, request_id="turn-1")
@@ -111,7 +112,7 @@ async def test_a_session_that_was_written_before_is_continued_from_its_record_an
         (drafter,) = following.complete.drafters
         assert drafter.opening is not None and drafter.opening.restored_tokens in saved
         if before.target == "mamba2":
-            assert following.complete.target is not None and following.complete.target.restored_tokens in saved
+            assert following.complete.target is not None and following.complete.target.restored_tokens == 0
 
 
 def test_fields_that_a_reader_does_not_know_are_ignored(before: Before):

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from exactness import STRICT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from tree_kernels.matmul import why_not_packed
+from tree_kernels.matmul import packing, why_not_packed
 from tree_layers.linear import (
     ALONE,
     MOST_CHECKED,
@@ -17,6 +17,7 @@ from tree_layers.linear import (
     _choices,
     _first_independent,
     _pieces,
+    kept_dtype,
     packed_product,
     rows_are_independent,
     why_not_compiled,
@@ -325,3 +326,33 @@ def test_the_reason_is_named_where_products_are_not_ours(library_only):
     assert why_not_compiled(torch.zeros(2, 2)) == "switched off by a test"
     assert "float64" in why_not_compiled(torch.zeros(2, 2, dtype=torch.float64))
     assert "CPU" in why_not_compiled(torch.zeros(2, 2, device="meta"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_float32_sums_of_a_narrow_weight_are_those_of_the_widened_one_for_any_rows(dtype, products):
+    """A head's weights stay in the checkpoint's dtype where products are ours; its logits have the same bits."""
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(72, 320).to(dtype), torch.randn(72).to(dtype), torch.randn(40, 320).to(dtype)
+    forms, wide = RowForms(BUCKETS), RowForms(BUCKETS)
+    with torch.inference_mode():
+        form = forms.in_float32(weight, bias)
+        form_or_skip(forms.report())
+        truth = form(x)
+        assert truth.dtype == torch.float32
+        assert torch.equal(truth, wide.of(weight.float(), bias.float(), may_pack=True)(x.float()))
+        for rows in (1, 2, 7, 16, 33):
+            assert torch.equal(form(x[-rows:]), truth[-rows:])
+    assert forms.report().forms == wide.report().forms
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_our_products_with_float32_sums_keep_the_weight_in_its_dtype(dtype, monkeypatch):
+    weight = torch.randn(72, 64).to(dtype)
+    kept = []
+    pack = packing.pack
+    monkeypatch.setattr(
+        "tree_kernels.matmul.cpu.pack", lambda given, panel: kept.append(pack(given, panel)) or kept[-1]
+    )
+    RowForms(BUCKETS).in_float32(weight)
+    assert {each.dtype for each in kept} == {dtype} == {kept_dtype(weight)}

@@ -546,6 +546,17 @@ async def test_an_answer_does_not_continue_on_another_kind_of_device(loaded):
     assert there.target == _hello_of(options, at_gpu, "bitwise", (8,)).target
 
 
+def test_fingerprints_name_the_arithmetic_and_the_forms_of_the_products(loaded, monkeypatch):
+    """No text, answer or state goes on where the bits are others."""
+    runner = loaded("llama", "bf16").runner
+    options, target = VerifierOptions(name="t"), runner.target
+    here = _hello_of(options, target, "bitwise", ())
+    others = replace(target, linear=replace(target.linear, forms={"another form": 1}))
+    assert _hello_of(options, others, "bitwise", ()).fingerprint != here.fingerprint
+    monkeypatch.setattr("verifier_service.engine.ARITHMETIC", -1)
+    assert _hello_of(options, target, "bitwise", ()).fingerprint != here.fingerprint
+
+
 def test_fingerprints_identify_weights_and_tokenizer(loaded, folders, tmp_path):
     first = load_target(folders["llama"][0], torch.float32, torch.device("cpu"), [8])
     make_checkpoint(tmp_path, "llama", seed=9)

@@ -30,7 +30,7 @@ from tree_layers.checkpoint import (
 from tree_layers.errors import CheckpointError
 from tree_layers.launching import launching_on
 from tree_layers.library_mixers import group_norms
-from tree_layers.linear import Form, RowForms, RowsReport
+from tree_layers.linear import RowForms, RowsReport
 from tree_layers.row_weights import make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 
@@ -273,22 +273,15 @@ def _load(
 
 def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
     """The head's float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
-    form = _float_form(head.weight[:vocabulary], None if head.bias is None else head.bias[:vocabulary], forms)
-    return lambda hidden: form(hidden.float())
-
-
-def _float_form(weight: Tensor, bias: Tensor | None, forms: RowForms) -> Form:
-    """In float32. A decode step needs the logits of one row, so no more rows are padded than equal bits require."""
-    weight, bias = weight.float(), None if bias is None else bias.float()
-    return forms.of(weight, bias, may_pack=True, unit=forms.unit(weight, bias, may_pack=True))
+    return forms.in_float32(head.weight[:vocabulary], None if head.bias is None else head.bias[:vocabulary])
 
 
 def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
     """As `_float_head`, where each worker has some of the head's `outputs` rows: every worker gets all logits."""
-    form = _float_form(head.weight, head.bias, forms)
+    form = forms.in_float32(head.weight, head.bias)
 
     def forward(hidden: Tensor) -> Tensor:
-        return group.gather(form(hidden.float()), outputs)[..., :vocabulary]
+        return group.gather(form(hidden), outputs)[..., :vocabulary]
 
     return forward
 
