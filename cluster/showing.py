@@ -8,7 +8,7 @@ import sys
 import unicodedata
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from dendro.answer import (
     Complete,
@@ -19,6 +19,7 @@ from dendro.answer import (
     OpeningStats,
     Options,
     Round,
+    SpeculationStats,
     collect_stream,
 )
 from dendro.client import Asking
@@ -204,8 +205,7 @@ def account_lines(complete: Complete) -> tuple[str, ...]:
     }
     parts = ", ".join(f"{name} {us / 1000:.1f}" for name, us in parts_us.items())
     return (
-        f"guesses: {stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted, "
-        f"{stats.discarded_tokens} discarded{trimmed}{late}",
+        f"guesses: {guesses_line(stats)}, {stats.discarded_tokens} discarded{trimmed}{late}",
         f"shapes, by {stats.policy}: {shapes_line(stats.rounds_by_shape)}",
         f"tokens of a round: {lengths} rounds",
         f"time of the rounds: {stats.rounds_us / 1000:.1f} ms = {parts}",
@@ -222,6 +222,10 @@ def answer_line(complete: Complete) -> str:
     )
 
 
+def guesses_line(stats: SpeculationStats) -> str:
+    return f"{stats.drafted_tokens} drafted, {stats.accepted_tokens} accepted"
+
+
 async def speeds(client: Asking, prompt: str, options: Options, repetitions: int) -> dict[str, float]:
     """Median tokens per second of the same answer with speculation and without, measured alternately."""
     seen: dict[str, list[float]] = {"auto": [], "off": []}
@@ -234,19 +238,28 @@ async def speeds(client: Asking, prompt: str, options: Options, repetitions: int
     return {speculation: statistics.median(found) for speculation, found in seen.items()}
 
 
-async def tour(
-    console: Console, client: Asking, prompt: str, second: str, new_tokens: int, repetitions: int = 3
-) -> None:
+class Turns(Protocol):
+    """Two turns of a session."""
+
+    @property
+    def first(self) -> str: ...
+
+    def second(self, answer: Completion) -> str:
+        """What is sent after the answer to the first."""
+
+
+async def tour(console: Console, client: Asking, turns: Turns, new_tokens: int, repetitions: int = 3) -> None:
     """What `dendro demo` shows: two turns of one session, then speed with speculation and without."""
     coloured = console.color_system is not None
     separator = "its rounds in two alternating colours" if coloured else f"a {MARK} between its rounds"
     console.print(f"[bold]Turn one.[/] The prompt, then the answer, {separator}:\n")
     write = on_console(console)
     styles, mark = (ROUND_STYLES, "") if coloured else (("",), MARK)
-    write(prompt, "dim")
+    write(turns.first, "dim")
     one = await RoundsPrinter(write, styles, mark).show_all(
-        client.generate(prompt, keep_session=True, max_new_tokens=new_tokens)
+        client.generate(turns.first, keep_session=True, max_new_tokens=new_tokens)
     )
+    second = turns.second(one)
     console.print(f"\n[bold]Turn two[/] continues the session; only this is sent: {second!r}\n")
     write(second, "dim")
     session = one.complete.session
@@ -254,13 +267,14 @@ async def tour(
         client.generate(second, session=session, keep_session=True, max_new_tokens=new_tokens)
     )
     console.print("\nMeasuring the first answer with speculation and without, in turn ...")
-    measured = await speeds(client, prompt, {"max_new_tokens": new_tokens, "ignore_end": True}, repetitions)
+    measured = await speeds(client, turns.first, {"max_new_tokens": new_tokens, "ignore_end": True}, repetitions)
 
     both = (one.complete, two.complete)
     rows: list[tuple[str, ...]] = [
         ("text before the answer", *(f"{turn.prompt_tokens} tokens" for turn in both)),
         ("answer", *(f"{turn.completion_tokens} tokens ({turn.finish.value})" for turn in both)),
         ("rounds", *(str(turn.speculation.rounds) for turn in both)),
+        ("guesses", *(guesses_line(turn.speculation) for turn in both)),
         ("emitted per round", *(f"{turn.speculation.emitted_per_round:.2f} tokens" for turn in both)),
         ("shapes the policy picked", *(shapes_line(turn.speculation.rounds_by_shape) for turn in both)),
     ]

