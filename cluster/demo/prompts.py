@@ -86,8 +86,9 @@ def held_out_prompts(
     )
 
 
-def served_prompts(count: int, length_tokens: int, tokenizer: CheckpointTokenizer) -> list[tuple[int, ...]]:
-    """The ids of the first `count` measuring prompts, as a router encodes them for a target with this tokenizer."""
+def served_prompts(count: int | None, length_tokens: int, tokenizer: CheckpointTokenizer) -> list[tuple[int, ...]]:
+    """The ids of the first `count` (None: all) measuring prompts, as a router encodes them for a target with this
+    tokenizer."""
     texts = (tokenizer.encode(passage.text, begins=True) for passage in _measured(DEMO_MODELS, length_tokens))
     return _first(
         count, [tuple(ids[:length_tokens]) for ids in texts if len(ids) >= length_tokens + LEAST_CONTINUATION]

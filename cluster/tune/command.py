@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
-from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS
 from rich.console import Console
@@ -18,16 +18,16 @@ from rich.console import Console
 from cluster.bench.machine import report_head
 from cluster.bench.measurement import Begin
 from cluster.bench.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
-from cluster.bench.report import Cells, Report, interval, machine_facts, number
+from cluster.bench.report import Cells, Report, interval, machine_facts, number, with_interval
 from cluster.bench.targets import parameter_count
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
-from cluster.config import Config, TargetConfig
-from cluster.demo.prompts import served_prompts
+from cluster.config import Config
 from cluster.hub import fetched, pinned
-from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.prompt_files import PromptFile
 from cluster.running import running
-from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
-from cluster.tune.measuring import Ranker
+from cluster.training.acceptance import ANSWER_TOKENS
+from cluster.tune.measuring import Ranker, Strangers
+from cluster.tune.prompts import choose_prompts
 from cluster.tune.tuning import (
     PROBES,
     Prompts,
@@ -39,6 +39,7 @@ from cluster.tune.tuning import (
     chains_of,
     costs_row,
     rows_of,
+    verdicts_of,
 )
 from cluster.tune.writing import check_writable, field_of_arms, text_of, write_arms
 from drafter_service.confidence import CANDIDATES
@@ -54,6 +55,7 @@ SHAPE_COLUMNS = (
     "measured",
     "tokens/s predicted",
     "measured",
+    "over off",
     "90 %",
     "",
 )
@@ -85,23 +87,14 @@ HELD_OUT = Default(8, quick=2)
 TOKENS = Default(ANSWER_TOKENS, quick=24)
 
 
-def _tokenizer(target: TargetConfig, name: str) -> CheckpointTokenizer:
-    try:
-        return CheckpointTokenizer(target.tokenizer_folder, "")
-    except BadRequest as error:
-        raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
-
-
-def _prompts(size: TuneSize, tokenizer: CheckpointTokenizer) -> Prompts:
-    try:
-        found = served_prompts(size.learned + size.held_out, PROMPT_TOKENS, tokenizer)
-    except ValueError as error:
-        raise BadRequest("prompts", f"{error} of {PROMPT_TOKENS} tokens; ask for fewer") from None
-    return Prompts(tuple(found[: size.learned]), min(size.timed, size.learned), tuple(found[size.learned :]))
-
-
 def plans_of(
-    config: Config, target: str, size: TuneSize, temperatures: tuple[float, ...], limits: SearchLimits, seed: int
+    config: Config,
+    target: str,
+    size: TuneSize,
+    temperatures: tuple[float, ...],
+    limits: SearchLimits,
+    seed: int,
+    prompt_file: Path | None = None,
 ) -> tuple[TunePlan, ...]:
     """The plans of the measurement, one for each drafter. Raises BadRequest, naming the field, if nothing can be
     tuned."""
@@ -109,11 +102,13 @@ def plans_of(
     names = config.drafters_of(target)
     if not names:
         raise BadRequest("drafters", f"none serves the target {target}; there is no shape to choose without one")
-    if PROMPT_TOKENS + size.tokens > served.max_length:
-        raise BadRequest("tokens", f"{size.tokens} after prompts of {PROMPT_TOKENS}; max_length is {served.max_length}")
     if size.tokens > config.router.max_new_tokens:
         raise BadRequest("tokens", f"{size.tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
-    arms, prompts = config.arms_of(target), _prompts(size, _tokenizer(served, target))
+    chosen = choose_prompts(prompt_file, served, target, size.learned + size.held_out, size.tokens)
+    prompts = Prompts(
+        chosen.source, chosen.ids[: size.learned], min(size.timed, size.learned), chosen.ids[size.learned :]
+    )
+    arms = config.arms_of(target)
     target_parameters = parameter_count(served.checkpoint)
     plans = []
     for name in names:
@@ -144,10 +139,11 @@ async def run_tune(config: Config, plans: Sequence[TunePlan], local: bool, begin
 
     started = time.monotonic()
     tuned: list[tuple[TunePlan, Tuned]] = []
-    async with running(config, local) as address, AsyncClient(address, proxy=False) as client:
+    async with running(config, local) as address:
+        strangers = Strangers(address)
         for plan in plans:
             drafter = config.drafters[plan.drafter]
-            tuning = Tuning(plan, client, Ranker(drafter, device_of(drafter), plan.limits.max_children), begin)
+            tuning = Tuning(plan, strangers, Ranker(drafter, device_of(drafter), plan.limits.max_children), begin)
             for temperature in plan.temperatures:
                 tuned.append((plan, await tuning.at(temperature)))
     plan = plans[0]
@@ -156,12 +152,18 @@ async def run_tune(config: Config, plans: Sequence[TunePlan], local: bool, begin
         **report_head("tune", started, local, plan.seed, config.targets[plan.target].threads),
         "target": plan.target,
         "drafters": [each.drafter for each in plans],
-        "prompts": {"learned": len(prompts.learned), "timed": prompts.timed, "held_out": len(prompts.held_out)},
-        "prompt_tokens": PROMPT_TOKENS,
+        "prompts": {
+            "source": prompts.source,
+            "learned": len(prompts.learned),
+            "timed": prompts.timed,
+            "held_out": len(prompts.held_out),
+            "tokens": round(fmean(map(len, (*prompts.learned, *prompts.held_out)))),
+        },
         "answer_tokens": plan.tokens,
         "rows": [row for plan, each in tuned for row in rows_of(plan, each)],
         "chains": [row for plan, each in tuned for row in chains_of(plan, each)],
         "costs": [costs_row(each) for _, each in tuned],
+        "verdicts": verdicts_of([each for _, each in tuned]),
         "arms": arms_of(config.arms_of(plan.target), [each for _, each in tuned]),
         "differences": [line for _, each in tuned for line in each.differences],
         "aims": [],
@@ -173,9 +175,10 @@ def facts_of(report: Report) -> Iterator[str]:
     yield from machine_facts(report)
     prompts, drafters = report["prompts"], ", ".join(report["drafters"])
     yield (
-        f"The target {report['target']}, drafted for by {drafters}. Prompts of {report['prompt_tokens']} "
-        f"tokens, answers of {report['answer_tokens']}: ranks counted on {prompts['learned']}, rounds timed on "
-        f"{prompts['timed']} of them; replayed and measured on {prompts['held_out']} others"
+        f"The target {report['target']}, drafted for by {drafters}. Prompts {prompts['source']}, of "
+        f"{prompts['tokens']} tokens on average, answers of at most {report['answer_tokens']}: ranks counted on "
+        f"{prompts['learned']}, rounds timed on {prompts['timed']} of them; replayed and measured on "
+        f"{prompts['held_out']} others"
     )
     yield (
         "E[N] is tokens per round, the target's own one included: predicted from how often the j-th candidate of depth "
@@ -185,7 +188,27 @@ def facts_of(report: Report) -> Iterator[str]:
         "Round times are predicted by linear costs, fitted to timed shapes: of a draft, of a drafter's forward and its "
         "row, of a step and its padded row, and of the rest of a round"
     )
-    yield f"Arms found: {', '.join(report['arms'])}"
+    yield "Over off: the median over these of tokens a second after the first round, over those of `off` on the same"
+    yield from map(verdict_line, report["verdicts"])
+    idle = [name for name in report["drafters"] if not any(_pays(each, name) for each in report["verdicts"])]
+    if idle:
+        yield f"No tree of {', '.join(idle)} pays here: without it the cluster is as fast and needs less memory"
+    yield f"Arms that pay, and those without a drafter, which were not measured: {', '.join(report['arms'])}"
+
+
+def _pays(verdict: Report, drafter: str) -> bool:
+    return bool(verdict["drafter"] == drafter and verdict["pays"])
+
+
+def verdict_line(verdict: Report) -> str:
+    """Whether a drafter pays at a temperature."""
+    place = f"{verdict['drafter']} at temperature {verdict['temperature']:g}"
+    if verdict["best"] is None:
+        return f"{place}: no tree was measured"
+    best = f"{verdict['best']} is {with_interval(verdict['over_off'])} of off"
+    if not verdict["pays"]:
+        return f"{place}: nothing pays; of all trees, {best}"
+    return f"{place}: pays; of all trees, {best}; not slower than off: {', '.join(verdict['paying'])}"
 
 
 def _shape_cells(row: Report) -> tuple[str, ...]:
@@ -203,8 +226,10 @@ def _shape_cells(row: Report) -> tuple[str, ...]:
         number(measured.get("round_ms")),
         number(predicted.get("tokens_per_second"), 1),
         number(rate.get("median"), 1),
-        interval(rate, 1),
-        "found" if row["found"] else "",
+        number(row["over_off"]["median"]) if row["over_off"] else "",
+        interval(row["over_off"]),
+        ("found" if row["found"] else "")
+        + (", pays" if row["pays"] and row["found"] else "pays" if row["pays"] else ""),
     )
 
 
@@ -237,8 +262,8 @@ def tables_of(report: Report) -> Iterator[Cells]:
         if chains:
             first = chains[0]
             yield (
-                f"{title}: Leviathan's formulas with a = {first['acceptance']:.3f} and c = {first['cost_ratio']:.3f}; "
-                f"guessing {'pays' if first['pays'] else 'does not pay'}, best with {first['best_guesses']} guesses",
+                f"{title}: Leviathan's formulas with a = {first['acceptance']:.3f} and c = {first['cost_ratio']:.3f}, "
+                "for steps that take as long with guesses as without",
                 CHAIN_COLUMNS,
                 [_chain_cells(row) for row in chains],
             )
@@ -261,9 +286,10 @@ def tune(
     json: JsonFile = None,
     markdown: MarkdownFile = None,
     local: Local = False,
+    prompt_file: PromptFile = None,
     prompts: Annotated[int | None, LEARNED.option("Prompts to count ranks on.", least=1)] = None,
     held_out: Annotated[int | None, HELD_OUT.option("Prompts to run shapes on.", least=1)] = None,
-    tokens: Annotated[int | None, TOKENS.option("Tokens of every answer.", least=2)] = None,
+    tokens: Annotated[int | None, TOKENS.option("Tokens of an answer, at most.", least=2)] = None,
     max_rows: Annotated[int, typer.Option(min=2, max=MAX_ROWS, help="Rows of a tree, root included.")] = MAX_ROWS,
     max_depth: Annotated[int, typer.Option(min=1, max=MAX_ROWS - 1, help="Levels below the root.")] = 10,
     max_children: Annotated[int, typer.Option(min=1, max=CANDIDATES, help="Children of one row.")] = CANDIDATES,
@@ -273,9 +299,11 @@ def tune(
 
     Tokens per second of each tree are predicted from the drafter's ranks of the target's answers to held-out prompts
     and from the measured costs of rounds of different sizes. The best tree at each temperature, found by Sequoia's
-    program, and the best chain are then run on other prompts beside the configured arms. Nothing is written without
-    --write or --out. They are written to speculation.arms, or, where other targets use those, to the target's own arms.
-    Exit status 1 if a tree changed the tokens.
+    program, and the best chain are then run on other prompts beside the configured arms. The prompts are those of
+    --prompt-file; by default questions, where the target has a chat template, or else passages of code and prose and
+    edits of code. Nothing is written without --write or --out, and then only trees that were not slower than off: to
+    speculation.arms, or, where other targets use those, to the target's own arms. Exit status 1 if a tree changed the
+    tokens.
     """
     checked = fetched(pinned(given_config(config)))
     text = text_of(config, checked)
@@ -293,6 +321,7 @@ def tune(
         parse_temperatures(temperatures),
         SearchLimits(max_rows, max_depth, max_children),
         seed,
+        prompt_file,
     )
     report = with_bars(lambda begin: asyncio.run(run_tune(checked, plans, local, begin)))
     present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])

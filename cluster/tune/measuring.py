@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from dendro.answer import SpeculationStats
-from dendro.client import Asking
+from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
 from dendro.step_sizes import StepSizes
-from dendro.text import Sampling
+from dendro.text import Finish, Sampling
 
 from cluster.config import DrafterConfig
 from cluster.policies.least_squares import nonnegative_fit
@@ -57,23 +57,34 @@ class RunAnswer:
         return self.speculation.decode_us / rounds if rounds > 0 else None
 
 
-async def run_answer(
-    client: Asking, model: str, prompt: Sequence[int], sampling: Sampling, tokens: int, speculation: str
-) -> RunAnswer:
-    """Generate `tokens` tokens after a prompt, also past the end of text. Raises EngineFailed for another number."""
-    done = await client.generate_text(
-        prompt,
-        model=model,
-        temperature=sampling.temperature,
-        seed=sampling.seed,
-        max_new_tokens=tokens,
-        ignore_end=True,
-        speculation=speculation,
-    )
-    if len(done.token_ids) != tokens:
-        raise EngineFailed(f"{speculation}: {len(done.token_ids)} tokens instead of {tokens}")
-    lengths = tuple(len(part.token_ids) for part in done.rounds)
-    return RunAnswer(done.token_ids, lengths, done.complete.speculation)
+class Strangers:
+    """Sends every request as a tenant of its own: proposers remember a tenant's answers, and each prompt is answered in
+    several ways."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._tenants = 0
+
+    async def answer(
+        self, model: str, prompt: Sequence[int], sampling: Sampling, tokens: int, speculation: str
+    ) -> RunAnswer:
+        """Generate at most `tokens` tokens after a prompt. Raises EngineFailed for another number that does not end the
+        text."""
+        self._tenants += 1
+        async with AsyncClient(self._address, tenant=f"tune-{self._tenants}", proxy=False) as client:
+            done = await client.generate_text(
+                prompt,
+                model=model,
+                temperature=sampling.temperature,
+                seed=sampling.seed,
+                max_new_tokens=tokens,
+                speculation=speculation,
+            )
+        ended = done.complete.finish is Finish.END_OF_TEXT
+        if len(done.token_ids) != tokens and not (ended and len(done.token_ids) < tokens):
+            raise EngineFailed(f"{speculation}: {len(done.token_ids)} tokens instead of {tokens}")
+        lengths = tuple(len(part.token_ids) for part in done.rounds)
+        return RunAnswer(done.token_ids, lengths, done.complete.speculation)
 
 
 class Ranker:

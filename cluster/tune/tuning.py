@@ -8,11 +8,11 @@ configured arms and the trees found are run in turn.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from dendro.client import Asking
+from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Sampling
@@ -20,18 +20,18 @@ from dendro.text import Sampling
 from cluster.arms import OFF_ARM, Arm
 from cluster.bench.measurement import Begin, Step
 from cluster.bench.report import Row
-from cluster.bench.statistics import median_estimate
+from cluster.bench.statistics import Estimate, median_estimate, paired_ratio
 from cluster.policies import leviathan
 from cluster.policies.sequoia import Accept, best_tree, expected_tokens
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
     RunAnswer,
+    Strangers,
     Timed,
     accepted,
     costs_of,
     replayed,
-    run_answer,
     whole_rounds,
 )
 
@@ -54,6 +54,7 @@ class SearchLimits:
 class Prompts:
     """Token ids of the prompts, by their use."""
 
+    source: str
     learned: tuple[tuple[int, ...], ...]
     timed: int  # the first so many of the learned ones
     held_out: tuple[tuple[int, ...], ...]
@@ -67,7 +68,7 @@ class TunePlan:
     drafter: str
     arms: tuple[TreeShape, ...]  # the drafter's configured ones, and `off` if configured
     prompts: Prompts
-    tokens: int  # of every answer
+    tokens: int  # of an answer, at most
     temperatures: tuple[float, ...]
     probes: tuple[LevelShape, ...]  # timed beside the arms
     limits: SearchLimits
@@ -103,13 +104,38 @@ class Tuned:
     answers: dict[TreeShape, list[RunAnswer]] = field(default_factory=dict)  # on the held-out prompts
     differences: list[str] = field(default_factory=list)
 
+    def over_off(self, shape: TreeShape) -> Estimate | None:
+        """The shape's tokens a second over those of `off`, by held-out prompt; None where no answer had two rounds."""
+        rates, plain = (
+            {
+                (number, 0): answer.tokens_per_second
+                for number, answer in enumerate(self.answers[each])
+                if answer.tokens_per_second
+            }
+            for each in (shape, OFF)
+        )
+        both = rates.keys() & plain.keys()
+        return paired_ratio({key: rates[key] for key in both}, {key: plain[key] for key in both}) if both else None
+
+    def best(self, shapes: Iterable[TreeShape]) -> tuple[TreeShape, Estimate] | None:
+        """Of these, the tree that was fastest over `off`; None where none was measured."""
+        measured = [(shape, over) for shape in shapes if not shape.off and (over := self.over_off(shape)) is not None]
+        return max(measured, key=lambda each: each[1].median, default=None)
+
+    @property
+    def paying(self) -> tuple[TreeShape, ...]:
+        """The trees found that were not slower than `off`; and the configured one that was faster than all of them."""
+        best = self.best(self.answers)
+        trees = dict.fromkeys([*self.found, *([best[0]] if best is not None else [])])
+        return tuple(shape for shape in trees if (over := self.over_off(shape)) is not None and over.median >= 1)
+
 
 class Tuning:
     """Runs a plan on a running cluster."""
 
-    def __init__(self, plan: TunePlan, client: Asking, ranker: Ranker, begin: Begin) -> None:
+    def __init__(self, plan: TunePlan, strangers: Strangers, ranker: Ranker, begin: Begin) -> None:
         self.plan = plan
-        self._client = client
+        self._strangers = strangers
         self._ranker = ranker
         self._begin = begin
 
@@ -120,6 +146,8 @@ class Tuning:
         step = self._begin(f"{name}: the target's answers", len(prompts.learned) + len(prompts.held_out))
         learned = [await self._trace(prompt, temperature, step) for prompt in prompts.learned]
         held_out = [await self._trace(prompt, temperature, step) for prompt in prompts.held_out]
+        if not any(learned):
+            raise BadRequest("prompts", f"the target ends its answer to each of {len(learned)} with no token")
         costs = await self._costs(temperature, name)
         limits = plan.limits
         accept = accepted(learned, limits.max_depth, limits.max_children)
@@ -150,7 +178,7 @@ class Tuning:
         tokens = min(plan.tokens, most or plan.tokens)
         sampling = plan.sampling(temperature, prompt)
         speculation = Arm.of(plan.drafter, shape).name(names_drafter=True)
-        return await run_answer(self._client, plan.target, prompt, sampling, tokens, speculation)
+        return await self._strangers.answer(plan.target, prompt, sampling, tokens, speculation)
 
     async def _trace(self, prompt: Sequence[int], temperature: float, step: Step) -> list[int]:
         answer = await self._answer(prompt, temperature, OFF)
@@ -229,7 +257,11 @@ def rows_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
             "predicted": None,
             "replayed_emitted_per_round": None,
             "measured": _measured(shape, answers),
+            "over_off": None,
+            "pays": shape in tuned.paying,
         }
+        if row["measured"] is not None and (over := tuned.over_off(shape)) is not None:
+            row["over_off"] = over.as_json()
         if isinstance(shape, LevelShape | NodeShape) and shape.width <= plan.limits.max_children:
             emitted, round_us = expected_tokens(shape, tuned.accept), tuned.costs.round_us(shape)
             row["predicted"] = {
@@ -264,10 +296,21 @@ def _measured(shape: TreeShape, answers: Sequence[RunAnswer]) -> Row | None:
     }
 
 
+def verdicts_of(tuned: Sequence[Tuned]) -> list[Row]:
+    """One row for each drafter and temperature: the fastest tree on the held-out prompts, and whether it pays."""
+    rows = []
+    for each in tuned:
+        best = each.best(each.answers)
+        row: Row = {"drafter": each.drafter, "temperature": each.temperature, "best": None, "over_off": None}
+        if best is not None:
+            row |= {"best": str(best[0]), "over_off": best[1].as_json()}
+        rows.append(row | {"pays": bool(each.paying), "paying": [str(shape) for shape in each.paying]})
+    return rows
+
+
 def chains_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
     """One row for each chain that was run: Leviathan's formulas beside the measurement."""
     acceptance, cost = tuned.first_rank, tuned.costs.cost_ratio
-    plain = _measured(OFF, tuned.answers[OFF])
     rows = []
     for shape, answers in tuned.answers.items():
         if not is_chain(shape):
@@ -280,8 +323,6 @@ def chains_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
             "guesses": guesses,
             "acceptance": round(acceptance, 4),
             "cost_ratio": round(cost, 4),
-            "pays": leviathan.pays(acceptance, cost),
-            "best_guesses": leviathan.best_guesses(acceptance, cost, plan.limits.max_depth),
             "emitted_per_round": round(leviathan.emitted(acceptance, guesses), 4),
             "gain": round(leviathan.gain(acceptance, guesses, cost), 4),
             "operations": None,
@@ -295,9 +336,8 @@ def chains_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
         if measured is not None:
             emitted = measured["emitted_per_round"]
             row["measured_emitted_per_round"] = emitted
-            if plain is not None:
-                rates = (each["tokens_per_second"]["median"] for each in (measured, plain))
-                row["measured_gain"] = round(next(rates) / next(rates), 4)
+            if (over := tuned.over_off(shape)) is not None:
+                row["measured_gain"] = round(over.median, 4)
             if share is not None:
                 row["measured_operations"] = round((guesses * share + guesses + 1) / emitted, 4)
         rows.append(row)
@@ -321,9 +361,9 @@ def costs_row(tuned: Tuned) -> Row:
 
 
 def arms_of(configured: Sequence[Arm], tuned: Sequence[Tuned]) -> list[str]:
-    """Arms for a configuration: `off`, its arms that need no drafter, and the trees found for each drafter at each
+    """Arms for a configuration: `off`, its arms that need no drafter, and the trees of each drafter that pay at a
     temperature. They name their drafter where several were tuned."""
     several = len({each.drafter for each in tuned}) > 1
     kept = [OFF_ARM, *(arm for arm in configured if not arm.drafted)]
-    found = [Arm(each.drafter, shape) for each in tuned for shape in each.found]
+    found = [Arm(each.drafter, shape) for each in tuned for shape in each.paying]
     return list(dict.fromkeys(arm.name(several) for arm in [*kept, *found]))

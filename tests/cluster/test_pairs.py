@@ -19,7 +19,7 @@ from cluster.demo.prompts import load_passages
 from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client
-from cluster.tune import command as tune_command
+from cluster.tune.prompts import choose_prompts
 
 PROMPT = [5, 9, 300, 4000, 77, 31]
 
@@ -66,9 +66,8 @@ def test_certify_and_tune_encode_prompts_as_a_router_does(tmp_path: Path, kind: 
         published.write_tokenizer(published.VICUNA, tmp_path)  # tokenizer.model alone
     router = CheckpointTokenizer(tmp_path, "")
     texts = [tuple(router.encode(passage.text, begins=True)) for passage in load_passages()]
-    tokenizer = tune_command._tokenizer(TargetConfig(checkpoint=tmp_path), "t")
-    tuned = tune_command._prompts(tune_command.TuneSize(1, 1, 1, 8), tokenizer)
-    for prompt in (*certify_command._prompts(2, tmp_path), *tuned.learned, *tuned.held_out):
+    tuned = choose_prompts(None, TargetConfig(checkpoint=tmp_path), "t", 1, 8)
+    for prompt in (*certify_command._prompts(2, tmp_path), *tuned.ids):
         assert any(text[: len(prompt)] == tuple(prompt) for text in texts)
 
 

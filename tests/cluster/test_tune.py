@@ -12,6 +12,7 @@ import tiny_mamba
 import tiny_models
 import torch
 import yaml
+from dendro.answer import SpeculationStats
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
@@ -28,16 +29,19 @@ from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
 from cluster.router.rounds import rounds
-from cluster.tune.command import TuneSize, facts_of, plans_of, run_tune, tables_of, tune
+from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.tune.command import TuneSize, facts_of, plans_of, run_tune, tables_of, tune, verdict_line
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
+    RunAnswer,
     Timed,
     accepted,
     costs_of,
     replayed,
 )
-from cluster.tune.tuning import SearchLimits, Tuned, arms_of, as_arm, is_chain
+from cluster.tune.prompts import choose_prompts
+from cluster.tune.tuning import SearchLimits, Tuned, arms_of, as_arm, is_chain, verdicts_of
 from cluster.tune.writing import check_writable, field_of_arms, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
@@ -347,11 +351,75 @@ def plan_for(file: Path, **size: int):
     return config, plans_of(config, "tiny", TuneSize(**small), (0.0, 1.0), SearchLimits(16, 4, 3), seed=0)
 
 
+def tuned_at(drafter: str, over: dict[str, list[float]], configured: tuple[str, ...] = ()) -> Tuned:
+    """The results of trees found, or configured, by their rates over that of `off`, 100 tokens a second, on each
+    held-out prompt."""
+    found = tuple(TreeShape.parse(name) for name in over if name not in configured)
+    tuned = Tuned(drafter, 0.0, [0.5], TRUE, found, [], 0.5)
+    prompts = max(map(len, over.values()))
+    for name, ratios in ({"off": [1.0] * prompts} | over).items():
+        rates = [SpeculationStats(rounds=9, decode_tokens=round(100 * each), decode_us=10**6) for each in ratios]
+        tuned.answers[TreeShape.parse(name)] = [RunAnswer((1, 2), (1, 1), each) for each in rates]
+    return tuned
+
+
+def test_no_arm_measured_below_off_is_written_and_the_report_says_so():
+    """The medians over off of the trees found at one temperature are 0.85 and 0.80, and at the other 1.2 and 0.9."""
+    configured = [OFF_ARM, Arm.parse("noisy:(1,1)"), Arm.parse("lookup:proposed(7)")]
+    slow = tuned_at("noisy", {"(1)": [0.7, 0.85, 1.5], "(2)": [0.8, 0.8, 0.8]})
+    fast = tuned_at("noisy", {"(1,1)": [1.2, 1.2], "(3)": [0.9, 0.9]})
+    assert arms_of(configured, [slow]) == ["off", "proposed(7)"]
+    assert arms_of(configured, [slow, fast]) == ["off", "proposed(7)", "(1,1)"]
+    lines = [verdict_line(row) for row in verdicts_of([slow, fast])]
+    assert lines == [
+        "noisy at temperature 0: nothing pays; of all trees, (1) is 0.85 (0.70-1.50) of off",
+        "noisy at temperature 0: pays; of all trees, (1,1) is 1.20 (1.20-1.20) of off; not slower than off: (1,1)",
+    ]
+
+
+def test_a_configured_tree_that_is_faster_than_all_found_stays_an_arm():
+    configured = [OFF_ARM, Arm.parse("noisy:(1,1)"), Arm.parse("noisy:(2,1)")]
+    both = tuned_at("noisy", {"(3)": [1.1], "(1,1)": [1.3], "(2,1)": [1.2]}, configured=("(1,1)", "(2,1)"))
+    assert arms_of(configured, [both]) == ["off", "(3)", "(1,1)"]
+    assert arms_of(configured, [tuned_at("noisy", {"(3)": [1.3], "(1,1)": [1.1]}, ("(1,1)",))]) == ["off", "(3)"]
+
+
+def test_trees_without_a_second_round_are_not_judged():
+    tuned = tuned_at("noisy", {"(3)": [0.0]})
+    assert arms_of([OFF_ARM], [tuned]) == ["off"]
+    assert verdict_line(verdicts_of([tuned])[0]) == "noisy at temperature 0: no tree was measured"
+
+
+def test_prompts_fit_the_target_they_are_for(pair, tmp_path):
+    """Without a chat template passages of several kinds; with one, questions; with a file, what is in it."""
+    target = Config.load(configured(pair, tmp_path)).targets["tiny"]
+    plain = choose_prompts(None, target, "tiny", 6, 16)
+    assert plain.source == "of code, prose and edits" and {len(ids) for ids in plain.ids} == {128}
+    decode = CheckpointTokenizer(pair[0], "").decode
+    texts = list(map(decode, plain.ids))
+    assert texts[1].startswith('"""') and "_a:" in texts[2] and not texts[0].startswith('"""')
+    (tmp_path / "chat").mkdir()
+    tiny_models.write_tokenizer(tmp_path / "chat")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("<{{ messages[0].content }}>")
+    (tmp_path / "chat" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    chatting = target.model_copy(update={"tokenizer": tmp_path / "chat", "max_length": 4096})
+    asked = choose_prompts(None, chatting, "tiny", 8, 16)
+    assert asked.source == "with a user's questions"
+    assert all(decode(ids).startswith("<") and decode(ids).endswith(">") for ids in asked.ids)
+    file = tmp_path / "own.jsonl"
+    lines = [("a", "one"), ("a", "one"), ("a", "two"), ("b", "x" * 250), ("b", "three")]
+    file.write_text("\n".join(json.dumps({"category": kind, "text": text}) for kind, text in lines))
+    own = choose_prompts(file, target, "tiny", 3, 16)
+    assert list(map(decode, own.ids)) == ["one", "three", "two"], "each once, by turns, and those that fit"
+    with pytest.raises(BadRequest, match="prompts: there are 3 prompts of .*own.jsonl for this target, not 4"):
+        choose_prompts(file, target, "tiny", 4, 16)
+
+
 def test_arms_of_several_drafters_name_them_and_those_of_one_do_not():
     configured = [OFF_ARM, Arm.parse("noisy:(1,1)"), Arm.parse("lookup:proposed(7)")]
 
     def tuned(drafter: str, *shapes: str) -> Tuned:
-        return Tuned(drafter, 0.0, [0.5], TRUE, tuple(map(TreeShape.parse, shapes)), [], 0.5)
+        return tuned_at(drafter, {shape: [2.0] for shape in shapes})
 
     one, other = tuned("noisy", "(1,1,1)", "(2,1)"), tuned("small", "(2,1)", "nodes(2,0,1)")
     assert arms_of(configured, [one, one]) == ["off", "proposed(7)", "(1,1,1)", "(2,1)"]
@@ -404,7 +472,8 @@ async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_p
         found = max(
             (row for row in rows.values() if row["found"]), key=lambda row: row["predicted"]["tokens_per_second"]
         )
-        assert found["rows"] <= 16 and found["depth"] <= 4 and found["name"] in report["arms"]
+        assert found["rows"] <= 16 and found["depth"] <= 4
+        assert (found["name"] in report["arms"]) >= found["pays"]
     assert {row["name"] for row in report["chains"]} >= {"(1,1)"}
     for row in report["chains"]:
         guesses, share = row["guesses"], plans[0].drafter_share
@@ -477,7 +546,7 @@ def test_help_of_tune_names_every_option():
         "prompts",
         "held-out",
     )
-    for option in (*names, "held-out", "tokens", "max-rows", "max-depth", "max-children", "seed"):
+    for option in (*names, "prompt-file", "held-out", "tokens", "max-rows", "max-depth", "max-children", "seed"):
         assert f"--{option} " in output
 
 
