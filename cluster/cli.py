@@ -445,17 +445,14 @@ def train_head(context: typer.Context) -> None:
     _run_from("cluster.training.head_command", "head", context)
 
 
-@app.command("certify", context_settings=ELSEWHERE, add_help_option=False)
-def certify(context: typer.Context) -> None:
-    """Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check fails."""
-    _run_from("cluster.certify.command", "certify", context)
-
-
-@app.command("tune", context_settings=ELSEWHERE, add_help_option=False)
-def tune(context: typer.Context) -> None:
-    """Find the fastest trees for a target, its drafters and this machine, and compare them with the configured arms."""
-    _run_from("cluster.tune.command", "tune", context)
-
+MEASURING = {
+    "certify": "Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check "
+    "fails.",
+    "tune": "Find the fastest trees for a target, its drafters and this machine, and compare them with the configured "
+    "arms.",
+    "predict": "Predict what each configured arm gives over no speculation here, and where a round's time is lost.",
+}
+"""Help of the commands of modules of their names."""
 
 BENCHES = {
     "speed": ("speed_command", "Compare speeds with transformers and with speculation off."),
@@ -474,15 +471,17 @@ BENCHES = {
 """Module and help of each `dendro bench`."""
 
 
-def _add_bench(name: str, module: str, text: str) -> None:
+def _add(group: typer.Typer, name: str, module: str, function: str, text: str) -> None:
     def run(context: typer.Context) -> None:
-        _run_from(f"cluster.bench.{module}", f"bench_{name.replace('-', '_')}", context)
+        _run_from(module, function, context)
 
-    bench.command(name, help=text, context_settings=ELSEWHERE, add_help_option=False)(run)
+    group.command(name, help=text, context_settings=ELSEWHERE, add_help_option=False)(run)
 
 
-for _name, _place in BENCHES.items():
-    _add_bench(_name, *_place)
+for _name, _text in MEASURING.items():
+    _add(app, _name, f"cluster.{_name}.command", _name, _text)
+for _name, (_module, _text) in BENCHES.items():
+    _add(bench, _name, f"cluster.bench.{_module}", f"bench_{_name.replace('-', '_')}", _text)
 
 
 def main() -> None:

@@ -102,7 +102,11 @@ def show(console: Console, facts: Iterable[str], tables: Iterable[Cells], differ
 def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells]) -> str:
     """The report as Markdown, under the name of its command."""
     bench = report["bench"]
-    lines = [f"# dendro {bench if bench == 'tune' else f'bench {bench}'}", "", *(f"- {fact}" for fact in facts)]
+    lines = [
+        f"# dendro {bench if bench in ('tune', 'predict') else f'bench {bench}'}",
+        "",
+        *(f"- {fact}" for fact in facts),
+    ]
     for title, columns, rows in tables:
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
         lines += [f"| {' | '.join(cells)} |" for cells in rows]

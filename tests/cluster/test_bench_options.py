@@ -1,4 +1,4 @@
-"""Options of `dendro bench` and `dendro tune`: help states their defaults, and numbers out of range are refused."""
+"""Options of the commands that measure: help states their defaults, and numbers out of range are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_default_is_the_quick_one_with_quick_alone_and_none_where_the_option_i
     assert default.at(True) == 1 and default.at(False) == 9
 
 
-@pytest.mark.parametrize("command", [*BENCHES, ("tune",)], ids=" ".join)
+@pytest.mark.parametrize("command", [*BENCHES, ("tune",), ("predict",)], ids=" ".join)
 def test_help_states_the_defaults_of_every_option_that_quick_changes(command: tuple[str, ...]):
     status, text = output_of(*command, "--help")
     assert status == 0
@@ -41,7 +41,8 @@ LIVE = " (default --live; quick --no-live)"
 
 def place_of(command: tuple[str, ...]) -> str:
     """The module of a command."""
-    return "cluster.tune.command" if command == ("tune",) else f"cluster.bench.{cli.BENCHES[command[-1]][0]}"
+    own = f"cluster.{command[0]}.command"
+    return own if command[0] in cli.MEASURING else f"cluster.bench.{cli.BENCHES[command[-1]][0]}"
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,8 @@ def place_of(command: tuple[str, ...]) -> str:
         "bench targets --seed 4294967296",
         "tune --tokens 1",
         "tune --held-out 0",
+        "predict --timed 0",
+        "predict --held-out -1",
     ],
 )
 def test_a_number_out_of_range_is_refused_by_the_name_of_its_option(words: str):

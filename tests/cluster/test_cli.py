@@ -39,7 +39,7 @@ async def address():
 
 
 @pytest.mark.parametrize(
-    "command", ["serve", "config", "check", "generate", "demo", "certify", "tune", "train", "bench"]
+    "command", ["serve", "config", "check", "generate", "demo", "certify", "tune", "predict", "train", "bench"]
 )
 def test_help_names_every_command(command: str):
     assert command in CliRunner().invoke(cli.app, ["--help"]).stdout

@@ -51,7 +51,7 @@ def test_output_that_is_no_terminal_has_a_width_of_its_own(monkeypatch):
 
 
 COMMANDS = (
-    *("serve", "config", "check", "generate", "demo", "certify", "tune"),
+    *("serve", "config", "check", "generate", "demo", "certify", "tune", "predict"),
     *("train demo", "train drafter", "train head"),
     *(f"bench {name}" for name in cli.BENCHES),
 )

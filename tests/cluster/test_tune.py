@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_mamba
 import tiny_models
 import torch
 import yaml
@@ -19,7 +18,7 @@ from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.state import MemoryStates
 from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text
-from transformers import Mamba2ForCausalLM
+from tuned_pair import configured, make_pair
 from typer.testing import CliRunner
 
 from cluster import cli
@@ -49,22 +48,6 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
 PAST = 8  # the rank of a token that is not among the candidates
-
-
-def make_pair(folder: Path) -> tuple[Path, Path]:
-    """A tiny Mamba-2 target, and as its drafter the same model with noise, so that some guesses are accepted."""
-    config = tiny_mamba.tiny_config("mamba2", tiny_models.PADDED)
-    config.eos_token_id = config.bos_token_id = config.pad_token_id = tiny_models.END
-    model = Mamba2ForCausalLM(config)
-    tiny_mamba.randomise(model, 3)
-    for name, noise in (("target", 0.0), ("drafter", 0.1)):
-        generator = torch.Generator().manual_seed(5)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(noise * torch.randn(parameter.shape, generator=generator) * parameter.abs())
-        model.save_pretrained(folder / name)
-        tiny_models.write_tokenizer(folder / name)
-    return folder / "target", folder / "drafter"
 
 
 @pytest.fixture(scope="module")
@@ -331,18 +314,6 @@ def test_no_file_is_overwritten_without_force(tmp_path):
 
 
 # The command
-
-
-def configured(pair: tuple[Path, Path], folder: Path, **target: object) -> Path:
-    file = folder / "cluster.yaml"
-    sections = {
-        "targets": {"tiny": {"checkpoint": str(pair[0]), "dtype": "float32", "max_length": 256} | target},
-        "drafters": {"noisy": {"checkpoint": str(pair[1]), "dtype": "float32"}},
-        "router": {"draft_timeout_ms": 20_000},
-        "speculation": {"arms": ["off", "(1,1)", "(2,1)", "beam(2,2)"]},
-    }
-    file.write_text("# tiny\n" + yaml.safe_dump(sections))
-    return file
 
 
 def plan_for(file: Path, **size: int):

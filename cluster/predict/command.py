@@ -1,0 +1,258 @@
+"""`dendro predict`: the options, the report and its tables."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+from dendro.errors import BadRequest
+
+from cluster.arms import OFF_ARM
+from cluster.bench.machine import report_head
+from cluster.bench.measurement import Begin
+from cluster.bench.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
+from cluster.bench.report import Cells, Report, Row, aim_row, aims_table, interval, machine_facts, number, with_interval
+from cluster.bench.statistics import median_estimate
+from cluster.checkpoints import pairs_of, read_cluster
+from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
+from cluster.config import Config
+from cluster.hub import fetched, pinned
+from cluster.predict.predicting import Predicted, Predicting, PredictPlan, widest
+from cluster.predict.prediction import ceiling_of, over_off, row_of
+from cluster.prompt_files import PromptFile
+from cluster.running import running
+from cluster.training.acceptance import ANSWER_TOKENS
+from cluster.tune.measuring import Ranker, Strangers
+from cluster.tune.prompts import choose_prompts
+
+PROMPTS = Default(24, quick=6)
+TIMED = Default(8, quick=2)
+TOKENS = Default(ANSWER_TOKENS, quick=24)
+DIFFERENCE = 0.05
+"""Aim: the greatest relative difference between a predicted ratio and the measured one."""
+COLUMNS = ("", "from", "tokens a round", "needed", "over off", "90 %")
+PARTS = {
+    "total": "ms a round",
+    "draft": "draft",
+    "first_row": "verify, first row",
+    "further_rows": "further rows",
+    "rest": "rest",
+}
+MEASURED = ("measured over off", "90 %", "predicted / measured")
+
+
+def ranked_drafters(config: Config, target: str) -> list[str]:
+    """The drafters that have the target's tokens; a bridge makes others of some of their guesses."""
+    facts = read_cluster(config)
+    return [name for name, of, pairing in pairs_of(config, facts) if of == target and not pairing.bridge]
+
+
+async def run_predict(
+    config: Config, plan: PredictPlan, source: str, temperatures: tuple[float, ...], local: bool, begin: Begin
+) -> dict[str, Any]:
+    """Run the whole measurement; returns the report as JSON values."""
+    from cluster.engines import device_of
+
+    started = time.monotonic()
+    width = widest(plan.arms)
+    makers = {arm.maker for arm in plan.arms}
+    rankers = {
+        name: Ranker(config.drafters[name], device_of(config.drafters[name]), width)
+        for name in ranked_drafters(config, plan.target)
+        if name in makers
+    }
+    async with running(config, local) as address:
+        predicting = Predicting(plan, Strangers(address), rankers, begin)
+        found = [await predicting.at(temperature) for temperature in temperatures]
+    names = {arm: arm.name(config.names_drafters(plan.target)) for arm in plan.arms}
+    rows = [row for each in found for row in _rows(each, names)]
+    return {
+        **report_head("predict", started, local, plan.seed, config.targets[plan.target].threads),
+        "target": plan.target,
+        "prompts": {
+            "source": source,
+            "predicted": len(plan.prompts),
+            "timed": plan.timed,
+            "held_out": len(plan.held_out),
+            "tokens": round(fmean(map(len, plan.every))),
+        },
+        "answer_tokens": plan.tokens,
+        "rows": rows,
+        "off_ms": [{"temperature": each.temperature, "round_ms": round(each.off.round_us / 1e3, 3)} for each in found],
+        "ceilings": [row for each in found if (row := _ceiling(each)) is not None],
+        "unknown": [{"temperature": each.temperature, "arms": [names[arm] for arm in each.unknown]} for each in found],
+        "differences": [line for each in found for line in each.differences],
+        "aims": _aims(rows) if plan.held_out else [],
+    }
+
+
+def _rows(found: Predicted, names: Mapping[Any, str]) -> Iterator[Row]:
+    for prediction in found.predictions:
+        row = {"temperature": found.temperature, **row_of(prediction, found.off, names[prediction.arm])}
+        measured = over_off(found.held_out[prediction.arm], found.held_out[OFF_ARM])
+        if measured:
+            row["measured"] = median_estimate(list(measured.values())).as_json()
+            row["predicted_over_measured"] = round(row["over_off"]["median"] / row["measured"]["median"], 4)
+        yield row
+
+
+def _ceiling(found: Predicted) -> Row | None:
+    ceiling = ceiling_of(found.predictions)
+    if ceiling is None:
+        return None
+    return {
+        "temperature": found.temperature,
+        "best_by_prompt": ceiling.best_by_prompt.as_json(),
+        "always_right": round(ceiling.always_right, 3),
+        "always_right_arm": ceiling.always_right_arm,
+    }
+
+
+def _aims(rows: list[Row]) -> list[Row]:
+    """One aim for each temperature: the largest relative difference of a prediction from the measurement."""
+    found = []
+    for temperature in dict.fromkeys(row["temperature"] for row in rows):
+        here = [row for row in rows if row["temperature"] == temperature and row["measured"]]
+        if here:
+            worst = max(here, key=lambda row: abs(row["predicted_over_measured"] - 1))
+            off_by = abs(worst["predicted_over_measured"] - 1)
+            why = f"{off_by:.3f}, of {worst['name']}, on other prompts than those predicted from"
+            name = f"temperature {temperature:g}: predicted over-off ratios differ from the measured by at most"
+            found.append(aim_row(name, DIFFERENCE, off_by <= DIFFERENCE, None, why))
+    return found
+
+
+def facts_of(report: Report) -> Iterator[str]:
+    """The conditions of the measurement and what follows from it, a line each."""
+    yield from machine_facts(report)
+    prompts = report["prompts"]
+    yield (
+        f"The target {report['target']}. Prompts {prompts['source']}, of {prompts['tokens']} tokens on average, "
+        f"answers of at most {report['answer_tokens']}: predicted on {prompts['predicted']}, rounds timed on "
+        f"{prompts['timed']} of them" + (f", measured on {prompts['held_out']} others" if prompts["held_out"] else "")
+    )
+    yield (
+        "Over off: tokens a second after the first round, over those of `off`; the median over prompts. Needed: tokens "
+        "a round at which an arm is as fast as off, its round's time over that of off. From ranks: by the drafter's "
+        "ranks of the target's tokens on every prompt; from runs: measured on every prompt"
+    )
+    for each in report["off_ms"]:
+        yield f"Temperature {each['temperature']:g}: a round of off takes {each['round_ms']:.2f} ms"
+    for each in report["ceilings"]:
+        yield (
+            f"Temperature {each['temperature']:g}: the ceiling with the best arm, or off, for each prompt is "
+            f"{with_interval(each['best_by_prompt'])} of off; with a drafter of this price that is always right "
+            f"{each['always_right']:.2f}, by {each['always_right_arm']}"
+        )
+    for each in report["unknown"]:
+        if each["arms"]:
+            yield f"Temperature {each['temperature']:g}: not predicted, no second round: {', '.join(each['arms'])}"
+    for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
+        yield from _verdict(temperature, [row for row in report["rows"] if row["temperature"] == temperature])
+
+
+def _verdict(temperature: float, rows: list[Report]) -> Iterator[str]:
+    best = max(rows, key=lambda row: row["over_off"]["median"])
+    parts = {PARTS[part]: ms for part, ms in best["round_ms"].items() if part not in ("total", "first_row")}
+    most = max(parts, key=lambda part: parts[part])
+    pays = "pays" if best["over_off"]["median"] >= 1 else "nothing pays; the best arm"
+    yield (
+        f"Temperature {temperature:g}: {pays}: {best['name']}, {with_interval(best['over_off'])} of off; beyond a "
+        f"verified row, most of its round is {most}, {parts[most]:.2f} of {best['round_ms']['total']:.2f} ms"
+    )
+
+
+def tables_of(report: Report) -> Iterator[Cells]:
+    """Every table, in order."""
+    measured = bool(report["prompts"]["held_out"])
+    for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
+        rows = [row for row in report["rows"] if row["temperature"] == temperature]
+        rows.sort(key=lambda row: -row["over_off"]["median"])
+        title = f"{report['target']} target, temperature {temperature:g}"
+        yield (
+            title,
+            (*COLUMNS, *PARTS.values(), *(MEASURED if measured else ())),
+            [_cells(row, measured) for row in rows],
+        )
+    if report["aims"]:
+        yield aims_table(report)
+
+
+def _cells(row: Report, measured: bool) -> tuple[str, ...]:
+    cells = (
+        row["name"],
+        row["from"],
+        number(row["emitted_per_round"]),
+        number(row["needed_per_round"]),
+        number(row["over_off"]["median"]),
+        interval(row["over_off"]),
+        *(number(row["round_ms"][part]) for part in PARTS),
+    )
+    if not measured:
+        return cells
+    found = row["measured"]
+    return (
+        *cells,
+        number(found["median"] if found else None),
+        interval(found),
+        number(row.get("predicted_over_measured"), 3),
+    )
+
+
+def predict(
+    config: ConfigArgument = None,
+    target: TargetName = "",
+    temperatures: Annotated[str, typer.Option(help="Separated by commas.")] = "0,1",
+    quick: Annotated[bool, typer.Option("--quick", help="About a minute: few prompts, short answers.")] = False,
+    json: JsonFile = None,
+    markdown: MarkdownFile = None,
+    local: Local = False,
+    prompt_file: PromptFile = None,
+    prompts: Annotated[int | None, PROMPTS.option("Prompts to predict on.", least=1)] = None,
+    timed: Annotated[int | None, TIMED.option("Prompts of these to time rounds on.", least=1)] = None,
+    held_out: Annotated[int, typer.Option(min=0, help="Other prompts to measure on, beside the predictions.")] = 0,
+    tokens: Annotated[int | None, TOKENS.option("Tokens of an answer, at most.", least=2)] = None,
+    seed: Annotated[int, seed_option("sampling and of the order of runs")] = 0,
+) -> None:
+    """Predict what each configured arm gives over no speculation on this machine, the ceiling, and where time is lost.
+
+    The drafters' ranks of the target's own answers determine the rounds of trees of fixed form; a round's price is
+    timed on a few prompts. Arms whose rounds ranks do not determine are run on every prompt. The prompts are those of
+    --prompt-file; by default questions, where the target has a chat template, or else passages of code and prose and
+    edits of code. Exit status 1 if an arm changed the tokens.
+    """
+    checked = fetched(pinned(given_config(config)))
+    name = checked.target_named(target)
+    plan, source = plan_of(
+        checked,
+        name,
+        prompt_file,
+        PROMPTS.chosen(prompts, quick),
+        TIMED.chosen(timed, quick),
+        held_out,
+        TOKENS.chosen(tokens, quick),
+        seed,
+    )
+    levels = parse_temperatures(temperatures)
+    report = with_bars(lambda begin: asyncio.run(run_predict(checked, plan, source, levels, local, begin)))
+    present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])
+
+
+def plan_of(
+    config: Config, target: str, file: Path | None, prompts: int, timed: int, held_out: int, tokens: int, seed: int
+) -> tuple[PredictPlan, str]:
+    """The plan, and where its prompts are from. Raises BadRequest, naming the option or field."""
+    arms = tuple(arm for arm in config.arms_of(target) if not arm.off)
+    if not arms:
+        raise BadRequest("speculation.arms", f"none but off for the target {target}: there is nothing to predict")
+    if tokens > config.router.max_new_tokens:
+        raise BadRequest("tokens", f"{tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
+    chosen = choose_prompts(file, config.targets[target], target, prompts + held_out, tokens)
+    ids = chosen.ids
+    plan = PredictPlan(target, arms, ids[:prompts], min(timed, prompts), ids[prompts:], tokens, seed)
+    return plan, chosen.source

@@ -1,0 +1,155 @@
+"""What an arm should give over `off`, from ranks and prices.
+
+On every prompt, a drafter's ranks of the target's tokens determine the rounds of a tree of fixed form. On a few of them
+the arms are run: how long a round takes over one of `off` on the same prompt is the arm's price, and the tokens of
+those rounds over those by ranks correct for guesses that proposers add and for late drafts. Arms whose rounds ranks do
+not determine are run on every prompt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from dendro.shapes import LevelShape, NodeShape
+
+from cluster.arms import Arm
+from cluster.bench.report import Row
+from cluster.bench.statistics import Estimate, median_estimate
+from cluster.policies.replay import static_path
+from cluster.tune.measuring import RunAnswer, Timed
+
+Answers = Mapping[int, RunAnswer]
+"""By prompt."""
+Lengths = Sequence[int]
+"""Tokens of each round of an answer."""
+
+
+def ranks_determine(arm: Arm) -> bool:
+    """Whether an arm's rounds follow from its drafter's ranks."""
+    return arm.drafted and isinstance(arm.shape, LevelShape | NodeShape)
+
+
+def replayed_lengths(arm: Arm, ranks: Sequence[int]) -> list[int]:
+    """The rounds of an answer whose tokens have these ranks; the answer's end cuts the last one."""
+    lengths, position = [], 0
+    while position < len(ranks):
+        path = static_path(arm.shape, ranks[position : position + arm.depth])
+        lengths.append(min(len(path), len(ranks) - position))
+        position += lengths[-1]
+    return lengths
+
+
+def emitted_of(answers: Sequence[Lengths]) -> float:
+    """Tokens of a round after the first, over all answers; NaN where none has two rounds."""
+    rounds = sum(len(lengths) - 1 for lengths in answers if len(lengths) > 1)
+    return sum(sum(lengths[1:]) for lengths in answers if len(lengths) > 1) / rounds if rounds else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class RoundPrice:
+    """What a round of an arm takes."""
+
+    over_off: float  # the median over prompts of its time over that of a round of `off`
+    parts: Timed  # medians of its parts
+
+    @classmethod
+    def of(cls, answers: Answers, off: Answers) -> RoundPrice | None:
+        """From answers to the same prompts; None where none has two rounds in both ways."""
+        pairs = [(answers[prompt].round_us, off[prompt].round_us) for prompt in answers.keys() & off.keys()]
+        ratios = [took / plain for took, plain in pairs if took is not None and plain is not None]
+        parts = Timed.of(list(answers.values()))
+        return cls(median(ratios), parts) if ratios and parts is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What one arm should give."""
+
+    arm: Arm
+    by_ranks: bool
+    emitted: float  # tokens of a round
+    price: RoundPrice
+    over_off: dict[int, float] = field(repr=False)  # tokens a second over those of `off`, by prompt
+
+    @property
+    def estimate(self) -> Estimate:
+        return median_estimate(list(self.over_off.values()))
+
+
+def predict_by_ranks(arm: Arm, ranks: Sequence[Sequence[int]], answers: Answers, off: Answers) -> Prediction | None:
+    """ranks: of every prompt's answer   answers, off: of the arm and of `off` to the timed prompts. None where no
+    timed answer has two rounds."""
+    price = RoundPrice.of(answers, off)
+    replays = [replayed_lengths(arm, each) for each in ranks]
+    played = emitted_of([answer.lengths for answer in answers.values()])
+    replayed = emitted_of([replays[prompt] for prompt in answers])
+    if price is None or math.isnan(played) or math.isnan(replayed):
+        return None
+    correction = played / replayed
+    by_prompt = {
+        prompt: correction * emitted / price.over_off
+        for prompt, lengths in enumerate(replays)
+        if not math.isnan(emitted := emitted_of([lengths]))
+    }
+    return Prediction(arm, True, correction * emitted_of(replays), price, by_prompt)
+
+
+def predict_by_runs(arm: Arm, answers: Answers, off: Answers) -> Prediction | None:
+    """From answers to every prompt."""
+    price, over = RoundPrice.of(answers, off), over_off(answers, off)
+    if price is None or not over:
+        return None
+    return Prediction(arm, False, emitted_of([answer.lengths for answer in answers.values()]), price, over)
+
+
+def over_off(answers: Answers, off: Answers) -> dict[int, float]:
+    """Measured tokens a second after the first round, over those of `off` on the same prompt."""
+    return {
+        prompt: answer.tokens_per_second / plain
+        for prompt, answer in answers.items()
+        if answer.tokens_per_second and (plain := off[prompt].tokens_per_second)
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Ceiling:
+    """The most that a choice among these arms, or a drafter of their price, could give over `off`."""
+
+    best_by_prompt: Estimate  # with the best arm, or `off`, for every prompt
+    always_right: float  # with every guess right, in the arm that gains most by that
+    always_right_arm: str
+
+
+def ceiling_of(predictions: Sequence[Prediction]) -> Ceiling | None:
+    """None where nothing was predicted."""
+    prompts = {prompt for each in predictions for prompt in each.over_off}
+    drafted = [each for each in predictions if each.arm.drafted]
+    if not prompts or not drafted:
+        return None
+    best = [max(1.0, *(each.over_off.get(prompt, 1.0) for each in predictions)) for prompt in sorted(prompts)]
+    right = max(drafted, key=lambda each: (each.arm.depth + 1) / each.price.over_off)
+    return Ceiling(median_estimate(best), (right.arm.depth + 1) / right.price.over_off, str(right.arm))
+
+
+def row_of(prediction: Prediction, off: Timed, name: str) -> Row:
+    """A report's row: `off` is a round without guesses."""
+    price, parts = prediction.price, prediction.price.parts
+    return {
+        "name": name,
+        "from": "ranks" if prediction.by_ranks else "runs",
+        "prompts": len(prediction.over_off),
+        "emitted_per_round": round(prediction.emitted, 4),
+        "needed_per_round": round(price.over_off, 4),
+        "over_off": prediction.estimate.as_json(),
+        "round_ms": {
+            "total": round(parts.round_us / 1e3, 3),
+            "draft": round(parts.draft_us / 1e3, 3),
+            "first_row": round(min(off.verify_us, parts.verify_us) / 1e3, 3),
+            "further_rows": round(max(parts.verify_us - off.verify_us, 0.0) / 1e3, 3),
+            "rest": round((parts.hops_us + parts.queue_us) / 1e3, 3),
+        },
+        "measured": None,
+    }

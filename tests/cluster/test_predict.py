@@ -1,0 +1,152 @@
+"""`dendro predict`: ratios follow from ranks and prices, and agree with what runs on other prompts give."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from dendro.answer import SpeculationStats
+from dendro.errors import BadRequest
+from tuned_pair import configured, make_pair
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.arms import Arm
+from cluster.config import Config
+from cluster.predict.command import facts_of, plan_of, run_predict, tables_of
+from cluster.predict.prediction import (
+    ceiling_of,
+    emitted_of,
+    over_off,
+    predict_by_ranks,
+    predict_by_runs,
+    ranks_determine,
+    replayed_lengths,
+)
+from cluster.tune.measuring import RunAnswer
+
+CHAIN, TREE, GROWN = (Arm.parse(f"noisy:{shape}") for shape in ("(1,1)", "(2,1)", "dynamic(2,2,4)"))
+
+
+def answer(lengths: list[int], round_ms: float) -> RunAnswer:
+    """An answer of these rounds, each after the first of so many milliseconds."""
+    rounds = len(lengths)
+    decode_us = round(1000 * round_ms * (rounds - 1))
+    stats = SpeculationStats(
+        policy="fixed", rounds=rounds, decode_tokens=sum(lengths[1:]), decode_us=decode_us, verify_us=decode_us
+    )
+    return RunAnswer(tuple(range(sum(lengths))), tuple(lengths), stats)
+
+
+OFF = {0: answer([1] * 6, 10), 1: answer([1] * 6, 20)}
+
+
+def test_only_trees_of_fixed_form_follow_from_ranks():
+    assert ranks_determine(CHAIN) and ranks_determine(Arm.parse("noisy:nodes(2,0,1)"))
+    for text in ("noisy:dynamic(2,2,4)", "noisy:beam(2,2)", "lookup:proposed(7)", "off"):
+        assert not ranks_determine(Arm.parse(text))
+
+
+def test_the_last_replayed_round_ends_with_the_answer():
+    assert replayed_lengths(CHAIN, [0, 0, 9, 0, 0]) == [3, 2]
+    assert replayed_lengths(TREE, [1, 0, 9, 1, 9]) == [3, 2]
+    assert replayed_lengths(CHAIN, []) == []
+
+
+def test_the_first_round_is_left_out_of_tokens_a_round_as_of_the_measured_rate():
+    assert emitted_of([[3, 2, 1], [1], [2, 3]]) == 2
+    assert over_off({0: answer([3, 2, 1], 15)}, OFF) == {0: pytest.approx(1.5 * 10 / 15)}
+
+
+def test_a_ratio_is_the_tokens_of_a_round_over_its_price():
+    """The arm's rounds take 1.5 times as long as those of off, on a slow and on a fast prompt. On the first prompt all
+    guesses are right, on the second none, on the third, which is not timed, again all."""
+    right, wrong = [0] * 9, [9] * 9
+    answers = {0: answer([3, 3, 3], 15), 1: answer([1] * 9, 30)}
+    found = predict_by_ranks(CHAIN, [right, wrong, right], answers, OFF)
+    assert found.price.over_off == pytest.approx(1.5) and found.by_ranks
+    assert found.over_off == {0: pytest.approx(2), 1: pytest.approx(1 / 1.5), 2: pytest.approx(2)}
+    assert found.emitted == pytest.approx((6 + 8 + 6) / (2 + 8 + 2))
+
+
+def test_guesses_that_ranks_do_not_count_correct_the_tokens_of_every_prompt():
+    """Proposals filled the rows of the timed rounds: these emitted 2 tokens where the ranks alone give 1."""
+    found = predict_by_ranks(CHAIN, [[9] * 6, [9] * 6, [0] * 6], {0: answer([1, 2, 2, 1], 15), 1: OFF[1]}, OFF)
+    correction = (5 + 5) / (3 + 5) / 1.0
+    assert found.over_off[2] == pytest.approx(3 * correction / found.price.over_off)
+
+
+def test_an_arm_without_ranks_has_the_ratios_of_its_runs():
+    found = predict_by_runs(GROWN, {0: answer([2, 2, 2], 10), 1: answer([3, 1], 20)}, OFF)
+    assert found.over_off == {0: pytest.approx(2), 1: pytest.approx(1)} and not found.by_ranks
+    assert predict_by_runs(GROWN, {0: answer([6], 10)}, OFF) is None
+
+
+def test_the_ceiling_is_the_best_arm_or_off_for_each_prompt_and_a_drafter_that_is_always_right():
+    one = predict_by_runs(CHAIN, {0: answer([1, 2, 2], 10), 1: answer([1] * 3, 40)}, OFF)
+    other = predict_by_runs(GROWN, {0: answer([1] * 3, 20), 1: answer([1] * 3, 40)}, OFF)
+    ceiling = ceiling_of([one, other])
+    assert (ceiling.best_by_prompt.low, ceiling.best_by_prompt.high) == (1.0, 2.0)
+    assert ceiling.always_right == pytest.approx(3 / 1.5) and ceiling.always_right_arm == "noisy:(1,1)"
+    assert ceiling_of([]) is None
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+async def test_a_small_run_predicts_every_arm_and_measures_it_on_other_prompts(pair, tmp_path):
+    config = Config.load(configured(pair, tmp_path))
+    plan, source = plan_of(config, "tiny", None, prompts=2, timed=1, held_out=1, tokens=16, seed=0)
+    steps: dict[str, int] = {}
+
+    def begin(title: str, count: int):
+        steps[title] = count
+
+        def step() -> None:
+            steps[title] -= 1
+
+        return step
+
+    report = await run_predict(config, plan, source, (0.0, 1.0), True, begin)
+    assert len(steps) == 6 and not any(steps.values())
+    assert report["differences"] == []
+    assert report["prompts"] == {
+        "source": "of code, prose and edits", "predicted": 2, "timed": 1, "held_out": 1, "tokens": 128,
+    }  # fmt: skip
+    json.dumps(report)
+    for temperature in (0.0, 1.0):
+        rows = {row["name"]: row for row in report["rows"] if row["temperature"] == temperature}
+        assert {name: row["from"] for name, row in rows.items()} == {
+            "(1,1)": "ranks", "(2,1)": "ranks", "beam(2,2)": "runs",
+        }  # fmt: skip
+        for row in rows.values():
+            assert row["measured"]["median"] > 0 and row["prompts"] == 2
+            parts = row["round_ms"]
+            assert parts["total"] >= parts["first_row"] > 0
+    assert len(report["ceilings"]) == 2 and len(report["aims"]) == 2
+    for _, columns, cells in tables_of(report):
+        assert cells and all(len(each) == len(columns) for each in cells)
+    assert any("the ceiling with the best arm" in fact for fact in facts_of(report))
+
+
+def test_what_cannot_be_predicted_is_refused_before_anything_is_loaded(pair, tmp_path):
+    config = Config.load(configured(pair, tmp_path))
+    with pytest.raises(BadRequest, match="tokens: 5000; router.max_new_tokens is"):
+        plan_of(config, "tiny", None, 1, 1, 0, 5000, 0)
+    with pytest.raises(BadRequest, match="prompts: there are .* ask for fewer"):
+        plan_of(config, "tiny", None, 10_000, 1, 0, 16, 0)
+    alone = config.model_copy(update={"speculation": config.speculation.model_copy(update={"arms": ("off",)})})
+    with pytest.raises(BadRequest, match="speculation.arms: none but off for the target tiny"):
+        plan_of(alone, "tiny", None, 1, 1, 0, 16, 0)
+
+
+def test_the_command_prints_and_writes_its_report(pair, tmp_path):
+    words = ["predict", str(configured(pair, tmp_path)), "--local", "--quick", "--temperatures", "0", "--prompts", "1"]
+    sizes = ["--timed", "1", "--tokens", "8", "--json", str(tmp_path / "p.json"), "--markdown", str(tmp_path / "p.md")]
+    done = CliRunner().invoke(cli.app, words + sizes, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "p.md").read_text().startswith("# dendro predict\n")
+    assert json.loads((tmp_path / "p.json").read_text())["bench"] == "predict"
