@@ -94,8 +94,8 @@ class InlineDrafter:
     def open(self, text: EngineText) -> DrafterText:
         """Open a text and prefill all of it but the root."""
         call = text.open_call(ROOM)
-        session = self._scheduler.open(Ticket(0.0), call, 0, self.model.vocabulary)
-        self.runner.admit(session.number, call.parameters.sampling, self.model.vocabulary)
+        session = self._scheduler.open(Ticket(0.0), call, 0, self.runner.vocabulary)
+        self.runner.admit(session.number, call.parameters.sampling, self.runner.vocabulary)
         while (plan := self._scheduler.next().plan) is not None:
             self._scheduler.apply(self.runner.run(plan))
         self._scheduler.answers.clear()

@@ -40,6 +40,7 @@ from cluster.proposers.proposals import OFFERED
 from drafter_service.models import MODELS, load_model
 from drafter_service.options import DTYPES
 from drafter_service.plan import EMPTY_TEXT, Chains
+from drafter_service.runner import REMOVED
 
 CANDIDATES = 16
 """Guesses recorded per position, best first."""
@@ -187,13 +188,20 @@ class Forward:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """[len(ids), V] float32: of the token after each."""
+        """[len(ids), V] float32: of the token after each, by the target's ids."""
         if not self.served:
             found: torch.Tensor = self._library(torch.tensor([ids])).logits[0].float()
             return found
+        own, given = self._ours.draft_ids, np.array([ids])
         one, none = np.array([1]), np.zeros(0, np.int64)
-        rows = Chains(np.array([ids]), np.array([len(ids)]), np.array([0]), np.array([EMPTY_TEXT]), one, none)
-        return self._ours.logits(self._memory.chain(rows)[0])
+        tokens = given if own is None else own.inside(given)
+        rows = Chains(tokens, np.array([len(ids)]), np.array([0]), np.array([EMPTY_TEXT]), one, none)
+        logits = self._ours.logits(self._memory.chain(rows)[0])
+        if own is None:
+            return logits
+        whole = logits.new_full((len(logits), own.size), REMOVED)  # tokens that are never guessed come last
+        whole[:, own.guessed] = logits
+        return whole
 
 
 @torch.inference_mode()

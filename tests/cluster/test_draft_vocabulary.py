@@ -1,0 +1,113 @@
+"""Answers with drafters whose head has some of the target's tokens.
+
+The drafter is the target itself with a cut head, so a token is guessed exactly where the head has it.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import other_tokenizers
+import pytest
+import tiny_models
+from cut_heads import cut_head
+from dendro.answer import Speculation
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from tree_layers.checkpoint import SAFE
+
+from cluster.bench.traces import Forward, TracedAnswer, guesses_of
+from cluster.checking import examine
+from cluster.config import Config
+from cluster.running import local_client
+
+SIZE = tiny_models.VOCABULARY
+GUESSED = tuple(sorted(random.Random(4).sample(range(SIZE), 3 * SIZE // 4)))
+PROMPT = [10, 20, 30, 40, 7, 8, 9, 200, 150, 151]
+DEPTH = 4
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target; the same model with a cut head; that under other ids with the same head."""
+    folder = tmp_path_factory.mktemp("models")
+    tiny_models.make_checkpoint(folder / "target", "llama")
+    other_tokenizers.write_permuted(folder / "target", folder / "permuted")
+    cut_head(folder / "target", folder / "cut", GUESSED, SIZE)
+    ours, theirs = (Tokenizer.from_file(str(folder / name / "tokenizer.json")) for name in ("target", "permuted"))
+    others = [theirs.token_to_id(ours.id_to_token(token)) for token in GUESSED]
+    cut_head(folder / "permuted", folder / "cut-permuted", sorted(others), SIZE)
+    return folder
+
+
+def config_of(models: Path, drafter: str, **more: Any) -> Config:
+    shared = {"dtype": "float32", "max_sessions": 4}
+    return Config.of(
+        {
+            "targets": {"t": {"checkpoint": models / "target", "max_length": 256, **shared}},
+            "drafters": {"d": {"checkpoint": models / drafter, **shared, **more}},
+            "speculation": {"proposers": []},
+            "router": {"draft_timeout_ms": 20_000},
+        },
+        models,
+    )
+
+
+def expected_rounds(answer: list[int], begin: int) -> list[int]:
+    """The tokens of each round of chains from answer token `begin` on."""
+    found = []
+    while begin < len(answer):
+        guessed = 0
+        while guessed < DEPTH and begin + guessed < len(answer) and answer[begin + guessed] in GUESSED:
+            guessed += 1
+        found.append(min(guessed + 1, len(answer) - begin))
+        begin += found[-1]
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("drafter, bridge", [("cut", "none"), ("cut-permuted", "intersection")])
+async def test_a_token_is_accepted_where_the_head_has_it_and_no_token_changes(models, drafter, bridge, temperature):
+    async with local_client(config_of(models, drafter, bridge=bridge)) as client:
+        found = {}
+        for shape in ("off", "(1,1,1,1)", "dynamic(3,4,9)"):
+            done = await client.generate_text(
+                PROMPT,
+                max_new_tokens=24,
+                speculation=Speculation.parse(shape),
+                temperature=temperature,
+                seed=5,
+                ignore_end=True,
+            )
+            found[shape] = list(done.token_ids)
+            rounds = [len(part.token_ids) for part in done.rounds if part.token_ids]
+            if shape == "(1,1,1,1)":  # the first round may have no tree
+                assert rounds[1:] == expected_rounds(found["off"], rounds[0])
+    assert all(answer == found["off"] for answer in found.values())
+    assert set(found["off"]) - {*GUESSED}
+
+
+def test_check_says_how_many_tokens_are_guessed_and_counts_the_embedding_of_all(models: Path):
+    report = examine(config_of(models, "cut", bridge="none"), False, lambda line: None)
+    assert not report.problems
+    assert [pair.why for pair in report.pairs] == [f"guesses {len(GUESSED)} of {SIZE} tokens"]
+    tensors, (cut,) = load_file(models / "cut" / SAFE), report.drafters
+    others = (SIZE - len(GUESSED)) * tensors["model.norm.weight"].numel()
+    assert cut.weights == 4 * (sum(tensor.numel() for tensor in tensors.values()) + others)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_a_benchs_recorded_guesses_are_those_of_the_head_by_the_targets_ids(models: Path, temperature: float):
+    ids = tuple(random.Random(7).choices(range(SIZE), k=30))
+    answer = TracedAnswer("prose", "text", temperature, 3, ids, 10, 20)
+    whole, cut = (guesses_of(Forward(models / name, "float32"), answer) for name in ("target", "cut"))
+    for position, candidates in enumerate(whole.candidates.tolist()):
+        kept = [token for token in candidates if token in GUESSED]
+        assert len(kept) >= 4 and cut.candidates[position, : len(kept)].tolist() == kept
+        true = ids[10 + position]
+        known = [rank for rank, token in enumerate(cut.candidates[position].tolist()) if token == true]
+        assert (cut.ranks[position] >= len(GUESSED)) == (true not in GUESSED)
+        assert not known or [int(cut.ranks[position])] == known
+    assert (cut.entropy >= 0).all()
