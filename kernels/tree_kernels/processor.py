@@ -29,6 +29,11 @@ def lanes() -> int:
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 
 
+def has_dots() -> bool:
+    """Whether this processor has dot products of pairs of bfloat16 in its largest registers."""
+    return lanes() == 16 and "avx512bf16" in processor()[1]
+
+
 def panel() -> int:
     """Outputs of a panel of packed weights."""
     return 2 * lanes()

@@ -91,6 +91,41 @@ def pause(typingctx: Any) -> Any:
     return types.void(), generate
 
 
+CONTROL = "llvm.x86.sse.stmxcsr", "llvm.x86.sse.ldmxcsr"
+"""LLVM's names of the instructions that read and write this thread's control word of floating point."""
+
+
+def _controlled(builder: Any, name: str, place: Any) -> None:
+    module, pointer = builder.module, I32.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer])
+    builder.call(module.globals.get(name) or ir.Function(module, kind, name), [place])
+
+
+@intrinsic
+def control_word(typingctx: Any) -> Any:
+    """This thread's control word of floating point, as uint32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.alloca(I32)
+        _controlled(builder, CONTROL[0], place)
+        return builder.load(place)
+
+    return types.uint32(), generate
+
+
+@intrinsic
+def set_control_word(typingctx: Any, word: Any) -> Any:
+    """Sets it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        place = builder.alloca(I32)
+        builder.store(arguments[0], place)
+        _controlled(builder, CONTROL[1], place)
+        return context.get_dummy_value()
+
+    return types.void(types.uint32), generate
+
+
 @intrinsic
 def fused_multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded once."""

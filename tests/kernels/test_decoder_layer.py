@@ -6,6 +6,7 @@ import pytest
 import torch
 from tree_kernels.decoder_layer import DecoderLayer, LayerWeights, Workspace, reference, why_not_compiled
 from tree_kernels.matmul import PackedWeight
+from tree_kernels.processor import has_dots
 from tree_kernels.row_functions import gated_silu, rms_norm
 from tree_kernels.tree_attention import Layout, TreeRows
 from tree_kernels.tree_attention.compiled import RowRotation, attend_compiled, compiled_step
@@ -87,6 +88,17 @@ def test_a_layer_gives_the_bits_of_its_single_calls(dtype, changed, threads):
         got = layer(x, pools[0], step, rotation)
         assert got.dtype == dtype and torch.equal(got, single_calls(its, x, pools[1], step, rotation))
         assert torch.equal(*pools) and bool(pools[0].any())
+
+
+@pytest.mark.skipif(not has_dots(), reason="this processor has no dot products of bfloat16")
+def test_a_layer_has_the_same_bits_with_dot_products_and_without(monkeypatch):
+    found = []
+    for used in (True, False):
+        monkeypatch.setattr("tree_kernels.matmul.cpu.dots_pay", lambda used=used: used)
+        x, rotation = given(40, torch.bfloat16)
+        layer, pool = DecoderLayer(weights(torch.bfloat16), Workspace(), 2), LAYOUT.pool(64, x.device)
+        found.append(layer(x, pool, compiled_step(step_of(40, 40), 2), rotation))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

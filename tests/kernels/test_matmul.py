@@ -7,9 +7,11 @@ import threading
 import pytest
 import torch
 from tree_kernels.matmul import PackedWeight, why_not_packed
-from tree_kernels.matmul.cpu import Helpers
+from tree_kernels.matmul.cpu import Helpers, dots_pay
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.reference import product
+from tree_kernels.matmul.shapes import Precision
+from tree_kernels.processor import has_dots
 
 pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
 
@@ -112,7 +114,7 @@ def test_results_that_are_not_finite_stay_so(dtype):
 def test_results_are_rounded_to_the_nearest_even_bfloat16():
     values = torch.arange(1 << 12, dtype=torch.int32) * 524309 % (1 << 31)
     numbers = values.view(torch.float32)
-    numbers = numbers[numbers.isfinite()]
+    numbers = numbers[numbers.isfinite() & ((numbers == 0) | (numbers.abs() >= torch.finfo(torch.float32).tiny))]
     got = PackedWeight(torch.ones(1, 1, dtype=torch.bfloat16), dtype=torch.bfloat16)
     wide = PackedWeight(torch.ones(1, 1), dtype=torch.bfloat16)(numbers[:, None])
     assert got.outputs == 1
@@ -122,7 +124,59 @@ def test_results_are_rounded_to_the_nearest_even_bfloat16():
 def test_a_panel_holds_its_outputs_side_by_side():
     weight = torch.arange(6.0).view(3, 2)
     assert pack(weight, 4).tolist() == [[[0.0, 2.0, 4.0, 0.0], [1.0, 3.0, 5.0, 0.0]]]
-    assert pack(weight.bfloat16(), 4).tolist() == [[[0.0, 4.0, 2.0, 0.0], [1.0, 5.0, 3.0, 0.0]]]
+    assert pack(weight.bfloat16(), 4).tolist() == [[[1.0, 0.0, 3.0, 2.0], [5.0, 4.0, 0.0, 0.0]]]
+    assert pack(weight.view(2, 3).bfloat16(), 2).tolist() == [[[1.0, 0.0], [4.0, 3.0], [2.0, 5.0]]]
+
+
+def test_numbers_that_are_not_normal_count_as_zero():
+    """A processor's dot products of bfloat16 do the same, so that they and other processors have the same bits."""
+    rows, weight, _ = made(64, 33, torch.bfloat16, rows=9)
+    small = torch.ldexp(rows.float(), torch.arange(64) - 100).bfloat16()
+    for its in (weight, torch.ldexp(weight.float(), torch.arange(64) % 30 - 140).bfloat16()):
+        got = PackedWeight(its, dtype=torch.float32)(small)
+        assert torch.equal(got, product(small.float(), its))
+        assert bool(((got == 0) | (got.abs() >= torch.finfo(torch.float32).tiny)).all())
+
+
+needs_dots = pytest.mark.skipif(not has_dots(), reason="this processor has no dot products of bfloat16")
+
+
+@needs_dots
+@pytest.mark.parametrize(("inputs", "outputs"), [(2, 31), (64, 33), (258, 16), (1102, 100)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_dot_products_of_pairs_have_the_bits_of_multiply_adds_for_any_rows(inputs, outputs, threads, monkeypatch):
+    monkeypatch.setattr("tree_kernels.matmul.cpu.THREADED", 0)
+    rows, weight, bias = made(inputs, outputs, torch.bfloat16)
+    rows[::3] = torch.ldexp(rows[::3].float(), torch.arange(inputs) % 140 - 139).bfloat16()
+    form = PackedWeight(weight, bias.bfloat16(), threads, torch.float32)
+    truth = form.product(rows, Precision.F32)
+    for count in (1, 2, 3, 4, 5, 6, 7, 13, 48, 49, MANY):
+        assert torch.equal(form.product(rows[-count:], Precision.PAIRS), truth[-count:]), count
+
+
+@needs_dots
+@pytest.mark.parametrize("spoilt", ["bits", "time"])
+def test_dot_products_of_other_bits_or_of_no_use_are_not_used(spoilt, monkeypatch):
+    calls = iter(range(1000))
+    product_of = PackedWeight.product
+
+    def changed(self, x, kind):
+        made_now = product_of(self, x, kind)
+        return made_now + 1.0 if spoilt == "bits" and kind == Precision.PAIRS else made_now
+
+    monkeypatch.setattr(PackedWeight, "product", changed)
+    monkeypatch.setattr("tree_kernels.matmul.cpu.time.perf_counter", lambda: float(next(calls)))
+    assert not dots_pay.__wrapped__()
+
+
+def test_dot_products_are_not_used_for_rows_that_are_not_bfloat16_or_odd_numbers_of_inputs(monkeypatch):
+    monkeypatch.setattr("tree_kernels.matmul.cpu.dots_pay", lambda: True)
+    for inputs, dtype in ((63, torch.bfloat16), (64, torch.float16), (64, torch.float32)):
+        rows, weight, _ = made(inputs, 40, dtype, rows=3)
+        assert PackedWeight(weight).x_kind == Precision.F32
+    rows, weight, _ = made(64, 40, torch.bfloat16, rows=3)
+    exact = torch.randn(3, 64)
+    assert torch.equal(PackedWeight(weight, dtype=torch.float32)(exact), product(exact, weight))
 
 
 @pytest.mark.parametrize(("given", "reason"), [((3, 5), "inputs"), ((3, 0), "inputs")])

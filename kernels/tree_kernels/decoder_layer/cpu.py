@@ -16,9 +16,9 @@ from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, Operation
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
-from tree_kernels.matmul.shapes import SCRATCH, Argument, Precision, float_bits
+from tree_kernels.matmul.shapes import SCRATCH, Argument, float_bits
 from tree_kernels.row_functions.cpu import row_kernels
-from tree_kernels.row_functions.shapes import GateArgument, NormArgument, WidenArgument, norm_scratch
+from tree_kernels.row_functions.shapes import UNIT, GateArgument, NormArgument, WidenArgument, norm_scratch
 from tree_kernels.tree_attention.compiled import (
     CompiledStep,
     HeadRows,
@@ -128,6 +128,7 @@ class DecoderLayer:
             "keys": weights.key.outputs == layout.kv_heads * layout.key_dim,
             "values": weights.value.outputs == layout.kv_heads * layout.value_dim,
             "attention": weights.output.inputs == heads * layout.value_dim,
+            "rows": all(len({each.x_kind for each in group}) == 1 for group in (own[:3], own[3:])),
             "MLP": weights.gate.outputs == weights.up.outputs == weights.down.inputs,
         }
         if not all(shapes.values()):
@@ -192,17 +193,20 @@ class DecoderLayer:
                 *(size * rows * outputs for outputs in (attended, self.width, its.gate.outputs, its.gate.outputs)),
                 4 * rows * its.down.inputs,
                 4 * self._threads * norm_scratch(self.width),
+                4 * self._threads * UNIT,
                 4 * self._threads * SCRATCH,
                 self._threads * each,
             ]
         )
-        wide, query, key, value, results, middle, gates, ups, gated, norming, scratch, attending = addresses
+        wide, query, key, value, results, middle, gates, ups, gated, norming, gating_sums, scratch, attending = (
+            addresses
+        )
         before, after = (
             np.zeros(len(NormArgument), np.int64),
             np.zeros(len(NormArgument), np.int64),
         )
-        for call, weight, eps in zip((before, after), self._norms, its.eps, strict=True):
-            call[:] = 0, weight.data_ptr(), wide, rows, self.width, kind, Precision.F32, float_bits(eps), norming, 0
+        for call, weight, eps, of in zip((before, after), self._norms, its.eps, (its.query, its.gate), strict=True):
+            call[:] = 0, weight.data_ptr(), wide, rows, self.width, kind, of.x_kind, float_bits(eps), norming, 0
         after[NormArgument.X] = middle
         attention = np.zeros(len(AttentionArgument), np.int64)
         given = (
@@ -216,15 +220,15 @@ class DecoderLayer:
             sinks, (0, 0, 0),
         )  # fmt: skip
         attention[AttentionArgument.SCRATCH : AttentionArgument.NEXT] = attending, each
-        widening = np.array([results, wide, rows * attended, kind, 0], np.int64)
-        gating = np.array([gates, ups, gated, rows * its.gate.outputs, kind, Precision.F32, 0, 0], np.int64)
-        queries = its.query.call(wide, rows, query, scratch)
-        keys = its.key.call(wide, rows, key, scratch)
-        values = its.value.call(wide, rows, value, scratch)
-        output = its.output.call(wide, rows, middle, scratch)
-        gate = its.gate.call(wide, rows, gates, scratch)
-        up = its.up.call(wide, rows, ups, scratch)
-        down = its.down.call(gated, rows, 0, scratch, residual=middle)
+        widening = np.array([results, wide, rows * attended, kind, its.output.x_kind, 0], np.int64)
+        gating = np.array([gates, ups, gated, rows * its.gate.outputs, kind, its.down.x_kind, gating_sums, 0], np.int64)
+        queries = its.query.call(wide, rows, query, scratch, its.query.x_kind)
+        keys = its.key.call(wide, rows, key, scratch, its.key.x_kind)
+        values = its.value.call(wide, rows, value, scratch, its.value.x_kind)
+        output = its.output.call(wide, rows, middle, scratch, its.output.x_kind)
+        gate = its.gate.call(wide, rows, gates, scratch, its.gate.x_kind)
+        up = its.up.call(wide, rows, ups, scratch, its.up.x_kind)
+        down = its.down.call(gated, rows, 0, scratch, its.down.x_kind, middle)
         norms, gates_kernel, widened = row_kernels()
         writing, attend = attention_kernels()
         product = its.query.kernel

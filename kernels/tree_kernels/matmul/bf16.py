@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tree_kernels.matmul.shapes import Precision
-from tree_kernels.matmul.tiles import tiles
+from tree_kernels.matmul.tiles import pair_tiles
 
-TILES = tiles(Precision.BF16)
+TILES = pair_tiles()
 KERNELS: dict[str, object] = {}

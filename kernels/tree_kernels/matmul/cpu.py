@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from functools import cache
 from typing import Any
 
@@ -14,10 +15,21 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul.packing import pack
-from tree_kernels.matmul.shapes import MOST, PANELS, SCRATCH, WIDEST, Argument, Helper, Precision, symbol
-from tree_kernels.processor import panel
+from tree_kernels.matmul.shapes import (
+    MOST,
+    PANELS,
+    SCRATCH,
+    WIDEST,
+    Argument,
+    Helper,
+    Precision,
+    dot_symbol,
+    symbol,
+)
+from tree_kernels.processor import has_dots, panel
 
 PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.F16, torch.float32: Precision.F32}
+X_BYTES = {Precision.F32: 4, Precision.PAIRS: 2}
 THREADED = 1 << 18
 """A product of fewer weights runs in one thread: waking a second one takes longer."""
 MOST_HELPERS = 63
@@ -43,6 +55,41 @@ def tile_table(kind: Precision) -> Tensor:
     address = load_kernels(f"tree_kernels.matmul.{kind.name.lower()}").addresses
     every = range(1, MOST + 1)
     return torch.tensor([(PANELS[n], address[symbol(kind, n, PANELS[n])], address[symbol(kind, n, 1)]) for n in every])
+
+
+@cache
+def dot_table() -> Tensor:
+    """The same for tiles of dot products."""
+    address = load_kernels("tree_kernels.matmul.bf16").addresses
+    every = range(1, MOST + 1)
+    return torch.tensor([(PANELS[n], address[dot_symbol(n, PANELS[n])], address[dot_symbol(n, 1)]) for n in every])
+
+
+DOT_ROWS, DOT_WEIGHT, DOT_TRIALS = 16, (512, 1024), 5
+"""Rows, outputs and inputs of the products that are compared, and how often each is timed."""
+DOT_SHARE = 0.9
+"""Dot products must take at most this share of the time."""
+
+
+@cache
+def dots_pay() -> bool:
+    """Whether the processor's dot products have the bits of fused multiply-adds here, and take less time. What they
+    compute is a processor's own affair, and some take twice as long for one as for a multiply-add."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = torch.randint(-130, 20, (DOT_ROWS, DOT_WEIGHT[1]), generator=generator)  # small ones are not normal
+    rows = torch.randn(DOT_ROWS, DOT_WEIGHT[1], generator=generator)
+    rows = torch.cat([rows, torch.ldexp(rows, exponents)]).bfloat16()
+    weight = PackedWeight(torch.randn(DOT_WEIGHT, generator=generator).bfloat16(), dtype=torch.float32)
+    kinds = Precision.PAIRS, Precision.F32
+    if not torch.equal(*(weight.product(rows, kind) for kind in kinds)):
+        return False
+    took_s: dict[Precision, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(DOT_TRIALS):
+        for kind in kinds:
+            began = time.perf_counter()
+            weight.product(rows[:DOT_ROWS], kind)
+            took_s[kind].append(time.perf_counter() - began)
+    return min(took_s[Precision.PAIRS]) <= DOT_SHARE * min(took_s[Precision.F32])
 
 
 class Helpers:
@@ -109,6 +156,7 @@ class PackedWeight:
             bias,
             threads,
             dtype or weight.dtype,
+            dot_table() if kind == Precision.BF16 and not weight.shape[1] % 2 and has_dots() else None,
         )
 
     def _prepare(
@@ -121,11 +169,13 @@ class PackedWeight:
         bias: Tensor | None,
         threads: int,
         dtype: torch.dtype,
+        dots: Tensor | None = None,
     ) -> None:
-        """panels: one for each of the first dimension   entry_bytes: of one input in a panel   dtype: of the results"""
+        """panels: one for each of the first dimension   entry_bytes: of one input in a panel   dtype: of the results
+        dots: the tiles of dot products, where there are any for this weight"""
         self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
         self._threads = min(threads, 1 + MOST_HELPERS) if outputs * inputs >= THREADED else 1
-        self._panels, self._tiles = panels, tiles
+        self._panels, self._tiles, self._dots = panels, tiles, dots
         self._bias = None if bias is None else bias.detach().float().contiguous()
         kernels = _kernels()
         self._product, self.kernel = kernels.functions["product"], kernels.address("units")
@@ -138,37 +188,54 @@ class PackedWeight:
             call[Argument.BIAS] = self._bias.data_ptr()
 
     @property
+    def x_kind(self) -> Precision:
+        """Of the rows of bfloat16 numbers that take the least time: PAIRS or F32. The bits are the same."""
+        return Precision.PAIRS if self._dots is not None and dots_pay() else Precision.F32
+
+    @property
     def weight_bytes(self) -> int:
         """That a product of few rows reads."""
         return self._panels.nbytes
 
-    def call(self, x: int, rows: int, target: int, scratch: int, residual: int = 0) -> npt.NDArray[np.int64]:
+    def call(
+        self, x: int, rows: int, target: int, scratch: int, kind: Precision, residual: int = 0
+    ) -> npt.NDArray[np.int64]:
         """The arguments of `kernel`, which computes units until none is left, by `Argument`. Arrays are addresses.
 
-        x  [rows, inputs] float32   target, residual  [rows, outputs] of `dtype`   scratch  [threads, SCRATCH] float32
+        x  [rows, inputs] of this kind, F32 or `x_kind`   target, residual  [rows, outputs] of `dtype`
+        scratch  [threads, SCRATCH] float32
         """
         panels = WIDEST if rows <= len(self._tiles) else 1
         call = self._call.copy()
         call[Argument.X], call[Argument.ROWS], call[Argument.TARGET] = x, rows, target
         call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
         call[Argument.SCRATCH], call[Argument.RESIDUAL] = scratch, residual
+        if kind == Precision.PAIRS:
+            assert self._dots is not None
+            call[Argument.TILES] = self._dots.data_ptr()
+        call[Argument.X_BYTES] = X_BYTES[kind]
         return call
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., inputs] of bfloat16, float16 or float32 -> [..., outputs]. Raises ValueError for other rows."""
         if x.shape[-1] != self.inputs or x.dtype not in PRECISIONS:
             raise ValueError(f"rows {list(x.shape)} of {x.dtype} do not fit {self.inputs} inputs")
+        return self.product(x, self.x_kind if x.dtype == torch.bfloat16 else Precision.F32)
+
+    def product(self, x: Tensor, kind: Precision) -> Tensor:
+        """kind: as which the rows are read. Not PAIRS where `x` is not bfloat16, or `x_kind` is never PAIRS."""
         made = torch.empty(*x.shape[:-1], self.outputs, dtype=self.dtype)
         rows = made.numel() // self.outputs
         if not rows:
             return made
         given = x.contiguous()
-        widened = given if given.dtype == torch.float32 else torch.empty(rows, self.inputs)
+        dtype = torch.bfloat16 if kind == Precision.PAIRS else torch.float32
+        read = given if given.dtype == torch.float32 else torch.empty(rows, self.inputs, dtype=dtype)
         shared = self._threads > 1 and _helpers.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
             count = _helpers.at_most(self._threads - 1) if shared else 0
             scratch = torch.empty((count + 1) * SCRATCH)
-            call = self.call(widened.data_ptr(), rows, made.data_ptr(), scratch.data_ptr())
+            call = self.call(read.data_ptr(), rows, made.data_ptr(), scratch.data_ptr(), kind)
             given_as = PRECISIONS[given.dtype]
             self._product(call.ctypes.data, given.data_ptr(), given_as, self.kernel, _helpers.address, count)
         finally:

@@ -16,6 +16,7 @@ from tree_kernels.translating import INLINED
 from tree_kernels.vectors import (
     bits_of,
     call_kernel,
+    control_word,
     fetch_add,
     float_of,
     floats,
@@ -23,21 +24,25 @@ from tree_kernels.vectors import (
     half_value,
     halves,
     longs,
+    set_control_word,
+    words,
 )
 
 PANEL = panel()
 I64 = types.int64
 _called = njit(**INLINED)
 
-BF16, F16, F32 = (int(kind) for kind in Precision)
+BF16, F16, F32, PAIRS = (int(kind) for kind in Precision)
 _PLACES = tuple(int(place) for place in Argument)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF) = _PLACES[
     :13
 ]
-(NEXT, RESIDUAL, TILE_ROWS) = _PLACES[13:]
+(NEXT, RESIDUAL, TILE_ROWS, X_BYTES) = _PLACES[13:]
 START, DONE = 8 * Helper.START, 8 * Helper.DONE
 CALL, THREAD, FUNCTION = int(Helper.CALL), int(Helper.THREAD), int(Helper.FUNCTION)
 HELPER_BYTES = 8 * Helper.SIZE
+FLUSH = 0x8040
+"""Bits of a control word: results and inputs that are not normal count as zero."""
 SUMS = 4 * PANEL
 """Bytes of a panel's sums of a row."""
 
@@ -58,6 +63,14 @@ def widen(source: int, target: int, count: int, kind: int) -> None:
         numbers = floats(source)
         for i in range(count):
             made[i] = numbers[i]
+
+
+@_called
+def pair(source: int, target: int, count: int) -> None:
+    """Copies an even number of bfloat16 as PAIRS."""
+    given, made = words(source), words(target)
+    for i in range(count // 2):
+        made[i] = (given[i] << types.uint32(16)) | (given[i] >> types.uint32(16))
 
 
 @_called
@@ -86,6 +99,11 @@ def finish(sums: int, bias: int, target: int, count: int, kind: int) -> None:
         made = halves(target)
         for i in range(count):
             made[i] = half_bits(given[i])
+    elif kind == PAIRS:
+        pairs = words(target)
+        for i in range(count // 2):
+            upper, lower = bf16_bits(given[2 * i]), bf16_bits(given[2 * i + 1])
+            pairs[i] = (types.uint32(upper) << types.uint32(16)) | types.uint32(lower)
     else:
         numbers = floats(target)
         for i in range(count):
@@ -197,7 +215,8 @@ def blocks(
         row += high
 
 
-def units(call: int, thread: int) -> None:
+@_called
+def multiply(call: int, thread: int) -> None:
     """Computes units of outputs until none is left. A unit is one block of panels, for all rows."""
     given = longs(call)
     x, rows, inputs, weights = given[X], given[ROWS], given[INPUTS], given[WEIGHTS]
@@ -205,7 +224,8 @@ def units(call: int, thread: int) -> None:
     sums = given[SUMS_OF] + thread * SCRATCH * 4
     count, wide, entry, table = given[UNITS], given[UNIT_PANELS], given[ENTRY], given[TILES_OF]
     residual, most = given[RESIDUAL], given[TILE_ROWS]
-    step, x_step = inputs * entry, inputs * 4
+    step, x_bytes = inputs * entry, given[X_BYTES]
+    x_step = inputs * x_bytes
     part = PART_BYTES // entry // PART_MULTIPLE * PART_MULTIPLE
     all_panels = (outputs + PANEL - 1) // PANEL
     size = 4 if target_kind == F32 else 2
@@ -227,7 +247,7 @@ def units(call: int, thread: int) -> None:
                     some,
                     panels,
                     table,
-                    x + top * x_step + begin * 4,
+                    x + top * x_step + begin * x_bytes,
                     x_step,
                     here,
                     step,
@@ -249,6 +269,14 @@ def units(call: int, thread: int) -> None:
                     add(residual + place, target + place, wanted, target_kind)
             top += CHUNK
         unit = next_unit
+
+
+def units(call: int, thread: int) -> None:
+    """Computes units of outputs until none is left."""
+    word = control_word()
+    set_control_word(word | types.uint32(FLUSH))  # as dot products do
+    multiply(call, thread)
+    set_control_word(word)
 
 
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(I64))
@@ -278,12 +306,15 @@ def share(call: int, function: int, helpers: int, count: int) -> None:
 
 
 def product(call: int, given: int, given_kind: int, function: int, helpers: int, count: int) -> None:
-    """One product. given: the address of the inputs, of `given_kind`; `call[X]` is where they are as float32.
+    """One product. given: the address of the inputs, of `given_kind`; `call[X]` is where they are as the tiles take
+    them.
 
     function: the address of `units`   helpers: of `count` helpers' memory
     """
     arguments = longs(call)
-    if given != arguments[X]:
+    if arguments[X_BYTES] == 2:
+        pair(given, arguments[X], arguments[ROWS] * arguments[INPUTS])
+    elif given != arguments[X]:
         widen(given, arguments[X], arguments[ROWS] * arguments[INPUTS], given_kind)
     arguments[NEXT] = 0
     share(call, function, helpers, count)

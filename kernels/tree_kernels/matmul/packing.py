@@ -28,15 +28,20 @@ def in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 def pack(weight: Tensor, panel: int) -> Tensor:
     """A weight [outputs, inputs] as panels [panels, inputs, panel] of its dtype, the last one padded with zeros.
 
-    bfloat16: word i of an input has output i in its lower half and output panel / 2 + i in its upper half, so that a
-    shift and a mask widen them.
+    bfloat16: inputs 2k and 2k + 1 are one row of words, one for each output, with input 2k in the upper half: a mask
+    and a shift widen them, and a dot product of pairs adds the upper half first. The last of an odd number of inputs is
+    a row of its own.
     """
     outputs, inputs = weight.shape
     panels = -(-outputs // panel)
     padded = F.pad(weight.detach(), (0, 0, 0, panels * panel - outputs))
     packed = in_large_pages((panels, inputs, panel), weight.dtype)
     if weight.dtype == torch.bfloat16:
-        packed.view(panels, inputs, panel // 2, 2).copy_(padded.view(panels, 2, panel // 2, inputs).permute(0, 3, 2, 1))
+        laid, given = packed.view(panels, -1), padded.view(panels, panel, inputs).transpose(1, 2)
+        paired = inputs // 2 * 2
+        pairs = given[:, :paired].unflatten(1, (-1, 2)).flip(2).transpose(2, 3)  # [panels, pairs, panel, 2]
+        laid[:, : paired * panel].view(pairs.shape).copy_(pairs)
+        laid[:, paired * panel :].view(panels, -1, panel).copy_(given[:, paired:])
     else:
         packed.copy_(padded.view(panels, panel, inputs).transpose(1, 2))
     return packed

@@ -11,11 +11,16 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     sum = fma(x[k], weight[k], sum) for k = 0, 1, ... in float32, then the bias. Computed in float64, where the
     product of two float32 numbers is exact: each sum is rounded to float64 and then to float32, which differs from
-    rounding once in about one of 2^29 sums.
+    rounding once in about one of 2^29 sums. Numbers that are not normal in float32 count as zero.
     """
     sums = torch.zeros(len(x), len(weight))
-    for own, column in zip(x.double().unbind(1), weight.double().unbind(1), strict=True):
-        sums = torch.addcmul(sums.double(), own[:, None], column[None]).float()
+    wide, columns = (_normal(each.float()).double().unbind(1) for each in (x, weight))
+    for own, column in zip(wide, columns, strict=True):
+        sums = _normal(torch.addcmul(sums.double(), own[:, None], column[None]).float())
     if bias is not None:
         sums = sums + bias.float()
     return sums.to(x.dtype)
+
+
+def _normal(numbers: Tensor) -> Tensor:
+    return numbers.where(numbers.abs() >= torch.finfo(torch.float32).tiny, 0.0).where(~numbers.isnan(), numbers)

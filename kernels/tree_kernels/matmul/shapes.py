@@ -29,12 +29,13 @@ class Precision(IntEnum):
     BF16 = 0
     F16 = 1
     F32 = 2
+    PAIRS = 3  # bfloat16, of each two neighbours the second first: what dot products take beside a packed weight
 
 
 class Argument(IntEnum):
     """Places of a product's arguments in an array of int64. Arrays are given by their addresses."""
 
-    X = 0  # [rows, inputs] float32
+    X = 0  # [rows, inputs] float32, or PAIRS for tiles of dot products
     ROWS = 1
     INPUTS = 2
     WEIGHTS = 3  # as `packing.pack` lays them out
@@ -50,6 +51,7 @@ class Argument(IntEnum):
     NEXT = 13  # the next unit that no thread has taken
     RESIDUAL = 14  # [rows, outputs] of TARGET_KIND, which the rounded results are added to; or 0
     TILE_ROWS = 15  # the most rows of a tile
+    X_BYTES = 16  # of one number of X
 
 
 class Helper(IntEnum):
@@ -72,3 +74,8 @@ def float_bits(number: float) -> int:
 def symbol(kind: Precision, rows: int, panels: int) -> str:
     """The name of a tile's function."""
     return f"dendro_tile_{kind.name}_{rows}_{panels}"
+
+
+def dot_symbol(rows: int, panels: int) -> str:
+    """The name of a tile of dot products."""
+    return f"dendro_dots_{rows}_{panels}"

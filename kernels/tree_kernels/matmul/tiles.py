@@ -14,12 +14,12 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tree_kernels.matmul.shapes import MOST, PANELS, Precision, symbol
-from tree_kernels.processor import lanes, panel
+from tree_kernels.matmul.shapes import MOST, PANELS, Precision, dot_symbol, symbol
+from tree_kernels.processor import has_dots, lanes, panel
 
 LANES, PANEL = lanes(), panel()
 F32, I8, I32, I64, HALF = ir.FloatType(), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.HalfType()
-VECTOR, WORDS, NARROW = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF))
+VECTOR, WORDS, NARROW, HALVES = (ir.VectorType(kind, LANES) for kind in (F32, I32, HALF, ir.IntType(16)))
 EACH = PANEL // LANES
 """Vectors of a panel."""
 ENTRY_BYTES = {Precision.BF16: 2 * PANEL, Precision.F16: 2 * PANEL, Precision.F32: 4 * PANEL}
@@ -96,6 +96,17 @@ def tiles(kind: Precision) -> ir.Module:
     for rows in range(1, MOST + 1):
         for panels in sorted({1, PANELS[rows]}):
             PackedTile(module, kind, rows, panels).write()
+    return module
+
+
+def pair_tiles() -> ir.Module:
+    """A module with all tiles of bfloat16, and where the processor has dot products with those of these, too."""
+    module = ir.Module("tiles")
+    for rows in range(1, MOST + 1):
+        for panels in sorted({1, PANELS[rows]}):
+            OddTile(module, symbol(Precision.BF16, rows, panels), rows, panels).write()
+            if has_dots():
+                DotTile(module, dot_symbol(rows, panels), rows, panels).write()
     return module
 
 
@@ -195,6 +206,103 @@ class Tile:
         return found or ir.Function(self._module, ir.FunctionType(result, arguments), name)
 
 
+class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's bfloat16, which llvmlite has no name for."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BFloat)
+
+    def __hash__(self) -> int:
+        return hash(BFloat)
+
+
+PAIRS = ir.VectorType(BFloat(), 2 * LANES)
+
+
+class PairTile(Tile):
+    """Of bfloat16 weights, which are packed two by two."""
+
+    def _after(self, totals: list[Any], inputs: Any) -> list[Any]:
+        build = self._in
+        passes = build.udiv(inputs, I64(UNROLLED))
+        totals = self._counted(totals, passes, self._pairs)
+        whole = build.mul(passes, I64(UNROLLED))
+        pairs = build.lshr(build.sub(inputs, whole), I64(1))
+        return self._counted(
+            totals, pairs, lambda found, number: self._pair(found, build.add(whole, build.shl(number, I64(1))))
+        )
+
+    def _pairs(self, totals: list[Any], number: Any) -> list[Any]:
+        first = self._in.mul(number, I64(UNROLLED))
+        self._prefetched(first, UNROLLED * ENTRY_BYTES[Precision.BF16])
+        for k in range(0, UNROLLED, 2):
+            totals = self._pair(totals, self._in.add(first, I64(k)))
+        return totals
+
+    def _pair(self, totals: list[Any], k: Any) -> list[Any]:
+        """The totals after inputs k and k + 1 of every row."""
+        build = self._in
+        words = self._words(k)
+        upper = [build.bitcast(build.and_(word, WORDS([0xFFFF0000] * LANES)), VECTOR) for word in words]
+        lower = [build.bitcast(build.shl(word, WORDS([16] * LANES)), VECTOR) for word in words]
+        return self._added(self._added(totals, upper, k), lower, build.add(k, I64(1)))
+
+    def _words(self, k: Any) -> list[Any]:
+        """The weights of inputs k and k + 1, panel after panel."""
+        at = self._in.mul(k, I64(ENTRY_BYTES[Precision.BF16]))
+        places = [self._in.add(begin, at) for begin in self._weights]
+        return [
+            self._load(self._in.add(place, I64(4 * LANES * vector)), WORDS)
+            for place in places
+            for vector in range(EACH)
+        ]
+
+
+class OddTile(PairTile):
+    """The same for any number of inputs."""
+
+    def _after(self, totals: list[Any], inputs: Any) -> list[Any]:
+        build = self._in
+        totals = super()._after(totals, inputs)
+        last = build.and_(inputs, I64(-2))
+        return self._counted(totals, build.and_(inputs, I64(1)), lambda found, _: self._single(found, last))
+
+    def _single(self, totals: list[Any], k: Any) -> list[Any]:
+        """The totals after the last input, which has no other beside it."""
+        build = self._in
+        at = build.mul(k, I64(ENTRY_BYTES[Precision.BF16]))
+        places = [build.add(begin, at) for begin in self._weights]
+        halves = [
+            self._load(build.add(place, I64(2 * LANES * vector)), HALVES) for place in places for vector in range(EACH)
+        ]
+        wide = [build.bitcast(build.shl(build.zext(half, WORDS), WORDS([16] * LANES)), VECTOR) for half in halves]
+        return self._added(totals, wide, k)
+
+
+class DotTile(PairTile):
+    """With the processor's dot products of pairs: fma(x[k], w[k], sum), and then fma(x[k + 1], w[k + 1], sum), both of
+    which take and make zeros for numbers that are not normal."""
+
+    def _pair(self, totals: list[Any], k: Any) -> list[Any]:
+        build = self._in
+        words = [build.bitcast(word, PAIRS) for word in self._words(k)]
+        found = []
+        for row, begin in enumerate(self._x):
+            number = self._load(build.add(begin, build.mul(k, I64(2))), I32)
+            one = build.insert_element(WORDS(ir.Undefined), number, I32(0))
+            given = build.bitcast(build.shuffle_vector(one, WORDS(ir.Undefined), WORDS([0] * LANES)), PAIRS)
+            own = totals[row * len(words) : (row + 1) * len(words)]
+            found += [self._dot(total, given, word) for total, word in zip(own, words, strict=True)]
+        return found
+
+    def _dot(self, total: Any, x: Any, weight: Any) -> Any:
+        function = self._declared("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, PAIRS, PAIRS])
+        return self._in.call(function, [total, x, weight])
+
+
 class PackedTile(Tile):
     """Of weights that are packed one by one."""
 
@@ -227,9 +335,5 @@ class PackedTile(Tile):
         place = build.add(begin, build.mul(k, I64(ENTRY_BYTES[self._kind])))
         if self._kind == Precision.F32:
             return [self._load(build.add(place, I64(4 * LANES * vector)), VECTOR) for vector in range(EACH)]
-        if self._kind == Precision.F16:
-            parts = (self._load(build.add(place, I64(2 * LANES * vector)), NARROW) for vector in range(EACH))
-            return [build.fpext(part, VECTOR) for part in parts]
-        both = self._load(place, WORDS)
-        low, high = build.shl(both, WORDS([16] * LANES)), build.and_(both, WORDS([0xFFFF0000] * LANES))
-        return [build.bitcast(half, VECTOR) for half in (low, high)]
+        parts = (self._load(build.add(place, I64(2 * LANES * vector)), NARROW) for vector in range(EACH))
+        return [build.fpext(part, VECTOR) for part in parts]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import float32, njit, uint32
 
 from tree_kernels.mamba_level.curves import silu, square_root
-from tree_kernels.matmul.loops import BF16, F16, F32, bf16_bits, finish, widen
+from tree_kernels.matmul.loops import BF16, F16, F32, PAIRS, bf16_bits, finish, pair, widen
 from tree_kernels.row_functions.shapes import SUMS, UNIT, GateArgument, NormArgument, WidenArgument
 from tree_kernels.translating import INLINED
 from tree_kernels.vectors import fetch_add, float_of, floats, half_bits, half_value, halves, longs
@@ -15,7 +15,7 @@ _called = njit(**INLINED)
     int(place) for place in NormArgument
 )
 (GATE, UP, GATED, GATE_COUNT, GATE_KIND, GATED_KIND, GATE_SCRATCH, NEXT_GATES) = (int(place) for place in GateArgument)
-(SOURCE, WIDENED, COUNT, KIND, NEXT_NUMBERS) = (int(place) for place in WidenArgument)
+(SOURCE, WIDENED, COUNT, KIND, WIDENED_KIND, NEXT_NUMBERS) = (int(place) for place in WidenArgument)
 
 
 @_called
@@ -123,7 +123,7 @@ def gates(call: int, thread: int) -> None:
 
 
 def widened(call: int, thread: int) -> None:
-    """Numbers as float32, until none is left."""
+    """Numbers as products take them, until none is left."""
     its = longs(call)
     size = size_of(its[KIND])
     while True:
@@ -131,7 +131,10 @@ def widened(call: int, thread: int) -> None:
         if first >= its[COUNT]:
             return
         count = min(UNIT, its[COUNT] - first)
-        widen(its[SOURCE] + first * size, its[WIDENED] + first * 4, count, its[KIND])
+        if its[WIDENED_KIND] == PAIRS:
+            pair(its[SOURCE] + first * size, its[WIDENED] + first * size, count)
+        else:
+            widen(its[SOURCE] + first * size, its[WIDENED] + first * 4, count, its[KIND])
 
 
 KERNELS = {"norms": (norms, "ii"), "gates": (gates, "ii"), "widened": (widened, "ii")}

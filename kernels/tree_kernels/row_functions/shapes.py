@@ -27,7 +27,7 @@ class NormArgument(IntEnum):
     ROWS = 3
     WIDTH = 4
     KIND = 5  # a `Precision`, to which results are rounded
-    TARGET_KIND = 6  # KIND, or F32: the rounded numbers as float32
+    TARGET_KIND = 6  # KIND, F32 or PAIRS: the rounded numbers, as products take them
     EPSILON = 7  # the bits of a float32
     SCRATCH = 8  # [threads, norm_scratch(WIDTH)] float32
     NEXT = 9  # the next unit that no thread has taken
@@ -41,7 +41,7 @@ class GateArgument(IntEnum):
     TARGET = 2  # [COUNT] of TARGET_KIND
     COUNT = 3
     KIND = 4  # a `Precision`, to which results are rounded
-    TARGET_KIND = 5  # KIND, or F32: the rounded numbers as float32
+    TARGET_KIND = 5  # as of norms
     SCRATCH = 6  # [threads, UNIT] float32
     NEXT = 7
 
@@ -50,7 +50,8 @@ class WidenArgument(IntEnum):
     """Places of the arguments of widening."""
 
     SOURCE = 0  # [COUNT] of KIND
-    TARGET = 1  # [COUNT] float32
+    TARGET = 1  # [COUNT] of TARGET_KIND
     COUNT = 2
     KIND = 3
-    NEXT = 4
+    TARGET_KIND = 4  # F32, or PAIRS where KIND is BF16
+    NEXT = 5
