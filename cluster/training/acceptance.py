@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
@@ -61,6 +61,7 @@ class Acceptance:
 
     first_rank: dict[str, float]  # temperature -> share of answer tokens that the drafter ranks first
     emitted: dict[str, dict[str, float]]  # temperature -> shape -> tokens per round; NaN where answers are too short
+    ranks: dict[str, list[list[int]]] = field(default_factory=dict)  # temperature -> of each answer's tokens
 
 
 def shape_name(shape: tuple[int, ...]) -> str:
@@ -137,6 +138,7 @@ def measure_acceptance(drafter: PreTrainedModel, all_answers: Sequence[Answers])
     """The drafter's acceptance on one target's answers, by temperature."""
     first_rank: dict[str, float] = {}
     emitted: dict[str, dict[str, float]] = {}
+    traces: dict[str, list[list[int]]] = {}
     for answers in all_answers:
         ranks = [
             row[:length] for row, length in zip(answer_ranks(drafter, answers).tolist(), answers.lengths, strict=True)
@@ -145,4 +147,5 @@ def measure_acceptance(drafter: PreTrainedModel, all_answers: Sequence[Answers])
         temperature = f"{answers.temperature:g}"
         first_rank[temperature] = flat.count(0) / len(flat)
         emitted[temperature] = {shape_name(shape): emitted_per_round(ranks, shape) for shape in SHAPES}
-    return Acceptance(first_rank, emitted)
+        traces[temperature] = ranks
+    return Acceptance(first_rank, emitted, traces)

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from tree_layers.checkpoint import Facts, read_facts
 
 from cluster.config import TargetConfig
+from cluster.drafter_figures import figures_of, write_figures
 from cluster.hub import READ_FOR_TOKENIZER
 from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
@@ -295,6 +296,8 @@ class DrafterRun:
             facts = {stage: self.done.facts(stage) for stage in TRAINED}
             with replacing(plan.out) as partial_folder:
                 (made / "README.md").write_text(self._card(model.num_parameters(), facts, after))
+                traces = {float(temperature): each for temperature, each in after["acceptance"].pop("ranks").items()}
+                write_figures(made, figures_of(plan.target_name, traces))
                 made.rename(partial_folder)
             report(1.0, f"written to {plan.out}")
         return {"parameters": model.num_parameters(), **after}

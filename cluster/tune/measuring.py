@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from dendro.answer import SpeculationStats
 from dendro.client import AsyncClient
@@ -30,11 +29,8 @@ from drafter_service.options import DTYPES
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
 from drafter_service.runner import DraftRunner
 
-BACK_OFF = 32.0
-"""Weight, in rounds, of one depth's table as the prior of the next: few rounds reach deep rows."""
 CHUNK = 256
 """Tokens of a text that the drafter processes at once."""
-FloatTable = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,29 +128,6 @@ class Ranker:
                 found += np.where(hits.any(1), hits.argmax(1), self._width).tolist()
         self._runner.forget(0)
         return found
-
-
-def accepted(traces: Sequence[Sequence[int]], depth: int, children: int) -> FloatTable:
-    """a[d][j], [depth, children]: the frequency with which the j-th candidate was the target's token, given that the d
-    tokens before it were among the candidates. Every position of a text counts as a root.
-
-    Each depth's frequencies start from those of the depth above, with the weight of BACK_OFF rounds.
-    """
-    counts, reached = np.zeros((depth, children)), np.zeros(depth)
-    for trace in traces:
-        for start in range(len(trace)):
-            for below, rank in enumerate(trace[start : start + depth]):
-                reached[below] += 1
-                if rank >= children:
-                    break
-                counts[below, rank] += 1
-    if not reached[0]:
-        raise ValueError("accepted: no ranks")
-    table = np.empty_like(counts)
-    table[0] = counts[0] / reached[0]
-    for below in range(1, depth):
-        table[below] = (counts[below] + BACK_OFF * table[below - 1]) / (reached[below] + BACK_OFF)
-    return table
 
 
 def replayed(traces: Sequence[Sequence[int]], shape: TreeShape) -> float | None:

@@ -21,15 +21,15 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.bench.measurement import Begin, Step
 from cluster.bench.report import Row
 from cluster.bench.statistics import Estimate, median_estimate, paired_ratio
-from cluster.policies import leviathan
+from cluster.drafter_figures import accepted
 from cluster.policies.sequoia import Accept, best_tree, expected_tokens
+from cluster.tune import leviathan
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
     RunAnswer,
     Strangers,
     Timed,
-    accepted,
     costs_of,
     replayed,
     whole_rounds,

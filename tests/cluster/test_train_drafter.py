@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 from cluster.checking import examine
 from cluster.cli import app
 from cluster.config import Config, demo_config
+from cluster.drafter_figures import read_figures
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training import models
 from cluster.training.adding import with_drafter
@@ -297,6 +298,10 @@ def test_the_written_checkpoint_is_accepted_as_a_drafter_of_its_target(
     card = (plan.out / "README.md").read_text()
     stated = ("dendro train drafter", "Seed: 0", "text.txt", "| before | 0 |", "| after | 1 |", "| pretrain | 4 |")
     assert not [words for words in stated if words not in card]
+    figures = read_figures(plan.out)
+    assert figures is not None and figures.target == target
+    assert [each.temperature for each in figures.by_temperature] == [0, 0.7, 1]
+    assert f"| after | 0 | {figures.at(0).first:.1%} |" in card
     assert run.done.facts("distil")["steps"] == 4
 
 

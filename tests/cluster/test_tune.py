@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config, DrafterConfig
+from cluster.drafter_figures import accepted
 from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
@@ -35,7 +36,6 @@ from cluster.tune.measuring import (
     Ranker,
     RunAnswer,
     Timed,
-    accepted,
     costs_of,
     replayed,
 )

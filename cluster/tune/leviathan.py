@@ -1,5 +1,5 @@
 """Emitted tokens and speedup of a chain of guesses, in closed form: Leviathan et al., Fast Inference from
-Transformers via Speculative Decoding (arXiv 2211.17192), theorem 3.8, corollary 3.9, theorem 3.11; ALGORITHMS 10.1.
+Transformers via Speculative Decoding (arXiv 2211.17192), theorems 3.8 and 3.11; ALGORITHMS 10.1.
 
 `acceptance` is the chance that a guess is accepted if those before it are, the same at every depth; `guesses` their
 number in a round; `cost` the time of a drafter's forward over that of the target's.
@@ -31,17 +31,6 @@ def operations(acceptance: float, guesses: int, operations_ratio: float) -> floa
     """
     _check(acceptance, guesses, operations_ratio)
     return (guesses * operations_ratio + guesses + 1) / emitted(acceptance, guesses)
-
-
-def pays(acceptance: float, cost: float) -> bool:
-    """Whether some number of guesses is faster than plain decoding: a > c."""
-    _check(acceptance, 0, cost)
-    return acceptance > cost
-
-
-def best_guesses(acceptance: float, cost: float, most: int) -> int:
-    """The number of guesses, up to `most`, with the greatest gain; 0 where none pays."""
-    return max(range(most + 1), key=lambda guesses: (gain(acceptance, guesses, cost), -guesses))
 
 
 def _check(acceptance: float, guesses: int, cost: float = 0.0) -> None:
