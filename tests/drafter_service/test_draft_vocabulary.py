@@ -31,7 +31,7 @@ from tree_layers.draft_vocabulary import DRAFT_VOCABULARY, IDS, OTHERS_BASIS, OT
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine
-from drafter_service.models import load_model, why_not_fused
+from drafter_service.models import load_model
 from drafter_service.models.backbone import Ends
 from drafter_service.options import DrafterOptions
 from drafter_service.runner import DraftLaw
@@ -127,11 +127,6 @@ def chanceless(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ends, "logits", cut)
 
 
-def needs(form: str, family: Family) -> None:
-    if form == "fused" and (reason := why_not_fused(family, CPU)):
-        pytest.skip(reason)
-
-
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, MASKED], ids=["greedy", "sampled", "masked"])
 @pytest.mark.parametrize("shape", [TREE, DYNAMIC, NODES], ids=str)
 @pytest.mark.parametrize("family, form", FORMS)
@@ -139,7 +134,6 @@ async def test_trees_and_ranks_are_those_of_the_whole_drafter_whose_other_tokens
     chanceless, pairs, family: Family, form: str, shape: TreeShape, sampling: Sampling
 ):
     """Texts have tokens that the head lacks, whose rank is unknown; noise is that of the target's ids."""
-    needs(form, family)
     async with serving(pairs[family].whole, form="eager") as one, serving(pairs[family].cut, form=form) as other:
         whole, cut = OpenedText(one, prompt_of(20), sampling), OpenedText(other, prompt_of(20), sampling)
         for text in (whole, cut):
@@ -162,7 +156,6 @@ async def test_trees_and_ranks_are_those_of_the_whole_drafter_whose_other_tokens
 async def test_bias_banned_and_allowed_ids_are_those_of_the_target(
     chanceless, pairs, family: Family, form: str, names: tuple[str, ...], temperature: float
 ):
-    needs(form, family)
     bias = tuple((token, 6.0 - token % 13) for token in range(VOCABULARY))
     given = {"logit_bias": bias, "banned_ids": GUESSED[::3] + OTHERS[:5], "allowed_ids": GUESSED[::2] + OTHERS[:5]}
     sampling = Sampling(temperature=temperature, seed=4, **{name: given[name] for name in names})
@@ -179,7 +172,6 @@ async def test_bias_banned_and_allowed_ids_are_those_of_the_target(
 
 @pytest.mark.parametrize("form", ["eager", "fused"])
 async def test_an_answer_of_tokens_that_are_never_guessed_is_drafted_all_the_same(pairs, form: str):
-    needs(form, "mamba2")
     async with serving(pairs["mamba2"].cut, form=form) as engine:
         text = OpenedText(engine, list(OTHERS[:3]), Sampling(allowed_ids=OTHERS))
         await text.open()
@@ -192,7 +184,6 @@ async def test_an_answer_of_tokens_that_are_never_guessed_is_drafted_all_the_sam
 
 @pytest.mark.parametrize("form", ["eager", "fused"])
 async def test_for_a_target_of_fewer_tokens_only_these_are_guessed_and_ids_past_the_drafters_are_read(pairs, form: str):
-    needs(form, "mamba2")
     fewer = GUESSED[29] + 1
     async with serving(pairs["mamba2"].cut, form=form) as engine:
         text = OpenedText(engine, [1, 2, 3], replace(SAMPLED, temperature=50.0), fewer)
@@ -322,7 +313,6 @@ def test_a_drafter_of_another_family_is_refused(tmp_path: Path):
 
 @pytest.mark.parametrize("form", ["eager", "fused"])
 async def test_an_acceptance_head_of_a_cut_drafter_has_the_same_chances_in_either_form(pairs, tmp_path, form: str):
-    needs(form, "mamba2")
     head = make_head(pairs["mamba2"].cut, tmp_path)
     values = []
     for each in ("eager", form):

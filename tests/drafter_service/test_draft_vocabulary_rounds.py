@@ -23,7 +23,6 @@ from tree_kernels.sampled_walk import SparseLaw, drawn_order, multi_step
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine
-from drafter_service.models import why_not_fused
 from drafter_service.models.backbone import Ends
 from drafter_service.options import DrafterOptions
 
@@ -33,11 +32,6 @@ FEW, FEW_GUESSED = 5, (0, 2, 3)
 GUESSED = tuple(range(1, VOCABULARY, 2))
 BYTES = {token: bytes([31 + token]) for token in range(1, VOCABULARY)}  # 0 is the end of text
 PROMPT = (5, 6, 7)
-
-
-def needs(form: str) -> None:
-    if form == "fused" and (reason := why_not_fused("mamba2", torch.device("cpu"))):
-        pytest.skip(reason)
 
 
 @pytest.fixture(autouse=True)
@@ -96,7 +90,6 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def test_rounds_of_its_drawn_guesses_have_the_targets_law(few: Path, form: str):
     """By enumeration of all drafts and all coins, with the laws that the engine sends. Texts begin with tokens that
     are never guessed."""
-    needs(form)
     sampling = Sampling(temperature=1.3, seed=8, mode=VerificationMode.MULTI_STEP)
     prompt, laws = [4, 0, 1], Laws(3, FEW, 3)
     laws.draft = {}
@@ -117,7 +110,6 @@ async def test_rounds_of_its_drawn_guesses_have_the_targets_law(few: Path, form:
 @FORMS
 @pytest.mark.parametrize("shape", [LevelShape((3, 2, 1)), DynamicShape(4, 3, 9)], ids=str)
 async def test_drawn_trees_have_the_targets_ids_in_tokens_and_laws(cut: Path, form: str, shape: TreeShape):
-    needs(form)
     sampling = Sampling(temperature=0.9, seed=3, mode=VerificationMode.MULTI_STEP)
     async with serving(cut, form) as engine:
         tree = await drafted(engine, [4, 9, 50, 8], shape, sampling)
@@ -161,7 +153,6 @@ async def test_guesses_are_those_tokens_of_the_head_that_the_structure_allows(
 ):
     """In the order of the whole drafter, whose other tokens come last. Where the head has none of them, the row has no
     children."""
-    needs(form)
     logits = Ends.logits
 
     def less(self: Ends, hidden: torch.Tensor) -> torch.Tensor:
@@ -186,7 +177,6 @@ async def test_guesses_are_those_tokens_of_the_head_that_the_structure_allows(
 
 @FORMS
 async def test_where_the_head_has_no_token_that_a_structure_allows_the_tree_is_its_root(cut: Path, form: str):
-    needs(form)
     async with serving(cut, form) as engine:
         opening, ids = new_opening(), [*PROMPT]
         choice = "".join(chr(31 + token) for token in (66, 68, 70, 71, 72))
