@@ -131,8 +131,8 @@ def test_a_panel_holds_its_outputs_side_by_side():
 def test_numbers_that_are_not_normal_count_as_zero():
     """A processor's dot products of bfloat16 do the same, so that they and other processors have the same bits."""
     rows, weight, _ = made(64, 33, torch.bfloat16, rows=9)
-    small = torch.ldexp(rows.float(), torch.arange(64) - 100).bfloat16()
-    for its in (weight, torch.ldexp(weight.float(), torch.arange(64) % 30 - 140).bfloat16()):
+    small = torch.ldexp(rows.float(), 3 * torch.arange(9)[:, None] - 140).bfloat16()
+    for its in (weight, torch.ldexp(weight.float(), torch.tensor(-2)).bfloat16()):
         got = PackedWeight(its, dtype=torch.float32)(small)
         assert torch.equal(got, product(small.float(), its))
         assert bool(((got == 0) | (got.abs() >= torch.finfo(torch.float32).tiny)).all())
@@ -147,7 +147,7 @@ needs_dots = pytest.mark.skipif(not has_dots(), reason="this processor has no do
 def test_dot_products_of_pairs_have_the_bits_of_multiply_adds_for_any_rows(inputs, outputs, threads, monkeypatch):
     monkeypatch.setattr("tree_kernels.matmul.cpu.THREADED", 0)
     rows, weight, bias = made(inputs, outputs, torch.bfloat16)
-    rows[::3] = torch.ldexp(rows[::3].float(), torch.arange(inputs) % 140 - 139).bfloat16()
+    rows[::3] = torch.ldexp(rows[::3].float(), torch.arange(len(rows[::3]))[:, None] % 25 - 135).bfloat16()
     form = PackedWeight(weight, bias.bfloat16(), threads, torch.float32)
     truth = form.product(rows, Precision.F32)
     for count in (1, 2, 3, 4, 5, 6, 7, 13, 48, 49, MANY):

@@ -76,7 +76,7 @@ def dots_pay() -> bool:
     """Whether the processor's dot products have the bits of fused multiply-adds here, and take less time. What they
     compute is a processor's own affair, and some take twice as long for one as for a multiply-add."""
     generator = torch.Generator().manual_seed(0)
-    exponents = torch.randint(-130, 20, (DOT_ROWS, DOT_WEIGHT[1]), generator=generator)  # small ones are not normal
+    exponents = torch.arange(DOT_ROWS)[:, None] * 2 - 140  # rows whose numbers, or whose sums, are not normal
     rows = torch.randn(DOT_ROWS, DOT_WEIGHT[1], generator=generator)
     rows = torch.cat([rows, torch.ldexp(rows, exponents)]).bfloat16()
     weight = PackedWeight(torch.randn(DOT_WEIGHT, generator=generator).bfloat16(), dtype=torch.float32)
