@@ -5,7 +5,7 @@ targets:
   demo: {checkpoint: models/target, dtype: bfloat16, threads: 1, resources: {cpu: 0.5}}
 drafters:
   mamba: {checkpoint: models/mamba, resources: {cpu: 0.5}}
-speculation: {policy: ratio_ucb, arms: ["off", "(1,1,1,1)", "(3,2,2,1,1)"]}
+speculation: {policy: conservative_ucb, arms: ["off", "(1,1,1,1)", "(3,2,2,1,1)"]}
 ```
 
 Relative paths of checkpoints and tokenizers start at the YAML file's folder. An unknown key is refused by its path, an
@@ -31,7 +31,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms, quoted_arm
 from cluster.model_paths import hub_name, resolved_path
-from cluster.policies import POLICIES
+from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
 from cluster.redis_address import unreadable
 from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section
@@ -183,8 +183,8 @@ class Router(Replicated):
 class SpeculationConfig(Section):
     """How shapes are chosen for requests in mode `auto`."""
 
-    policy: str = "ratio_ucb"
-    """One of ratio_ucb, discounted_ucb, thompson, fullinfo, ucbspec and paper_ucb."""
+    policy: str = "conservative_ucb"
+    """conservative_ucb or paper_ucb."""
     arms: ArmTexts = DEFAULT_ARMS
     """The shapes to choose among, for targets without `arms` of their own. `(3,2,1)` is an arm of each drafter of a
     target, `small:(3,2,1)` of the drafter `small` alone. A target uses those that it has a drafter for, or proposers,
@@ -196,7 +196,7 @@ class SpeculationConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.policy not in POLICIES:
-            raise ValueError(f"policy: {self.policy!r} is not one of {', '.join(POLICIES)}")
+            raise ValueError(f"policy: {unknown_policy(self.policy)}")
         for name in self.proposers:
             if name not in PROPOSERS:
                 raise ValueError(f"proposers: {name!r} is not one of {', '.join(PROPOSERS)}")

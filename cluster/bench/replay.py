@@ -20,9 +20,10 @@ from dendro.tree import DraftTree
 from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts
 from cluster.bench.traces import Trace
-from cluster.policies import Experience, InformedPolicy, make_policy
+from cluster.policies import Experience, Experiences, InformedPolicy, make_policy
 from cluster.policies.experience import Concurrency
-from cluster.proposers.chances import Chances
+from cluster.policies.prior import Prior, pair_prior
+from cluster.proposers.chances import Chances, usual_chances
 from cluster.proposers.lookup import Lookup
 
 
@@ -77,16 +78,50 @@ def run_fixed(shape: TreeShape, trace: Trace, costs: ReplayCosts) -> ReplayedAns
     )
 
 
+class ReplayedRouter:
+    """What a router keeps between answers, and its policy's rounds of each: the real objects on recorded rounds.
+
+    The first answer finds nothing known. With `tenants` of their own, later ones begin with what all tenants share.
+    """
+
+    def __init__(self, policy: str, shapes: Sequence[TreeShape], costs: ReplayCosts) -> None:
+        self._policy = policy
+        self._arms = [arm_of(shape) for shape in shapes]
+        self._costs = costs
+        # The targets of traces are Transformers.
+        self._experiences = Experiences(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))
+        self._priors: dict[str, Prior] = {}  # by tenant
+        self._chances: dict[str, Chances] = {}
+
+    def answer(self, trace: Trace, tenant: str) -> ReplayedAnswer:
+        """Replay one answer with a new policy."""
+        experience, notes = self._experiences.of(tenant), Prior()
+        if tenant not in self._priors:
+            self._priors[tenant] = pair_prior(self._priors.values()).begun()
+            self._chances[tenant] = usual_chances(self._chances.values())
+        prior = self._priors[tenant]
+        policy = make_policy(self._policy, self._arms, experience, prior)
+        run = run_policy(policy, experience, trace, self._costs, self._chances[tenant], notes)
+        prior.add(notes)
+        return run
+
+
 def run_policy(
-    policy: InformedPolicy, experience: Experience, trace: Trace, costs: ReplayCosts, chances: Chances | None = None
+    policy: InformedPolicy,
+    experience: Experience,
+    trace: Trace,
+    costs: ReplayCosts,
+    chances: Chances | None = None,
+    notes: Prior | None = None,
 ) -> ReplayedAnswer:
-    """Replay one answer with a new policy. The policy, the experience and `chances` learn from it.
+    """Replay one answer with a new policy. The policy, the experience, `chances` and `notes` learn from it.
 
     Without `chances`, the policy gets no proposals.
     """
     answer = trace.answer
     rounds: list[ReplayedRound] = []
-    base = ranked = answer.begin  # ranks of ids[:ranked] were reported
+    base = answer.begin
+    ranked: int | None = None  # ranks of ids[:ranked] were reported; a drafter's first tree begins them
     with experience.concurrency.running() as running:
         while base < answer.end:
             proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
@@ -96,7 +131,8 @@ def run_policy(
             draft_us, step_us = costs.draft_us(shape), costs.step_us(trace.rows(shape, base))
             tree = replace(trace.tree(shape, base), draft_us=round(draft_us), texts=1)
             if shape.drafted:
-                tree, ranked = replace(tree, trace=trace.reported_ranks(ranked, base)), base
+                known = base if ranked is None else ranked
+                tree, ranked = replace(tree, trace=trace.reported_ranks(known, base)), base
             path = trace.path(shape, base)
             verdict = Verdict(
                 tokens=answer.ids[base : base + len(path)],
@@ -110,6 +146,8 @@ def run_policy(
             if chances and proposal:
                 chances.learn(Lookup.name, proposal, verdict.tokens)
             policy.learn(arm, tree, verdict)
+            if notes is not None:
+                notes.learn(arm, tree, verdict, True)
             running.begun()
             if rounds:  # as in the router: the first round includes opening the text
                 experience.learn_time(arm, tree, verdict, draft_us + step_us)
@@ -121,20 +159,10 @@ def run_policy(
 def run_stream(
     name: str, shapes: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts, passes: int
 ) -> Iterator[list[ReplayedAnswer]]:
-    """Replay all answers in order, `passes` times, with one experience as in a router; a list per pass.
-
-    The experience starts empty; every answer gets a new policy.
-    """
-    experience, chances = (
-        Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS))),
-        Chances(),
-    )  # the target of these traces is a Transformer
-    arms = [arm_of(shape) for shape in shapes]
+    """Replay all answers in order, `passes` times, by one router and as one tenant's; a list per pass."""
+    router = ReplayedRouter(name, shapes, costs)
     for _ in range(passes):
-        yield [
-            run_policy(make_policy(name, arms, experience, trace.answer.temperature), experience, trace, costs, chances)
-            for trace in traces
-        ]
+        yield [router.answer(trace, "") for trace in traces]
 
 
 def shares(runs: Sequence[ReplayedAnswer], window: int) -> list[dict[str, float]]:

@@ -182,7 +182,7 @@ class MarginalRounds:
     def learn(self, tree: DraftTree, verdict: Verdict, took_us: float) -> None:
         """Record a round; the tree has the time of its draft."""
         self._rule.drafted(tree)
-        self._experience.learn(self._arm, tree, verdict, self._temperature)
+        self._experience.learn(self._arm, tree, verdict)
         self._experience.learn_time(self._arm, tree, verdict, took_us)
         self._rule.learn(verdict, self._experience.share_us(tree, verdict, took_us))
 

@@ -228,7 +228,7 @@ def guesses_of(forward: Forward, answer: TracedAnswer) -> Guesses:
 
 
 async def grow_trees(drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Step) -> None:
-    """Record a tree of each shape at every position of these answers, drafted together; they must be equally long."""
+    """Record a tree of each shape at every position of these answers, drafted together; all have as many tokens."""
     grown = await grown_trees(drafter, [trace.answer for trace in traces], shapes, step)
     for trace, trees in zip(traces, grown, strict=True):
         trace.trees |= trees
@@ -243,8 +243,8 @@ async def grown_trees(
     trees: list[dict[TreeShape, list[DraftTree]]] = [{shape: [] for shape in shapes} for _ in answers]
     for offset in range(answers[0].tokens):
         for shape in shapes:
-            start = len(peers[0].text) - (shape == shapes[0] and offset > 0)
-            grown = await asyncio.gather(*(peer.draft(drafter, shape, start) for peer in peers))
+            new = shape == shapes[0] and offset > 0
+            grown = await asyncio.gather(*(peer.draft(drafter, shape, len(peer.text) - new) for peer in peers))
             for own, tree in zip(trees, grown, strict=True):
                 own[shape].append(tree)
         for peer, answer in zip(peers, answers, strict=True):

@@ -8,68 +8,61 @@ from dendro.errors import BadRequest
 from dendro.shapes import LevelShape
 
 from cluster.arms import OFF_ARM, Arm, drafters_of
+from cluster.policies.conservative_ucb import ConservativeUCB
 from cluster.policies.experience import Experience, Experiences, RunningRequest
-from cluster.policies.full_info import FullInfo
 from cluster.policies.offers import InformedPolicy, Offer
 from cluster.policies.paper_ucb import PaperUCB
 from cluster.policies.prior import NO_PRIOR, Prior
-from cluster.policies.ratio_ucb import DiscountedUCB, RatioUCB
 from cluster.policies.static import Static
-from cluster.policies.thompson import Thompson
-from cluster.policies.ucb_spec import UCBSpec
 
-POLICIES = ("ratio_ucb", "discounted_ucb", "thompson", "fullinfo", "ucbspec", "paper_ucb")
+POLICIES = ("conservative_ucb", "paper_ucb")
+REPLACED = ("ratio_ucb", "discounted_ucb", "thompson", "fullinfo", "ucbspec")
+"""Former policies, whose work the first of POLICIES does."""
 CHAIN_DEPTH = 4
 
 __all__ = [
     "POLICIES",
-    "DiscountedUCB",
+    "ConservativeUCB",
     "Experience",
     "Experiences",
-    "FullInfo",
     "InformedPolicy",
     "Offer",
     "PaperUCB",
     "RunningRequest",
-    "RatioUCB",
     "Static",
-    "Thompson",
-    "UCBSpec",
     "make_policy",
+    "unknown_policy",
     "with_chain_and_off",
 ]
+
+
+def unknown_policy(name: str) -> str:
+    """What an error says of a name that is not in POLICIES."""
+    if name in REPLACED:
+        return f"{name!r} was replaced by {POLICIES[0]!r}"
+    return f"{name!r} is not one of {', '.join(POLICIES)}"
 
 
 def make_policy(
     name: str,
     arms: Sequence[Arm],
     experience: Experience,
-    temperature: float,
-    seed: int = 0,
     prior: Prior = NO_PRIOR,
 ) -> InformedPolicy:
     """The policy of one request. A chain and `off` are added to the arms (`with_chain_and_off`).
 
-    experience: shared by a tenant's requests at a target   prior: of the request's kind   seed: of the request
+    experience: shared by a tenant's requests at a target   prior: of the request's kind
     Raises BadRequest for an unknown policy, and where there are no arms.
     """
     if not arms:
         raise BadRequest("speculation.arms", "is empty: name at least one shape")
     arms = with_chain_and_off(arms)
     match name:
-        case "ratio_ucb":
-            return RatioUCB(arms, experience, temperature, prior)
-        case "discounted_ucb":
-            return DiscountedUCB(arms, experience, temperature, prior)
-        case "thompson":
-            return Thompson(arms, experience, temperature, seed, prior)
-        case "fullinfo":
-            return FullInfo(arms, experience, temperature, prior)
-        case "ucbspec":
-            return UCBSpec(arms)
+        case "conservative_ucb":
+            return ConservativeUCB(arms, experience, prior)
         case "paper_ucb":
             return PaperUCB(arms, experience.draft_ratio)
-    raise BadRequest("speculation.policy", f"{name!r} is not one of {', '.join(POLICIES)}")
+    raise BadRequest("speculation.policy", unknown_policy(name))
 
 
 def with_chain_and_off(arms: Sequence[Arm]) -> tuple[Arm, ...]:

@@ -182,7 +182,7 @@ class DraftPlane:
 
 @dataclass(slots=True)
 class Costs:
-    """Costs and lengths under one load class. `hop` is the time of a call to a peer beyond the peer's own time, `ahead`
+    """Costs under one load class. `hop` is the time of a call to a peer beyond the peer's own time, `ahead`
     the part of a step without a tree that a round begun ahead of its call does not wait for."""
 
     hop: Cost = field(default_factory=Cost)
@@ -192,7 +192,6 @@ class Costs:
     texts: float = 1.0  # of a step, smoothed
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row class
     rows: dict[Arm, float] = field(default_factory=dict)  # of a tree, smoothed
-    lengths: dict[tuple[str, Arm], EmittedLength] = field(default_factory=dict)
     rate: Rate = field(default_factory=Rate)  # of all rounds, decayed
     stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # by drafter
@@ -208,12 +207,13 @@ class Costs:
         return self.step.at(sizes.padded(round(self.texts * rows)), degree) / self.texts
 
     def draft_us(self, arm: Arm) -> float | None:
-        """The arm's measured draft time, else one predicted from its drafter's other arms; None where none was
-        measured."""
+        """The arm's measured draft time, else one predicted from its drafter's other arms, else its only
+        measurement; None where none was measured."""
         own = self.draft.get(arm)
         if own is not None and own.known:
             return own.us
-        return self._planes[arm.maker].at(arm, self.draft)
+        fitted = self._planes[arm.maker].at(arm, self.draft)
+        return own.us if fitted is None and own is not None and own.us else fitted
 
     def row_us(self, arm: Arm, degree: int) -> float:
         """A text's share of what one more row of every text adds to a step of this arm's usual trees, by the fit."""
@@ -228,7 +228,7 @@ class Costs:
         return self._planes[arm.maker].level_us(arm, self.draft)
 
     def hint(self) -> Costs:
-        """A copy of the costs, without lengths, rows, rate and stopped drafts; each weighs PRIOR_ROUNDS at most."""
+        """A copy of the costs, without rows, rate and stopped drafts; each weighs PRIOR_ROUNDS at most."""
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),

@@ -1,8 +1,8 @@
-"""Costs of rounds and tokens emitted by each arm, as a router measured them at one target, per tenant.
+"""Costs of rounds, as a router measured them at one target, per tenant.
 
-They are hints that affect speed only, shared by a tenant's requests. Costs depend on the machine, its load and the
-length of texts, and carry over in full; emitted lengths depend on the text and weigh PRIOR_ROUNDS at most in a new
-request. Clients influence both, so tenants do not share them (`Experiences`).
+They are hints that affect speed only, shared by a tenant's requests. They depend on the machine, its load and the
+length of texts. A tenant's clients choose the last, so each tenant has its own, and begins with those of the tenant in
+the middle (`Experiences`).
 
 Each request's policy predicts which tree suits its text. Whether concurrent requests speculate is decided for all of
 them (`SpeculationTrial`): guesses of one delay the others, and a drafter that shares a machine with the verifier slows
@@ -23,19 +23,17 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.classes import load_class, mode_class, row_class, temperature_class
+from cluster.policies.classes import load_class, mode_class, row_class
 from cluster.policies.costs import (
     COST_STEP,
     KEPT,
     LEAST_US,
     PRIOR_ROUNDS,
     Costs,
-    EmittedLength,
     Rate,
     StoppedDrafts,
 )
 from cluster.policies.prices import Prices, hops
-from cluster.policies.promises import Promises
 from cluster.policies.step_time import degree_of
 from cluster.policies.stopping import Marginal
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
@@ -179,11 +177,10 @@ class Concurrency:
 
 @dataclass(slots=True)
 class Experience:
-    """Costs and lengths of one tenant's requests, per load class: an arm that does not pay at high concurrency is
-    tried again at low concurrency."""
+    """Costs of one tenant's requests, per load class: an arm that does not pay at high concurrency may at a low
+    one."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
-    promises: Promises = field(default_factory=Promises)
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
@@ -191,12 +188,8 @@ class Experience:
         """Those of the expected load class."""
         return self._by_load[self.concurrency.expected_load]
 
-    def worth(self, arm: Arm, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
-        """Tokens for which a round counts in its arm's mean: see `Promises`."""
-        return self.promises.worth(temperature_class(temperature), arm, tree, verdict)
-
-    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, temperature: float) -> float:
-        """Record a round and return its `worth`. A late tree is the root alone, with the wait as its draft time.
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        """Record a round's costs. A late tree is the root alone, with the wait as its draft time.
 
         A draft batched with other texts costs each its share. Of a step only the time by number of rows is learned:
         the other texts' rows in it are not this arm's choice.
@@ -212,10 +205,6 @@ class Experience:
         costs.tried[row_class(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)
         costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
-        kind, worth = temperature_class(temperature), self.worth(arm, tree, verdict, temperature)
-        costs.lengths.setdefault((kind, arm), EmittedLength()).learn(worth)
-        self.promises.learn(kind, arm, tree, verdict)
-        return worth
 
     def learn_time(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False) -> None:
         """Record a round's whole time. What remains after draft, queue and step is the time of its hops, shared by the
@@ -273,15 +262,15 @@ class Experience:
         """Measured costs by load class, for another experience to begin with: see `take`."""
         return {load: costs.hint() for load, costs in self._by_load.items() if costs.tried.total()}
 
+    def plain_us(self) -> dict[int, float]:
+        """Time of a step of one row by load class, where it was measured."""
+        return {load: costs.step.at(1, self.degree) for load, costs in self._by_load.items() if costs.tried.total()}
+
     def take(self, hints: Mapping[int, Costs]) -> None:
         """Begin with a prior's costs for each load class without measurements; they weigh PRIOR_ROUNDS at most."""
         for load, costs in hints.items():
             if not self._by_load[load].tried.total():
                 self._by_load[load].begin(costs.hint())
-
-    def prior(self, arm: Arm, temperature: float) -> EmittedLength:
-        """A new request's prior of this arm: the mean so far, weighing PRIOR_ROUNDS at most."""
-        return self.costs.lengths.get((temperature_class(temperature), arm), EmittedLength()).at_most(PRIOR_ROUNDS)
 
     @property
     def draft_ratio(self) -> float:
@@ -304,16 +293,33 @@ def _hops_us(tree: DraftTree, verdict: Verdict, took_us: float) -> float:
 class Experiences:
     """A router's experience of one target, per tenant and class of verification modes. A tenant's clients choose the
     length of texts, fixed shapes and draft deadlines, so its measurements must not change the predictions for others;
-    in other modes the same arm has other lengths and costs."""
+    in other modes the same arm has other costs."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_tenant: OrderedDict[tuple[str, str], Experience] = field(default_factory=OrderedDict)
 
     def of(self, tenant: str, mode: VerificationMode = VerificationMode.COUPLED) -> Experience:
-        """The tenant's experience. At most TENANTS are kept; one that was dropped begins anew."""
+        """The tenant's experience; a new one's begins with others' costs. At most TENANTS are kept; one that was
+        dropped begins anew."""
         key = tenant, mode_class(mode)
-        experience = self._by_tenant.setdefault(key, Experience(self.concurrency))
+        if key not in self._by_tenant:
+            self._by_tenant[key] = Experience(self.concurrency)
+            self._by_tenant[key].take(self._usual_costs(key[1]))
+        experience = self._by_tenant[key]
         self._by_tenant.move_to_end(key)
         if len(self._by_tenant) > TENANTS:
             self._by_tenant.popitem(last=False)
         return experience
+
+    def _usual_costs(self, mode: str) -> dict[int, Costs]:
+        """By load class, the costs of the tenant whose plain steps take the median time: costs are the machine's, but
+        each tenant chooses how long its texts are."""
+        known: defaultdict[int, list[tuple[float, Experience]]] = defaultdict(list)
+        for (_, own), experience in self._by_tenant.items():
+            for load, us in experience.plain_us().items() if own == mode else ():
+                known[load].append((us, experience))
+        usual = {}
+        for load, found in known.items():
+            _, middle = sorted(found, key=lambda each: each[0])[(len(found) - 1) // 2]
+            usual[load] = middle.hints()[load]
+        return usual

@@ -44,9 +44,13 @@ class Prices:
             return None
         if rows is None:
             rows = self._rows(arm)
-        verify_us = costs.verify_us(rows, self._degree, self._sizes)
+        verify_us = self.verify_us(rows)
         ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
         return max(draft_us + verify_us + hops(arm) * costs.hop.us - ahead_us, LEAST_US)
+
+    def verify_us(self, rows: float) -> float:
+        """A text's share of a step in which every text has so many rows; 0 where none was measured."""
+        return self._costs.verify_us(rows, self._degree, self._sizes)
 
     def _rows(self, arm: Arm) -> float:
         """Expected rows of a round; proposals alone, and drafts that stop in time, seldom fill a shape."""

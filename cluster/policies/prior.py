@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
@@ -31,11 +31,13 @@ from cluster.policies.step_time import MOST_SIZES, StepTime
 
 KEPT_ROUNDS = 64.0
 """Greatest weight, in rounds, of a prior's past when rounds are added: a tenant's next texts may be of another kind."""
+LEAST_ROUNDS = 4.0
+"""Rounds of an arm, or ranked tokens, from which on a tenant's count for all tenants where some tenant has as many."""
 DEPTHS = 16
 """Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the distribution one level above; a depth never reached has that distribution."""
-FORMAT = 5
+FORMAT = 6
 """Increased with every change of format; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -98,11 +100,10 @@ class Prior:
     gains: dict[int, float] = field(default_factory=dict)  # of the target's speculation trials, by load class
     _trace: RankTrace = field(default_factory=RankTrace)
 
-    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, worth: float | None) -> None:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, chosen: bool) -> None:
         """Record a round of a single request. A round whose tree did not come does not count for its arm.
 
-        worth: `Experience.worth`; None where the client fixed the shape. Those shapes are not kept, because clients can
-        name any number of them.
+        chosen: by a policy. Shapes that the client fixed are not kept, because clients can name any number of them.
         """
         ranked = self._trace.learn(arm.maker, tree, verdict)
         if ranked.ranks:
@@ -111,8 +112,8 @@ class Prior:
             counts = self.ranks[arm.maker]
             for rank, depth in zip(ranked.ranks, ranked.depths, strict=True):
                 counts[min(depth, DEPTHS) - 1, rank] += 1
-        if worth is not None and tree.guesses and not tree.missed:
-            self.lengths.setdefault(arm, EmittedLength()).learn(worth)
+        if chosen and tree.guesses and not tree.missed:
+            self.lengths.setdefault(arm, EmittedLength()).learn(verdict.length)
 
     @property
     def guessed(self) -> bool:
@@ -126,6 +127,18 @@ class Prior:
         for drafter, counts in other.ranks.items():
             kept = self.ranks.get(drafter, no_ranks())
             self.ranks[drafter] = kept * min(1.0, KEPT_ROUNDS / max(kept[0].sum(), 1e-9)) + counts
+
+    def begun(self) -> Prior:
+        """A new tenant's prior, where this is that of all tenants: its rounds weigh PRIOR_ROUNDS at most."""
+        return Prior(
+            {arm: length.at_most(PRIOR_ROUNDS) for arm, length in self.lengths.items()},
+            {
+                drafter: counts * min(1.0, PRIOR_ROUNDS / max(counts[0].sum(), 1e-9))
+                for drafter, counts in self.ranks.items()
+            },
+            dict(self.costs),
+            dict(self.gains),
+        )
 
     def lengths_of(self, arms: Sequence[Arm]) -> dict[Arm, EmittedLength]:
         """A new request's priors of these arms, weighing PRIOR_ROUNDS at most: from rounds that played the arm; where
@@ -145,6 +158,24 @@ class Prior:
             elif played is not None:
                 found[arm] = played.at_most(PRIOR_ROUNDS)
         return found
+
+
+def pair_prior(priors: Collection[Prior]) -> Prior:
+    """What a tenant without earlier requests begins with: of what tenants' texts emitted the median of each arm, and of
+    their ranks the sum over the third of them in the middle, by the tokens that a drafter ranked first. So a few
+    tenants, whose texts may be made for it, cannot move it far."""
+    pair = Prior()
+    for arm in {arm for prior in priors for arm in prior.lengths}:
+        known = [prior.lengths[arm] for prior in priors if arm in prior.lengths]
+        sure = [length for length in known if length.rounds >= LEAST_ROUNDS] or known
+        pair.lengths[arm] = sorted(sure, key=lambda length: length.mean)[(len(sure) - 1) // 2].at_most(KEPT_ROUNDS)
+    for drafter in {drafter for prior in priors for drafter in prior.ranks}:
+        tables = [prior.ranks[drafter] for prior in priors if drafter in prior.ranks]
+        enough = [counts for counts in tables if counts[0].sum() >= LEAST_ROUNDS] or tables
+        ordered = sorted(enough, key=lambda counts: counts[0, 0] / max(counts[0].sum(), 1e-9))
+        middle = ordered[(len(ordered) - 1) // 3 : len(ordered) - (len(ordered) - 1) // 3]
+        pair.ranks[drafter] = np.sum([counts * min(1.0, KEPT_ROUNDS / counts[0].sum()) for counts in middle], 0)
+    return pair
 
 
 NO_PRIOR = Prior()

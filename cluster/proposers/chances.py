@@ -7,7 +7,7 @@ true. After each round all proposals for it, verified or not, are compared with 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +19,8 @@ PRIOR = 2.0
 """Weight of a proposer's own estimate, in proposals."""
 MEMORY = 512.0
 """Proposals of a kind at which its counts are halved, since texts change."""
+TENANT_MOST, BEGUN_MOST = 16.0, 32.0
+"""Most proposals of a kind that count from one tenant, and from all, where a new one begins."""
 DEEPEST = 8
 """Depths from this one on are counted together."""
 
@@ -84,6 +86,21 @@ class Chances:
             if not right:
                 return
             row = right
+
+
+def usual_chances(tenants: Iterable[Chances]) -> Chances:
+    """The counts with which a new tenant begins: those of all tenants, each of which counts TENANT_MOST times of a kind
+    at most, so that none can move them far. They weigh BEGUN_MOST proposals of a kind at most."""
+    usual = Chances()
+    for chances in tenants:
+        for kind, count in chances.counts.items():
+            share = min(1.0, TENANT_MOST / count.of)
+            pooled = usual.counts.setdefault(kind, Count())
+            pooled.right, pooled.of = pooled.right + share * count.right, pooled.of + share * count.of
+    for count in usual.counts.values():
+        share = min(1.0, BEGUN_MOST / count.of)
+        count.right, count.of = share * count.right, share * count.of
+    return usual
 
 
 def _kind(name: str, proposal: Proposal, row: int, depth: int) -> Kind:

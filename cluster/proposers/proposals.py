@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from dendro.calls import Opened
@@ -18,7 +19,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies.classes import temperature_class
-from cluster.proposers.chances import Chances
+from cluster.proposers.chances import Chances, usual_chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
 from cluster.proposers.proposal import Proposal, Proposer
@@ -33,6 +34,8 @@ OFFERED = 32
 """Most rows of one proposer. Paths that are not among the likeliest 32 are hardly ever accepted."""
 OUTPUT_TOKENS = 8192
 """Most tokens of past answers kept for a tenant at a target."""
+COUNTED_TENANTS = 16
+"""The last tenants with whose counts a new tenant begins."""
 TENANTS = 64
 """Tenants of a target whose past answers and counts are kept; beyond that the least recently used is dropped."""
 
@@ -126,7 +129,7 @@ class TenantHistory:
 
 class ProposalLibrary:
     """What a router keeps for the proposers of one target, separately per tenant: no tenant's proposals come from
-    another's text, and no tenant's texts change the chances of another's proposals."""
+    another's text. The counts of a new tenant's proposals, which contain no text, begin with others'."""
 
     def __init__(self, names: Sequence[str], max_rows: int, max_depth: int) -> None:
         """names: proposers, in the order in which they win ties   max_rows, max_depth: limits of the target"""
@@ -162,8 +165,17 @@ class ProposalLibrary:
         assert name == Suffix.name, "the configuration checks the names"
         return Suffix(past.outputs, TEXT_TOKENS)
 
+    def _begun(self) -> TenantHistory:
+        """A new tenant's: no answers, and the counts of the last tenants together."""
+        others, begun = list(islice(reversed(self._pasts.values()), COUNTED_TENANTS)), TenantHistory()
+        for kind in {kind for other in others for kind in other.chances}:
+            begun.chances[kind] = usual_chances(other.chances[kind] for other in others if kind in other.chances)
+        return begun
+
     def _past(self, tenant: str) -> TenantHistory:
-        past = self._pasts.setdefault(tenant, TenantHistory())
+        if tenant not in self._pasts:
+            self._pasts[tenant] = self._begun()
+        past = self._pasts[tenant]
         self._pasts.move_to_end(tenant)
         if len(self._pasts) > TENANTS:
             self._pasts.popitem(last=False)

@@ -27,11 +27,9 @@ class RoundAccount:
         plan: SpeculationPlan,
         experience: Experience,
         running: RunningRequest,
-        temperature: float,
         clock: Clock = time.monotonic,
     ) -> None:
         self.notes = Prior()
-        self._temperature = temperature
         self._policy = plan.policy
         self._learns = plan.learns
         self._plain_first = plan.plain_first
@@ -63,10 +61,7 @@ class RoundAccount:
         now_s = self._clock()
         first = self.stats.rounds == 0
         self._policy.learn(arm, tree, verdict)
-        worth = None  # a round without its arm's tree counts for no arm
-        if self._chosen and tree.guesses and not tree.missed:
-            worth = self._experience.worth(arm, tree, verdict, self._temperature)
-        self.notes.learn(arm, tree, verdict, worth)
+        self.notes.learn(arm, tree, verdict, self._chosen)
         self.running.begun()
         took_us = 1e6 * (now_s - self._began_s)
         if not first and self._learns:  # the first also waits for the text to be opened

@@ -208,7 +208,7 @@ class Ingress:
             if finish is None:
                 experience = job.experience
                 with experience.concurrency.running(fixed=not job.plan.free) as running:
-                    account = RoundAccount(job.plan, experience, running, job.sampling.temperature, self._clock)
+                    account = RoundAccount(job.plan, experience, running, self._clock)
                     try:
                         run = self._run(job, text, account, complete, prompt)
                         async with aclosing(_ahead(run, self._left_s(job))) as done:

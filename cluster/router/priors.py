@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from cluster.policies.experience import Experience
-from cluster.policies.prior import Prior, PriorKey, PriorStore
+from cluster.policies.prior import Prior, PriorKey, PriorStore, pair_prior
 
 KINDS = 512
 """Kinds whose priors a router caches; beyond that the least recently used is dropped."""
+PAIR_TENANTS = 32
+"""Tenants whose last requests decide with what a new tenant's first one begins."""
 WRITES = 8
 """Concurrent writes, at most one for each kind; others are queued."""
 WAIT_S = 0.01
@@ -42,14 +46,18 @@ class Priors:
 
     def learn(self, key: PriorKey, notes: Prior, experience: Experience) -> None:
         """Add a request's notes to its kind's prior, replace the prior's costs by its tenant's and its gains by the
-        target's, and write it in the background. A request without guesses changes no prior, unless a speculation trial
-        has ended since."""
+        target's, and write it in the background, with that of all tenants. A request without guesses changes no prior,
+        unless a speculation trial has ended since."""
         prior, gains = self._remember(key), experience.concurrency.gains()
         if not notes.guessed and gains == prior.gains:
             return
         prior.add(notes)
         prior.costs, prior.gains = experience.hints(), gains
         self._unwritten[key] = None
+        if key not in self._reading:
+            usual, pair = pair_prior(self._tenants(key)), self._remember(_pair_key(key))
+            pair.lengths, pair.ranks, pair.costs, pair.gains = usual.lengths, usual.ranks, prior.costs, gains
+            self._unwritten[_pair_key(key)] = None
         self._write()
 
     async def settled(self) -> None:
@@ -60,6 +68,10 @@ class Priors:
     async def _read(self, key: PriorKey, experience: Experience) -> None:
         try:
             found = await self._store.load(key)
+            pair = self._known.get(_pair_key(key))
+            if found is None:
+                pair = pair or await self._store.load(_pair_key(key))
+                found = pair and pair.begun()
             if found is not None:
                 prior = self._remember(key)
                 found.add(prior)  # requests that ended here during the read are newer
@@ -92,3 +104,18 @@ class Priors:
             forgotten, _ = self._known.popitem(last=False)
             self._unwritten.pop(forgotten, None)
         return prior
+
+    def _tenants(self, key: PriorKey) -> list[Prior]:
+        """Priors of the last tenants that had requests of this kind."""
+        pair = _pair_key(key)
+        same = (
+            prior
+            for other, prior in reversed(self._known.items())
+            if other.tenant and prior.guessed and _pair_key(other) == pair
+        )
+        return list(islice(same, PAIR_TENANTS))
+
+
+def _pair_key(key: PriorKey) -> PriorKey:
+    """The kind of all tenants' requests together; no tenant's tag is empty."""
+    return replace(key, tenant="")

@@ -92,7 +92,7 @@ def _auto(
         rows = min(1 + speculation.max_nodes, MAX_ROWS)
     name = speculation.policy or config.speculation.policy
     arms = arms_in_mode(sampling, arms)
-    policy = make_policy(name, arms, experience, sampling.temperature, sampling.seed, prior)
+    policy = make_policy(name, arms, experience, prior)
     bounded = speculation.HasField("max_nodes") or speculation.HasField("deadline_ms")
     listed = sampling.mode in LISTED_MODES
     return SpeculationPlan(

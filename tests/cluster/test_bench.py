@@ -744,7 +744,7 @@ async def test_ours_answers_over_a_socket_with_the_tokens_of_plain_decoding(row,
     assert rounds is None or (answer.round_count, answer.rounds.shapes) == (rounds, {row: rounds})
 
 
-@pytest.mark.parametrize("policy", ["ratio_ucb", "off", "fixed"])
+@pytest.mark.parametrize("policy", ["conservative_ucb", "off", "fixed"])
 def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds(policy):
     """Where the request fixes a shape, the first round has times of its own."""
     stats = SpeculationStats(

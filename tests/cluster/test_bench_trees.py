@@ -359,7 +359,7 @@ def test_a_replayed_draft_has_the_cost_of_one_text_though_several_were_recorded_
     trace, beam, experience = made_trace([9] * 40), BeamShape(5, 3), Experience()
     trace.trees[beam] = [replace(DraftTree.of(range(3), (-1, 0, 1)), texts=8)] * trace.answer.tokens
     costs = flat_costs()
-    run_policy(make_policy("ratio_ucb", [arm_of(beam)], experience, 0.0), experience, trace, costs)
+    run_policy(make_policy("conservative_ucb", [arm_of(beam)], experience), experience, trace, costs)
     assert experience.costs.draft[arm_of(beam)].us == costs.draft_us(beam)
 
 
@@ -389,9 +389,7 @@ async def test_a_replayed_policy_makes_the_same_choices_as_live(name, tmp_path):
             await peers.peer.open(verifier, 3 * SPARE + TOKENS)
             await peers.peer.open(drafter, 3 * SPARE + TOKENS)
             with live_with.concurrency.running() as running:
-                observed = ObservedPolicy(
-                    make_policy(name, arms, live_with, answer.temperature), live_with, running, costs
-                )
+                observed = ObservedPolicy(make_policy(name, arms, live_with), live_with, running, costs)
                 async for _ in rounds(text, peers, peers, observed):
                     if len(text) >= answer.end:
                         break
@@ -399,7 +397,7 @@ async def test_a_replayed_policy_makes_the_same_choices_as_live(name, tmp_path):
             await peers.peer.close(drafter, peers.drafter_length)
             # Values of trees depend on the drafter's calibration at the time, so the live trees are replayed.
             trace = LiveTrace(answer, guesses_of(forward, answer), observed.trees)
-            policy = make_policy(name, arms, replayed_with, answer.temperature)
+            policy = make_policy(name, arms, replayed_with)
             run = run_policy(policy, replayed_with, trace, costs)
             assert observed.played == [(played.shape, played.emitted) for played in run.rounds]
             chosen |= {shape for shape, _ in observed.played}
@@ -407,10 +405,10 @@ async def test_a_replayed_policy_makes_the_same_choices_as_live(name, tmp_path):
 
 
 def test_a_stream_learns_from_one_answer_to_the_next():
-    """A chain that is always accepted: after the first pass, no other arm is tried."""
+    """A chain that is always accepted: after the first pass, every round drafts it."""
     traces = [made_trace([0] * (30 + SPARE)) for _ in range(4)]
-    first, second = run_stream("ratio_ucb", ARMS[:3], traces, flat_costs(), 2)
-    assert len({played.shape for run in first for played in run.rounds}) == 3
+    first, second = run_stream("conservative_ucb", ARMS[:3], traces, flat_costs(), 2)
+    assert CHAIN in {played.shape for run in first for played in run.rounds}
     assert {played.shape for run in second for played in run.rounds} == {CHAIN}
     fixed = run_fixed(CHAIN, traces[0], flat_costs())
     assert second[0].tokens_per_second == pytest.approx(fixed.tokens_per_second)

@@ -228,7 +228,7 @@ requests = st.tuples(
         speculation=_maybe(
             mode=st.integers(-(2**31), 2**31 - 1) | st.integers(0, 3),
             shape=st.sampled_from(["(1,1)", "proposed(7)", "off", *HOSTILE_SHAPES]) | texts,
-            policy=st.sampled_from(["ratio_ucb", "thompson"]) | texts,
+            policy=st.sampled_from(["conservative_ucb", "paper_ucb"]) | texts,
             max_nodes=numbers,
             deadline_ms=numbers,
         ).map(lambda fields: pb.Speculation(**fields)),

@@ -13,14 +13,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from dendro.errors import BadRequest
-from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import RANKED, DraftTree
 
 from cluster.arms import OFF_ARM, Arm
-from cluster.policies import Experience, PaperUCB, RatioUCB, make_policy
+from cluster.policies import ConservativeUCB, Experience, PaperUCB, make_policy
 from cluster.policies.experience import Concurrency
-from cluster.policies.full_info import PROBE_EVERY, FullInfo
+from cluster.policies.prior import Prior
 from cluster.policies.step_time import StepTime
 from cluster.policies.trial import FIRST_REST, LONGEST_REST, SPECULATION_MARGIN, SpeculationTrial, pilot_share
 
@@ -42,9 +41,9 @@ def step_us(rows: int) -> int:
 def test_a_cold_step_is_not_learned():
     experience, warm = Experience(), Experience()
     for each in (experience, warm):
-        each.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
-        each.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
-    experience.learn(OFF, tree(1), replace(verdict(1, 20_000_000), cold=True), 0.0)
+        each.learn(OFF, tree(1), verdict(1, 20_000))
+        each.learn(OFF, tree(1), verdict(1, 20_000))
+    experience.learn(OFF, tree(1), replace(verdict(1, 20_000_000), cold=True))
     assert experience.costs.step.at(8, experience.degree) == warm.costs.step.at(8, warm.degree) > 0
 
 
@@ -71,8 +70,8 @@ def test_the_papers_reward_is_minus_one_over_the_speedup_of_equations_3_to_6():
     """A target forward of 20 ms and a drafter level of 2 ms: by hand, at depth 4 and 3 tokens."""
     experience = Experience()
     for _ in range(3):
-        experience.learn(OFF, tree(1), verdict(1, 20_000), 0.0)
-        experience.learn(CHAIN, tree(5, 8_000), verdict(3, 20_000), 0.0)
+        experience.learn(OFF, tree(1), verdict(1, 20_000))
+        experience.learn(CHAIN, tree(5, 8_000), verdict(3, 20_000))
     assert experience.draft_ratio == pytest.approx(0.1)
     total_ms = 20 + 4 * 2  # (3), the target's forward as long as a plain one
     speedup = 3 * 20 / total_ms  # (4)
@@ -89,7 +88,7 @@ def test_ties_go_to_the_smaller_tree():
     assert bandit.choose() == CHAIN
 
 
-def play(policy: PaperUCB | RatioUCB, emit: dict[Arm, list[int]], rounds: int) -> dict[Arm, int]:
+def play(policy: PaperUCB | ConservativeUCB, emit: dict[Arm, list[int]], rounds: int) -> dict[Arm, int]:
     rng, pulls = random.Random(0), dict.fromkeys(emit, 0)
     for _ in range(rounds):
         arm = policy.choose()
@@ -101,45 +100,17 @@ def play(policy: PaperUCB | RatioUCB, emit: dict[Arm, list[int]], rounds: int) -
 def test_the_ratio_prefers_1_or_7_over_always_3_where_the_mean_of_1_over_n_does_not():
     steady, swinging = Arm.parse("mamba:(2,1,1,1,1,1)"), Arm.parse("mamba:(1,1,1,1,1,1)")
     lengths: dict[Arm, list[int]] = {steady: [3], swinging: [1, 7]}
-    ratio = play(RatioUCB([steady, swinging], Experience(), temperature=0.0), lengths, 400)
+    ratio = play(ConservativeUCB([steady, swinging], Experience()), lengths, 400)
     paper = play(PaperUCB([steady, swinging], lambda_gamma=0.0), lengths, 400)
     assert ratio[swinging] > 350
     assert paper[steady] > 350
-
-
-def test_an_arm_is_not_judged_by_its_first_round_on_cold_memory():
-    experience = Experience()
-    policy = RatioUCB([OFF, CHAIN, BUSHY], experience, temperature=0.0)
-    seen = Counter()
-    for _ in range(60):
-        arm = policy.choose()
-        seen[arm] += 1
-        draft_us = 0 if arm.off else 1_000 * arm.depth
-        if arm == BUSHY and seen[arm] == 1:
-            draft_us *= 20
-        policy.learn(arm, tree(arm.rows, draft_us), verdict(1 if arm.off else 3 if arm == CHAIN else 5))
-    assert seen.most_common(1)[0][0] == BUSHY
-
-
-def test_every_arm_is_tried_twice_by_a_router_and_not_again_by_each_request():
-    experience = Experience()
-    arms = [OFF, CHAIN, BUSHY]
-    first = RatioUCB(arms, experience, temperature=0.0)
-    tried = []
-    for _ in range(6):
-        arm = first.choose()
-        tried.append(arm)
-        first.learn(arm, tree(arm.rows, 2_000 * (not arm.off)), verdict(1 if arm.off else 4))
-    assert Counter(tried) == dict.fromkeys(arms, 2)
-    second = RatioUCB(arms, experience, temperature=0.0)
-    assert all(second.index(arm) < math.inf for arm in arms)
 
 
 def test_guesses_that_are_never_right_cost_at_most_two_percent_of_an_answer():
     experience = Experience()
     pulls: dict[Arm, int] = {OFF: 0, CHAIN: 0, BUSHY: 0}
     spent: dict[Arm, int] = {OFF: 10_500, CHAIN: 14_000, BUSHY: 26_000}
-    policy = RatioUCB(list(pulls), experience, temperature=1.0)
+    policy = ConservativeUCB(list(pulls), experience)
     for _ in range(1000):
         arm = policy.choose()
         pulls[arm] += 1
@@ -152,7 +123,7 @@ def test_guesses_that_are_never_right_cost_at_most_two_percent_of_an_answer():
 @pytest.mark.parametrize("texts, best", [(1, CHAIN), (16, OFF)])
 def test_a_text_does_not_speculate_where_that_slows_the_texts_that_share_its_steps(texts, best):
     """A draft of 10 ms, for a quarter of the texts; two tokens a round instead of one. All texts do the same."""
-    policy, pulls = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0), Counter()
+    policy, pulls = ConservativeUCB([OFF, CHAIN], Experience()), Counter()
     for _ in range(100):
         arm = policy.choose()
         pulls[arm] += 1
@@ -165,9 +136,9 @@ def test_guesses_of_other_texts_do_not_raise_the_predicted_cost_of_off():
     """Fifteen texts speculate and one does not; `off` is the better choice for all of them."""
     experience = Experience()
     for _ in range(200):
-        experience.learn(CHAIN, tree(5, 10_000, 4), verdict(2, step_us(76), 16, 76), 0.0)
-        experience.learn(OFF, tree(1), verdict(1, step_us(76), 16, 76), 0.0)
-        experience.learn(OFF, tree(1), verdict(1, step_us(40), 16, 40), 0.0)
+        experience.learn(CHAIN, tree(5, 10_000, 4), verdict(2, step_us(76), 16, 76))
+        experience.learn(OFF, tree(1), verdict(1, step_us(76), 16, 76))
+        experience.learn(OFF, tree(1), verdict(1, step_us(40), 16, 40))
     assert experience.round_us(OFF) == pytest.approx(step_us(16) / 16, rel=0.1)
     assert 2 / experience.round_us(CHAIN) < 1 / experience.round_us(OFF)
 
@@ -194,7 +165,7 @@ def test_an_arm_given_up_at_high_concurrency_is_tried_again_by_a_text_that_runs_
             if requests == 1:
                 running.close()
             with experience.concurrency.running():
-                policy = RatioUCB([OFF, BUSHY], experience, temperature=0.0)
+                policy = ConservativeUCB([OFF, BUSHY], experience)
                 for _ in range(200 if requests > 1 else 400):  # the expected concurrency decays over half a second
                     arm = policy.choose()
                     pulls[requests][arm] += 1
@@ -204,29 +175,21 @@ def test_an_arm_given_up_at_high_concurrency_is_tried_again_by_a_text_that_runs_
                     for _ in range(requests):
                         experience.learn_time(arm, guesses, found, 10_000 + guesses.draft_us)
     assert pulls[16][OFF] > 120
-    assert pulls[1][BUSHY] > 250
+    assert pulls[1][BUSHY] > 200
     assert experience.concurrency.requests == 0
 
 
 def test_one_slow_round_does_not_condemn_an_arm():
     experience = Experience()
     for us in [10_000] * 50 + [1_000_000]:
-        experience.learn(CHAIN, tree(5, 2_000), verdict(3, us), 0.0)
+        experience.learn(CHAIN, tree(5, 2_000), verdict(3, us))
     assert experience.round_us(CHAIN) < 1.3 * 13_000
 
 
-def test_a_prior_weighs_a_few_rounds_at_most():
-    experience = Experience()
-    for _ in range(500):
-        experience.learn(CHAIN, tree(5, 2_000), verdict(4), 0.0)
-    assert experience.prior(CHAIN, 0.0).rounds == 8
-    assert experience.prior(CHAIN, 1.0).rounds == 0  # acceptance differs at another temperature
-
-
-@pytest.mark.parametrize("name, arms, field", [("greedy", [OFF], "policy"), ("ratio_ucb", [], "arms")])
+@pytest.mark.parametrize("name, arms, field", [("greedy", [OFF], "policy"), ("conservative_ucb", [], "arms")])
 def test_an_unknown_policy_or_no_arms_is_refused_by_name(name, arms, field):
     with pytest.raises(BadRequest, match=field):
-        make_policy(name, arms, Experience(), 0.0)
+        make_policy(name, arms, Experience())
 
 
 class ConcurrentRequests:
@@ -249,7 +212,7 @@ class ConcurrentRequests:
         with contextlib.ExitStack() as running:
             for _ in range(texts):
                 running.enter_context(self.experience.concurrency.running(self.fixed))
-            policies = [RatioUCB([OFF, CHAIN, BUSHY], self.experience, temperature=0.0) for _ in range(texts)]
+            policies = [ConservativeUCB([OFF, CHAIN, BUSHY], self.experience) for _ in range(texts)]
             for _ in range(rounds):
                 shapes = [policy.choose() for policy in policies]
                 took_us = self.round_us(shapes)
@@ -289,7 +252,7 @@ def test_new_requests_explore_nothing_while_speculation_does_not_pay():
     assert set(later.chosen) == {OFF}
 
 
-@pytest.mark.parametrize("name", ["ratio_ucb", "discounted_ucb", "thompson", "fullinfo"])
+@pytest.mark.parametrize("name", ["conservative_ucb"])
 def test_while_a_trial_rests_a_round_makes_no_offer_and_is_learned_by_the_trial_alone(name):
     experience = Experience()
     ConcurrentRequests(experience, off_us=30_000, tree_us=70_000).answer(100)
@@ -298,7 +261,7 @@ def test_while_a_trial_rests_a_round_makes_no_offer_and_is_learned_by_the_trial_
             running.enter_context(experience.concurrency.running())
         trial = experience.concurrency.trial
         assert trial is not None and trial.resting
-        policy = make_policy(name, [CHAIN, PROPOSED], experience, 0.0)
+        policy = make_policy(name, [CHAIN, PROPOSED], experience)
         before, rounds = copy.deepcopy(experience.costs), trial.rounds
         for _ in range(3):
             assert policy.choose(lambda: pytest.fail("an offer was made")) == OFF
@@ -520,11 +483,11 @@ def test_a_prior_begins_trials_without_an_outcome_and_their_own_measurement_repl
 
 
 def test_a_text_that_first_guesses_late_begins_with_what_others_learned_meanwhile():
-    experience = Experience()
-    late = RatioUCB([OFF, CHAIN], experience, temperature=0.0)
+    experience, prior = Experience(), Prior()
+    late = ConservativeUCB([OFF, CHAIN], experience, prior)
     with experience.concurrency.running(), experience.concurrency.running():
         for _ in range(20):
-            experience.learn(CHAIN, tree(5, 2_000), verdict(4), 0.0)
+            prior.learn(CHAIN, tree(5, 2_000), verdict(4), chosen=True)
         late.choose()
     assert (late.lengths[CHAIN].mean, late.lengths[CHAIN].rounds) == (4, 8)
 
@@ -562,7 +525,7 @@ def test_a_text_whose_rounds_emit_too_little_does_not_speculate_with_the_others(
 
 @pytest.mark.parametrize("proposed", [1, 4], ids=["plain", "with proposals"])
 def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_opens(proposed):
-    policy = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0)
+    policy = ConservativeUCB([OFF, CHAIN], Experience())
     early = replace(tree(proposed), missed=True)
     policy.learn(CHAIN, early, verdict(1))
     assert policy.lengths[CHAIN].rounds == 0
@@ -576,13 +539,13 @@ def test_late_drafts_are_ignored_in_the_cost_of_drafts(first):
     """A draft that did not come has no time: it must not make its shape look cheap."""
     experience, missed = Experience(), replace(tree(1), missed=True)
     for _ in range(first):
-        experience.learn(CHAIN, missed, verdict(1), 0.0)
+        experience.learn(CHAIN, missed, verdict(1))
     for _ in range(2):
-        experience.learn(CHAIN, tree(5, 9_000), verdict(3), 0.0)
-        experience.learn(CHAIN, missed, verdict(1), 0.0)
+        experience.learn(CHAIN, tree(5, 9_000), verdict(3))
+        experience.learn(CHAIN, missed, verdict(1))
     assert experience.costs.draft[CHAIN].us == 9_000
     for _ in range(2):
-        experience.learn(BUSHY, missed, verdict(1), 0.0)
+        experience.learn(BUSHY, missed, verdict(1))
     assert experience.costs.draft_us(BUSHY) == 0, "a known cost, so that the arm is not tried forever"
     assert experience.costs.draft_us(Arm.parse("mamba:(2,1,1,1)")) == pytest.approx(9_000), (
         "predicted from drafts that came"
@@ -591,7 +554,7 @@ def test_late_drafts_are_ignored_in_the_cost_of_drafts(first):
 
 
 def test_a_round_without_proposals_counts_for_its_arm_and_not_for_the_drafters():
-    policy = RatioUCB([OFF, CHAIN, PROPOSED], Experience(), temperature=0.0)
+    policy = ConservativeUCB([OFF, CHAIN, PROPOSED], Experience())
     policy.learn(PROPOSED, tree(1), verdict(1))
     assert policy.lengths[PROPOSED].rounds == 1
     policy.learn(CHAIN, replace(tree(1), missed=True), verdict(1))
@@ -603,7 +566,7 @@ def test_proposals_cost_their_rows_and_one_call_and_a_drafters_tree_two_calls():
     experience = Experience()
     for arm, rows, hops in ((OFF, 1, 1), (PROPOSED, 10, 1), (CHAIN, 5, 2)) * 20:
         guesses = replace(tree(rows), draft_us=0)
-        experience.learn(arm, guesses, verdict(1, step_us(rows), step_rows=rows), 0.0)
+        experience.learn(arm, guesses, verdict(1, step_us(rows), step_rows=rows))
         experience.learn_time(arm, guesses, verdict(1, step_us(rows)), step_us(rows) + hops * 30_000)
     assert experience.round_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
     assert experience.round_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
@@ -622,11 +585,11 @@ def known(policy_name: str, arms) -> tuple:
     """A policy on an experience in which every arm was played."""
     experience = Experience()
     for arm, emitted in ((OFF, 1), (CHAIN, 3), (PROPOSED, 4)) * 20:
-        experience.learn(arm, tree(arm.rows), verdict(emitted, step_us(arm.rows), step_rows=arm.rows), 0.0)
-    return make_policy(policy_name, arms, experience, 0.0), experience
+        experience.learn(arm, tree(arm.rows), verdict(emitted, step_us(arm.rows), step_rows=arm.rows))
+    return make_policy(policy_name, arms, experience), experience
 
 
-@pytest.mark.parametrize("name", ["ratio_ucb", "discounted_ucb", "thompson", "fullinfo"])
+@pytest.mark.parametrize("name", ["conservative_ucb"])
 def test_proposals_are_chosen_by_their_chances_in_this_round(name):
     """So far they emitted 4 tokens a round, and the drafter's chain 3."""
     for _ in range(5):
@@ -636,64 +599,8 @@ def test_proposals_are_chosen_by_their_chances_in_this_round(name):
         assert policy.choose(offered()) != PROPOSED, "nothing is proposed"
 
 
-def test_an_arm_of_proposals_counts_the_likeliest_rows_of_the_offer_up_to_its_size():
-    policy, experience = known("ratio_ucb", [OFF, Arm.parse("lookup:proposed(2)"), PROPOSED])
-    experience.concurrency.sizes = StepSizes((1, 4, 8))
-    policy.choose(offered(0.5, 0.9, 0.25))
-    assert policy.tokens(Arm.parse("lookup:proposed(2)")) == pytest.approx(1 + 0.9 + 0.5)
-    assert policy.tokens(PROPOSED) == pytest.approx(1 + 0.9 + 0.5 + 0.25)
-    assert (policy.rows(Arm.parse("lookup:proposed(2)")), policy.rows(PROPOSED)) == (3, 4)
-    assert policy.round_us(PROPOSED) > experience.round_us(OFF), "a step of four rows takes longer than one of one"
-    policy.choose()
-    assert policy.tokens(PROPOSED) == policy.hoped(PROPOSED) != pytest.approx(2.65)
-
-
-def promising(arm: Arm, promise: float) -> DraftTree:
-    """A chain whose values promise so many tokens: the first guesses are certain."""
-    values = [0.0] + [math.log(min(max(promise - depth, 1e-6), 1.0)) for depth in range(arm.depth)]
-    return DraftTree.of(range(arm.depth + 1), range(-1, arm.depth), values)
-
-
-def test_an_arm_is_judged_by_the_promises_of_its_trees_and_not_by_lucky_rounds():
-    """Two arms of equal cost: one was lucky in a dozen rounds, the other's trees promise more."""
-    lucky, better = Arm.parse("mamba:(2,1,1,1)"), CHAIN
-    policy = RatioUCB([OFF, lucky, better], Experience(), temperature=1.0)
-    for _ in range(12):
-        policy.learn(lucky, promising(lucky, 1.5), verdict(4))
-        policy.learn(better, promising(better, 2.5), verdict(2))
-    assert policy.lengths[better].mean > policy.lengths[lucky].mean + 0.5
-
-
-@pytest.mark.parametrize("too_high", [0.5, 1.0, 2.0])
-def test_promises_are_corrected_per_arm_by_how_they_came_true(too_high):
-    """The chain's promises are wrong by a factor, the other arm's are right; both emit 2 tokens a round."""
-    experience, rng, other = Experience(), random.Random(3), Arm.parse("mamba:(2,1,1,1)")
-    worths = []
-    for _ in range(600):
-        for arm, factor in ((CHAIN, too_high), (other, 1.0)):
-            chance = rng.uniform(0.5, 1.5)
-            emitted = 1 + int(chance > 1) + int(rng.random() < chance % 1)
-            experience.learn(arm, promising(arm, factor * chance), verdict(emitted), 1.0)
-        worths.append(experience.worth(CHAIN, promising(CHAIN, too_high), verdict(1), 1.0))
-    assert worths[-1] == pytest.approx(2, rel=0.05)
-    assert experience.worth(CHAIN, tree(5), verdict(3), 1.0) == 3, "N counts for a tree without values"
-    cut = replace(verdict(3), trimmed=2)
-    assert experience.worth(CHAIN, promising(CHAIN, 2.0), cut, 1.0) == 3, "N counts where guesses were left out"
-    assert experience.worth(PROPOSED, promising(CHAIN, 2.0), verdict(3), 1.0) == 3, "N counts for proposals alone"
-    assert experience.worth(CHAIN, promising(CHAIN, 1.0), verdict(1), 0.0) == pytest.approx(2, 1e-5), (
-        "temperature classes are counted separately"
-    )
-
-
-def test_promises_that_are_too_low_make_no_round_worth_more_than_its_tree_can_emit():
-    experience = Experience()
-    for _ in range(2000):
-        experience.learn(CHAIN, promising(CHAIN, 0.001), verdict(5), 0.0)
-    assert experience.worth(CHAIN, promising(CHAIN, 3.0), verdict(1), 0.0) == 5
-
-
 def test_no_offer_is_requested_while_speculation_does_not_pay():
-    policy, experience = known("ratio_ucb", [OFF, CHAIN, PROPOSED])
+    policy, experience = known("conservative_ucb", [OFF, CHAIN, PROPOSED])
     offers = []
     with contextlib.ExitStack() as running:
         for _ in range(8):
@@ -710,17 +617,10 @@ def test_the_papers_cost_of_proposals_has_no_draft_time():
     assert policy.rewards == {CHAIN: -(1 + 0.5 * CHAIN.depth) / 2, PROPOSED: -1 / 2}
 
 
-def test_tokens_from_proposals_beyond_an_arms_depth_count_for_it():
-    policy = RatioUCB([OFF, CHAIN], Experience(), temperature=0.0)
-    for _ in range(4):
-        policy.learn(CHAIN, tree(8), verdict(8))
-    assert policy.hoped(CHAIN) == 8
-
-
 def test_a_text_that_chose_off_several_times_is_expected_to_choose_it_again_but_for_a_probe():
-    policy = FullInfo([OFF, CHAIN], Experience(), 0.0)
+    policy = ConservativeUCB([OFF, CHAIN], Experience())
     expected = []
-    for _ in range(2 * PROBE_EVERY):
+    for _ in range(400):
         arm = policy.choose()
         expected.append((arm.off, policy.stays_off))
         grown = replace(tree(arm.rows, draft_us=40_000 * arm.drafted), trace=np.full(1, RANKED, np.int32))
@@ -735,7 +635,7 @@ def test_a_text_that_a_trial_keeps_from_guessing_is_expected_to_stay_off_at_once
     with experience.concurrency.running(), experience.concurrency.running():
         trial = experience.concurrency.trial
         assert trial is not None
-        policy = RatioUCB([OFF, CHAIN], experience, 0.0)
+        policy = ConservativeUCB([OFF, CHAIN], experience)
         trial.speculating = False
         assert policy.choose().off and policy.stays_off
         trial.speculating = True
@@ -747,7 +647,7 @@ def test_rounds_begun_ahead_teach_the_whole_step_and_make_off_cheaper_by_what_th
     experience = Experience()
     for _ in range(6):
         found = replace(verdict(1, verify_us=6_000), ahead_us=4_000)
-        experience.learn(OFF, tree(1), found, 0.0)
+        experience.learn(OFF, tree(1), found)
         experience.learn_time(OFF, tree(1), found, 9_000)
     assert experience.costs.step.at(experience.concurrency.sizes.padded(1), 1) == pytest.approx(10_000)
     assert experience.predicted_us(OFF) == pytest.approx(9_000)

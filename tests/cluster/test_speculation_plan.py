@@ -20,7 +20,7 @@ from edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_o
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.pools import Peers
-from cluster.policies import Experience, Offer, PaperUCB, RatioUCB, Static
+from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, Static
 from cluster.router.account import RoundAccount
 from cluster.router.ingress import Ingress
 from cluster.router.speculation import SpeculationPlan, plan_speculation
@@ -96,7 +96,7 @@ async def test_rounds_are_counted_by_drafter_and_shape_where_a_target_has_severa
 
 def test_auto_chooses_among_the_shapes_of_all_drafters():
     policy = planned("auto", **TWO_DRAFTERS).policy
-    assert isinstance(policy, RatioUCB)
+    assert isinstance(policy, ConservativeUCB)
     assert [str(arm) for arm in policy.arms] == ["off", "mamba:(1,1,1)", "small:(1,1,1)", "mamba:(2,1)", "small:(2,1)"]
 
 
@@ -150,10 +150,10 @@ async def test_a_request_tells_its_verifier_of_a_first_round_without_a_tree_and_
 def test_off_means_no_trees_and_auto_the_configured_policy_and_arms():
     off, auto = planned("off"), planned("auto")
     assert isinstance(off.policy, Static) and off.policy.arm == OFF_ARM and off.name == "off"
-    assert isinstance(auto.policy, RatioUCB) and auto.name == "ratio_ucb"
+    assert isinstance(auto.policy, ConservativeUCB) and auto.name == "conservative_ucb"
     assert [str(arm) for arm in auto.policy.arms] == ["off", "mamba:(1,1,1)", "mamba:(2,1)"]
     absent = plan_speculation(pb.Speculation(), "demo", config(), Experience(), Sampling())
-    assert absent.name == "ratio_ucb" and absent.free
+    assert absent.name == "conservative_ucb" and absent.free
 
 
 def test_a_request_can_name_its_policy():
@@ -167,12 +167,15 @@ def test_a_request_can_name_its_policy():
 )
 def test_auto_leaves_out_arms_with_more_guesses_than_max_nodes(max_nodes: int, left: list[str]):
     policy = planned(Speculation(max_nodes=max_nodes)).policy
-    assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == left
+    assert isinstance(policy, ConservativeUCB) and [str(arm) for arm in policy.arms] == left
 
 
 def test_auto_cuts_proposals_to_max_nodes_without_duplicates():
     policy = planned(Speculation(max_nodes=3), speculation={"arms": ["proposed(7)", "proposed(8)", "(2,1)"]}).policy
-    assert isinstance(policy, RatioUCB) and [str(arm) for arm in policy.arms] == ["off", "lookup+suffix:proposed(3)"]
+    assert isinstance(policy, ConservativeUCB) and [str(arm) for arm in policy.arms] == [
+        "off",
+        "lookup+suffix:proposed(3)",
+    ]
 
 
 def test_proposals_fill_a_fixed_proposed_shape_and_add_nothing_to_a_fixed_tree():
@@ -182,7 +185,7 @@ def test_proposals_fill_a_fixed_proposed_shape_and_add_nothing_to_a_fixed_tree()
 
 def test_off_is_the_only_arm_where_no_other_is_small_enough():
     policy = planned(Speculation(max_nodes=1), speculation={"arms": ["(2,1)"]}).policy
-    assert isinstance(policy, RatioUCB) and policy.arms == (OFF_ARM,)
+    assert isinstance(policy, ConservativeUCB) and policy.arms == (OFF_ARM,)
 
 
 def test_a_fixed_shape_may_have_exactly_max_nodes_guesses():
@@ -193,7 +196,7 @@ def test_a_fixed_shape_may_have_exactly_max_nodes_guesses():
     "speculation, free",
     [
         (Speculation(), True),
-        (Speculation(policy="ratio_ucb"), True),
+        (Speculation(policy="conservative_ucb"), True),
         (Speculation(policy="paper_ucb"), False),
         (Speculation(max_nodes=60), False),
         (Speculation(deadline_ms=5), False),
@@ -229,8 +232,8 @@ NO_DRAFTERS = {"drafters": {}}
         ("shape", Speculation(Mode.FIXED, "proposed(3)"), {"speculation": {"proposers": []}}),
         ("deadline_ms", Speculation(Mode.FIXED, "proposed(3)", deadline_ms=5), {}),
         ("policy", Speculation(policy="best"), {}),
-        ("policy", Speculation(Mode.OFF, policy="ratio_ucb"), {}),
-        ("policy", Speculation(Mode.FIXED, "(1,)", "ratio_ucb"), {}),
+        ("policy", Speculation(Mode.OFF, policy="conservative_ucb"), {}),
+        ("policy", Speculation(Mode.FIXED, "(1,)", "conservative_ucb"), {}),
         ("max_nodes", Speculation(Mode.FIXED, "(2,1)", max_nodes=3), {}),
         ("max_nodes", Speculation(Mode.FIXED, "(1,)", max_nodes=0), {}),
         ("max_nodes", Speculation(Mode.FIXED, "dynamic(3,2,6)", max_nodes=5), {}),
@@ -370,7 +373,7 @@ def test_only_a_round_without_a_tree_can_be_followed_by_one_that_stays_off(stays
     policy.stays_off = stays
     experience = Experience()
     with experience.concurrency.running() as running:
-        account = RoundAccount(SpeculationPlan("auto", policy), experience, running, 0.0)
+        account = RoundAccount(SpeculationPlan("auto", policy), experience, running)
         assert account.choose().off and account.stays_off() == stays
         assert not account.choose().off and not account.stays_off()
 
@@ -387,7 +390,7 @@ def test_the_account_of_a_hand_example():
     ]
     with experience.concurrency.running() as running:
         account = RoundAccount(
-            SpeculationPlan("fixed", ScriptedPolicy([arm for arm, *_ in rounds])), experience, running, 0.0, clock
+            SpeculationPlan("fixed", ScriptedPolicy([arm for arm, *_ in rounds])), experience, running, clock
         )
         for arm, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow

@@ -165,7 +165,7 @@ def learned(attends: bool, step_us) -> Experience:
             tree = DraftTree.of(range(arm.rows), range(-1, arm.rows - 1))
             rows = -(-arm.rows // 8) * 8
             found = Verdict((1,), (0,), (), None, 1, round(step_us(rows)), step_rows=rows)
-            experience.learn(arm, tree, found, 0.0)
+            experience.learn(arm, tree, found)
     return experience
 
 

@@ -93,7 +93,7 @@ def measured(level_us: int = 2000, rounds: int = 12) -> Experience:
         arm = {5: FIXED, 1: Arm.parse("off"), 9: Arm("mamba", LevelShape((1,) * 8))}[rows]
         tree = chain(rows - 1, level_us * (rows - 1))
         found = verdict(1 if rows == 1 else 3, rows, 20_000 + 400 * rows)
-        experience.learn(arm, tree, found, 0.0)
+        experience.learn(arm, tree, found)
         experience.learn_time(arm, tree, found, tree.draft_us + found.verify_us)
     return experience
 

@@ -43,7 +43,7 @@ async def test_drafts_that_stop_in_time_change_no_token(tmp_path: Path, temperat
     options: Options = {"temperature": temperature, "seed": 7, "max_new_tokens": TOKENS, "ignore_end": True}
     discarded: dict[str, int] = dict.fromkeys(["(1,1,1,1,1,1,1,1)", *shapes], 0)
     accepted = dict.fromkeys(discarded, 0)
-    every = Speculation(policy="ucbspec")  # plays each arm
+    every = Speculation(policy="paper_ucb")  # plays each arm
     async with local_client(configured(tmp_path, ["until(auto,8)", "until(auto,2,4,9)"])) as client:
         for prompt in PROMPTS:
             plain = await client.generate_text(prompt, **options, speculation="off")

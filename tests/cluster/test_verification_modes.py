@@ -23,9 +23,8 @@ from edge import EdgePeers, config, ingress
 from cluster.api.local import LocalClient
 from cluster.config import Config
 from cluster.peers import drafter
-from cluster.policies import Experience, Experiences
+from cluster.policies import ConservativeUCB, Experience, Experiences
 from cluster.policies.prior import PriorKey
-from cluster.policies.rate import RatePolicy
 from cluster.router.speculation import plan_speculation
 from cluster.running import local_ingress
 from drafter_service.sampled import DrawnGrowth, GuessDraws
@@ -89,12 +88,12 @@ async def test_each_mode_answers_with_full_trees_and_the_same_again_for_the_same
 @pytest.mark.slow
 async def test_a_policy_picks_trees_in_each_mode(tmp_path: Path):
     """The answer has the tokens of plain decoding in mode naive, and its full length in all. A policy may find that no
-    tree pays; `ucbspec` does not weigh time."""
+    tree pays; `paper_ucb` plays every arm."""
     async with serving(tmp_path, drafter_seed=1, arms=["(2,1)", "dynamic(3,2,5)", "(1,1,1)"]) as client:
         plain = await client.generate_text(PROMPT, **SAMPLED, speculation="off")
         for mode in LISTED_MODES:
             drafted = 0
-            for policy in ("ratio_ucb", "thompson", "fullinfo", "ucbspec"):
+            for policy in ("conservative_ucb", "paper_ucb"):
                 way = Speculation(policy=policy)
                 done = await client.generate_text(PROMPT, **options(mode, speculation=way, max_new_tokens=48))
                 stats = done.complete.speculation
@@ -288,7 +287,7 @@ def test_a_policy_chooses_among_the_arms_that_its_mode_can_have(mode: str, expec
     settings = config(speculation={"arms": ["(2,1)", "dynamic(2,2,3)", "beam(2,2)", "proposed(3)"]}, **LISTED)
     sampling = Sampling(1.0, mode=VerificationMode(mode))
     plan = plan_speculation(pb.Speculation(), "demo", settings, Experience(), sampling)
-    assert isinstance(plan.policy, RatePolicy) and not plan.free
+    assert isinstance(plan.policy, ConservativeUCB) and not plan.free
     assert [str(arm.shape) for arm in plan.policy.arms] == expected
     assert (plan.proposed_rows == 1) == sampling.draws_guesses
 

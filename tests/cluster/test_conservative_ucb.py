@@ -1,0 +1,149 @@
+"""The served policy: no text pays much for finding out, and a stranger begins with what all tenants found."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from dendro.errors import BadRequest
+from dendro.shapes import TreeShape
+from dendro.step_sizes import StepSizes
+from dendro.text import Verdict
+from dendro.tree import RANKED, DraftTree
+from pydantic import ValidationError
+
+from cluster.arms import OFF_ARM, Arm
+from cluster.config import SpeculationConfig
+from cluster.policies import POLICIES, REPLACED, ConservativeUCB, Experience, Experiences, make_policy
+from cluster.policies.costs import EmittedLength
+from cluster.policies.experience import Concurrency
+from cluster.policies.prior import Prior, pair_prior
+from cluster.policies.replay import static_path
+from cluster.proposers.chances import Chances, Count, usual_chances
+
+OFF_US, LEVEL_US, ROW_US = 10_000, 800, 300
+ARMS = [OFF_ARM, *(Arm.parse(f"mamba:{shape}") for shape in ("(1,1,1,1)", "(2,1,1)", "(3,2,2,1,1)", "dynamic(4,5,15)"))]
+TOKENS = 160
+
+
+def shared() -> Concurrency:
+    """Of a target whose steps are not padded."""
+    return Concurrency(sizes=StepSizes(tuple(range(1, 65))))
+
+
+def answer(policy: ConservativeUCB, right: float, seed: int, notes: Prior | None = None) -> tuple[float, list[Arm]]:
+    """The time of an answer over that without speculation, and its arms. right: chance that a token ranks first"""
+    rng = random.Random(seed)
+    ranks = [0 if rng.random() < right else RANKED for _ in range(TOKENS + 64)]
+    place = traced = 0
+    spent, played = 0.0, []
+    while place < TOKENS:
+        arm = policy.choose()
+        played.append(arm)
+        shape = TreeShape.parse("(3,2,2,1,1)") if str(arm.shape).startswith("dynamic") else arm.shape
+        length = len(static_path(shape, ranks[place : place + arm.depth])) if arm.drafted else 1
+        tree = DraftTree.root_only(1)
+        if arm.drafted:
+            tree = DraftTree.of(range(arm.rows), range(-1, arm.rows - 1))
+            trace, traced = ranks[max(traced, place - 64) : place], place
+            tree = replace(tree, draft_us=LEVEL_US * arm.depth, trace=np.array(trace, np.int32))
+        step_us = OFF_US + ROW_US * (arm.rows - 1)
+        found = Verdict((1,) * length, tuple(range(length)), (0,) * (length - 1), None, length, step_us)
+        found = replace(found, step_rows=arm.rows)
+        policy.learn(arm, tree, found)
+        if notes is not None:
+            notes.learn(arm, tree, found, chosen=True)
+        spent += tree.draft_us + step_us
+        place += length
+    return spent / (OFF_US * place), played
+
+
+@pytest.mark.parametrize("right", [0.0, 0.1, 0.2])
+def test_a_strangers_first_answer_pays_three_percent_at_most_to_find_a_drafter_useless(right):
+    """The first answer of all: nothing is known, not even what a draft costs."""
+    for seed in range(8):
+        slower, _ = answer(ConservativeUCB(ARMS, Experience(shared())), right, seed)
+        assert slower <= 1.03, seed
+
+
+@pytest.mark.parametrize("right", [0.0, 0.2, 0.3])
+def test_later_strangers_pay_one_and_a_half_percent_at_most(right):
+    experiences, priors = Experiences(shared()), []
+    for number in range(10):
+        notes, begun = Prior(), pair_prior(priors).begun()
+        policy = ConservativeUCB(ARMS, experiences.of(str(number)), begun)
+        slower, _ = answer(policy, right, number, notes)
+        assert number == 0 or slower <= 1.015, number
+        begun.add(notes)
+        priors.append(begun)
+
+
+def test_a_stranger_speculates_from_the_first_round_where_others_gained():
+    experiences, prior = Experiences(shared()), Prior()
+    faster, _ = answer(ConservativeUCB(ARMS, experiences.of("one"), prior), 0.9, 1, prior)
+    assert faster < 0.7
+    stranger = ConservativeUCB(ARMS, experiences.of("two"), pair_prior([prior]).begun())
+    assert stranger.choose().drafted
+    slower, played = answer(ConservativeUCB(ARMS, experiences.of("three"), pair_prior([prior]).begun()), 0.0, 2)
+    assert slower < 1.12 and all(arm.off for arm in played[-40:]), "whose text is of another kind"
+
+
+def test_one_cheap_trees_ranks_tell_of_arms_that_were_not_played():
+    policy = ConservativeUCB(ARMS[:4], Experience(shared()))
+    for _ in range(4):
+        policy.learn(OFF_ARM, DraftTree.root_only(1), Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1))
+    chain, bushy = ARMS[1], ARMS[3]
+    tree = DraftTree.of(range(5), range(-1, 4))
+    for _ in range(26):
+        policy.learn(OFF_ARM, DraftTree.root_only(1), Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1))
+    found = Verdict((1,) * 5, tuple(range(5)), (0,) * 4, None, 5, OFF_US, step_rows=5)
+    policy.learn(chain, replace(tree, trace=np.array((0,) * 30, np.int32), draft_us=9), found)
+    assert policy.lengths[bushy].mean == bushy.depth + 1 and policy.lengths[bushy].rounds == 5
+
+
+def test_proposals_that_promise_too_much_cost_a_text_little():
+    """Every offer promises three tokens, none comes, and their rows make a round half again as long."""
+    proposed = Arm.parse("lookup:proposed(15)")
+    experience, offer = Experience(shared()), DraftTree.of(range(16), range(-1, 15), [0.0] * 4 + [-9.0] * 12)
+    policy, spent = ConservativeUCB([OFF_ARM, proposed], experience), 0
+    for _ in range(TOKENS):
+        arm = policy.choose(lambda: offer)
+        tree, us = (DraftTree.root_only(1), OFF_US) if arm.off else (offer, OFF_US + 15 * ROW_US)
+        policy.learn(arm, tree, Verdict((1,), (0,), (), None, 1, us, step_rows=tree.rows))
+        spent += us
+    assert spent <= 1.05 * TOKENS * OFF_US
+
+
+def test_one_tenant_of_three_moves_no_strangers_prior():
+    chain = ARMS[1]
+    tables = []
+    for right in (30, 28, 0):
+        counts = np.zeros((16, RANKED + 1))
+        counts[0, 0], counts[0, RANKED] = right, 40 - right
+        tables.append(counts)
+    means = (3.0, 3.2, 1.0)
+    honest = [
+        Prior({chain: EmittedLength(mean, 40.0)}, {"mamba": table}) for mean, table in zip(means, tables, strict=True)
+    ]
+    for hostile in (Prior({chain: EmittedLength(5.0, 1e9)}, {"mamba": 1e6 * tables[0]}), honest[2]):
+        pair = pair_prior([*honest[:2], hostile])
+        assert 3.0 <= pair.lengths[chain].mean <= 3.2
+        assert pair.begun().lengths[chain].rounds == 8
+
+
+def test_a_tenants_proposals_count_16_times_at_most_for_a_new_tenant():
+    kind = ("lookup", 2, 1, 1)
+    many = [Chances({kind: Count(0.0, 500.0)}), *(Chances({kind: Count(8.0, 16.0)}) for _ in range(3))]
+    usual = usual_chances(many).counts[kind]
+    assert usual.right / usual.of == pytest.approx(24 / 64) and usual.of == 32
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_former_policys_name_is_refused_with_the_one_that_replaces_it(name):
+    with pytest.raises(BadRequest, match=f"speculation.policy: '{name}' was replaced by 'conservative_ucb'"):
+        make_policy(name, ARMS, Experience(shared()))
+    with pytest.raises(ValidationError, match=f"'{name}' was replaced by 'conservative_ucb'"):
+        SpeculationConfig(policy=name)
+    assert name not in POLICIES
