@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 from dendro.engine import Engine
 from dendro.errors import BadRequest, DendroError
@@ -18,10 +19,12 @@ from tree_layers.errors import CheckpointError
 
 from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig
+from cluster.drafter_figures import read_figures
 from cluster.hub import fetched_model, pinned
 from cluster.pairing import Pairing
 from cluster.redis_client import REDIS_FAULTS, reason_of, warning_at
 from cluster.tables import folding_table
+from cluster.worth import DraftingEngine, Drafts, Steps, TargetEngine, Timer, worth_of
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 NOT_LOADED = "-"
@@ -53,7 +56,7 @@ class ModelReport:
         return self.weights + sum(self.memory.values())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Pair:
     """A drafter and a target that it is configured for."""
 
@@ -62,6 +65,7 @@ class Pair:
     fits: bool
     bridge: str  # what translates between the tokenizers: none, string or intersection
     why: str
+    worth: str = ""  # tokens a round by its checkpoint's figures, and whether a round can pay here
 
 
 @dataclass(slots=True)
@@ -82,11 +86,28 @@ class Report:
             self.problems.append(str(problem))
 
 
-def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Report:
+@dataclass(slots=True)
+class Timings:
+    """Times of the models that were loaded, by name; none without a timer."""
+
+    timer: Timer | None = None
+    steps: dict[str, Steps] = field(default_factory=dict)  # of targets
+    drafts: dict[str, Drafts] = field(default_factory=dict)  # of drafters
+
+    def time_target(self, name: str, engine: TargetEngine, most_rows: int) -> None:
+        if self.timer is not None:
+            self.steps[name] = asyncio.run(self.timer.steps(engine, most_rows))
+
+    def time_drafter(self, name: str, engine: DraftingEngine) -> None:
+        if self.timer is not None:
+            self.drafts[name] = asyncio.run(self.timer.drafts(engine))
+
+
+def examine(config: Config, load: bool, show_line: Callable[[str], None], timer: Timer | None = None) -> Report:
     """Read all checkpoints' facts; then, where `load`, load each model alone, as a replica does, and free it again.
 
-    show_line: called with a line of progress before each load. Raises BadRequest for a checkpoint whose facts cannot be
-    read.
+    show_line: called with a line of progress before each load   timer: of loaded models; without one nothing is timed
+    Raises BadRequest for a checkpoint whose facts cannot be read.
     """
     config = pinned(config)
     facts = read_cluster(config)
@@ -107,9 +128,21 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None]) -> Rep
         if pairing.refusal:
             report.add_problem(misfit(name, of, pairing))
     _examine_redis(config, report)
+    timings = Timings(timer)
     if load:
-        _load_all(config, report, show_line)
+        _load_all(config, report, show_line, timings)
+    for pair in report.pairs:
+        if pair.fits:
+            pair.worth = _worth(config, pair, timings)
     return report
+
+
+def _worth(config: Config, pair: Pair, timings: Timings) -> str:
+    try:
+        figures = read_figures(config.drafters[pair.drafter].checkpoint)
+    except BadRequest as error:
+        return f"the figures of its guesses cannot be read: {error}"
+    return worth_of(figures, timings.steps.get(pair.target, {}), timings.drafts.get(pair.drafter, {}))
 
 
 def _examine_redis(config: Config, report: Report) -> None:
@@ -157,13 +190,13 @@ def _describe(report: Report, section: str, name: str, model: ModelConfig, facts
     )
 
 
-def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) -> None:
+def _load_all(config: Config, report: Report, show_line: Callable[[str], None], timings: Timings) -> None:
     longest = max(target.max_length for target in config.targets.values())
     entries = [*(("targets", entry) for entry in report.targets), *(("drafters", entry) for entry in report.drafters)]
     for place, (section, entry) in enumerate(entries, 1):
         show_line(f"loading {section}.{entry.name}, {place} of {len(entries)} ...")
         try:
-            _load_model(config, section, entry, longest)
+            _load_model(config, section, entry, longest, timings)
         except BadRequest as error:
             given = error.field.startswith(section)
             field_of = error.field if given else f"{section}.{entry.name}.{error.field}"
@@ -173,23 +206,29 @@ def _load_all(config: Config, report: Report, show_line: Callable[[str], None]) 
         gc.collect()  # the model is freed before the next one is loaded
 
 
-def _load_model(config: Config, section: str, entry: ModelReport, longest: int) -> None:
+def _load_model(config: Config, section: str, entry: ModelReport, longest: int, timings: Timings) -> None:
     from cluster.engines import load_drafter, load_verifier
 
     model: ModelConfig
     engine: Engine
+    timed: Callable[[], None]
     if section == "targets":
         model = target = fetched_model(f"targets.{entry.name}", config.targets[entry.name])
-        engine, workers = load_verifier(entry.name, target, MemoryStates()), target.tensor_parallel
+        verifier = load_verifier(entry.name, target, MemoryStates())
+        engine, workers = verifier, target.tensor_parallel
+        timed = partial(timings.time_target, entry.name, verifier, target.max_rows)
     else:
         model = drafter = fetched_model(f"drafters.{entry.name}", config.drafters[entry.name])
-        engine, workers = load_drafter(entry.name, drafter, MemoryStates(), config.targets), 1
+        drafting = load_drafter(entry.name, drafter, MemoryStates(), config.targets)
+        engine, workers = drafting, 1
+        timed = partial(timings.time_drafter, entry.name, drafting)
     try:
         own = engine.memory_bytes(longest)  # of this process; each other worker needs as much
         entry.memory = {part: count * workers for part, count in own.items()}
         entry.weights = _weights(model) or entry.weights
         entry.exactness = asyncio.run(engine.hello()).exactness
         entry.kernels = engine.kernels
+        timed()
     finally:
         asyncio.run(engine.stop())
 
@@ -221,6 +260,10 @@ def show(console: Console, report: Report) -> None:
             (pair.drafter, pair.target, "yes" if pair.fits else "no", pair.bridge, pair.why) for pair in report.pairs
         ]
         console.print(folding_table("drafters", ("drafter", "target", "fits", "bridge", "why"), pairs))
+        for pair in report.pairs:
+            if pair.worth:
+                line = f"worth of {pair.drafter} for {pair.target}: {pair.worth}"
+                console.print(line, markup=False, soft_wrap=True)
     for entry in report.targets:
         if entry.stored:
             line = f"tensors of {entry.name}: {entry.stored}, unpacked into {entry.dtype}"

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.checking import _size
+from cluster.drafter_figures import figures_of, write_figures
 from cluster.redis_server import RedisServer
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
@@ -47,6 +48,25 @@ def run(tmp_path: Path, config: dict, *options: str, **environment: str):
     done = CliRunner().invoke(cli.app, words, env=environment)
     report = json.loads((tmp_path / "r.json").read_text()) if (tmp_path / "r.json").exists() else None
     return done, report
+
+
+def test_a_drafters_worth_is_timed_where_models_are_loaded_and_else_from_its_checkpoint_alone(models, tmp_path):
+    config = fields(models)
+    done, report = run(tmp_path, config)
+    assert re.search(r"has no figures of its guesses; a round of \(.*\) needs \d", report["pairs"][0]["worth"])
+    copied = tmp_path / "copied"
+    shutil.copytree(models / "drafter", copied)
+    write_figures(copied, figures_of("t", {0.0: [[0, 0, 5] * 50], 1.0: [[0, 5, 5] * 50]}))
+    config["drafters"]["d"]["checkpoint"] = str(copied)
+    done, report = run(tmp_path, config)
+    assert done.exit_code == 0 and re.search(r"which needs \d+\.\d\d here", report["pairs"][0]["worth"])
+    assert "worth of d for t: for t, temperature 0:" in done.stdout
+    done, report = run(tmp_path, config, "--no-load")
+    assert report["pairs"][0]["worth"].endswith("by its checkpoint alone: nothing was timed")
+    (copied / "acceptance.json").write_text("{")
+    done, report = run(tmp_path, config, "--no-load")
+    assert done.exit_code == 0, "it can be served"
+    assert report["pairs"][0]["worth"].startswith("the figures of its guesses cannot be read: acceptance.json")
 
 
 def test_a_fitting_pair_is_loaded_and_the_reported_memory_is_that_of_the_engines(models, tmp_path):
