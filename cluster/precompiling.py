@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from tree_kernels.kernel_cache import kept
-from tree_layers.checkpoint import read_config
+from tree_layers.checkpoint import GGUF, read_config
 from tree_layers.errors import CheckpointError
+from tree_layers.gguf_blocks import FORMS_OF
+from tree_layers.gguf_header import read_gguf_header
 
 from cluster.config import Config, DrafterConfig, TargetConfig
 
@@ -46,9 +48,19 @@ def _of_target(target: TargetConfig) -> list[str]:
         return []
     products = ["matmul.loops", f"matmul.{PRECISIONS[target.dtype]}", "matmul.f32"]  # the head is in float32
     with suppress(CheckpointError):
+        products += quantised_modules(target)
         if read_config(target.checkpoint).get("model_type") not in LEVELS:
             return [*products, "row_functions.loops", "tree_attention.loops", "decoder_layer.loops"]
     return products
+
+
+def quantised_modules(target: TargetConfig) -> list[str]:
+    """For the weights of a GGUF file that may stay quantised."""
+    file = target.checkpoint / GGUF
+    if target.dtype != "bfloat16" or not file.is_file():
+        return []
+    forms = {FORMS_OF[name] for name in read_gguf_header(file).stored if name in FORMS_OF}
+    return [f"matmul.{form.name.lower()}" for form in sorted(forms)]
 
 
 @contextmanager

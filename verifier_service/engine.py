@@ -187,7 +187,8 @@ class VerifierEngine:
                     f"{_name_of(options.dtype)}: the model's logits are not finite"
                     + (cause if options.dtype == torch.float16 else ""),
                 )
-            kernels = str(target.linear) + (f"; attention: {target.attention}" if target.attention else "")
+            kernels = str(target.linear) + (f"; quantised: {target.quantised}" if target.quantised else "")
+            kernels += f"; attention: {target.attention}" if target.attention else ""
             log.info(
                 "verifier %s: linear layers: %s; rows %s; %d pages, %.1f kB per token, %.1f MB of states",
                 options.name,

@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -248,8 +248,10 @@ def packed_weight(layer: nn.Module) -> PackedWeight | None:
 class RowForms:
     """The forms of a model's weights, chosen once for each kind of weight."""
 
-    def __init__(self, buckets: Sequence[int], threads: int = 1) -> None:
-        """buckets: the numbers of rows that steps are padded to   threads: for large products, on a CPU"""
+    def __init__(self, buckets: Sequence[int], threads: int = 1, packed: Any = PackedWeight) -> None:
+        """buckets: the numbers of rows that steps are padded to   threads: for large products, on a CPU
+        packed: makes our own products; called as PackedWeight is"""
+        self._packed = packed
         self.buckets = tuple(sorted(buckets))
         self.threads = threads
         self._chosen: dict[_Kind, _Choice | _Compiled | None] = {}
@@ -315,7 +317,7 @@ class RowForms:
                 independent = rows_are_independent(checked, rows, self.buckets)
             if independent:
                 self._counts[_Compiled.name] += 1
-                return _narrowed(PackedWeight(weight, bias, self.threads, torch.float32), weight)
+                return _narrowed(self._packed(weight, bias, self.threads, torch.float32), weight)
         wide, wide_bias = weight.float(), None if bias is None else bias.float()
         form = self.of(wide, wide_bias, may_pack=True, unit=self.unit(wide, wide_bias, may_pack=True))
         return lambda x: form(x.float())
@@ -346,7 +348,7 @@ class RowForms:
         choice = self._choice(weight, bias, may_pack)
         threads = self._threads(weight)
         if isinstance(choice, _Compiled):
-            return _narrowed(choice.make(weight, bias, self.threads), weight)
+            return _narrowed(self._packed(weight, bias, self.threads), weight)
         form = choice.make(weight, bias, threads) if choice else in_threads(_plain(weight, bias), threads)
         if choice is not None and weight.device.type in TIMED:
             form = padded(form, self._faster_rows(choice, weight, bias, may_pack))

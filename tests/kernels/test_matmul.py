@@ -173,7 +173,7 @@ def test_dot_products_are_not_used_for_rows_that_are_not_bfloat16_or_odd_numbers
     monkeypatch.setattr("tree_kernels.matmul.cpu.dots_pay", lambda: True)
     for inputs, dtype in ((63, torch.bfloat16), (64, torch.float16), (64, torch.float32)):
         rows, weight, _ = made(inputs, 40, dtype, rows=3)
-        assert PackedWeight(weight).x_kind == Precision.F32
+        assert PackedWeight(weight).x_kind(1) == Precision.F32
     rows, weight, _ = made(64, 40, torch.bfloat16, rows=3)
     exact = torch.randn(3, 64)
     assert torch.equal(PackedWeight(weight, dtype=torch.float32)(exact), product(exact, weight))

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
+from tree_kernels.matmul import PackedWeight
 from tree_kernels.tree_attention import Layout, compiled
 from tree_layers.checkpoint import (
     MAMBA_CONFIG,
@@ -31,6 +32,7 @@ from tree_layers.errors import CheckpointError
 from tree_layers.launching import launching_on
 from tree_layers.library_mixers import group_norms
 from tree_layers.linear import RowForms, RowsReport
+from tree_layers.quantised_packing import quantised_packing
 from tree_layers.row_weights import make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 
@@ -77,6 +79,7 @@ class LoadedTarget:
     fingerprint: str  # of the weights and the configuration
     own_arithmetic: bool  # some of its products, functions or attention are this project's own, which round otherwise
     linear: RowsReport
+    quantised: str  # the forms of the weights that stay quantised; empty where none does
     attention: str  # the form of its attention; empty where no layer attends
     head: Head
     last_layer: LastLayer | None  # None: it always runs on all rows
@@ -222,9 +225,12 @@ def _load(
     limit = getattr(text, "max_position_embeddings", None) or 0  # XLNet's class says -1: it has no limit
     positions = facts.positions or (limit if limit > 0 else 1 << 31)
     run = ForwardContext(threads=threads if device.type == "cpu" else 1)
+    packing = quantised_packing(folder, model) if device.type == "cpu" and group is None else None
     shared = group is not None and head.out_features < outputs
     in_blocks = device.type == "cpu" and not shared
-    head_forms = RowForms([bucket for bucket in buckets if bucket <= HEAD_ROWS or not in_blocks], run.threads)
+    head_forms = RowForms(
+        [bucket for bucket in buckets if bucket <= HEAD_ROWS or not in_blocks], run.threads, packing or PackedWeight
+    )
     if group is not None and shared:
         product = _gathering_head(head, outputs, vocabulary, head_forms, group)
     else:
@@ -234,7 +240,7 @@ def _load(
     seated = Head(model, product, together=shared)
     mixers = seat_mixers(folder, model, run, group)
     make_activations_safe(model)
-    forms = RowForms(buckets, run.threads)
+    forms = RowForms(buckets, run.threads, packing or PackedWeight)
     seat_experts(model, forms)
     make_rows_independent(model, forms)
     if join is not None and group is not None:
@@ -265,6 +271,7 @@ def _load(
         fingerprint=fingerprint,
         own_arithmetic="compiled" in forms.report().forms or functions > 0 or run.compiled,
         linear=forms.report().beside(head_forms.report(), "the head's"),
+        quantised=str(packing or ""),
         attention=attention,
         head=seated,
         last_layer=last_layer,

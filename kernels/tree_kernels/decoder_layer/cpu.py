@@ -16,7 +16,7 @@ from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, Operation
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
-from tree_kernels.matmul.shapes import SCRATCH, Argument, float_bits
+from tree_kernels.matmul.shapes import SCRATCH, Argument, Precision, float_bits
 from tree_kernels.row_functions.cpu import row_kernels
 from tree_kernels.row_functions.shapes import UNIT, GateArgument, NormArgument, WidenArgument, norm_scratch
 from tree_kernels.tree_attention.compiled import (
@@ -92,6 +92,12 @@ class Workspace:
         return self.address, [first + int(end) - size for end, size in zip(ends, room, strict=True)]
 
 
+def _x_kind(rows: int, *weights: PackedWeight) -> Precision:
+    """As what all these weights can read the same rows."""
+    kinds = {each.x_kind(rows) for each in weights}
+    return kinds.pop() if len(kinds) == 1 else Precision.F32
+
+
 @dataclass(slots=True, eq=False)
 class _LayerProgram:
     """A prepared call, and those of its arguments that a step sets."""
@@ -128,7 +134,6 @@ class DecoderLayer:
             "keys": weights.key.outputs == layout.kv_heads * layout.key_dim,
             "values": weights.value.outputs == layout.kv_heads * layout.value_dim,
             "attention": weights.output.inputs == heads * layout.value_dim,
-            "rows": all(len({each.x_kind for each in group}) == 1 for group in (own[:3], own[3:])),
             "MLP": weights.gate.outputs == weights.up.outputs == weights.down.inputs,
         }
         if not all(shapes.values()):
@@ -184,6 +189,8 @@ class DecoderLayer:
     def _made(self, rows: int, columns: int) -> _LayerProgram:
         its, layout, kind, size = self.weights, self.weights.layout, PRECISIONS[self.dtype], self.dtype.itemsize
         attended = its.output.inputs
+        inner, middling = _x_kind(rows, its.query, its.key, its.value), _x_kind(rows, its.gate, its.up)
+        last, final = its.output.x_kind(rows), its.down.x_kind(rows)
         lines = min(rows, BLOCK_ROWS) * (self._heads // layout.kv_heads)
         each = 4 * scratch_floats(lines, layout.key_dim, layout.value_dim, columns)
         workspace, addresses = self._workspace.of(
@@ -205,8 +212,8 @@ class DecoderLayer:
             np.zeros(len(NormArgument), np.int64),
             np.zeros(len(NormArgument), np.int64),
         )
-        for call, weight, eps, of in zip((before, after), self._norms, its.eps, (its.query, its.gate), strict=True):
-            call[:] = 0, weight.data_ptr(), wide, rows, self.width, kind, of.x_kind, float_bits(eps), norming, 0
+        for call, weight, eps, of in zip((before, after), self._norms, its.eps, (inner, middling), strict=True):
+            call[:] = 0, weight.data_ptr(), wide, rows, self.width, kind, of, float_bits(eps), norming, 0
         after[NormArgument.X] = middle
         attention = np.zeros(len(AttentionArgument), np.int64)
         given = (
@@ -220,15 +227,15 @@ class DecoderLayer:
             sinks, (0, 0, 0),
         )  # fmt: skip
         attention[AttentionArgument.SCRATCH : AttentionArgument.NEXT] = attending, each
-        widening = np.array([results, wide, rows * attended, kind, its.output.x_kind, 0], np.int64)
-        gating = np.array([gates, ups, gated, rows * its.gate.outputs, kind, its.down.x_kind, gating_sums, 0], np.int64)
-        queries = its.query.call(wide, rows, query, scratch, its.query.x_kind)
-        keys = its.key.call(wide, rows, key, scratch, its.key.x_kind)
-        values = its.value.call(wide, rows, value, scratch, its.value.x_kind)
-        output = its.output.call(wide, rows, middle, scratch, its.output.x_kind)
-        gate = its.gate.call(wide, rows, gates, scratch, its.gate.x_kind)
-        up = its.up.call(wide, rows, ups, scratch, its.up.x_kind)
-        down = its.down.call(gated, rows, 0, scratch, its.down.x_kind, middle)
+        widening = np.array([results, wide, rows * attended, kind, last, 0], np.int64)
+        gating = np.array([gates, ups, gated, rows * its.gate.outputs, kind, final, gating_sums, 0], np.int64)
+        queries = its.query.call(wide, rows, query, scratch, inner)
+        keys = its.key.call(wide, rows, key, scratch, inner)
+        values = its.value.call(wide, rows, value, scratch, inner)
+        output = its.output.call(wide, rows, middle, scratch, last)
+        gate = its.gate.call(wide, rows, gates, scratch, middling)
+        up = its.up.call(wide, rows, ups, scratch, middling)
+        down = its.down.call(gated, rows, 0, scratch, final, middle)
         norms, gates_kernel, widened = row_kernels()
         writing, attend = attention_kernels()
         product = its.query.kernel

@@ -187,9 +187,8 @@ class PackedWeight:
         if self._bias is not None:
             call[Argument.BIAS] = self._bias.data_ptr()
 
-    @property
-    def x_kind(self) -> Precision:
-        """Of the rows of bfloat16 numbers that take the least time: PAIRS or F32. The bits are the same."""
+    def x_kind(self, rows: int) -> Precision:
+        """Of so many rows of bfloat16 numbers that take the least time: PAIRS or F32. The bits are the same."""
         return Precision.PAIRS if self._dots is not None and dots_pay() else Precision.F32
 
     @property
@@ -202,7 +201,7 @@ class PackedWeight:
     ) -> npt.NDArray[np.int64]:
         """The arguments of `kernel`, which computes units until none is left, by `Argument`. Arrays are addresses.
 
-        x  [rows, inputs] of this kind, F32 or `x_kind`   target, residual  [rows, outputs] of `dtype`
+        x  [rows, inputs] of this kind, F32 or `x_kind(rows)`   target, residual  [rows, outputs] of `dtype`
         scratch  [threads, SCRATCH] float32
         """
         panels = WIDEST if rows <= len(self._tiles) else 1
@@ -220,10 +219,11 @@ class PackedWeight:
         """x [..., inputs] of bfloat16, float16 or float32 -> [..., outputs]. Raises ValueError for other rows."""
         if x.shape[-1] != self.inputs or x.dtype not in PRECISIONS:
             raise ValueError(f"rows {list(x.shape)} of {x.dtype} do not fit {self.inputs} inputs")
-        return self.product(x, self.x_kind if x.dtype == torch.bfloat16 else Precision.F32)
+        rows = x.numel() // self.inputs
+        return self.product(x, self.x_kind(rows) if x.dtype == torch.bfloat16 else Precision.F32)
 
     def product(self, x: Tensor, kind: Precision) -> Tensor:
-        """kind: as which the rows are read. Not PAIRS where `x` is not bfloat16, or `x_kind` is never PAIRS."""
+        """kind: as which the rows are read. Not PAIRS where `x` is not bfloat16, or where `x_kind` never is."""
         made = torch.empty(*x.shape[:-1], self.outputs, dtype=self.dtype)
         rows = made.numel() // self.outputs
         if not rows:

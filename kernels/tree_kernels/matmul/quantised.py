@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from tree_kernels.kernel_cache import load_kernels
 from tree_kernels.matmul.cpu import PackedWeight
 from tree_kernels.matmul.packing import in_large_pages
 from tree_kernels.matmul.quantised_shapes import FORMS, QuantisedForm, order, tile_panels, tile_symbol
+from tree_kernels.matmul.shapes import Precision
 from tree_kernels.processor import panel
 
 
@@ -32,10 +35,10 @@ class QuantisedBlocks:
     def unpacked(self) -> Tensor:
         """[outputs, inputs] float32."""
         form = FORMS[self.form]
-        fields = self.fields.view(len(self.fields), -1, form.block).double()
-        fields = fields if self.offsets is not None else fields - (1 << (form.bits - 1))
-        made = fields * self.scales[..., None].double()  # exact
-        return (made if self.offsets is None else made + self.offsets[..., None].double()).float().flatten(1)
+        fields = self.fields.view(len(self.fields), -1, form.block).float()
+        if self.offsets is None:
+            return ((fields - (1 << (form.bits - 1))) * self.scales[..., None].float()).flatten(1)
+        return (fields * self.scales[..., None].float() + self.offsets[..., None].float()).flatten(1)
 
     def fits(self) -> bool:
         """Whether the kernels compute `unpacked`: their sums of offsets and factors must be exact."""
@@ -106,3 +109,30 @@ class QuantisedWeight(PackedWeight):
             threads,
             dtype,
         )
+
+
+class FewRowsWeight(PackedWeight):
+    """A PackedWeight whose products of few rows use the quantised weight, which has fewer bytes."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        blocks: QuantisedBlocks,
+        most: int,
+        bias: Tensor | None = None,
+        threads: int = 1,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """weight: what the blocks unpack to   most: rows of a product that uses them"""
+        super().__init__(weight, bias, threads, dtype)
+        self._few, self._most = QuantisedWeight(blocks, bias, threads, self.dtype), most
+
+    def x_kind(self, rows: int) -> Precision:
+        return self._few.x_kind(rows) if rows <= self._most else super().x_kind(rows)
+
+    def call(
+        self, x: int, rows: int, target: int, scratch: int, kind: Precision, residual: int = 0
+    ) -> npt.NDArray[np.int64]:
+        if rows <= self._most:
+            return self._few.call(x, rows, target, scratch, kind, residual)
+        return super().call(x, rows, target, scratch, kind, residual)

@@ -20,25 +20,9 @@ from tree_kernels.matmul.quantised_shapes import (
     tile_panels,
     tile_symbol,
 )
-from tree_kernels.matmul.tiles import EACH, I64, LANES, NARROW, PANEL, VECTOR, WORDS, Tile
+from tree_kernels.matmul.tiles import EACH, I64, LANES, NARROW, PAIRS, PANEL, VECTOR, WORDS, Tile
 
 UPPER = 0xFFFF0000
-
-
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
-    """The type bfloat, which llvmlite does not have."""
-
-    def __str__(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-ROUNDED = ir.VectorType(_BFloat(), 2 * LANES)
 
 
 def quantised_tiles(form: QuantisedForm) -> ir.Module:
@@ -137,7 +121,7 @@ class QuantisedTile(Tile):
         upper = WORDS([UPPER] * LANES)
         if has_conversion():
             name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-            narrow = build.call(self._declared(name, ROUNDED, [VECTOR, VECTOR]), [values[1], values[0]])
+            narrow = build.call(self._declared(name, PAIRS, [VECTOR, VECTOR]), [values[1], values[0]])
             both = build.bitcast(narrow, WORDS)
             return [
                 build.bitcast(each, VECTOR) for each in (build.shl(both, WORDS([16] * LANES)), build.and_(both, upper))

@@ -1,0 +1,113 @@
+"""Quantised weights of a model as its GGUF file has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from tree_kernels.matmul.quantised import QuantisedBlocks
+from tree_kernels.matmul.quantised_shapes import QuantisedForm
+
+from tree_layers.checkpoint import GGUF
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def _halves(blocks: Bytes, at: int) -> Tensor:
+    """[outputs, blocks] float16, those at this byte of each block."""
+    return torch.from_numpy(np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0])
+
+
+def _nibbles(packed: Bytes) -> Bytes:
+    """A block's first half of inputs is in the lower four bits, the second half in the upper ones."""
+    return np.concatenate([packed & 15, packed >> 4], -1)
+
+
+def _of_q4_1(blocks: Bytes) -> QuantisedBlocks:
+    fields = torch.from_numpy(_nibbles(blocks[..., 4:])).flatten(1)
+    return QuantisedBlocks(QuantisedForm.Q4_1, fields, _halves(blocks, 0), _halves(blocks, 2))
+
+
+def _of_q4_0(blocks: Bytes) -> QuantisedBlocks:
+    """Its numbers are `scale * (field - 8)`."""
+    fields, scales = torch.from_numpy(_nibbles(blocks[..., 2:])).flatten(1), _halves(blocks, 0)
+    return QuantisedBlocks(QuantisedForm.Q4_1, fields, scales, scales * -8)
+
+
+def _of_q5_0(blocks: Bytes) -> QuantisedBlocks:
+    """Its numbers are `scale * (field - 16)`; their fifth bits are apart."""
+    fifth = np.unpackbits(np.ascontiguousarray(blocks[..., 2:6]), axis=-1, bitorder="little")
+    fields = (_nibbles(blocks[..., 6:]) | (fifth << 4)) + np.uint8(128 - 16)
+    return QuantisedBlocks(QuantisedForm.Q8_0, torch.from_numpy(fields).flatten(1), _halves(blocks, 0), None)
+
+
+def _of_q8_0(blocks: Bytes) -> QuantisedBlocks:
+    fields = torch.from_numpy(blocks[..., 2:] ^ np.uint8(128)).flatten(1)  # a signed number plus 128
+    return QuantisedBlocks(QuantisedForm.Q8_0, fields, _halves(blocks, 0), None)
+
+
+READ: dict[str, tuple[int, Callable[[Bytes], QuantisedBlocks]]] = {
+    "Q4_0": (18, _of_q4_0),
+    "Q4_1": (20, _of_q4_1),
+    "Q5_0": (22, _of_q5_0),
+    "Q8_0": (34, _of_q8_0),
+}
+"""Bytes of a block of each type that is read, and how."""
+FORMS_OF = {
+    "Q4_0": QuantisedForm.Q4_1,
+    "Q4_1": QuantisedForm.Q4_1,
+    "Q5_0": QuantisedForm.Q8_0,
+    "Q8_0": QuantisedForm.Q8_0,
+}
+
+
+class QuantisedTensors:
+    """Finds a weight of a loaded model in the file that it was unpacked from."""
+
+    def __init__(self, folder: Path, model: nn.Module) -> None:
+        """folder: of a GGUF file, which transformers has read"""
+        import gguf
+
+        reader: Any = gguf.GGUFReader(folder / GGUF)
+        name = str(reader.fields["general.architecture"].contents())
+        architecture = next((each for each, its in gguf.MODEL_ARCH_NAMES.items() if its == name), None)
+        self._tensors: dict[int, Any] = {}  # by the address of the weight
+        if architecture is None:
+            return
+        names = gguf.get_tensor_name_map(architecture, int(reader.fields[f"{name}.block_count"].contents()))
+        stored = {tensor.name: tensor for tensor in reader.tensors}
+        for key, weight in model.named_parameters():
+            tensor = stored.get(names.get_name(key, try_suffixes=(".weight",)) or "")
+            if tensor is not None and weight.dim() == 2 and tensor.tensor_type.name in READ:
+                self._tensors[weight.data_ptr()] = tensor
+
+    def blocks_of(self, weight: Tensor) -> QuantisedBlocks | None:
+        """The blocks of a bfloat16 weight [outputs, inputs], which may be a model's first rows; None where the file has
+        none whose unpacked numbers are the weight's, in any order of rows, and that fit our kernels."""
+        tensor = self._tensors.get(weight.data_ptr())
+        if tensor is None or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
+            return None
+        size, read = READ[tensor.tensor_type.name]
+        if tensor.data.ndim != 2 or tensor.data.shape[1] * 32 != weight.shape[1] * size:
+            return None
+        blocks = read(tensor.data.reshape(len(tensor.data), -1, size))
+        rows = _rows_in(blocks.unpacked().bfloat16(), weight)
+        if rows is None:
+            return None
+        found = blocks.of_rows(rows)
+        return found if found.fits() else None
+
+
+def _rows_in(given: Tensor, wanted: Tensor) -> Tensor | None:
+    """Which rows of the one matrix are those of the other: transformers reorders those of some projections. None where
+    one is missing. Zeros of both signs are the same: a sum that begins at zero has no other bits."""
+    if len(wanted) <= len(given) and torch.equal(given[: len(wanted)], wanted):
+        return torch.arange(len(wanted))
+    places = {row.tobytes(): place for place, row in enumerate((given + 0.0).view(torch.int16).numpy())}
+    found = [places.get(row.tobytes(), -1) for row in (wanted.detach() + 0.0).view(torch.int16).numpy()]
+    return None if -1 in found else torch.tensor(found)

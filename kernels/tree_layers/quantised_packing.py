@@ -1,0 +1,101 @@
+"""Weights of a GGUF file that stay quantised where products then take less time.
+
+A product of few rows takes the time of reading its weight; one of many rows that of multiplying, and unpacking takes
+longer then. Both forms of a weight give the same bits, so times may choose among them: replicas that choose otherwise
+compute the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from tree_kernels.kernel_cache import NoKernelsError
+from tree_kernels.matmul import PackedWeight, why_not_packed
+from tree_kernels.matmul.quantised import FewRowsWeight, QuantisedBlocks, QuantisedWeight
+from tree_kernels.matmul.quantised_shapes import FORMS, QuantisedForm
+
+from tree_layers.checkpoint import GGUF
+from tree_layers.gguf_blocks import QuantisedTensors
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of rows that are timed, the fewest first, until the unpacked weight is as fast."""
+TRIALS = 9
+LEAST_GAIN = 0.97
+"""Of the unpacked weight's time."""
+TIMED_SHAPE = (24576, 1024)
+"""Outputs and inputs of the weights that are timed: more than processors' caches hold."""
+
+Timer = Callable[[PackedWeight, Tensor], float]
+
+
+def seconds_of(weight: PackedWeight, rows: Tensor) -> float:
+    """The time of a product."""
+    begin = time.perf_counter()
+    weight(rows)
+    return time.perf_counter() - begin
+
+
+@cache
+def most_rows(form: QuantisedForm, threads: int, seconds: Timer = seconds_of) -> int:
+    """The most rows of which products with a quantised weight take less time than with the unpacked one, and for which
+    both have the same bits. 0: none; the last of ROWS: perhaps more, too."""
+    generator, its = torch.Generator().manual_seed(0), FORMS[form]
+    outputs, inputs = TIMED_SHAPE
+    scales = torch.rand(outputs, inputs // its.block, generator=generator) / 64
+    kind = torch.float32 if its.wide else torch.float16
+    fields = torch.randint(1 << its.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    blocks = QuantisedBlocks(form, fields, scales.to(kind), (scales * -4).to(kind) if its.offset else None)
+    try:
+        quantised = QuantisedWeight(blocks, None, threads)
+    except NoKernelsError:
+        return 0
+    unpacked = PackedWeight(blocks.unpacked().bfloat16(), None, threads)
+    found = 0
+    for count in ROWS:
+        rows = torch.randn(count, inputs, generator=generator).bfloat16()
+        if not torch.equal(quantised(rows), unpacked(rows)):
+            return 0
+        times = [(seconds(quantised, rows), seconds(unpacked, rows)) for _ in range(TRIALS)]
+        shortest, plain = map(min, zip(*times, strict=True))  # other processes lengthen most of them
+        if shortest > LEAST_GAIN * plain:
+            break
+        found = count
+    return found
+
+
+def quantised_packing(folder: Path, model: nn.Module) -> QuantisedPacking | None:
+    """For a model that was loaded in bfloat16 from a GGUF file, where products are this project's own; else None."""
+    narrow = next(model.parameters()).dtype == torch.bfloat16
+    if not narrow or not (folder / GGUF).is_file() or why_not_packed() or torch.cpu._is_amx_tile_supported():
+        return None
+    return QuantisedPacking(QuantisedTensors(folder, model))
+
+
+class QuantisedPacking:
+    """Packs a weight as PackedWeight does, quantised for as many rows as that takes less time."""
+
+    def __init__(self, tensors: QuantisedTensors) -> None:
+        self._tensors = tensors
+        self._counts: Counter[str] = Counter()
+
+    def __call__(
+        self, weight: Tensor, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype | None = None
+    ) -> PackedWeight:
+        blocks = self._tensors.blocks_of(weight)
+        most = most_rows(blocks.form, threads) if blocks is not None else 0
+        if blocks is None or not most:
+            return PackedWeight(weight, bias, threads, dtype)
+        self._counts[f"{blocks.form.name} for " + (f"up to {most} rows" if most < ROWS[-1] else "any rows")] += 1
+        if most < ROWS[-1]:
+            return FewRowsWeight(weight, blocks, most, bias, threads, dtype)
+        return QuantisedWeight(blocks, bias, threads, dtype or weight.dtype)
+
+    def __str__(self) -> str:
+        """The forms of the weights that have been packed and stay quantised, with their numbers."""
+        return ", ".join(f"{count} {form}" for form, count in sorted(self._counts.items()))

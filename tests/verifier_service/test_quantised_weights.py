@@ -1,0 +1,132 @@
+"""Targets whose weights stay quantised have the bits of those whose weights are unpacked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from dendro.tree import DraftTree
+from tiny_gguf import write_llama
+from transformers import AutoModelForCausalLM
+from tree_kernels.matmul import PackedWeight, why_not_packed
+from tree_kernels.matmul.quantised import FewRowsWeight, QuantisedWeight
+from tree_kernels.matmul.quantised_shapes import QuantisedForm
+from tree_layers import quantised_packing
+from tree_layers.gguf_blocks import READ, QuantisedTensors
+from tree_layers.gguf_weights import gguf_settings
+from tree_layers.quantised_packing import ROWS, QuantisedPacking, most_rows
+
+from cluster.bench import gguf_file
+from cluster.config import TargetConfig, demo_config
+from cluster.gguf_files import folder_of
+from cluster.precompiling import kernel_modules
+from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
+
+gguf = pytest.importorskip("gguf")
+pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
+
+TOKENS = [5, 6, 7]
+
+
+def write_quantised(folder, monkeypatch, kind, only=""):
+    """A folder of a tiny Llama whose matrices, those with `only` in their names, are stored in this type."""
+
+    def add(gguf, writer, name, weight):
+        numbers, matrix = weight.detach().float().numpy(), weight.dim() == 2 and only in name
+        stored = gguf.GGMLQuantizationType[kind if matrix else "F32"]
+        writer.add_tensor(name, gguf.quantize(numbers, stored) if matrix else numbers, raw_dtype=stored)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    monkeypatch.setattr(gguf_file, "_add", add)
+    return folder_of(write_llama(folder, monkeypatch))
+
+
+def library_model(folder, dtype=torch.bfloat16):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **gguf_settings(folder))
+
+
+def engine(folder):
+    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=torch.bfloat16, max_length=64))
+
+
+def logits(loaded):
+    """Of prefill, and of trees of one row and several."""
+    trees = DraftTree.of([7], [-1]), DraftTree.of([7, 8, 9, 10, 11], [-1, 0, 0, 1, 3])
+    return [loaded.logits_of(TOKENS, tree).as_subclass(torch.Tensor) for tree in trees]
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_every_weight_is_found_with_the_numbers_that_the_library_unpacks(kind, tmp_path, monkeypatch):
+    folder = write_quantised(tmp_path, monkeypatch, kind)
+    model = library_model(folder)
+    tensors = QuantisedTensors(folder, model)
+    matrices = [weight for weight in model.parameters() if weight.dim() == 2]
+    assert len(matrices) > 7
+    for weight in matrices:
+        blocks = tensors.blocks_of(weight)
+        assert blocks is not None
+        assert torch.equal(blocks.unpacked().bfloat16(), weight)
+    first = model.get_input_embeddings().weight[:100]
+    blocks = tensors.blocks_of(first)
+    assert blocks is not None and torch.equal(blocks.unpacked().bfloat16(), first)
+
+
+def test_a_weight_with_other_numbers_than_its_files_is_not_found(tmp_path, monkeypatch):
+    folder = write_quantised(tmp_path, monkeypatch, "Q4_1")
+    model = library_model(folder)
+    tensors = QuantisedTensors(folder, model)
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    with torch.no_grad():
+        weight[3, 5] += 1
+    assert tensors.blocks_of(weight) is None
+    assert tensors.blocks_of(torch.zeros(64, 64, dtype=torch.bfloat16)) is None
+
+
+@pytest.mark.parametrize("most", [1, 3, ROWS[-1]])
+@pytest.mark.parametrize(("kind", "only"), [("Q4_1", ""), ("Q8_0", ""), ("Q4_1", "ffn_gate")])
+def test_logits_and_fingerprint_are_those_of_the_unpacked_target(kind, only, most, tmp_path, monkeypatch):
+    """Also where of two products of the same rows one has a quantised weight."""
+    folder = write_quantised(tmp_path, monkeypatch, kind, only)
+    monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads: 0)
+    unpacked = engine(folder)
+    truth, fingerprint = logits(unpacked), asyncio.run(unpacked.hello()).fingerprint
+    assert "quantised" not in unpacked.kernels
+    monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads: most)
+    quantised = engine(folder)
+    assert f"{kind} for {'any' if most == ROWS[-1] else f'up to {most}'} rows" in quantised.kernels
+    assert asyncio.run(quantised.hello()).fingerprint == fingerprint
+    for found, expected in zip(logits(quantised), truth, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_weights_are_quantised_for_as_many_rows_as_that_takes_less_time(monkeypatch):
+    monkeypatch.setattr(quantised_packing, "TIMED_SHAPE", (64, 64))
+    limits = {2: 2, 0: 0, 99: ROWS[-1]}
+    for slower_from, expected in limits.items():
+
+        def seconds(weight: PackedWeight, rows, most=slower_from) -> float:
+            quantised = isinstance(weight, QuantisedWeight)
+            return 1.0 + 0.5 * (len(rows) > most) if quantised else 1.2
+
+        assert most_rows(QuantisedForm.Q4_1, 1, seconds) == expected
+
+
+def test_a_weight_that_stays_quantised_for_any_rows_is_not_kept_unpacked(tmp_path, monkeypatch):
+    folder = write_quantised(tmp_path, monkeypatch, "Q4_1")
+    model = library_model(folder)
+    packing = QuantisedPacking(QuantisedTensors(folder, model))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    for most, kind in ((0, PackedWeight), (2, FewRowsWeight), (ROWS[-1], QuantisedWeight)):
+        monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads, most=most: most)
+        assert type(packing(weight)) is kind
+    assert str(packing) == "1 Q4_1 for any rows, 1 Q4_1 for up to 2 rows"
+
+
+def test_the_kernels_of_the_forms_in_the_file_are_compiled_ahead(tmp_path, monkeypatch):
+    folder = write_quantised(tmp_path, monkeypatch, "Q4_0")
+    for dtype, expected in (("bfloat16", {"tree_kernels.matmul.q4_1"}), ("float32", set())):
+        target = TargetConfig(checkpoint=folder, dtype=dtype)
+        modules = kernel_modules(demo_config().model_copy(update={"targets": {"tiny": target}, "drafters": {}}))
+        assert {module for module in modules if ".q" in module} == expected
