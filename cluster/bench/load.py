@@ -22,7 +22,10 @@ from dendro.errors import EngineFailed
 
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.measurement import AUTO, BATCH, CONTINUOUS, OFF, Step
+from cluster.bench.ours import TenantClients, TenantRule
 from cluster.bench.report import aim_row
+from cluster.bench.speed import Identity
+from cluster.bench.speed_aims import FIXED_ARM_BAR, NEVER_SLOWER
 from cluster.bench.statistics import Estimate, median_estimate
 
 FIXED = "(3,2,1)"
@@ -82,16 +85,32 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 
 
 class Loader:
-    """Clients of a running cluster. A prompt has the same seed in every block."""
+    """Clients of a running cluster. A prompt has the same seed in every block, and so the same answer, which `identity`
+    compares with the first one to it."""
 
     def __init__(
-        self, client: Asking, prompts: Sequence[Prompt], tokens: int, stats: Stats, temperature: float = 0.0
+        self,
+        client: Asking,
+        prompts: Sequence[Prompt],
+        tokens: int,
+        stats: Stats,
+        temperature: float = 0.0,
+        rule: TenantRule | None = None,
+        to_end: bool = False,
     ) -> None:
-        self._client = client
+        """rule: as of TenantClients   to_end: whether answers stop at their ends, before `tokens` tokens"""
+        self._clients = TenantClients(client, rule)
         self._prompts = prompts
         self._tokens = tokens
         self._stats = stats
         self._temperature = temperature
+        self._to_end = to_end
+        self._answers: dict[int, tuple[int, ...]] = {}  # the first by the number of its prompt
+        self.identity = Identity()
+
+    def length(self, number: int) -> int:
+        """Tokens of the answer to the prompt of this number, which was asked before."""
+        return len(self._answers[number % len(self._prompts)])
 
     async def closed(self, block: LoadBlock, clients: int, answers: int) -> LoadBlock:
         """Each client sends `answers` requests, each as soon as the one before is answered."""
@@ -142,23 +161,28 @@ class Loader:
 
     async def _answer(self, block: LoadBlock, number: int) -> None:
         """Ask with the prompt of this number, which is also the seed."""
+        client = self._clients.client_for(block.way, number)
         times = [time.perf_counter()]
-        events = self._client.generate(
+        events = client.generate(
             self._prompts[number],
             max_new_tokens=self._tokens,
-            ignore_end=True,
+            ignore_end=not self._to_end,
             speculation=block.way,
             temperature=self._temperature,
             seed=number,
         )
         done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
-        if len(done.token_ids) != self._tokens:
+        if len(done.token_ids) != self._tokens and not self._to_end:
             raise EngineFailed(f"{block.way}: {len(done.token_ids)} tokens instead of {self._tokens}")
         block.first_s.append(times[1] - times[0])
         for part, (before, now) in zip(done.rounds[1:], pairwise(times[1:]), strict=True):
-            block.between_s += [(now - before) / len(part.token_ids)] * len(part.token_ids)
+            if part.token_ids:
+                block.between_s += [(now - before) / len(part.token_ids)] * len(part.token_ids)
         block.shapes.update(done.complete.speculation.rounds_by_shape)
-        block.tokens += self._tokens
+        block.tokens += len(done.token_ids)
+        first = self._answers.setdefault(number, done.token_ids)
+        if first is not done.token_ids:
+            self.identity.compare(f"{block.load}, {block.way}, prompt {number + 1}", done.token_ids, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +197,11 @@ class LoadPlan:
     requests: int  # of every open-loop block
     repetitions: int
     seed: int
+    ways: tuple[str, ...] = WAYS  # of ours, `off` first
 
     @property
     def blocks(self) -> int:
-        ours = (len(self.clients) + len(self.arrivals)) * len(WAYS)
+        ours = (len(self.clients) + len(self.arrivals)) * len(self.ways)
         continuous = min(CONTINUOUS_REPETITIONS, self.repetitions)
         return (ours + len(self.clients)) * self.repetitions + len(self.clients) * continuous
 
@@ -188,31 +213,35 @@ async def measure_load(
     order = random.Random(plan.seed)
     blocks: list[LoadBlock] = []
     silent: dict[str, str] = {}
-    for way in WAYS:  # warm-up: every way, and the step sizes at full load
+    for way in plan.ways:  # warm-up: every way, and the step sizes at full load
         await loader.closed(LoadBlock(way, "warm-up", 0), max(plan.clients), 1)
     for clients in plan.clients:  # the policy learns each load once per router
         await loader.closed(LoadBlock(AUTO, "warm-up", 0), clients, 1)
     for repetition in range(plan.repetitions):
         for clients in order.sample(plan.clients, len(plan.clients)):
-            ways = (*WAYS, BATCH, CONTINUOUS) if repetition < CONTINUOUS_REPETITIONS else (*WAYS, BATCH)
+            ways = (*plan.ways, BATCH, *((CONTINUOUS,) if repetition < CONTINUOUS_REPETITIONS else ()))
             hop_us = await hop_time(clients)
             for way in order.sample(ways, len(ways)):
                 block = LoadBlock(way, closed_load(clients), repetition, hop_us=hop_us)
-                if way in WAYS:
+                if way in plan.ways:
                     blocks.append(await loader.closed(block, clients, plan.answers))
                 elif way not in silent:
                     prompts = [plan.prompts[index % len(plan.prompts)] for index in range(clients)]
+                    lengths = [loader.length(index) for index in range(clients)]
                     try:
-                        block.tokens, block.seconds = await library.batch(way, prompts, plan.tokens)
+                        _, block.seconds = await library.batch(way, prompts, max(lengths))
+                        block.tokens = sum(lengths)  # without those after an answer's end
                         blocks.append(block)
                     except EngineFailed as error:
                         silent[way] = str(error).splitlines()[0][:200]
                 step()
         largest = closed_load(max(plan.clients))
-        full = median(block.rate for block in blocks if block.way == OFF and block.load == largest)
+        full = median(
+            len(block.first_s) / block.seconds for block in blocks if block.way == OFF and block.load == largest
+        )
         for share in plan.arrivals:
-            per_second = share * full / plan.tokens
-            for way in order.sample(WAYS, len(WAYS)):
+            per_second = share * full
+            for way in order.sample(plan.ways, len(plan.ways)):
                 block = LoadBlock(way, open_load(share), repetition)
                 seed = plan.seed + repetition  # the same arrivals for all ways
                 blocks.append(await loader.open(block, per_second, plan.requests, seed))
@@ -235,11 +264,11 @@ def ratio(blocks: Sequence[LoadBlock], load: str, over: str, under: str) -> Esti
     return median_estimate([high / low for high, low in pairs])
 
 
-def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
-    """One row for each load and way: closed loops first, by size."""
+def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS) -> list[dict[str, Any]]:
+    """One row for each load and way: closed loops first, by size. ways: of ours, in order"""
     rows = []
     for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
-        for way in (*WAYS, BATCH, CONTINUOUS):
+        for way in (*ways, BATCH, CONTINUOUS):
             mine = [block for block in blocks if (block.load, block.way) == (load, way)]
             if not mine:
                 continue
@@ -250,7 +279,7 @@ def rows_of(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
                 "first_token_ms": percentiles([each for block in mine for each in block.first_s]),
                 "between_tokens_ms": percentiles([each for block in mine for each in block.between_s]),
             }
-            if way in WAYS:
+            if way in ways:
                 tokens = sum(block.tokens for block in mine)
                 row["guesses_per_token"] = round(sum(block.guesses for block in mine) / tokens, 2)
                 row["trimmed_per_token"] = round(sum(block.trimmed for block in mine) / tokens, 2)
@@ -302,4 +331,19 @@ def aims_of(blocks: Sequence[LoadBlock], clients: Sequence[int]) -> list[dict[st
             found = median_estimate([1e3 * block.router_ms / block.hop_us for block in mine])
             aim = f"router's processor time a round over a bare gRPC hop's, {way}, 32 clients"
             aims.append(aim_row(aim, bar, found.median <= bar, found))
+    return aims
+
+
+def own_aims(blocks: Sequence[LoadBlock], fixed: Sequence[str]) -> list[dict[str, Any]]:
+    """The promise of the policy at each load of a user's target. fixed: the other ways of ours, `off` among them"""
+    aims = []
+    for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
+        rates = {way: median(b.rate for b in blocks if (b.load, b.way) == (load, way)) for way in fixed}
+        best = max(rates, key=rates.__getitem__)
+        for aim, under, bar in (
+            (f"policy over off, {load}", OFF, NEVER_SLOWER),
+            (f"policy over the best fixed arm, {load}: {best}", best, FIXED_ARM_BAR),
+        ):
+            found = ratio(blocks, load, AUTO, under)
+            aims.append(aim_row(aim, bar, found.median >= bar, found))
     return aims

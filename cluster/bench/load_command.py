@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,11 +19,20 @@ from cluster import deploy
 from cluster.bench.against_off import BLOCK_ANSWERS, FIRST_S, PairsPlan, aims_against_off, measure_against_off
 from cluster.bench.baselines import BaselineProcess
 from cluster.bench.hops import hop_process
-from cluster.bench.load import CONTINUOUS_REPETITIONS, Loader, LoadPlan, aims_of, measure_load, rows_of
+from cluster.bench.load import (
+    CONTINUOUS_REPETITIONS,
+    WAYS,
+    Loader,
+    LoadPlan,
+    aims_of,
+    measure_load,
+    own_aims,
+    rows_of,
+)
 from cluster.bench.load_report import facts_of, tables_of
 from cluster.bench.load_report import plot as draw
 from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
+from cluster.bench.measurement import AUTO, OFF, Begin
 from cluster.bench.options import (
     Default,
     MarkdownFile,
@@ -34,11 +44,15 @@ from cluster.bench.options import (
     seed_option,
     with_bars,
 )
-from cluster.bench.targets import COSTLY, DEMO, THREADS, Which, parameter_count, target_config
-from cluster.command_options import JsonFile
-from cluster.config import DEMO_MODELS, Config
+from cluster.bench.ours import TenantRule
+from cluster.bench.own_target import own_arms, own_prompts, own_target, prompt_facts
+from cluster.bench.speed import Identity
+from cluster.bench.targets import COSTLY, DEMO, parameter_count, target_config
+from cluster.command_options import JsonFile, given_config
+from cluster.config import DEMO_MODELS, Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
+from cluster.prompt_files import QUESTIONS, PromptFile
 from cluster.running import running_cluster
 from cluster.tables import PLAIN_WIDTH
 from cluster.training.acceptance import PROMPT_TOKENS
@@ -58,10 +72,41 @@ def parse_clients(text: str) -> tuple[int, ...]:
     return tuple(sorted(numbers_in("clients", text, int, 1)))
 
 
-def config_for(models: Path, name: str, texts: int) -> Config:
-    """The configuration of a target with room for so many texts at every replica."""
-    config = target_config(models, name)
-    (target,) = config.targets.values()
+@dataclass(frozen=True, slots=True)
+class LoadSubject:
+    """A configuration of one target, and what is known of the prompts for it."""
+
+    config: Config
+    rule: TenantRule | None = None  # None: all answers are of one tenant
+    to_end: bool = False  # whether answers stop at their ends
+    facts: Mapping[str, Any] = field(default_factory=lambda: {"prompt_tokens": PROMPT_TOKENS})
+
+    @property
+    def name(self) -> str:
+        (name,) = self.config.targets
+        return name
+
+    @property
+    def target(self) -> TargetConfig:
+        return self.config.targets[self.name]
+
+    def loader(self, client: AsyncClient, plan: LoadPlan | PairsPlan, temperature: float = 0.0) -> Loader:
+        stats = partial(stats_of, self.name)
+        return Loader(client, plan.prompts, plan.tokens, stats, temperature, self.rule, self.to_end)
+
+    def report_facts(self) -> dict[str, Any]:
+        return {
+            "target": self.name,
+            "parameters": parameter_count(self.target.checkpoint),
+            "dtype": self.target.dtype,
+            "drafter": ", ".join(self.config.drafters) or "none",
+            **self.facts,
+        }
+
+
+def with_room(config: Config, texts: int) -> Config:
+    """The configuration of one target with room for so many texts at every replica."""
+    ((name, target),) = config.targets.items()
     target = target.model_copy(update={"max_sessions": max(texts, target.max_sessions)})
     drafters = {
         drafter: each.model_copy(update={"max_sessions": max(texts, each.max_sessions)})
@@ -78,42 +123,40 @@ async def stats_of(target: str) -> Mapping[str, int]:
     return verifier | {f"router_{name}": value for name, value in router.items()}
 
 
-async def run_against_off(plan: PairsPlan, name: str, models: Path, progress: Begin) -> dict[str, Any]:
-    """Run the policy's comparison with no speculation on the target of that name; returns the report."""
+async def run_against_off(plan: PairsPlan, loaded: LoadSubject, progress: Begin) -> dict[str, Any]:
+    """Run the policy's comparison with no speculation on a target; returns the report."""
     started = time.monotonic()
-    config = config_for(models, name, max(plan.clients))
-    (target,) = config.targets.values()
+    config, identity = with_room(loaded.config, max(plan.clients)), Identity()
 
     @asynccontextmanager
     async def fresh_router(temperature: float) -> AsyncIterator[Loader]:
         async with running_cluster(config) as address, AsyncClient(address, proxy=False) as client:
-            yield Loader(client, plan.prompts, plan.tokens, partial(stats_of, name), temperature)
+            loader = loaded.loader(client, plan, temperature)
+            yield loader
+            identity.add(loader.identity)
 
     blocks = await measure_against_off(plan, fresh_router, progress("blocks", plan.blocks))
     return {
-        **report_head("load", started, False, 0, THREADS),
+        **report_head("load", started, False, 0, loaded.target.threads),
         "plan": {
-            "target": name,
-            "parameters": parameter_count(target.checkpoint),
-            "dtype": target.dtype,
-            "drafter": ", ".join(config.drafters),
+            **loaded.report_facts(),
             "tokens": plan.tokens,
-            "prompt_tokens": PROMPT_TOKENS,
             "answers": plan.answers or f"{BLOCK_ANSWERS} / clients",
             "pairs": plan.pairs,
         },
         "silent": {},
+        "identity": identity.as_json(),
         "rows": rows_of(blocks),
         "aims": aims_against_off(blocks),
     }
 
 
-async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, Any]:
+async def run_load(plan: LoadPlan, loaded: LoadSubject, progress: Begin) -> dict[str, Any]:
     """Run the whole measurement; returns the report."""
     started = time.monotonic()
-    config = config_for(models, COSTLY, max(plan.clients))
-    (target,) = config.targets.values()
-    library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, engine_environment(target.threads))
+    config, target = with_room(loaded.config, max(plan.clients)), loaded.target
+    quiet = engine_environment(target.threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
+    library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, quiet)
     try:
         async with (
             running_cluster(config) as address,
@@ -121,36 +164,43 @@ async def run_load(plan: LoadPlan, models: Path, progress: Begin) -> dict[str, A
             library,
             hop_process() as hops,
         ):
-            loader = Loader(client, plan.prompts, plan.tokens, partial(stats_of, COSTLY))
+            loader = loaded.loader(client, plan)
             step = progress("loads", plan.blocks)
             blocks, silent = await measure_load(plan, loader, library, hops.hop_us, step)
     finally:
         library.stop()
     return {
-        **report_head("load", started, False, plan.seed, THREADS),
+        **report_head("load", started, False, plan.seed, target.threads),
         "plan": {
-            "target": COSTLY,
-            "parameters": parameter_count(target.checkpoint),
-            "dtype": target.dtype,
-            "drafter": ", ".join(config.drafters),
+            **loaded.report_facts(),
             "tokens": plan.tokens,
-            "prompt_tokens": PROMPT_TOKENS,
             "answers": plan.answers,
             "requests": plan.requests,
             "repetitions": plan.repetitions,
             "continuous_repetitions": min(CONTINUOUS_REPETITIONS, plan.repetitions),
         },
         "silent": silent,
-        "rows": rows_of(blocks),
-        "aims": aims_of(blocks, plan.clients),
+        "identity": loader.identity.as_json(),
+        "rows": rows_of(blocks, plan.ways),
+        "aims": own_aims(blocks, plan.ways[:-1]) if loaded.to_end else aims_of(blocks, plan.clients),
     }
 
 
 def bench_load(
+    config: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The YAML file of a cluster whose target is loaded with the prompts of a file. Default: the bundled "
+            "targets.",
+            show_default=False,
+        ),
+    ] = None,
+    prompt_file: PromptFile = None,
     quick: Annotated[bool, typer.Option("--quick", help="One or two minutes: few clients, one repetition.")] = False,
     json: JsonFile = None,
     plot: PlotFile = None,
     markdown: MarkdownFile = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, the same of each category.")] = PROMPTS,
     clients: Annotated[str | None, CLIENTS.option("Clients of the closed loops, separated by commas.")] = None,
     tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=2)] = None,
     answers: Annotated[int | None, ANSWERS.option("Answers for every client of a closed loop.", least=1)] = None,
@@ -166,13 +216,16 @@ def bench_load(
         ),
     ] = False,
     target: Annotated[
-        Which | None,
+        str | None,
         typer.Option(
-            help="The demo or the costly target, with --against-off. (default demo)",
-            metavar="<demo|costly>",
+            help="With CONFIG the name of its target; else demo or costly, with --against-off. (default demo)",
             show_default=False,
         ),
     ] = None,
+    tenants: Annotated[
+        TenantRule,
+        typer.Option(help="With prompts of a file: each answer of a tenant of its own, or all of a row of one tenant."),
+    ] = TenantRule.ANSWERS,
     temperatures: Annotated[
         str | None, typer.Option(help="Sampling temperatures with --against-off. (default 0,0.8)", show_default=False)
     ] = None,
@@ -181,21 +234,32 @@ def bench_load(
     """Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then
     Poisson arrivals; without speculation, with one tree and with the policy, beside transformers' batches.
 
-    Takes about 25 minutes on two cores.
+    Takes about 25 minutes on two cores. With CONFIG or --prompt-file it loads a target of your own after prompts of
+    your own, by default some questions of this package, with each of its arms. Exits with status 1 if ours answered
+    differently with speculation than without.
     """
-    if target is not None and not against_off:
-        raise BadRequest("target", "has an effect with --against-off alone; all else is on the costly target")
-    if target not in (None, Which.DEMO, Which.COSTLY):
-        raise BadRequest("target", f"is {target}, but load has the demo and the costly target")
+    own = config is not None or prompt_file is not None
+    if not own:
+        _check_bundled(target, against_off, tenants)
     if temperatures is not None and not against_off:
         raise BadRequest("temperatures", "has an effect with --against-off alone; all else is greedy")
     if against_off and (plot is not None or requests != REQUESTS or seed):
         raise BadRequest("against-off", "has neither a plot, nor open loops of requests, nor an order drawn by a seed")
-    found = held_out_prompts(PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
-    prompts = tuple(prompt.token_ids for prompt in found)
+    ids: tuple[tuple[int, ...], ...]
+    if own:
+        file, chosen = prompt_file or QUESTIONS, own_target(given_config(config), target or "")
+        mine = own_prompts(chosen, file, prompts, TOKENS.chosen(tokens, quick))
+        ids = tuple(prompt.token_ids for prompt in mine)
+        facts = prompt_facts(file, mine, tenants) | {"prompt_tokens": max(map(len, ids))}
+        loaded = LoadSubject(chosen, tenants, to_end=True, facts=facts)
+    else:
+        found = held_out_prompts(prompts, PROMPT_TOKENS, load_tokenizer(models), models)
+        ids = tuple(prompt.token_ids for prompt in found)
+        name = DEMO if against_off and target != COSTLY else COSTLY
+        loaded = LoadSubject(target_config(models, name))
     if against_off:
         pairs = PairsPlan(
-            prompts=prompts,
+            prompts=ids,
             tokens=TOKENS.chosen(tokens, quick),
             clients=parse_clients(clients) if clients is not None else PAIRED_CLIENTS.at(quick),
             temperatures=parse_temperatures(temperatures or PAIRED_TEMPERATURES),
@@ -203,12 +267,10 @@ def bench_load(
             pairs=REPETITIONS.chosen(repetitions, quick),
             least_s=0.0 if quick or repetitions is not None else FIRST_S,
         )
-        name = COSTLY if target is Which.COSTLY else DEMO
-        report = with_bars(lambda begin: asyncio.run(run_against_off(pairs, name, models, begin)))
-        present(report, facts_of(report), tables_of(report), json, markdown, width=PLAIN_WIDTH + 30)
+        _present(with_bars(lambda begin: asyncio.run(run_against_off(pairs, loaded, begin))), json, markdown, None)
         return
     plan = LoadPlan(
-        prompts=prompts,
+        prompts=ids,
         tokens=TOKENS.chosen(tokens, quick),
         clients=parse_clients(clients) if clients is not None else CLIENTS.at(quick),
         answers=ANSWERS.chosen(answers, quick),
@@ -216,6 +278,25 @@ def bench_load(
         requests=requests,
         repetitions=REPETITIONS.chosen(repetitions, quick),
         seed=seed,
+        ways=(OFF, *own_arms(loaded.config), AUTO) if own else WAYS,
     )
-    report = with_bars(lambda begin: asyncio.run(run_load(plan, models, begin)))
-    present(report, facts_of(report), tables_of(report), json, markdown, plot, draw, width=PLAIN_WIDTH + 30)
+    _present(with_bars(lambda begin: asyncio.run(run_load(plan, loaded, begin))), json, markdown, plot)
+
+
+def _check_bundled(target: str | None, against_off: bool, tenants: TenantRule) -> None:
+    if target is not None and not against_off:
+        raise BadRequest("target", "has an effect with --against-off or CONFIG; all else is on the costly target")
+    if target not in (None, DEMO, COSTLY):
+        raise BadRequest(
+            "target", f"is {target}, but load has the demo and the costly target; with CONFIG, name its own"
+        )
+    if tenants is not TenantRule.ANSWERS:
+        raise BadRequest("tenants", "has an effect with CONFIG or --prompt-file alone")
+
+
+def _present(report: dict[str, Any], json: Path | None, markdown: Path | None, plot: Path | None) -> None:
+    differences = report["identity"]["differences"]
+    width = PLAIN_WIDTH + 30
+    present(
+        report, facts_of(report), tables_of(report), json, markdown, plot, draw, differences=differences, width=width
+    )

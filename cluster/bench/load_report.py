@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.bench.load import PERCENTILES, WAYS
-from cluster.bench.measurement import CONTINUOUS
+from cluster.bench.measurement import BATCH, CONTINUOUS
 from cluster.bench.report import (
     Cells,
     Report,
@@ -18,6 +18,7 @@ from cluster.bench.report import (
     target_fact,
     with_interval,
 )
+from cluster.bench.speed_report import whose_prompts
 
 COLUMNS = (
     "",
@@ -40,17 +41,25 @@ COLOURS = {"off": "#b8b8b8", WAYS[1]: "#d98e04", "auto": "#2a7f62"}
 def facts_of(report: Report) -> Iterator[str]:
     """Lines about the conditions of the measurement."""
     yield from machine_facts(report)
-    plan = report["plan"]
+    plan, check = report["plan"], report["identity"]
+    agreed = f"{len(check['differences'])} differ" if check["differences"] else "all identical"
+    yield (
+        f"Each answer compared with the first one to its prompt: {check['answers_compared']} answers, "
+        f"{check['tokens_compared']:,} tokens, {agreed}"
+    )
+    answers = f"answers of {plan['tokens']} tokens after prompts of {plan['prompt_tokens']}"
+    if "prompt_file" in plan:
+        answers = f"answers up to their ends, of at most {plan['tokens']} tokens; {whose_prompts(plan)}"
     if "pairs" in plan:
         yield (
-            f"{target_fact(plan['target'], plan)}, drafter {plan['drafter']}; answers of {plan['tokens']} tokens after "
-            f"prompts of {plan['prompt_tokens']}; closed loops of {plan['answers']} answers for each client; "
+            f"{target_fact(plan['target'], plan)}, drafter {plan['drafter']}; {answers}; closed loops of "
+            f"{plan['answers']} answers for each client; "
             f"{plan['pairs']} pairs of blocks or more in alternating order at each load, from a fresh router"
         )
         return
     yield (
         f"{target_fact(plan['target'], plan)}, drafter {plan['drafter']}; "
-        f"answers of {plan['tokens']} tokens after prompts of {plan['prompt_tokens']}, greedy; closed loops of "
+        f"{answers}, greedy; closed loops of "
         f"{plan['answers']} answers for each client, open loops of {plan['requests']} requests; "
         f"{plan['repetitions']} repetitions, interleaved; {CONTINUOUS} in {plan['continuous_repetitions']} of them"
     )
@@ -91,7 +100,7 @@ def plot(report: Report, path: Path) -> None:
         for name in dict.fromkeys(row["name"] for row in closed):
             mine = [row for row in closed if row["name"] == name]
             clients, found = _loads(mine), [row["tokens_per_second"] for row in mine]
-            colour, style = COLOURS.get(name), "-" if name in WAYS else "--"
+            colour, style = COLOURS.get(name), "--" if name in (BATCH, CONTINUOUS) else "-"
             rates.plot(clients, [each["median"] for each in found], style, marker="o", color=colour, label=name)
             rates.fill_between(clients, [e["low"] for e in found], [e["high"] for e in found], color=colour, alpha=0.2)
         _plot_waits(between, closed, "between_tokens_ms")
@@ -117,7 +126,7 @@ def _loads(rows: Sequence[Mapping[str, Any]]) -> list[float]:
 
 def _plot_waits(axis: Any, rows: Sequence[Mapping[str, Any]], key: str) -> None:
     """The median and the 99th percentile of our ways over the load."""
-    for name in WAYS:
+    for name in dict.fromkeys(row["name"] for row in rows if row["name"] not in (BATCH, CONTINUOUS)):
         mine = [row for row in rows if row["name"] == name]
         for percentile, style in (("p50", "-"), ("p99", ":")):
             values = [row[key][percentile] for row in mine]

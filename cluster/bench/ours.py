@@ -6,9 +6,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import cast
 
 from dendro.answer import SpeculationStats, collect_stream
-from dendro.client import AsyncClient
+from dendro.client import Asking, AsyncClient
 from dendro.errors import EngineFailed
 
 from cluster.bench.measurement import OFF, RoundTimes, TimedAnswer
@@ -36,26 +37,33 @@ class TenantRule(StrEnum):
     """All of a row of one; an answer that a row repeats is of another, which has not seen its tokens."""
 
 
+class TenantClients:
+    """The client for each answer of a bench, by a rule; without one, the client itself."""
+
+    def __init__(self, client: Asking, rule: TenantRule | None) -> None:
+        """rule: needs an AsyncClient"""
+        self._client = client
+        self._rule = rule
+        self._times: Counter[object] = Counter()  # that a row has answered a request
+
+    def client_for(self, row: str, request: object) -> Asking:
+        if self._rule is None:
+            return self._client
+        key = None if self._rule is TenantRule.ANSWERS else (row, request)
+        self._times[key] += 1
+        return cast(AsyncClient, self._client).for_tenant(f"{row if key else 'answer'} {self._times[key]}")
+
+
 class ClusterClient:
     """Answers over the public gRPC API: times include the client's and the router's hops."""
 
-    def __init__(self, client: AsyncClient, tenants: TenantRule | None = None) -> None:
-        """tenants: None where all answers are of the client's own tenant"""
-        self._client = client
-        self._tenants = tenants
-        self._times: Counter[object] = Counter()  # that a row has answered a request
-
-    def _client_for(self, row: str, request: object) -> AsyncClient:
-        if self._tenants is None:
-            return self._client
-        key = None if self._tenants is TenantRule.ANSWERS else (row, request)
-        self._times[key] += 1
-        return self._client.for_tenant(f"{row if key else 'answer'} {self._times[key]}")
+    def __init__(self, client: AsyncClient, rule: TenantRule | None = None) -> None:
+        self._clients = TenantClients(client, rule)
 
     async def length(self, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> int:
         """Tokens of the answer up to its end, at most `tokens`."""
         request = (tuple(prompt), temperature, seed)
-        done = await self._client_for("length", request).generate_text(
+        done = await self._clients.client_for("length", request).generate_text(
             prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, speculation=OFF
         )
         return len(done.token_ids)
@@ -67,7 +75,7 @@ class ClusterClient:
         EngineFailed for another number of tokens.
         """
         times: list[float] = []
-        client = self._client_for(row, (tuple(prompt), temperature, seed))
+        client = self._clients.client_for(row, (tuple(prompt), temperature, seed))
         started = time.perf_counter()
         events = client.generate(
             prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_end=True, speculation=row

@@ -95,7 +95,7 @@ async def contenders_for(pair: MeasuredPair, local: bool) -> AsyncIterator[Conte
                 own_file = await started(llama(pair.own_file))
             some = exported or own_file
             facts = some.facts if some else {}
-            yield Contenders(library, ClusterClient(client, pair.tenants), exported, own_file, facts, left_out)
+            yield Contenders(library, ClusterClient(client, pair.rule), exported, own_file, facts, left_out)
     finally:
         if library is not None:
             library.stop()

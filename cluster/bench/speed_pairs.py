@@ -17,13 +17,11 @@ from tree_layers.checkpoint import GGUF
 
 from cluster.bench.measurement import BASELINES, GENERATE, LLAMA_CPP_FILE, LLAMA_CPP_ROWS, LOOKUP
 from cluster.bench.ours import TenantRule
+from cluster.bench.own_target import own_arms, own_prompts, own_target, prompt_facts
 from cluster.bench.speed import SpeedPlan
 from cluster.bench.targets import MAMBA2, target_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.hub import fetched, pinned
-from cluster.prompt_files import by_turns, read_prompts, that_fit
-from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training.acceptance import PROMPT_TOKENS
 
 TIME_LIMIT_S = 1140.0  # of a whole run on the demo, startup and warm-up included: 19 minutes
@@ -53,7 +51,7 @@ class MeasuredPair:
     plan: SpeedPlan
     assistant: Path | None = None  # of the library
     own_file: Path | None = None  # the target's GGUF file
-    tenants: TenantRule | None = None  # None: all answers are of one
+    rule: TenantRule | None = None  # None: all answers are of one tenant
     to_end: bool = False  # whether answers stop at their ends
     until_s: float = math.inf  # since the run began
     facts: Mapping[str, Any] = field(default_factory=dict)  # of the prompts, for the report
@@ -91,42 +89,33 @@ def file_pairs(
     configs: Mapping[str, Config],
     target: str,
     file: Path,
-    tenants: Sequence[TenantRule],
+    rules: Sequence[TenantRule],
     alone: bool,
     settings: SpeedSettings,
 ) -> list[MeasuredPair]:
     """The target of that name of each configuration, with the prompts of a file.
 
-    tenants: each is measured   alone: without the library and llama.cpp
+    rules: each is measured   alone: without the library and llama.cpp
     """
     found = []
     for label, given in configs.items():
-        config = _of_target(fetched(pinned(given)), target)
-        ((name, served),) = config.targets.items()
-        if settings.tokens > config.router.max_new_tokens:
-            raise BadRequest("tokens", f"{settings.tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
-        try:
-            tokenizer = CheckpointTokenizer(served.tokenizer_folder, "")
-        except BadRequest as error:
-            raise BadRequest(f"targets.{name}.{served.tokenizer_field}", error.reason) from error
-        prompts = by_turns(that_fit(read_prompts(file, tokenizer), served.max_length - settings.tokens))
-        prompts = prompts[: settings.prompts]
+        config = own_target(given, target)
+        (served,) = config.targets.values()
+        prompts = own_prompts(config, file, settings.prompts, settings.tokens)
         own_file = served.checkpoint / GGUF
         others = (GENERATE, LOOKUP, *LLAMA_CPP_ROWS, *((LLAMA_CPP_FILE,) if own_file.is_file() else ()))
-        lengths = [len(prompt.token_ids) for prompt in prompts]
         categories = tuple(prompt.category for prompt in prompts)
-        for whose in tenants:
-            group = f"{label}, tenants: {whose}" if len(tenants) > 1 else label
-            plan = _plan(
-                group, config, tuple(prompt.token_ids for prompt in prompts), settings, () if alone else others
-            )
+        ids = tuple(prompt.token_ids for prompt in prompts)
+        for whose in rules:
+            group = f"{label}, tenants: {whose}" if len(rules) > 1 else label
+            plan = _plan(group, config, ids, settings, () if alone else others)
             pair = MeasuredPair(
                 config,
                 replace(plan, categories=categories if any(categories) else ()),
                 own_file=own_file if LLAMA_CPP_FILE in plan.baselines else None,
-                tenants=whose,
+                rule=whose,
                 to_end=True,
-                facts={"prompt_file": file.name, "shortest_prompt": min(lengths), "tenants": str(whose)},
+                facts=prompt_facts(file, prompts, whose),
             )
             found.append(pair)
     return found
@@ -139,24 +128,13 @@ def _plan(
     settings: SpeedSettings,
     baselines: tuple[str, ...],
 ) -> SpeedPlan:
-    (target,) = config.targets
-    named = config.names_drafters(target)
     return SpeedPlan(
         name,
         prompts,
         settings.tokens,
         settings.temperatures,
         settings.repetitions,
-        tuple(dict.fromkeys(arm.name(named) for arm in config.arms_of(target) if not arm.off)),
+        own_arms(config),
         baselines,
         settings.seed,
     )
-
-
-def _of_target(config: Config, name: str) -> Config:
-    """The configuration with that target alone and its drafters; the first target where the name is empty. The prefix
-    cache is off: each row answers the same prompts, and the library has none."""
-    name = config.target_named(name)
-    served = config.targets[name].model_copy(update={"share_prefixes": False})
-    drafters = {drafter: config.drafters[drafter] for drafter in config.drafters_of(name)}
-    return config.model_copy(update={"targets": {name: served}, "drafters": drafters})

@@ -68,10 +68,15 @@ def _prompts_fact(target: Mapping[str, Any]) -> str:
     times, longest = f"each {target['repetitions']} times", target["prompt_tokens"]
     if "prompt_file" not in target:
         return f"{target['prompts']} prompts of {longest} tokens, {times}"
+    return f"{target['prompts']} {whose_prompts(target)}, {times}, answers up to their ends"
+
+
+def whose_prompts(target: Mapping[str, Any]) -> str:
+    """The file of the prompts, their lengths, and whose the answers were."""
     whose = "each answer of a tenant of its own" if target["tenants"] == TenantRule.ANSWERS else "a tenant for each row"
     return (
-        f"{target['prompts']} prompts of {target['prompt_file']}, {target['shortest_prompt']} to {longest} tokens with "
-        f"the chat template, {times}, answers up to their ends; {whose}"
+        f"prompts of {target['prompt_file']} of {target['shortest_prompt']} to {target['prompt_tokens']} tokens, the "
+        f"chat template's with them, {whose}"
     )
 
 

@@ -34,6 +34,7 @@ from cluster.bench.machine import describe_machine
 from cluster.bench.measurement import (
     ASSISTED,
     AUTO,
+    BATCH,
     BEST_LOOKUP,
     GENERATE,
     GRIDS,
@@ -247,6 +248,16 @@ def test_sampling_is_from_the_full_distribution_not_from_its_50_likeliest_tokens
     """64 tokens, nearly equally likely at temperature 1000: 300 draws miss 14 of them with a probability below 1e-9."""
     baselines = library.Baselines(small, None, "float32", threads=1)
     assert len({baselines.answer(GENERATE, [3, 5, 7], 1000.0, seed, 1).tokens for seed in range(300)}) > 50
+
+
+def test_a_batch_of_prompts_of_different_lengths_answers_as_each_of_them_alone(small, monkeypatch):
+    baselines = library.Baselines(small, None, "float32", threads=1)
+    prompts = ([3, 5, 7, 3, 5], [9, 4], [3, 5, 7])
+    alone = [baselines.answer(GENERATE, prompt, 0.0, 0, 12).tokens for prompt in prompts]
+    plain, found = baselines.target.generate, []
+    monkeypatch.setattr(baselines.target, "generate", lambda *a, **o: found.append(plain(*a, **o)) or found[-1])
+    assert baselines.batch(BATCH, prompts, 12)["tokens"] == 3 * 12
+    assert [tuple(answer) for answer in found[0][:, 5:].tolist()] == alone
 
 
 async def test_the_baselines_process_answers_as_this_one_does_and_reports_errors(small):

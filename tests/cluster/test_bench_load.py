@@ -6,15 +6,18 @@ from contextlib import asynccontextmanager
 
 import edge
 import pytest
+from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 
+from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.bench.against_off import PairsPlan, aims_against_off, first_minute, measure_against_off
 from cluster.bench.hops import hop_process
-from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, percentiles, ratio, rows_of
+from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, own_aims, percentiles, ratio, rows_of
 from cluster.bench.load_command import bench_load, parse_clients
 from cluster.bench.load_report import COLUMNS, plot, tables_of
 from cluster.bench.measurement import BATCH, CONTINUOUS
+from cluster.bench.ours import TenantRule
 from cluster.bench.targets import Which
 
 
@@ -99,7 +102,11 @@ class Instant:
     async def open(self, block, per_second, requests, seed):
         return await self.closed(block, 1, 1)
 
+    def length(self, number):
+        return 8 - number % 2
+
     async def batch(self, way, prompts, tokens):
+        assert tokens == 8
         return tokens * len(prompts), 1.0
 
 
@@ -123,6 +130,7 @@ async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tm
         | {(BATCH, load): 5 for load in loads[:2]}
         | {(CONTINUOUS, load): 1 for load in loads[:2]}
     )
+    assert {each.tokens for each in blocks if each.way == BATCH} == {8, 8 * 8 + 7 * 8}, "up to each answer's own end"
     rows = rows_of(blocks)
     assert rows[0]["shapes"] == {"off": 0.75, "(1,1)": 0.25}
     plot({"rows": rows}, tmp_path / "load.png")
@@ -189,6 +197,42 @@ async def test_an_answers_tokens_are_timed_by_round():
     found = await loader.closed(LoadBlock("(1,1,1)", "2 clients", 0), clients=2, answers=1)
     assert (found.tokens, len(found.first_s), len(found.between_s)) == (32, 2, 24)
     assert min(found.first_s) > 0 and dict(found.shapes) == {"(1,1,1)": 8}
+
+
+async def test_answers_stop_at_their_ends_and_a_changed_one_is_a_difference(monkeypatch):
+    plain = edge.next_token
+    monkeypatch.setattr(edge, "next_token", lambda ids, sampling: edge.END if len(ids) >= 30 else plain(ids, sampling))
+
+    async def stats():
+        return {}
+
+    server = await serve_router(edge.ingress(edge.EdgePeers()))
+    try:
+        async with AsyncClient(server.address) as client:
+            whole, some = (
+                Loader(client, [list(b"the snake")], tokens, stats, 1.0, TenantRule.ANSWERS, to_end=True)
+                for tokens in (100, 16)
+            )
+            blocks = [await whole.closed(LoadBlock(way, "1 client", 0), 1, 2) for way in ("off", "(1,1,1)")]
+            await some.closed(LoadBlock("off", "1 client", 0), 1, 1)
+            some._answers[0] = (*some._answers[0][:-1], 0)
+            await some.closed(LoadBlock("auto", "1 client", 0), 1, 1)
+    finally:
+        await server.stop()
+    assert blocks[0].tokens == blocks[1].tokens == 2 * whole.length(0) == 2 * (30 - len(b"the snake") + 1)
+    assert (whole.identity.answers_compared, whole.identity.differences) == (3, [])
+    assert [each[:25] for each in some.identity.differences] == ["1 client, auto, prompt 1:"]
+
+
+def test_the_ways_of_a_users_target_have_rows_in_their_order_and_the_policy_is_judged_by_the_best():
+    ways = ("off", "(1,1)", "proposed(7)", "auto")
+    rates = {"off": 100, "(1,1)": 90, "proposed(7)": 110, "auto": 99}
+    blocks = [block(way, "8 clients", each, rate) for each in range(5) for way, rate in reversed(rates.items())]
+    assert [row["name"] for row in rows_of(blocks, ways)] == list(ways)
+    over_off, over_best = own_aims(blocks, ways[:-1])
+    assert (over_off["value"], over_off["met"]) == (0.99, True)
+    assert over_best["aim"] == "policy over the best fixed arm, 8 clients: proposed(7)"
+    assert (over_best["value"], over_best["met"]) == (0.9, False)
 
 
 @pytest.mark.parametrize("text", ["", "0", "1,1", "one", "4,-1"])

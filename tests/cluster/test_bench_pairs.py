@@ -293,7 +293,7 @@ def test_a_report_names_the_file_the_tenants_and_what_was_left_out_and_fails_for
     status, report = run_with(file, some_prompts(tmp_path), tmp_path, monkeypatch)
     assert status == 0 and (tmp_path / "found.svg").stat().st_size > 1000
     written = as_markdown(report, facts_of(report), tables_of(report))
-    assert "4 prompts of prompts.jsonl, 3 to 5 tokens" in written and "a tenant of its own" in written
+    assert "4 prompts of prompts.jsonl of 3 to 5 tokens" in written and "a tenant of its own" in written
     assert "Not measured on the big target: llama.cpp, llama.cpp lookup; llama.cpp was not started" in written
     assert "big target, temperature 0: by category" in written and "policy over the best fixed arm" in written
     status, report = run_with(file, tmp_path / "prompts.jsonl", tmp_path, monkeypatch, wrong=AUTO)
