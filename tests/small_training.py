@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from cluster.config import Config
 from cluster.training.data import DataSource
-from cluster.training.drafter import DrafterPlan, Length
 from cluster.training.models import checked_target
+from cluster.training.plan import DrafterPlan, Length
 from drafter_service.training.sizes import StudentSize
 
 CPU = torch.device("cpu")

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from cluster.demo.corpus import END_OF_TEXT_ID, VOCABULARY
 from cluster.demo.prompts import MEASURING_FILE, Prompt, held_out_prompts, load_passages, load_tokenizer
-from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS, PROMPTS, Answers, write_answers
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS, PROMPTS, Answers, write_equal_answers
 from drafter_service.training.students import StudentForward
 
 LONG_ANSWER_TOKENS = 128
@@ -47,7 +47,7 @@ class DrafterFacts:
 def answers_to(target: PreTrainedModel, prompts: list[Prompt], temperature: float, length: int) -> Answers:
     """The target's answers of `length` tokens."""
     texts = torch.tensor([prompt.token_ids for prompt in prompts])
-    return write_answers(target, texts, temperature, length, VOCABULARY, frozenset({END_OF_TEXT_ID}))
+    return write_equal_answers(target, texts, temperature, length, VOCABULARY, frozenset({END_OF_TEXT_ID}))
 
 
 def repeated_4grams(tokens: list[int]) -> float:

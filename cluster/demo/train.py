@@ -56,10 +56,11 @@ from cluster.training.bars import shown, stage_bar
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.stages import StageFolder, only_run_in
 from drafter_service.training.batches import DRAFTER_ROWS, HARD_SHARE, distillation_loss, text_loss
+from drafter_service.training.labels import LabelledRows, TeacherFolder
 from drafter_service.training.loop import Budget, Recipe, Trainer
 from drafter_service.training.rows import TokenRows
 from drafter_service.training.sizes import new_model
-from drafter_service.training.teacher import ROW_TOKENS, Labeller, TeacherFolder, TeacherText, write_teacher_outputs
+from drafter_service.training.teacher import ROW_TOKENS, Labeller, TeacherText, write_teacher_outputs
 
 Stage = Literal["corpus", "target", "teacher", "mamba", "mamba2", "llama", "target_mamba2", "measure"]
 STAGES: tuple[Stage, ...] = get_args(Stage)
@@ -154,12 +155,12 @@ def _teacher(plan: TrainingPlan) -> dict[str, Any]:
             plan.budget("teacher"),
             on_chunk=lambda spent, chunks: report(spent, f"{chunks} chunks"),
         )
-    return {"tokens": folder.read().tokens, "own_share": folder.own_share()}
+    return {"tokens": folder.labelled(), "own_share": folder.own_share()}
 
 
 def _drafter(plan: TrainingPlan, name: DrafterName) -> dict[str, Any]:
     model = new_model(drafter_config(name), plan.seed, plan.device)
-    rows = TeacherFolder(plan.work / "teacher").read()
+    rows = LabelledRows(TeacherFolder(plan.work / "teacher").read(), ROW_TOKENS, ROW_TOKENS + 1)
     batch_loss = distillation_loss(model, rows, plan.seed, plan.device)
     recipe = Recipe(plan.budget(name), other_rate=3e-3)
     trainer = Trainer(model, batch_loss, DRAFTER_ROWS * ROW_TOKENS, recipe, plan.work / f"{name}.state")

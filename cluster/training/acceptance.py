@@ -8,18 +8,21 @@ of a tree of static shape are accepted.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 import torch
 from dendro.shapes import LevelShape
+from dendro.text import Sampling
 from torch import Tensor
 from transformers import PreTrainedModel
+from tree_kernels.noise import NoiseRows
 
 from cluster.policies.replay import round_lengths
 from drafter_service.training.stepping import SteppedText
 from drafter_service.training.students import StudentForward
+from drafter_service.training.vocabulary import draft_embedding
 
 PROMPTS = 32
 PROMPT_TOKENS = 128
@@ -85,7 +88,7 @@ def perturbed(logits: Tensor, temperature: float, noise: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def write_answers(
+def write_equal_answers(
     target: PreTrainedModel,
     prompts: Tensor,
     temperature: float,
@@ -125,6 +128,45 @@ def answer_ranks(drafter: PreTrainedModel, answers: Answers) -> Tensor:
     return torch.stack(ranks, 1)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnAnswer:
+    """An answer that a target wrote as it is served."""
+
+    tokens: list[int]  # of the whole text
+    begin: int  # of the answer
+    sampling: Sampling
+
+
+@torch.inference_mode()
+def own_answer_ranks(drafter: PreTrainedModel, answer: OwnAnswer, vocabulary: int) -> list[int]:
+    """As `answer_ranks`, with the noise of the public contract. A token that the drafter cannot guess has the rank
+    `vocabulary`, the target's."""
+    device, sampling = next(drafter.parameters()).device, answer.sampling
+    text = torch.tensor(answer.tokens, device=device)
+    hidden = StudentForward(drafter)(text[None, :-1])[0, answer.begin - 1 :]
+    scores = drafter.lm_head(hidden)[:, :vocabulary].float()
+    embedding = draft_embedding(drafter)
+    chosen = text[answer.begin :] if embedding is None else embedding.places[text[answer.begin :]]
+    if sampling.temperature:
+        noise = NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
+        rows = noise.rows(range(answer.begin, len(text))).to(device)
+        scores = scores / sampling.temperature + (
+            rows[:, : scores.shape[1]] if embedding is None else rows[:, embedding.ids]
+        )
+    known = chosen < scores.shape[1]
+    of_chosen = scores.gather(1, chosen.clamp(max=scores.shape[1] - 1)[:, None])
+    ranks: list[int] = torch.where(known, (scores > of_chosen).sum(-1), vocabulary).tolist()
+    return ranks
+
+
+def measure_own_answers(drafter: PreTrainedModel, answers: Sequence[OwnAnswer], vocabulary: int) -> Acceptance:
+    """The drafter's acceptance on answers of any lengths, by temperature."""
+    ranks = dict[str, list[list[int]]]()
+    for answer in answers:
+        ranks.setdefault(f"{answer.sampling.temperature:g}", []).append(own_answer_ranks(drafter, answer, vocabulary))
+    return _acceptance({temperature: ranks[temperature] for temperature in sorted(ranks, key=float)})
+
+
 def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
     """Tokens per round if every round drafts `shape`: the accepted guesses and one token of the target's own.
 
@@ -136,16 +178,19 @@ def emitted_per_round(ranks: list[list[int]], shape: tuple[int, ...]) -> float:
 
 def measure_acceptance(drafter: PreTrainedModel, all_answers: Sequence[Answers]) -> Acceptance:
     """The drafter's acceptance on one target's answers, by temperature."""
+    ranks = {}
+    for answers in all_answers:
+        both = zip(answer_ranks(drafter, answers).tolist(), answers.lengths, strict=True)
+        ranks[f"{answers.temperature:g}"] = [row[:length] for row, length in both]
+    return _acceptance(ranks)
+
+
+def _acceptance(ranks: Mapping[str, list[list[int]]]) -> Acceptance:
+    """ranks: temperature -> of each answer its tokens' ranks"""
     first_rank: dict[str, float] = {}
     emitted: dict[str, dict[str, float]] = {}
-    traces: dict[str, list[list[int]]] = {}
-    for answers in all_answers:
-        ranks = [
-            row[:length] for row, length in zip(answer_ranks(drafter, answers).tolist(), answers.lengths, strict=True)
-        ]
-        flat = [rank for row in ranks for rank in row]
-        temperature = f"{answers.temperature:g}"
+    for temperature, rows in ranks.items():
+        flat = [rank for row in rows for rank in row]
         first_rank[temperature] = flat.count(0) / len(flat)
-        emitted[temperature] = {shape_name(shape): emitted_per_round(ranks, shape) for shape in SHAPES}
-        traces[temperature] = ranks
-    return Acceptance(first_rank, emitted, traces)
+        emitted[temperature] = {shape_name(shape): emitted_per_round(rows, shape) for shape in SHAPES}
+    return Acceptance(first_rank, emitted, dict(ranks))

@@ -6,7 +6,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from dendro.logprobs import MAX_TOP_LOGPROBS
+
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS, Acceptance
+from cluster.training.answering import TEMPERATURES
 from drafter_service.training.batches import HARD_SHARE
 from drafter_service.training.teacher import KEPT, OWN_TEXT_TEMPERATURES
 
@@ -49,6 +52,7 @@ def drafter_card(
     title: str,
     target: str,
     model: str,  # kind, size and origin
+    conversations: bool,  # whether the target answered the data's prompts
     source: str,  # of the data
     command: str,
     seed: int,
@@ -58,7 +62,15 @@ def drafter_card(
     """The card of a drafter, as Markdown."""
     data, before = facts["data"], facts["answers"]
     labels = facts["teacher"] or facts["distil"]  # on disk, or computed during the training
-    temperatures = ", ".join(f"{each:g}" for each in OWN_TEXT_TEMPERATURES)
+    own, prompts = OWN_TEXT_TEMPERATURES, f"prompts of {PROMPT_TOKENS} tokens with\nanswers of {ANSWER_TOKENS} that"
+    kept = f"The target labelled {labels['labelled']:,} tokens with its {KEPT} largest log-probabilities;"
+    if conversations:
+        own, prompts = TEMPERATURES, "prompts of the data and of its own, with\nanswers that"
+        kept = (
+            f"The target labelled {labels['labelled']:,} tokens of its answers with its {MAX_TOP_LOGPROBS} largest\n"
+            "log-probabilities;"
+        )
+    temperatures = ", ".join(f"{each:g}" for each in sorted(own))
     measured = (("before", before), ("after", after))
     emitted = acceptance_table({name: Acceptance(**each["acceptance"]) for name, each in measured})
     stages = markdown_table(
@@ -88,7 +100,7 @@ A drafter for the target `{target}`, distilled from it by `dendro train drafter`
 {source}: files: {data["files"]:,}, bytes: {data["bytes"]:,}, tokens to train on: {data["train"]:,}, held out:
 {data["held_out"]:,}.
 
-The target labelled {labels["labelled"]:,} tokens with its {KEPT} largest log-probabilities;
+{kept}
 {labels["own_share"]:.0%} of them are its own text, at temperatures {temperatures}.
 {HARD_SHARE:.0%} of the distillation's loss is the text's next token.
 
@@ -101,10 +113,9 @@ Tokens seen include repetitions.
 
 ## Emitted per round
 
-Tokens per round, the target's own one included, on {before["prompts"]} held-out prompts of {PROMPT_TOKENS} tokens with
-answers of {ANSWER_TOKENS} that the target wrote, under the shared-noise rule, by replaying the drafter's ranks of the
-target's text through static shapes; "ranked first" is the share of the target's tokens that were the drafter's first
-choice. Answers that repeat themselves are predicted easily: compare drafters on one target, not targets.
+Tokens per round, the target's own one included, on {before["prompts"]} held-out {prompts} the target wrote,
+under the shared-noise rule, by replaying the drafter's ranks of the target's text through static
+shapes; "ranked first" is the share of the target's tokens that were the drafter's first choice. Answers that repeat themselves are predicted easily: compare drafters on one target, not targets.
 
 {emitted}
 """

@@ -25,9 +25,10 @@ from cluster.config import TargetConfig
 from cluster.hub import fetched_model
 from cluster.training.adding import entry_line, with_drafter, write_drafter
 from cluster.training.data import DataSource
-from cluster.training.drafter import LABELS, DrafterPlan, Length, train_drafter
+from cluster.training.drafter import train_drafter
 from cluster.training.models import checked_target, start_from
 from cluster.training.options import Pattern, Resume, TextField
+from cluster.training.plan import LABELS, DrafterPlan, Length
 from drafter_service.training.batches import DRAFTER_ROWS
 from drafter_service.training.sizes import SIZES, STUDENT_KINDS, StudentKind, StudentSize
 from drafter_service.training.together import train_together
@@ -74,6 +75,14 @@ def drafter(
     field: TextField = "text",
     kind: Annotated[
         str | None, typer.Option(help="mamba, mamba2 or llama. (default mamba2)", show_default=False)
+    ] = None,
+    vocabulary: Annotated[
+        int | None,
+        typer.Option(
+            min=256,
+            help="Tokens that a new drafter guesses, the target's likeliest. (default: all)",
+            show_default=False,
+        ),
     ] = None,
     size: Annotated[
         str | None, typer.Option(help="tiny, 30m, 130m or 370m. (default tiny)", show_default=False)
@@ -138,6 +147,7 @@ def drafter(
         from_tokenizer,
         Length(DEFAULT_MINUTES if minutes is None and steps is None else minutes, steps, pretrain),
         labels,
+        vocabulary,
         (rows, row_tokens),
         seed,
         fuse,
@@ -188,6 +198,7 @@ def _plan(
     from_tokenizer: Path | None,
     length: Length,
     labels: str,
+    vocabulary: int | None,
     rows: tuple[int, int],
     seed: int,
     fuse: bool,
@@ -198,6 +209,8 @@ def _plan(
     if start is not None:
         if kind is not None or size != (None, None, None):
             raise BadRequest("--from", "has the kind and the size: leave out --kind, --size, --layers and --width")
+        if vocabulary is not None:
+            raise BadRequest("--vocabulary", "is of a new drafter; --from has its own")
         begun = start_from(start, from_tokenizer, facts)
         wanted = begun.facts.model_type
     elif from_tokenizer is not None:
@@ -208,6 +221,8 @@ def _plan(
     labelling = next((each for each in LABELS if each == labels), None)
     if labelling is None:
         raise BadRequest("--labels", f"must be one of {', '.join(LABELS)}, got {labels!r}")
+    if vocabulary is not None and labelling == "fly":
+        raise BadRequest("--vocabulary", "is chosen by labels on disk: leave out --labels fly")
     return DrafterPlan(
         target_name=name,
         target=target,
@@ -224,6 +239,7 @@ def _plan(
         compile_forward=fuse,
         command=shlex.join(["dendro", *sys.argv[1:]]),
         labels=labelling,
+        vocabulary=vocabulary,
         rows=rows[0],
     )
 

@@ -147,13 +147,18 @@ class Written:
     held_out: int = 0
     train_answers: int = 0
     held_out_answers: int = 0
+    train_prompts: int = 0  # of conversations, for the target to answer
+    train_prompt_tokens: int = 0
+    held_out_prompts: int = 0
+    held_out_prompt_tokens: int = 0
 
 
 PARTS = ("train", "held_out")
 
 
 class DataFolder:
-    """The tokens of the data on disk: `train.tokens`, `held_out.tokens`, and int64 positions of answers."""
+    """The tokens of the data on disk: `train.tokens`, `held_out.tokens`, and int64 positions of answers; and
+    the prompts of either part's conversations, `train.prompts` and so on, with the int64 positions where each ends."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
         self.folder = folder
@@ -166,6 +171,12 @@ class DataFolder:
         return TokenStream(
             self._mapped(f"{part}.tokens", self.dtype), self._mapped(f"{part}.answers", np.dtype(np.int64))
         )
+
+    def prompts(self, part: str) -> list[np.ndarray]:
+        """Of the conversations of a part, without their last answers."""
+        tokens = self._mapped(f"{part}.prompts", self.dtype)
+        ends = self._mapped(f"{part}.prompt_ends", np.dtype(np.int64))
+        return np.split(tokens, ends[:-1]) if len(ends) else []
 
     def write(
         self,
@@ -197,7 +208,7 @@ class DataFolder:
         return written
 
     def _append(self, written: Written, document: Document, tokenizer: CheckpointTokenizer, end_id: int | None) -> None:
-        ids, answer = _encode(document, tokenizer)
+        ids, answer, prompt = _encode(document, tokenizer)
         if document.ends and not document.messages and end_id is not None:
             ids.append(end_id)
         if ids and max(ids) >= self.vocabulary:
@@ -208,6 +219,10 @@ class DataFolder:
             position = np.array([getattr(written, part) + answer], np.int64)
             self._add(written, f"{part}_answers", f"{part}.answers", position)
         self._add(written, part, f"{part}.tokens", np.array(ids, self.dtype))
+        if prompt:
+            self._add(written, f"{part}_prompt_tokens", f"{part}.prompts", np.array(prompt, self.dtype))
+            end = np.array([getattr(written, f"{part}_prompt_tokens")], np.int64)
+            self._add(written, f"{part}_prompts", f"{part}.prompt_ends", end)
         written.documents += 1
         written.characters += len(document.text)
 
@@ -238,10 +253,13 @@ class DataFolder:
 
     def _cut(self, written: Written) -> None:
         """Cut all files to the lengths that were saved: a kill may have left them longer."""
+        tokens = self.dtype.itemsize
         for part in PARTS:
             for file, counter, size in (
-                (f"{part}.tokens", part, self.dtype.itemsize),
+                (f"{part}.tokens", part, tokens),
                 (f"{part}.answers", f"{part}_answers", 8),
+                (f"{part}.prompts", f"{part}_prompt_tokens", tokens),
+                (f"{part}.prompt_ends", f"{part}_prompts", 8),
             ):
                 with (self.folder / file).open("ab") as stream:
                     stream.truncate(getattr(written, counter) * size)
@@ -253,20 +271,22 @@ class DataFolder:
         return np.memmap(path, dtype, mode="r")
 
 
-def _encode(document: Document, tokenizer: CheckpointTokenizer) -> tuple[list[int], int | None]:
-    """A document's tokens, and where in them the last answer of a conversation begins."""
+def _encode(document: Document, tokenizer: CheckpointTokenizer) -> tuple[list[int], int | None, list[int]]:
+    """A document's tokens, where in them the last answer of a conversation begins, and the prompt of that answer: of a
+    conversation that ends with a question, the whole of it."""
     if not document.messages:
-        return tokenizer.encode(document.text, document.begins), None
+        return tokenizer.encode(document.text, document.begins), None, []
+    messages = document.messages
     try:
-        whole = tokenizer.chat(document.messages, opens_answer=False)
-        answered = document.messages[-1]["role"] == "assistant" and len(document.messages) > 1
-        prompt = tokenizer.chat(document.messages[:-1], opens_answer=True) if answered else ""
+        whole = tokenizer.chat(messages, opens_answer=False)
+        answered = messages[-1]["role"] == "assistant" and len(messages) > 1
+        prompt = tokenizer.chat(messages[:-1] if answered else messages, opens_answer=True)
     except BadRequest as error:
         raise BadRequest("--data", f"{document.where} has {MESSAGES}, and {error.reason}") from error
-    if not prompt or not whole.startswith(prompt):
-        return tokenizer.encode_chat(whole), None
     given = tokenizer.encode_chat(prompt)
-    return given + tokenizer.encode(whole[len(prompt) :], False), len(given)
+    if not answered or not whole.startswith(prompt):
+        return tokenizer.encode_chat(whole), None, given
+    return given + tokenizer.encode(whole[len(prompt) :], False), len(given), given
 
 
 def held_out_prompts(held_out: TokenStream, count: int, tokens: int) -> np.ndarray:

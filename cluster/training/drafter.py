@@ -6,13 +6,12 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +19,8 @@ from accelerate import Accelerator
 from dendro.errors import BadRequest
 from torch import Tensor
 from transformers import PreTrainedModel
-from tree_layers.checkpoint import Facts, read_facts
+from tree_layers.checkpoint import read_facts
 
-from cluster.config import TargetConfig
 from cluster.drafter_figures import figures_of, write_figures
 from cluster.hub import READ_FOR_TOKENIZER
 from cluster.pairing import fit_of
@@ -34,130 +32,57 @@ from cluster.training.acceptance import (
     TEMPERATURES,
     Answers,
     measure_acceptance,
+    measure_own_answers,
+    write_equal_answers,
+)
+from cluster.training.answering import (
+    TEXTS,
+    Prompts,
+    answers_in,
+    chat_frame,
     write_answers,
 )
 from cluster.training.bars import Report, shown, stage_bar
 from cluster.training.card import drafter_card, millions
 from cluster.training.checkpoints import export, load_fp32
-from cluster.training.data import DataFolder, DataSource, held_out_prompts
-from cluster.training.models import Start, load_teacher, new_student, principal_rows, student_from
+from cluster.training.data import PARTS, DataFolder, held_out_prompts
+from cluster.training.models import load_teacher, new_student, principal_rows, student_from
+from cluster.training.plan import DrafterPlan
 from cluster.training.stages import StageFolder, only_run_in
 from cluster.training.transplant import Transplant
-from drafter_service.training.batches import DRAFTER_ROWS, distillation_loss, text_loss
+from drafter_service.training.batches import distillation_loss, text_loss
+from drafter_service.training.labels import LabelledRows, TeacherFolder
 from drafter_service.training.loop import Budget, Recipe, Trained, Trainer
 from drafter_service.training.rows import ALONE, Share, TokenRows
 from drafter_service.training.saving import replacing
-from drafter_service.training.sizes import StudentKind, StudentSize
+from drafter_service.training.sizes import StudentSize
 from drafter_service.training.students import StudentForward
 from drafter_service.training.teacher import (
     OWN_TEXT_EVERY,
     Labeller,
     LiveRows,
-    TeacherFolder,
     TeacherText,
     rows_within,
     write_teacher_outputs,
 )
+from drafter_service.training.vocabulary import draft_embedding, most_frequent
 
-TRAINED = ("data", "answers", "teacher", "pretrain", "distil")
+TRAINED = ("data", "teacher", "answers", "pretrain", "distil")
 """The stages before the last, `export`."""
 CHUNK_ROWS = 64  # of a chunk of the teacher, at most: what a kill loses
 CHUNK_S = {"disk": 40.0, "fly": 10.0}
 """Seconds that such a chunk may take. On the fly a resumed run labels a group of chunks again, after what was trained
 since the last save."""
+MEASURED_CHUNKS = 2
+"""Of the target's answers to held-out prompts, on which a drafter is measured."""
 HELD_OUT_TOKENS = 8 * PROMPT_TOKENS  # at least
 NO_MEMORY = "can't allocate memory"
 """In the RuntimeError of torch's allocator on a CPU."""
 LOSS_ROWS = 16  # of held-out text
-TEACHER_SHARE, STUDENT_SHARE = 0.35, 0.6  # of the time; the rest is for measurements
-LABELLINGS = 2  # how often each label is seen, where the training is counted in steps
 CONTINUED = 0.25
 """Learning rates of a model that was trained before, as a share of a new one's, which would destroy what it knows."""
 TUNED_WIDTH = 176
 """The width at which the learning rates were tuned; they fall with the square root of the width."""
-
-
-Labels = Literal["disk", "fly"]
-"""Where the target's labels are: on disk, computed before the training and used several times, or nowhere, computed
-when a step needs them."""
-LABELS: tuple[Labels, ...] = get_args(Labels)
-
-
-@dataclass(frozen=True, slots=True)
-class Length:
-    """How long a run is: minutes in all, or steps of the distillation. `pretrain` is the share of the drafter's
-    training that is on text alone, before the target's labels."""
-
-    minutes: float | None = None
-    steps: int | None = None
-    pretrain: float = 0.0
-
-    def __post_init__(self) -> None:
-        if (self.minutes is None) == (self.steps is None):
-            raise BadRequest("--minutes", "or --steps: give one of them")
-        if not 0 <= self.pretrain < 1:
-            raise BadRequest("--pretrain", f"must be at least 0 and less than 1, got {self.pretrain}")
-
-    def teacher(self, chunk_rows: int, step_rows: int) -> Budget:
-        """Of the labels on disk."""
-        if self.steps is not None:
-            return Budget(steps=max(2, math.ceil(self.steps * step_rows / (LABELLINGS * chunk_rows))))
-        assert self.minutes is not None
-        return Budget(seconds=60 * self.minutes * TEACHER_SHARE)
-
-    def student(self, stage: str, labels: Labels) -> Budget:
-        """Of `pretrain` or `distil`."""
-        most = STUDENT_SHARE + (TEACHER_SHARE if labels == "fly" else 0.0)
-        share = self.pretrain if stage == "pretrain" else 1 - self.pretrain
-        if self.steps is not None:
-            return Budget(steps=max(1, round(self.steps * share / (1 - self.pretrain))))
-        assert self.minutes is not None
-        return Budget(seconds=60 * self.minutes * most * share)
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterPlan:
-    """One training run, as requested."""
-
-    target_name: str
-    target: TargetConfig  # with folders of this machine
-    facts: Facts  # of the target
-    source: DataSource
-    kind: StudentKind
-    size: StudentSize | None  # of a new drafter
-    start: Start | None
-    length: Length
-    row_tokens: int
-    seed: int
-    out: Path
-    device: torch.device
-    compile_forward: bool
-    command: str  # for the card
-    labels: Labels = "disk"
-    rows: int = DRAFTER_ROWS  # of a step, of all processes together
-
-    @property
-    def work(self) -> Path:
-        """Everything that is not the finished checkpoint; may be deleted afterwards."""
-        return self.out.with_name(f"{self.out.name}.training")
-
-    def settings(self) -> dict[str, Any]:
-        """What the outcome depends on, under the names of options."""
-        return {
-            "target": [self.target_name, self.facts.digest],
-            "data": [[str(file.resolve()), file.stat().st_size] for file in self.source.files()],
-            "field": self.source.field,
-            "kind": self.kind,
-            "size": None if self.size is None else str(self.size),
-            "from": None if self.start is None else [str(self.start.folder.resolve()), self.start.facts.digest],
-            "minutes": self.length.minutes,
-            "steps": self.length.steps,
-            "pretrain": self.length.pretrain,
-            "rows": self.rows,
-            "row-tokens": self.row_tokens,
-            "labels": self.labels,
-            "seed": self.seed,
-        }
 
 
 class DrafterRun:
@@ -170,6 +95,7 @@ class DrafterRun:
         self.share = ALONE if processes is None else Share(processes.process_index, processes.num_processes)
         self.data_folder = DataFolder(plan.work / "data", plan.facts.vocabulary)
         self.teacher_folder = TeacherFolder(plan.work / "teacher")
+        self.measured_folder = TeacherFolder(plan.work / "measured")
 
     @cached_property
     def target(self) -> PreTrainedModel:
@@ -187,7 +113,21 @@ class DrafterRun:
         if plan.start is not None:
             return student_from(plan.start, plan.facts, self.transplant, plan.seed, plan.device)
         assert plan.size is not None
-        return new_student(plan.kind, plan.size, plan.facts, self._rows(plan.size), plan.seed, plan.device)
+        rows, guessed = self._rows(plan.size), self._guessed()
+        return new_student(plan.kind, plan.size, plan.facts, rows, guessed, plan.seed, plan.device)
+
+    def _guessed(self) -> np.ndarray | None:
+        """The tokens that the drafter guesses, chosen once by the labels; None: all."""
+        plan, file = self.plan, self.plan.work / "vocabulary.npy"
+        if plan.vocabulary is None or plan.vocabulary >= plan.facts.vocabulary:
+            return None
+        if not file.exists():
+            chosen = most_frequent(
+                self.teacher_folder.read(), plan.facts.vocabulary, plan.vocabulary, plan.facts.end_ids
+            )
+            with replacing(file) as partial, partial.open("wb") as stream:
+                np.save(stream, chosen)
+        return np.asarray(np.load(file))
 
     def _rows(self, size: StudentSize) -> Tensor:
         """Of a new drafter's tokens, from those of the target's head; kept, so that the target is not loaded again."""
@@ -226,6 +166,9 @@ class DrafterRun:
     def answers(self) -> dict[str, Any]:
         """The target's answers to held-out prompts, and what the untrained drafter guesses of them."""
         plan = self.plan
+        if self._answers_prompts:
+            self._write_answers("answers", "held_out", self.measured_folder, Budget(steps=MEASURED_CHUNKS))
+            return {"prompts": MEASURED_CHUNKS * TEXTS, **self._measured(self.student())}
         prompts = held_out_prompts(self.data_folder.read("held_out"), PROMPTS, PROMPT_TOKENS)
         texts, vocabulary = torch.from_numpy(prompts), plan.facts.vocabulary
         found = []
@@ -233,7 +176,7 @@ class DrafterRun:
             for place, temperature in enumerate(TEMPERATURES):
                 report(place / (len(TEMPERATURES) + 1), f"temperature {temperature:g}")
                 found.append(
-                    write_answers(self.target, texts, temperature, ANSWER_TOKENS, vocabulary, plan.facts.end_ids)
+                    write_equal_answers(self.target, texts, temperature, ANSWER_TOKENS, vocabulary, plan.facts.end_ids)
                 )
             with replacing(self._answers_file) as partial_file, partial_file.open("wb") as stream:
                 np.save(stream, torch.stack([each.texts for each in found]).numpy())
@@ -246,6 +189,9 @@ class DrafterRun:
         plan = self.plan
         if plan.labels == "fly":
             return {}
+        if self._answers_prompts:
+            self._write_answers("teacher", "train", self.teacher_folder, plan.length.teacher(TEXTS, plan.rows))
+            return {"labelled": self.teacher_folder.labelled(), "own_share": self.teacher_folder.own_share()}
         labeller = self._labeller()
         chunk_tokens = labeller.text.chunk_rows * plan.row_tokens
         with self._bar("teacher") as report:
@@ -256,7 +202,31 @@ class DrafterRun:
                 lambda spent, chunks: report(min(spent, 1.0), f"{chunks * chunk_tokens:,} labelled tokens"),
                 self.share,
             )
-        return {"labelled": self.teacher_folder.read().tokens, "own_share": self.teacher_folder.own_share()}
+        return {"labelled": self.teacher_folder.labelled(), "own_share": self.teacher_folder.own_share()}
+
+    @property
+    def _answers_prompts(self) -> bool:
+        """Whether the target's labels are of its answers to the data's prompts, and of questions of its own."""
+        return self.share.processes == 1 and all(self.data_folder.prompts(part) for part in PARTS)
+
+    def _prompts(self, part: str) -> Prompts:
+        plan = self.plan
+        frame = chat_frame(CheckpointTokenizer(plan.target.tokenizer_folder, plan.facts.tokenizer))
+        return Prompts(self.data_folder.prompts(part), frame, 2 * plan.seed + PARTS.index(part))
+
+    def _write_answers(self, stage: str, part: str, folder: TeacherFolder, budget: Budget) -> None:
+        plan = self.plan
+        with self._bar(stage) as report:
+            write_answers(
+                plan.target_name,
+                plan.target,
+                plan.facts,
+                self._prompts(part),
+                plan.device,
+                folder,
+                budget,
+                lambda spent: report(min(spent, 1.0), f"{folder.labelled():,} labelled tokens"),
+            )
 
     def _labeller(self) -> Labeller:
         plan, data = self.plan, self.data_folder.read("train")
@@ -341,12 +311,15 @@ class DrafterRun:
         made = f"with random layers and rows from the target's head, {plan.size}"
         if plan.start is not None:
             made = f"continued from {plan.start.folder}"
+        if (guessed := self._guessed()) is not None:
+            made += f". It guesses {len(guessed):,} of the target's {plan.facts.vocabulary:,} tokens and reads all"
         if self.transplant is not None:
             made += f". Its vocabulary is transplanted: {self.transplant.words}"
         return drafter_card(
             title=plan.out.name,
             target=plan.target_name,
             model=f"A {plan.kind} of {millions(parameters)} parameters, {made}",
+            conversations=self._answers_prompts and plan.labels == "disk",
             source=", ".join(f"`{path}`" for path in plan.source.paths),
             command=plan.command,
             seed=plan.seed,
@@ -363,7 +336,7 @@ class DrafterRun:
             rows = TokenRows(self.data_folder.read("train").tokens, plan.rows, plan.row_tokens, plan.seed, self.share)
             batch_loss = text_loss(model, rows, plan.device, plan.compile_forward, processes)
         else:
-            labelled = live if live is not None else self.teacher_folder.read(self.share)
+            labelled = live if live is not None else self._labelled_rows()
             batch_loss = distillation_loss(
                 model, labelled, plan.seed, plan.device, plan.compile_forward, plan.rows, processes
             )
@@ -379,10 +352,20 @@ class DrafterRun:
             facts |= {"labelled": live.tokens(trained.steps, plan.rows), "own_share": 1 / OWN_TEXT_EVERY}
         return facts
 
+    def _labelled_rows(self) -> LabelledRows:
+        length = self.plan.row_tokens
+        apart = length if self._answers_prompts else length + 1
+        return LabelledRows(self.teacher_folder.read(), length, apart, self.share)
+
     def _measured(self, model: PreTrainedModel) -> dict[str, Any]:
         """Held-out loss, and the acceptance of the target's answers."""
         loss = held_out_loss(model.eval(), self.data_folder.read("held_out").tokens, self.plan.row_tokens)
-        return {"held_out_loss": loss, "acceptance": asdict(measure_acceptance(model, self._read_answers()))}
+        if self._answers_prompts:
+            answers = answers_in(self.measured_folder.read(), self._prompts("held_out"))
+            acceptance = measure_own_answers(model, answers, self.plan.facts.vocabulary)
+        else:
+            acceptance = measure_acceptance(model, self._read_answers())
+        return {"held_out_loss": loss, "acceptance": asdict(acceptance)}
 
     def _read_answers(self) -> list[Answers]:
         texts = torch.from_numpy(np.load(self._answers_file))
@@ -407,15 +390,17 @@ def _rates(width: int, continued: bool) -> dict[str, float]:
 
 @torch.inference_mode()
 def held_out_loss(model: PreTrainedModel, tokens: np.ndarray, row_tokens: int) -> float:
-    """Nats per token on the first LOSS_ROWS rows of held-out text."""
+    """Nats per token on the first LOSS_ROWS rows of held-out text, of the tokens that the drafter can guess."""
     rows = min(LOSS_ROWS, max(1, (len(tokens) - 1) // row_tokens))
     device = next(model.parameters()).device
     forward, total, count = StudentForward(model), 0.0, 0
     for row in range(rows):
         ids = torch.from_numpy(tokens[row * row_tokens : (row + 1) * row_tokens + 1].astype(np.int64)).to(device)
         scores = model.lm_head(forward(ids[None, :-1]))[0].float()
-        total += torch.nn.functional.cross_entropy(scores, ids[1:], reduction="sum").item()
-        count += len(ids) - 1
+        labels = ids[1:] if (embedding := draft_embedding(model)) is None else embedding.places[ids[1:]]
+        known = labels < scores.shape[1]
+        total += torch.nn.functional.cross_entropy(scores[known], labels[known], reduction="sum").item()
+        count += int(known.sum())
     return total / count
 
 
@@ -444,8 +429,8 @@ def train_drafter(
         run = DrafterRun(plan, StageFolder(plan.work, settings, resume=True), processes)
         works: dict[str, Callable[[], dict[str, Any]]] = {
             "data": run.data,
-            "answers": run.answers,
             "teacher": run.teacher,
+            "answers": run.answers,
             "pretrain": run.pretrain,
             "distil": run.distil,
             "export": run.export,

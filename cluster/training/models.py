@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
+import torch.nn.functional as F
 from dendro.errors import BadRequest
 from torch import Tensor, nn
 from transformers import (
@@ -33,6 +35,7 @@ from cluster.training.transplant import Transplant, transplant
 from drafter_service.models.mamba import time_step_limit
 from drafter_service.training.sizes import STUDENT_KINDS, StudentKind, StudentSize, new_model, student_config
 from drafter_service.training.students import StudentForward
+from drafter_service.training.vocabulary import guess
 
 CONFIGS: dict[StudentKind, type[PreTrainedConfig]] = {
     "mamba": MambaConfig,
@@ -110,16 +113,30 @@ def principal_rows(rows: Tensor, width: int) -> Tensor:
 
 
 def new_student(
-    kind: StudentKind, size: StudentSize, target: Facts, rows: Tensor, seed: int, device: torch.device
+    kind: StudentKind,
+    size: StudentSize,
+    target: Facts,
+    rows: Tensor,
+    guessed: np.ndarray | None,
+    seed: int,
+    device: torch.device,
 ) -> PreTrainedModel:
     """A drafter with random layers and the target's tokens, whose rows come of the target's: the drafter need not learn
     anew which tokens resemble each other.
 
-    rows [tokens, coordinates]: `principal_rows` of the target's head
+    rows [tokens, coordinates]: `principal_rows` of the target's head   guessed [N]: ids, ascending; None: all
     """
-    model = new_model(student_config(kind, size, _tokens(target)), seed, device)
-    set_rows(model, rows)
-    return model
+    tokens = _tokens(target)
+    if guessed is None:
+        model = new_model(student_config(kind, size, tokens), seed, device)
+        set_rows(model, rows)
+        return model
+    end = int(np.searchsorted(guessed, min(target.end_ids))) if target.end_ids else None
+    ends = {name: end for name in tokens if name != "vocab_size"}
+    model = new_model(student_config(kind, size, {"vocab_size": len(guessed), **ends}), seed, device)
+    scaled = rows * (model.get_input_embeddings().weight.std() / rows.std().clamp(min=1e-12)).item()
+    set_rows(model, rows[torch.from_numpy(guessed)])
+    return guess(model, guessed, F.pad(scaled, (0, size.width - rows.shape[1])))
 
 
 @torch.no_grad()

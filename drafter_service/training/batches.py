@@ -14,6 +14,7 @@ from drafter_service.training.loop import autocast, compiled
 from drafter_service.training.losses import TeacherRows, projected_loss
 from drafter_service.training.rows import TokenRows
 from drafter_service.training.students import StudentForward
+from drafter_service.training.vocabulary import draft_embedding
 
 # Share of the text's next token in a drafter's loss: it teaches the tail that the kept log-probabilities omit.
 HARD_SHARE = 0.1
@@ -39,12 +40,18 @@ class StudentLoss(nn.Module):
         self._forward = (compiled(forward) if compile_forward else forward,)  # in a tuple: its parameters are `model`'s
 
     def forward(self, inputs: Tensor, labels: Tensor, teacher: TeacherRows | None, hard_share: float) -> Tensor:
-        """Nats per token of inputs and labels [rows, length]."""
+        """Nats per token of inputs and labels [rows, length]; with a teacher, of those that it labelled."""
+        labels = labels.to(self._device)
         if teacher is not None:
             teacher = teacher.to(self._device)
         with autocast(self._device):
             hidden = self._forward[0](inputs.to(self._device))
-            return projected_loss(hidden, self.model.lm_head.weight, labels.to(self._device), teacher, hard_share)
+            if teacher is not None:
+                hidden, labels, teacher = teacher.labelled(hidden, labels)
+            if (embedding := draft_embedding(self.model)) is not None:
+                labels = embedding.places[labels]
+                teacher = None if teacher is None else teacher.with_ids(embedding.places)
+            return projected_loss(hidden, self.model.lm_head.weight, labels, teacher, hard_share)
 
 
 def text_loss(

@@ -20,11 +20,20 @@ CHUNK = 256  # positions
 class TeacherRows:
     """The teacher's largest log-probabilities at every position; the remaining mass is one more outcome."""
 
-    ids: Tensor  # [rows, positions, K] integer
-    log_probs: Tensor  # [rows, positions, K] floating
+    ids: Tensor  # [..., positions, K] integer
+    log_probs: Tensor  # [..., positions, K] floating; minus infinity at a position without labels
 
     def to(self, device: torch.device) -> TeacherRows:
         return TeacherRows(self.ids.to(device), self.log_probs.to(device))
+
+    def with_ids(self, places: Tensor) -> TeacherRows:
+        """The same with other ids. places [ids]: the new id of each"""
+        return TeacherRows(places[self.ids.long()], self.log_probs)
+
+    def labelled(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, TeacherRows]:
+        """The positions that have labels, of hidden [..., width], of labels [...], and of these rows."""
+        known = self.log_probs[..., 0].isfinite()
+        return hidden[known], labels[known], TeacherRows(self.ids[known], self.log_probs[known])
 
 
 class _ProjectedLoss(torch.autograd.Function):
@@ -32,6 +41,9 @@ class _ProjectedLoss(torch.autograd.Function):
 
     CE(teacher) = - sum_k t_k log p_k - r log(1 - sum_k p_k), with t the teacher's K kept probabilities, r = 1 - sum t,
     p the student's. Its gradient in score j is p_j - t_j for a kept j and p_j (1 - r / (1 - sum_k p_k)) for another.
+
+    Ids past the projection are of tokens that the student cannot guess. They are left out of both sums: the student
+    learns the law of the others, weighted by their probability.
     """
 
     @staticmethod
@@ -46,28 +58,32 @@ class _ProjectedLoss(torch.autograd.Function):
     ) -> Tensor:
         compute = torch.bfloat16 if torch.is_autocast_enabled(hidden.device.type) else hidden.dtype
         with torch.autocast(hidden.device.type, enabled=False):
-            weight = projection.to(compute)
+            weight, last = projection.to(compute), len(projection) - 1
             hidden_grad = torch.empty(hidden.shape, dtype=compute, device=hidden.device)
             weight_grad = torch.zeros(projection.shape, dtype=torch.float32, device=hidden.device)
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for start in range(0, len(labels), CHUNK):
                 part = slice(start, start + CHUNK)
                 inputs, label = hidden[part].to(compute), labels[part, None]
+                hard, label = hard_share * (label <= last), label.clamp(max=last)  # [positions, 1] both
                 log_probs = (inputs @ weight.T).float()
                 log_probs -= log_probs.logsumexp(-1, keepdim=True)
-                total -= hard_share * log_probs.gather(1, label).sum()
+                total -= (hard * log_probs.gather(1, label)).sum()
                 probs = log_probs.exp()
-                scores_grad = probs
-                if teacher_ids is not None and teacher_log_probs is not None:
+                if teacher_ids is None or teacher_log_probs is None:
+                    scores_grad = probs.mul_(hard)
+                else:
                     ids, teacher = teacher_ids[part], teacher_log_probs[part].float().exp()
-                    kept = probs.gather(1, ids)
-                    rest = (1 - teacher.sum(-1, keepdim=True)).clamp(min=0)
+                    rest = (1 - teacher.sum(-1, keepdim=True)).clamp(min=0) * (1 - hard_share)
+                    known = (ids <= last).float()
+                    ids, teacher = ids.clamp(max=last), teacher * known * (1 - hard_share)
+                    kept = probs.gather(1, ids) * known
                     student_rest = (1 - kept.sum(-1, keepdim=True)).clamp(min=1e-6)
-                    soft = (teacher * log_probs.gather(1, ids)).sum() + (rest * student_rest.log()).sum()
-                    total -= (1 - hard_share) * soft
-                    scores_grad = probs * (1 - (1 - hard_share) * rest / student_rest)
-                    scores_grad.scatter_(1, ids, kept - (1 - hard_share) * teacher)
-                scores_grad.scatter_add_(1, label, torch.full_like(label, -hard_share, dtype=torch.float32))
+                    total -= (teacher * log_probs.gather(1, ids)).sum() + (rest * student_rest.log()).sum()
+                    apart = rest / student_rest
+                    scores_grad = probs.mul_(hard + teacher.sum(-1, keepdim=True) + rest - apart)
+                    scores_grad.scatter_add_(1, ids, kept * apart - teacher)
+                scores_grad.scatter_add_(1, label, -hard)
                 scores_grad = scores_grad.to(compute)
                 hidden_grad[part] = scores_grad @ weight
                 weight_grad += scores_grad.T @ inputs
@@ -98,7 +114,7 @@ def projected_loss(
 ) -> Tensor:
     """The training loss in nats per token.
 
-    hidden [rows, positions, width]   projection [vocabulary, width]   labels [rows, positions]
+    hidden [..., width]   projection [vocabulary, width]   labels [...]
     Without a teacher: cross-entropy of the labels. With one: `hard_share` of that, the rest against the teacher.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])  # below: torch gives `apply` no types

@@ -8,23 +8,21 @@ teacher costs a few times the student.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drafter_service.training.labels import Chunk, LabelledRows, TeacherFolder
 from drafter_service.training.loop import Budget, autocast
 from drafter_service.training.losses import TeacherRows
 from drafter_service.training.rows import ALONE, Share, TokenRows, token_dtype
-from drafter_service.training.saving import replacing
 from drafter_service.training.stepping import CHECKED_STEPS, SteppedText
 
 KEPT = 32  # log-probabilities per position
@@ -56,18 +54,6 @@ class TeacherText:
         return min(fewest, self.row_tokens // 4), min(most, self.row_tokens // 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Rows with the teacher's outputs for the first `length` positions."""
-
-    tokens: np.ndarray  # [rows, length + 1]
-    ids: np.ndarray  # [rows, length, K], of the next token
-    log_probs: np.ndarray  # [rows, length, K] float16
-
-
-ARRAYS = ("tokens", "ids", "log_probs")
-
-
 def is_own(chunk: int) -> bool:
     """Whether the teacher generates the text of a chunk."""
     return chunk % OWN_TEXT_EVERY == 1
@@ -77,92 +63,6 @@ def _process(chunk: int, share: Share) -> bool:
     """Whether the chunk is the process's: they take turns at generated chunks, and turns at the others."""
     own = (chunk + OWN_TEXT_EVERY - 2) // OWN_TEXT_EVERY  # generated chunks before this one
     return (own if is_own(chunk) else chunk - own) % share.processes == share.process
-
-
-class TeacherFolder:
-    """Chunks of rows with the teacher's outputs: folders `00000` and so on, each whole or absent.
-
-    A chunk has the arrays of `Chunk`; ids are uint16, or uint32 for a large vocabulary. `facts.json` has whether the
-    teacher generated it (`own`), and the seconds that it took, which a resumed run counts as spent.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def __len__(self) -> int:
-        return len(self._chunks())
-
-    def seconds(self, share: Share = ALONE) -> float:
-        """That a process spent on its chunks."""
-        return float(sum(facts["seconds"] for chunk, facts in self._facts().items() if _process(chunk, share)))
-
-    def own_share(self) -> float:
-        """The share of the chunks that the teacher generated."""
-        return float(np.mean([facts["own"] for facts in self._facts().values()]))
-
-    def has(self, chunk: int) -> bool:
-        return self._path(chunk).exists()
-
-    def add(self, chunk: int, labelled: Chunk, seconds: float) -> None:
-        """Raises NotSaved on a full disk."""
-        with replacing(self._path(chunk)) as partial:
-            partial.mkdir()
-            for name in ARRAYS:
-                np.save(partial / f"{name}.npy", getattr(labelled, name))
-            (partial / "facts.json").write_text(json.dumps({"own": is_own(chunk), "seconds": seconds}))
-
-    def read(self, share: Share = ALONE) -> LabelledRows:
-        """All rows, mapped from the disk, for one of the processes that train with them."""
-        if not len(self):
-            raise ValueError(f"no teacher outputs in {self.folder}")
-        return LabelledRows([Chunk(*arrays) for arrays in zip(*map(self._arrays, ARRAYS), strict=True)], share)
-
-    def _path(self, chunk: int) -> Path:
-        return self.folder / f"{chunk:05d}"
-
-    def _chunks(self) -> list[Path]:
-        return sorted(path for path in self.folder.iterdir() if path.name.isdigit())
-
-    def _facts(self) -> dict[int, dict[str, Any]]:
-        """By the chunk's number."""
-        return {int(chunk.name): json.loads((chunk / "facts.json").read_text()) for chunk in self._chunks()}
-
-    def _arrays(self, name: str) -> list[np.ndarray]:
-        return [np.load(chunk / f"{name}.npy", mmap_mode="r") for chunk in self._chunks()]
-
-
-class LabelledRows:
-    """The rows of a teacher's chunks, all of equal size. Their order depends on the seed and the epoch."""
-
-    def __init__(self, chunks: list[Chunk], share: Share = ALONE) -> None:
-        self._chunks = chunks
-        self._share = share
-        self._rows = len(chunks[0].tokens)
-        self._epoch: tuple[int, int] | None = None
-        self._order = np.empty(0, np.int64)
-
-    def __len__(self) -> int:
-        return self._rows * len(self._chunks)
-
-    @property
-    def tokens(self) -> int:
-        """Labelled tokens."""
-        return len(self) * int(self._chunks[0].ids.shape[1])
-
-    def batch(self, step: int, rows: int, seed: int) -> tuple[Tensor, Tensor, TeacherRows]:
-        """Inputs and labels [rows, length] int64 and the teacher's outputs for the labels; of several processes, this
-        one's share of the rows."""
-        epoch, place = divmod(step, len(self) // rows)
-        if self._epoch != (seed, epoch):
-            self._epoch, self._order = (seed, epoch), np.random.default_rng((seed, epoch)).permutation(len(self))
-        own = np.sort(self._order[place * rows : (place + 1) * rows])[self._share.of(rows)]
-        chosen = [divmod(int(row), self._rows) for row in own]
-        tokens, ids, log_probs = (
-            torch.from_numpy(np.stack([getattr(self._chunks[chunk], name)[row] for chunk, row in chosen]).astype(dtype))
-            for name, dtype in zip(ARRAYS, (np.int64, np.int64, np.float16), strict=True)
-        )
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), TeacherRows(ids, log_probs)
 
 
 @torch.inference_mode()
@@ -233,7 +133,12 @@ class Labeller:
             tokens = write_own_text(self._model, starts, given, self.text, self._seed * 1_000_003 + chunk)
         ids, log_probs = _largest(self._model, tokens[:, :-1].to(self._device), self.text.vocabulary)
         dtype = token_dtype(self.text.vocabulary)
-        return Chunk(tokens.cpu().numpy().astype(dtype), ids.astype(dtype), log_probs)
+        last = [(0, 0), (0, 1), (0, 0)]  # of a row: the token after it is another row's
+        ids, log_probs = np.pad(ids, last), np.pad(log_probs, last, constant_values=-np.inf)
+        return Chunk(
+            tokens.cpu().numpy().astype(dtype).ravel(),
+            *(np.concatenate(each) for each in (ids.astype(dtype), log_probs)),
+        )
 
 
 def write_teacher_outputs(
@@ -247,7 +152,7 @@ def write_teacher_outputs(
 
     `on_chunk(fraction of the budget, chunks in the folder)` is called after each. Raises NotSaved on a full disk.
     """
-    seconds = folder.seconds(share)
+    seconds = folder.seconds(partial(_process, share=share))
     for chunk in _own_chunks(share):
         if chunk > 1 and budget.spent(seconds, chunk) >= 1:
             return
@@ -256,7 +161,7 @@ def write_teacher_outputs(
         started = time.monotonic()
         labelled = labeller.chunk(chunk)
         took = time.monotonic() - started
-        folder.add(chunk, labelled, took)
+        folder.add(chunk, labelled, is_own(chunk), took)
         seconds += took
         on_chunk(budget.spent(seconds, chunk + 1), len(folder))
 
@@ -287,7 +192,10 @@ class LiveRows:
         if self._group != group or self._rows is None:
             first = (group * self._share.processes + self._share.process) * OWN_TEXT_EVERY
             chunks = [self._labeller.chunk(chunk) for chunk in range(first, first + OWN_TEXT_EVERY)]
-            self._group, self._rows = group, LabelledRows(chunks)
+            self._group, self._rows = (
+                group,
+                LabelledRows(chunks, (length := self._labeller.text.row_tokens), length + 1),
+            )
         return self._rows.batch(place, own_rows, seed + group)
 
     def tokens(self, steps: int, rows: int) -> int:

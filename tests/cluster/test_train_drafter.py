@@ -32,8 +32,9 @@ from cluster.training import models
 from cluster.training.adding import with_drafter
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
-from cluster.training.drafter import Length, train_drafter
+from cluster.training.drafter import train_drafter
 from cluster.training.models import checked_target, load_teacher, start_from, student_from
+from cluster.training.plan import Length
 from drafter_service.models import load_model
 from drafter_service.training import loop
 from drafter_service.training.saving import NotSaved

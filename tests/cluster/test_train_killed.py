@@ -16,7 +16,8 @@ from dendro.errors import BadRequest
 from small_training import plan_of, write_cluster, write_text
 
 from cluster.training import data, drafter
-from cluster.training.drafter import CHUNK_S, DrafterRun, Length, train_drafter
+from cluster.training.drafter import CHUNK_S, DrafterRun, train_drafter
+from cluster.training.plan import Length
 from cluster.training.stages import only_run_in
 from drafter_service.training import loop
 from drafter_service.training.loop import Budget, Recipe

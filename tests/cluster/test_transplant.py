@@ -148,7 +148,7 @@ def test_the_demos_drafter_knows_python_under_a_tokenizer_of_another_size(tmp_pa
     tokens = np.array(tokenizer.encode((library / "textwrap.py").read_text()).ids)
     after = held_out_loss(student_from(start, ours, made, 0, CPU), tokens, 256)
     rows = torch.randn(1024, 176, generator=torch.Generator().manual_seed(0))
-    random = held_out_loss(new_student("mamba2", SIZES["mamba2"]["tiny"], ours, rows, 0, CPU), tokens, 256)
+    random = held_out_loss(new_student("mamba2", SIZES["mamba2"]["tiny"], ours, rows, None, 0, CPU), tokens, 256)
     assert after < random - 1.5
 
 

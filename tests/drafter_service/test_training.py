@@ -28,6 +28,7 @@ from transformers import (
 )
 
 from drafter_service.training import stepping, teacher
+from drafter_service.training.labels import LabelledRows, TeacherFolder
 from drafter_service.training.loop import Budget, Recipe, Trainer
 from drafter_service.training.losses import TeacherRows, projected_loss
 from drafter_service.training.saving import NotSaved
@@ -35,10 +36,8 @@ from drafter_service.training.scans import mamba1_scan, mamba1_scan_by_steps, ma
 from drafter_service.training.sizes import SIZES, StudentSize, new_model, student_config
 from drafter_service.training.students import StudentForward
 from drafter_service.training.teacher import (
-    LabelledRows,
     Labeller,
     LiveRows,
-    TeacherFolder,
     TeacherText,
     write_teacher_outputs,
 )
@@ -138,7 +137,7 @@ def teacher_text(**changes: Any) -> TeacherText:
 def label(model: PreTrainedModel, text: TeacherText, folder: TeacherFolder, chunks: int) -> LabelledRows:
     """Labels of so many chunks."""
     write_teacher_outputs(Labeller(model, text, 0), folder, Budget(steps=chunks), lambda *_: None)
-    return folder.read()
+    return LabelledRows(folder.read(), text.row_tokens, text.row_tokens + 1)
 
 
 def test_teacher_outputs_are_the_models_largest_log_probs_of_the_tokens_that_it_has(
@@ -147,7 +146,7 @@ def test_teacher_outputs_are_the_models_largest_log_probs_of_the_tokens_that_it_
     """The padding of the model's head, here from id 50 on, has no part in them."""
     folder = TeacherFolder(tmp_path / "whole")
     rows = label(tiny_teacher, teacher_text(vocabulary=50), folder, 2)
-    assert len(folder) == 2 and folder.own_share() == 0.5 and rows.tokens == 2 * 6 * 140
+    assert len(folder) == 2 and folder.own_share() == 0.5 and folder.labelled() == 2 * 6 * 140
     inputs, labels, outputs = rows.batch(step=1, rows=4, seed=5)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     assert labels.max() < 50
@@ -181,7 +180,7 @@ def test_labels_on_the_fly_are_the_models_of_new_text_and_the_same_after_a_resum
     torch.testing.assert_close(outputs.log_probs.float(), expected, rtol=2e-3, atol=2e-3)
     assert torch.equal(inputs[:, 1:], labels[:, :-1])
     texts = {tuple(row) for given, *_ in seen[:6] for row in given.tolist()}
-    groups = [labeller.chunk(chunk).tokens[:, :-1] for chunk in range(4)]
+    groups = [labeller.chunk(chunk).tokens.reshape(6, 141)[:, :-1] for chunk in range(4)]
     assert texts == {tuple(row) for each in groups for row in each.tolist()} and len(texts) == 24
     again, _, resumed = LiveRows(labeller).batch(6, 4, seed=5)
     assert torch.equal(again, inputs) and torch.equal(resumed.log_probs, outputs.log_probs)
@@ -255,7 +254,7 @@ def test_own_text_begins_where_answers_begin(tiny_teacher: PreTrainedModel, tmp_
     text = teacher_text(answers=np.array([5, 610, 3990]))
     label(tiny_teacher, text, TeacherFolder(tmp_path), 2)
     heads = [text.corpus[610 - given :][:16].tolist() for given in range(16, 71)]
-    own = np.load(tmp_path / "00001" / "tokens.npy")
+    own = np.load(tmp_path / "00001" / "tokens.npy").reshape(6, 141)
     assert all(row[:16].tolist() in heads for row in own)
 
 

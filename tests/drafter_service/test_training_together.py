@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch import Tensor
 from transformers import Mamba2Config, Mamba2ForCausalLM
 
 from drafter_service.training.batches import text_loss
+from drafter_service.training.labels import Chunk, LabelledRows, TeacherFolder
 from drafter_service.training.loop import Budget, Recipe, Trainer
 from drafter_service.training.rows import ALONE, Share, TokenRows
-from drafter_service.training.teacher import Chunk, LabelledRows, TeacherFolder, _process, is_own
+from drafter_service.training.teacher import _process, is_own
 from drafter_service.training.together import TrainingFailed, train_together
 
 STEPS = 6
@@ -34,10 +36,10 @@ def test_the_rows_of_a_step_are_divided_among_the_processes(processes: int) -> N
     parts = [TokenRows(tokens, 4, 16, 3, share) for share in shares(processes)]
     for step in (0, 5, 30):
         assert torch.equal(torch.cat([part.batch(step)[0] for part in parts]), whole.batch(step)[0])
-    chunk = Chunk(np.arange(90).reshape(10, 9), np.arange(160).reshape(10, 8, 2), np.zeros((10, 8, 2), np.float16))
+    chunk = Chunk(np.arange(90), np.arange(180).reshape(90, 2), np.zeros((90, 2), np.float16))
     for step in range(5):
-        found = [LabelledRows([chunk], share).batch(step, 4, seed=1) for share in shares(processes)]
-        expected = LabelledRows([chunk]).batch(step, 4, seed=1)
+        found = [LabelledRows([chunk], 8, 9, share).batch(step, 4, seed=1) for share in shares(processes)]
+        expected = LabelledRows([chunk], 8, 9).batch(step, 4, seed=1)
         assert torch.equal(torch.cat([labels for _, labels, _ in found]), expected[1])
         assert torch.equal(torch.cat([teacher.ids for *_, teacher in found]), expected[2].ids)
 
@@ -57,8 +59,9 @@ def test_every_chunk_is_one_processs_and_generated_ones_are_divided_equally(proc
         assert counts.max() - counts.min() <= 1
     folder = TeacherFolder(tmp_path)
     for chunk in range(8):
-        folder.add(chunk, Chunk(*[np.zeros((1, 2))] * 3), 1.0)
-    assert sum(folder.seconds(share) for share in shares(processes)) == folder.seconds(ALONE) == 8
+        folder.add(chunk, Chunk(*[np.zeros((1, 2))] * 3), is_own(chunk), 1.0)
+    counted = [folder.seconds(partial(_process, share=share)) for share in shares(processes)]
+    assert sum(counted) == folder.seconds() == 8
 
 
 def untrained() -> Mamba2ForCausalLM:

@@ -1,0 +1,235 @@
+"""Texts that a target writes itself, labelled while it writes them: answers to the data's prompts, and to questions
+that it asks itself.
+
+The target runs as it is served, in its verifier's engine, many texts at a time. The log-probabilities of an answer's
+tokens come with the answer, so that its text needs no second forward. Questions that the target asks itself have the
+subjects that it was trained on, whatever the data is about (Magpie, arXiv 2406.08464).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
+from dendro.engine import LocalVerifier, started
+from dendro.errors import BadRequest
+from dendro.logprobs import MAX_TOP_LOGPROBS, TokenLogprobs
+from dendro.text import Limits, Sampling, Tokens
+from dendro.tree import DraftTree
+from tree_layers.checkpoint import Facts
+
+from cluster.config import TargetConfig
+from cluster.engines import verifier_options
+from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.training.acceptance import OwnAnswer
+from drafter_service.training.labels import Chunk, TeacherFolder, joined
+from drafter_service.training.loop import Budget
+from drafter_service.training.rows import token_dtype
+from verifier_service.engine import VerifierEngine
+
+TEXTS = 32
+"""Texts of a chunk, and the texts that are written at a time."""
+TEMPERATURES = (0.0, 1.0, 0.7)
+QUESTION_TOKENS = 160
+ANSWER_TOKENS = 320
+QUESTION = "QUESTION"
+"""Stands for a question in a chat template."""
+PROMPT_TOKENS = 640
+"""At most; the beginning of a longer prompt is left out."""
+LONGEST_TEXT = PROMPT_TOKENS + ANSWER_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class ChatFrame:
+    """What a chat template puts around a question, in tokens."""
+
+    opening: tuple[int, ...]  # before a question
+    closing: tuple[int, ...]  # after it, as far as the answer's beginning
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A prompt, and how its answer is drawn."""
+
+    prompt: tuple[int, ...]  # empty: the target asks itself
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The prompts of a training run, in an order that the seed determines. Text n depends on n and the seed alone."""
+
+    given: Sequence[np.ndarray]  # tokens of each
+    frame: ChatFrame | None  # None: the target asks nothing itself
+    seed: int
+
+    def text(self, number: int) -> Asked:
+        """Every second prompt is one that the target asks itself, where there is a frame."""
+        temperature = TEMPERATURES[number // 2 % len(TEMPERATURES)]
+        sampling = Sampling(temperature=temperature, seed=(self.seed << 32) + number)
+        if self.frame is not None and (number % 2 or not self.given):
+            return Asked((), sampling)
+        place = number // 2 if self.frame is not None else number
+        epoch, at = divmod(place, len(self.given))
+        order = np.random.default_rng((self.seed, epoch)).permutation(len(self.given))
+        return Asked(tuple(self.given[order[at]][-PROMPT_TOKENS:].tolist()), sampling)
+
+
+class AnswerWriter:
+    """Writes and labels the chunks of a run with a target's engine, TEXTS texts at a time."""
+
+    def __init__(
+        self, engine: LocalVerifier, prompts: Prompts, vocabulary: int, end_ids: frozenset[int], max_length: int
+    ) -> None:
+        """max_length: of a text, at most that of the engine"""
+        self._engine = engine
+        self._prompts = prompts
+        self._dtype = token_dtype(vocabulary)
+        self._end_ids = end_ids
+        self._max_length = max_length
+        self._permits = asyncio.Semaphore(TEXTS)
+
+    async def chunks(self, first: int) -> AsyncGenerator[Chunk]:
+        """The chunks from this number on. While the last texts of one are written, those of the next are begun."""
+        begun = [self._begin(first), self._begin(first + 1)]
+        number = first + 2
+        try:
+            while True:
+                yield joined(await asyncio.gather(*begun.pop(0)))
+                begun.append(self._begin(number))
+                number += 1
+        finally:
+            for task in (task for tasks in begun for task in tasks):
+                task.cancel()
+
+    def _begin(self, chunk: int) -> list[asyncio.Task[Chunk]]:
+        numbers = range(chunk * TEXTS, (chunk + 1) * TEXTS)
+        return [asyncio.create_task(self._written(self._prompts.text(number))) for number in numbers]
+
+    async def _written(self, asked: Asked) -> Chunk:
+        async with self._permits:
+            prompt = list(asked.prompt)
+            if not prompt:
+                prompt = await self._question(asked.sampling)
+            tokens, labels = await self._text(prompt, asked.sampling, ANSWER_TOKENS)
+        return self._labelled(prompt, tokens, labels)
+
+    async def _question(self, sampling: Sampling) -> list[int]:
+        """A prompt that the target asks itself, drawn from its own law."""
+        frame = self._prompts.frame
+        assert frame is not None
+        drawn = Sampling(temperature=1.0, seed=sampling.seed, sample_index=1)
+        question, _ = await self._text(list(frame.opening), drawn, QUESTION_TOKENS)
+        if question[-1] in self._end_ids:
+            question.pop()
+        return [*frame.opening, *question, *frame.closing]
+
+    async def _text(self, prompt: list[int], sampling: Sampling, most: int) -> tuple[list[int], list[TokenLogprobs]]:
+        """What the target writes after a prompt, at most so many tokens, and their log-probabilities."""
+        text, opening = Tokens(prompt), new_opening()
+        limits = Limits(min(len(prompt) + most, self._max_length))
+        parameters = RequestParameters(sampling, limits, "", (), prompt_length=len(prompt), logprobs=MAX_TOP_LOGPROBS)
+        await self._engine.open(OpenCall(TextUpdate.of(opening, text, 0), parameters))
+        tokens, labels, root, start = list[int](), list[TokenLogprobs](), prompt[-1], len(text)
+        while True:
+            call = VerifyCall(TextUpdate.of(opening, text, start), DraftTree.of([root], [-1]))
+            verdict = await self._engine.verify(call)
+            start = len(text)
+            tokens += verdict.tokens
+            labels += verdict.logprobs
+            text.extend(verdict.tokens)
+            root = verdict.tokens[-1]
+            if verdict.finish is not None:
+                await self._engine.close(CloseCall(TextUpdate.of(opening, text, start)))
+                return tokens, labels
+
+    def _labelled(self, prompt: list[int], tokens: list[int], labels: list[TokenLogprobs]) -> Chunk:
+        count, first = len(prompt) + len(tokens), len(prompt) - 1
+        ids = np.zeros((count, MAX_TOP_LOGPROBS), self._dtype)
+        log_probs = np.full((count, MAX_TOP_LOGPROBS), -np.inf, np.float16)
+        for row, label in enumerate(labels, first):
+            ids[row] = [token for token, _ in label.top]
+            log_probs[row] = [value for _, value in label.top]
+        return Chunk(np.array([*prompt, *tokens], self._dtype), ids, log_probs)
+
+
+def chat_frame(tokenizer: CheckpointTokenizer) -> ChatFrame | None:
+    """Of a tokenizer with a chat template; None for one without, or whose template changes questions."""
+    try:
+        text = tokenizer.chat([{"role": "user", "content": QUESTION}], opens_answer=True)
+    except BadRequest:
+        return None
+    if text.count(QUESTION) != 1:
+        return None
+    before, after = text.split(QUESTION)
+    return ChatFrame(tuple(tokenizer.encode_chat(before)), tuple(tokenizer.encode(after, begins=False)))
+
+
+def write_answers(
+    name: str,
+    target: TargetConfig,
+    facts: Facts,
+    prompts: Prompts,
+    device: torch.device,
+    folder: TeacherFolder,
+    budget: Budget,
+    on_chunk: Callable[[float], None],
+) -> None:
+    """Have a target write and label texts, as it is served, until the budget (in seconds, or in chunks) is spent, one
+    chunk always. What the folder has counts.
+
+    name: the target's in the configuration, `target` has folders of this machine
+    `on_chunk(fraction of the budget)` is called after each chunk. Raises BadRequest for a target that is not served;
+    NotSaved on a full disk.
+    """
+    length = min(target.max_length, LONGEST_TEXT)
+    options = replace(
+        verifier_options(name, target),
+        device=device,
+        threads=torch.get_num_threads(),
+        max_length=length,
+        max_sessions=TEXTS,
+        max_waiting=TEXTS,
+    )
+    engine = VerifierEngine.load(target.checkpoint, options)
+    writer = AnswerWriter(engine, prompts, facts.vocabulary, facts.end_ids, length)
+    asyncio.run(_write(engine, writer, folder, budget, on_chunk))
+
+
+async def _write(
+    engine: LocalVerifier,
+    writer: AnswerWriter,
+    folder: TeacherFolder,
+    budget: Budget,
+    on_chunk: Callable[[float], None],
+) -> None:
+    seconds, count = folder.seconds(), len(folder)
+    async with started(engine):
+        began = time.monotonic()
+        async with aclosing(writer.chunks(count)) as chunks:
+            while not count or budget.spent(seconds, count) < 1:
+                chunk = await anext(chunks)
+                took, began = time.monotonic() - began, time.monotonic()
+                folder.add(count, chunk, own=True, seconds=took)
+                seconds, count = seconds + took, count + 1
+                on_chunk(budget.spent(seconds, count))
+
+
+def answers_in(chunks: Sequence[Chunk], prompts: Prompts) -> list[OwnAnswer]:
+    """The answers of chunks 0, 1 and so on, whose prompts these were."""
+    found = list[OwnAnswer]()
+    for chunk in chunks:
+        labelled = np.isfinite(chunk.log_probs[:, 0])
+        edges = np.flatnonzero(np.diff(labelled.astype(np.int8), prepend=0, append=0))
+        text_begins = 0
+        for first, after in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+            tokens = chunk.tokens[text_begins : after + 1].tolist()
+            begin, text_begins = first + 1 - text_begins, after + 1
+            found.append(OwnAnswer(tokens, begin, prompts.text(len(found)).sampling))
+    return found

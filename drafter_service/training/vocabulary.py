@@ -1,0 +1,102 @@
+"""Drafters that guess the most frequent of their target's tokens and read all of them.
+
+The head has a row for each guessed token, which its embedding shares. The embedding of another token is its row of low
+rank times a basis that these tokens share: rare tokens are many, and each is seen too seldom for a row of its own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from tree_layers.draft_vocabulary import IDS, OTHERS_BASIS, OTHERS_ROWS
+
+from drafter_service.training.labels import Chunk
+
+OF_VOCABULARY = (f".{OTHERS_ROWS}", f".{OTHERS_BASIS}")
+"""In the names of a model's parameters that are in that file."""
+RANK = 16
+
+
+def most_frequent(chunks: list[Chunk], vocabulary: int, count: int, always: frozenset[int]) -> np.ndarray:
+    """The tokens that a teacher likeliest writes, by the sum of their probabilities where it has labelled, and those of
+    `always`: [count] int64, ascending. Of equal ones the lower id is taken, which tokenizers give to the shorter."""
+    mass = np.zeros(vocabulary)
+    for chunk in chunks:
+        np.add.at(mass, chunk.ids, np.exp(chunk.log_probs.astype(np.float32)))
+    mass[sorted(always)] = np.inf
+    return np.sort(np.argsort(-mass, kind="stable")[:count])
+
+
+class DraftEmbedding(nn.Module):
+    """The embedding of a drafter that guesses N of the target's V tokens. Takes the target's ids."""
+
+    ids: Tensor
+    places: Tensor
+
+    def __init__(self, weight: nn.Parameter, ids: Tensor, others_rows: Tensor, others_basis: Tensor) -> None:
+        """weight [N, d]: the head's   ids [N] int64, ascending   others_rows [V - N, r]   others_basis [r, d]"""
+        super().__init__()
+        self.weight = weight
+        self.others_rows = nn.Parameter(others_rows)
+        self.others_basis = nn.Parameter(others_basis)
+        others = np.setdiff1d(np.arange(len(ids) + len(others_rows)), ids.cpu().numpy())
+        places = torch.empty(len(ids) + len(others_rows), dtype=torch.int64)
+        places[ids.cpu()] = torch.arange(len(ids))
+        places[torch.from_numpy(others)] = torch.arange(len(ids), len(places))
+        self.register_buffer("ids", ids, persistent=False)
+        self.register_buffer("places", places.to(ids.device), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """[...] -> [..., d]"""
+        places, guessed = self.places[tokens], len(self.ids)
+        own = F.embedding(places.clamp(max=guessed - 1), self.weight)
+        others = F.embedding((places - guessed).clamp(min=0), self.others_rows) @ self.others_basis
+        return torch.where((places < guessed)[..., None], own, others.to(own.dtype))
+
+
+def draft_embedding(model: PreTrainedModel) -> DraftEmbedding | None:
+    """The embedding of a drafter that guesses some of the tokens; None of one that guesses all."""
+    found = model.get_input_embeddings()
+    return found if isinstance(found, DraftEmbedding) else None
+
+
+def guess(model: PreTrainedModel, ids: np.ndarray, rows: Tensor) -> PreTrainedModel:
+    """Make a new model of N tokens, whose head is its embedding, guess these of the target's tokens.
+
+    ids [N] int64, ascending   rows [V, d]: what the embeddings of the target's tokens are to resemble
+    """
+    others = np.setdiff1d(np.arange(len(rows)), ids)
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, nn.Parameter)
+    left, scale, right = torch.svd_lowrank(rows[torch.from_numpy(others)].float(), RANK, niter=4)
+    both = scale.sqrt()
+    embedding = DraftEmbedding(
+        weight, torch.from_numpy(ids).to(weight.device), left * both, (right * both).T.contiguous()
+    )
+    model.set_input_embeddings(embedding.to(weight.device))
+    return model
+
+
+def save_vocabulary(embedding: DraftEmbedding, file: Path) -> None:
+    """Write the tensors of a checkpoint's draft vocabulary."""
+    rows, basis = (
+        each.detach().cpu().bfloat16().contiguous() for each in (embedding.others_rows, embedding.others_basis)
+    )
+    save_file({IDS: embedding.ids.cpu().int(), "others_rows": rows, "others_basis": basis}, file)
+
+
+def with_vocabulary(model: PreTrainedModel, file: Path) -> PreTrainedModel:
+    """A loaded checkpoint's model with its draft vocabulary, where there is such a file."""
+    if file.is_file():
+        tensors = load_file(file)
+        weight = model.get_input_embeddings().weight
+        assert isinstance(weight, nn.Parameter)
+        others = (tensors[name].to(weight) for name in (OTHERS_ROWS, OTHERS_BASIS))
+        model.set_input_embeddings(DraftEmbedding(weight, tensors[IDS].long().to(weight.device), *others))
+    return model
