@@ -114,8 +114,9 @@ Tokens seen include repetitions.
 ## Emitted per round
 
 Tokens per round, the target's own one included, on {before["prompts"]} held-out {prompts} the target wrote,
-under the shared-noise rule, by replaying the drafter's ranks of the target's text through static
-shapes; "ranked first" is the share of the target's tokens that were the drafter's first choice. Answers that repeat themselves are predicted easily: compare drafters on one target, not targets.
+under the shared-noise rule, by replaying the drafter's ranks of the target's text through static shapes; "ranked first"
+is the share of the target's tokens that were the drafter's first choice. Answers that repeat themselves are predicted
+easily: compare drafters on one target, not targets.
 
 {emitted}
 """
