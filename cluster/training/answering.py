@@ -62,7 +62,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Questions:
+class PromptOrder:
     """The prompts of a training run, in an order that the seed determines. Text n depends on n and the seed alone."""
 
     given: Sequence[np.ndarray]  # tokens of each
@@ -85,7 +85,7 @@ class AnswerWriter:
     """Writes and labels the chunks of a run with a target's engine, TEXTS texts at a time."""
 
     def __init__(
-        self, engine: LocalVerifier, prompts: Questions, vocabulary: int, end_ids: frozenset[int], max_length: int
+        self, engine: LocalVerifier, prompts: PromptOrder, vocabulary: int, end_ids: frozenset[int], max_length: int
     ) -> None:
         """max_length: of a text, at most that of the engine"""
         self._engine = engine
@@ -175,7 +175,7 @@ def write_answers(
     name: str,
     target: TargetConfig,
     facts: Facts,
-    prompts: Questions,
+    prompts: PromptOrder,
     device: torch.device,
     folder: TeacherFolder,
     budget: Budget,
@@ -221,7 +221,7 @@ async def _write(
                 on_chunk(budget.spent(seconds, count))
 
 
-def answers_in(chunks: Sequence[Chunk], prompts: Questions) -> list[OwnAnswer]:
+def answers_in(chunks: Sequence[Chunk], prompts: PromptOrder) -> list[OwnAnswer]:
     """The answers of chunks 0, 1 and so on, whose prompts these were."""
     found = list[OwnAnswer]()
     for chunk in chunks:

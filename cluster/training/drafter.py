@@ -37,7 +37,7 @@ from cluster.training.acceptance import (
 )
 from cluster.training.answering import (
     TEXTS,
-    Questions,
+    PromptOrder,
     answers_in,
     chat_frame,
     write_answers,
@@ -209,10 +209,10 @@ class DrafterRun:
         """Whether the target's labels are of its answers to the data's prompts, and of questions of its own."""
         return self.share.processes == 1 and all(self.data_folder.prompts(part) for part in PARTS)
 
-    def _prompts(self, part: str) -> Questions:
+    def _prompts(self, part: str) -> PromptOrder:
         plan = self.plan
         frame = chat_frame(CheckpointTokenizer(plan.target.tokenizer_folder, plan.facts.tokenizer))
-        return Questions(self.data_folder.prompts(part), frame, 2 * plan.seed + PARTS.index(part))
+        return PromptOrder(self.data_folder.prompts(part), frame, 2 * plan.seed + PARTS.index(part))
 
     def _write_answers(self, stage: str, part: str, folder: TeacherFolder, budget: Budget) -> None:
         plan = self.plan

@@ -13,7 +13,7 @@ from tree_layers.checkpoint import read_facts
 
 from cluster.config import DEMO_MODELS, TargetConfig
 from cluster.training import answering
-from cluster.training.answering import ChatFrame, Questions, answers_in, write_answers
+from cluster.training.answering import ChatFrame, PromptOrder, answers_in, write_answers
 from drafter_service.training.labels import TeacherFolder
 from drafter_service.training.loop import Budget
 
@@ -28,7 +28,7 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "QUESTION_TOKENS", 6)
 
 
-def written(folder: Path, prompts: Questions, chunks: int) -> TeacherFolder:
+def written(folder: Path, prompts: PromptOrder, chunks: int) -> TeacherFolder:
     checkpoint = DEMO_MODELS / "target"
     target, found = TargetConfig(checkpoint=checkpoint, dtype="float32"), TeacherFolder(folder)
     write_answers("t", target, read_facts(checkpoint), prompts, CPU, found, Budget(steps=chunks), lambda spent: None)
@@ -37,7 +37,7 @@ def written(folder: Path, prompts: Questions, chunks: int) -> TeacherFolder:
 
 def test_labels_are_the_targets_log_probs_of_its_answers_alone(few_texts: None, tmp_path: Path) -> None:
     """Of given prompts, and of questions that it asks itself between what the template puts around them."""
-    prompts = Questions(PROMPTS, ChatFrame((3, 4), (9, 10)), seed=3)
+    prompts = PromptOrder(PROMPTS, ChatFrame((3, 4), (9, 10)), seed=3)
     folder = written(tmp_path, prompts, 2)
     chunks = folder.read()
     answers = answers_in(chunks, prompts)
@@ -66,7 +66,7 @@ def test_labels_are_the_targets_log_probs_of_its_answers_alone(few_texts: None, 
 
 
 def test_a_resumed_writer_writes_the_chunks_of_an_uninterrupted_one(few_texts: None, tmp_path: Path) -> None:
-    prompts = Questions(PROMPTS, None, seed=0)
+    prompts = PromptOrder(PROMPTS, None, seed=0)
     whole = written(tmp_path / "whole", prompts, 3).read()
     written(tmp_path / "begun", prompts, 1)
     resumed = written(tmp_path / "begun", prompts, 3).read()
@@ -76,7 +76,7 @@ def test_a_resumed_writer_writes_the_chunks_of_an_uninterrupted_one(few_texts: N
 
 
 def test_each_prompt_is_answered_once_an_epoch_and_text_n_depends_on_n_alone() -> None:
-    prompts = Questions(PROMPTS, None, seed=1)
+    prompts = PromptOrder(PROMPTS, None, seed=1)
     texts = [prompts.text(number) for number in range(10)]
     assert sorted(text.prompt for text in texts[:5]) == sorted(tuple(each.tolist()) for each in PROMPTS)
     assert sorted(text.prompt for text in texts[5:]) == sorted(tuple(each.tolist()) for each in PROMPTS)
