@@ -54,7 +54,7 @@ class ChatFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TextPlan:
     """A prompt, and how its answer is drawn."""
 
     prompt: tuple[int, ...]  # empty: the target asks itself
@@ -69,16 +69,16 @@ class PromptOrder:
     frame: ChatFrame | None  # None: the target asks nothing itself
     seed: int
 
-    def text(self, number: int) -> Asked:
+    def text(self, number: int) -> TextPlan:
         """Every second prompt is one that the target asks itself, where there is a frame."""
         temperature = TEMPERATURES[number // 2 % len(TEMPERATURES)]
         sampling = Sampling(temperature=temperature, seed=(self.seed << 32) + number)
         if self.frame is not None and (number % 2 or not self.given):
-            return Asked((), sampling)
+            return TextPlan((), sampling)
         place = number // 2 if self.frame is not None else number
         epoch, at = divmod(place, len(self.given))
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.given))
-        return Asked(tuple(self.given[order[at]][-PROMPT_TOKENS:].tolist()), sampling)
+        return TextPlan(tuple(self.given[order[at]][-PROMPT_TOKENS:].tolist()), sampling)
 
 
 class AnswerWriter:
@@ -112,7 +112,7 @@ class AnswerWriter:
         numbers = range(chunk * TEXTS, (chunk + 1) * TEXTS)
         return [asyncio.create_task(self._written(self._prompts.text(number))) for number in numbers]
 
-    async def _written(self, asked: Asked) -> Chunk:
+    async def _written(self, asked: TextPlan) -> Chunk:
         async with self._permits:
             prompt = list(asked.prompt)
             if not prompt:
