@@ -65,3 +65,61 @@ def tensor(name: str, shape: tuple[int, ...], kind: int = 0, offset: int = 0) ->
 def header(*parts: bytes, keys: int = 0, tensors: int = 0, version: int = 3) -> bytes:
     """A file that claims so many keys and tensors, with `parts` after the counts."""
     return b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(parts)
+
+
+FAMILIES = {
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+}
+
+
+def write_family(file: Path, architecture: str, folder: Path) -> None:
+    """Write a tiny model with its tokenizer to `file`, and the same to `folder` as a checkpoint. Settings that have no
+    key in GGUF files are the family's defaults."""
+    import gguf
+    import transformers
+
+    kinds = [getattr(transformers, name) for name in FAMILIES[architecture]]
+    heads, layers = 4, 2
+    width = 128 if architecture == "qwen3" else 16  # for a Qwen3 the library takes its default, whatever the file says
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": layers, "head_dim": width}
+    sizes |= {"num_attention_heads": heads, "num_key_value_heads": 2, "max_position_embeddings": 512}
+    ends = {"eos_token_id": END, "bos_token_id": None, "pad_token_id": None}
+    model = kinds[1](kinds[0](vocab_size=tiny_models.VOCABULARY, **sizes, **ends)).eval()
+    tiny_models.randomise(model, 0)
+    model.save_pretrained(folder)
+    tiny_models.write_tokenizer(folder)
+    writer = gguf.GGUFWriter(file, architecture)
+    add_tokenizer(writer)
+    writer.add_vocab_size(tiny_models.VOCABULARY)
+    writer.add_context_length(512)
+    writer.add_embedding_length(64)
+    writer.add_block_count(layers)
+    writer.add_feed_forward_length(96)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(2)
+    writer.add_key_length(width)
+    writer.add_value_length(width)
+    writer.add_rope_freq_base(_rope_base(model.config))
+    writer.add_layer_norm_rms_eps(model.config.rms_norm_eps)
+    if getattr(model.config, "sliding_window", None):
+        writer.add_sliding_window(model.config.sliding_window)
+    kind = next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(kind, layers)
+    tied = model.config.tie_word_embeddings
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and tied:
+            continue
+        shifted = 1.0 if architecture.startswith("gemma") and name.endswith("norm.weight") else 0.0
+        named = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        writer.add_tensor(named, (weight.detach() + shifted).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _rope_base(config: Any) -> float:
+    settings = config.rope_parameters
+    return float((settings if "rope_theta" in settings else settings["full_attention"])["rope_theta"])

@@ -13,7 +13,7 @@ import torch
 from dendro.errors import BadRequest
 from dendro.tree import DraftTree
 from rich.console import Console
-from tiny_gguf import END, TEMPLATE, write_llama
+from tiny_gguf import END, FAMILIES, TEMPLATE, write_family, write_llama
 from tree_layers.checkpoint import read_facts
 from tree_layers.errors import CheckpointError
 
@@ -172,3 +172,13 @@ def test_a_drafter_of_a_gguf_file_is_refused(file):
     with pytest.raises(BadRequest, match="a drafter's weights cannot be in a GGUF file") as refused:
         check_checkpoints(config)
     assert refused.value.field == "drafters.small.checkpoint"
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_other_families_have_the_logits_of_their_source(architecture, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = tmp_path / "a.gguf"
+    write_family(file, architecture, tmp_path / "source")
+    folder = folder_of(file)
+    assert read_facts(folder).numbers == read_facts(tmp_path / "source").numbers
+    assert torch.allclose(logits_of(folder), logits_of(tmp_path / "source"), atol=1e-4)
