@@ -122,10 +122,26 @@ def answer_ranks(drafter: PreTrainedModel, answers: Answers) -> Tensor:
     for position in range(texts.shape[1] - first):
         logits = drafter.lm_head(hidden[:, first - 1 + position])[:, : answers.vocabulary]
         noise = noise_rows(answers.temperature, len(texts), position, answers.vocabulary)
-        scores = perturbed(logits, answers.temperature, noise[:, : logits.shape[1]])
-        chosen = scores.gather(1, texts[:, first + position, None])
-        ranks.append((scores > chosen).sum(-1))
+        scores = perturbed(logits, answers.temperature, _guessed(drafter, noise, logits.shape[1]))
+        ranks.append(_ranks(drafter, scores, texts[:, first + position], answers.vocabulary))
     return torch.stack(ranks, 1)
+
+
+def _guessed(drafter: PreTrainedModel, noise: Tensor, guessed: int) -> Tensor:
+    """The noise of the tokens that a drafter guesses. noise [rows, V], by the target's ids   returns [rows, guessed]"""
+    embedding = draft_embedding(drafter)
+    return noise[:, :guessed] if embedding is None else noise[:, embedding.ids.to(noise.device)]
+
+
+def _ranks(drafter: PreTrainedModel, scores: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
+    """The rank of each row's token among its scores; `vocabulary`, the target's, for one that is not guessed.
+
+    scores [rows, guessed]   tokens [rows] the target's ids   returns [rows] int64
+    """
+    embedding, last = draft_embedding(drafter), scores.shape[1] - 1
+    places = tokens if embedding is None else embedding.places[tokens]
+    of_chosen = scores.gather(1, places.clamp(max=last)[:, None])
+    return torch.where(places <= last, (scores > of_chosen).sum(-1), vocabulary)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +161,10 @@ def own_answer_ranks(drafter: PreTrainedModel, answer: OwnAnswer, vocabulary: in
     text = torch.tensor(answer.tokens, device=device)
     hidden = StudentForward(drafter)(text[None, :-1])[0, answer.begin - 1 :]
     scores = drafter.lm_head(hidden)[:, :vocabulary].float()
-    embedding = draft_embedding(drafter)
-    chosen = text[answer.begin :] if embedding is None else embedding.places[text[answer.begin :]]
     if sampling.temperature:
-        noise = NoiseRows(sampling.seed, vocabulary, sampling.sample_index)
-        rows = noise.rows(range(answer.begin, len(text))).to(device)
-        scores = scores / sampling.temperature + (
-            rows[:, : scores.shape[1]] if embedding is None else rows[:, embedding.ids]
-        )
-    known = chosen < scores.shape[1]
-    of_chosen = scores.gather(1, chosen.clamp(max=scores.shape[1] - 1)[:, None])
-    ranks: list[int] = torch.where(known, (scores > of_chosen).sum(-1), vocabulary).tolist()
+        rows = NoiseRows(sampling.seed, vocabulary, sampling.sample_index).rows(range(answer.begin, len(text)))
+        scores = perturbed(scores, sampling.temperature, _guessed(drafter, rows, scores.shape[1]))
+    ranks: list[int] = _ranks(drafter, scores, text[answer.begin :], vocabulary).tolist()
     return ranks
 
 

@@ -17,7 +17,7 @@ import torch
 from dendro.errors import BadRequest
 from tree_kernels.acceptance_head import log_chances
 from tree_kernels.warp import Warp
-from tree_layers.checkpoint import Facts, weights_fingerprint
+from tree_layers.checkpoint import Facts, read_facts, weights_fingerprint
 
 from cluster.config import DrafterConfig, TargetConfig
 from cluster.router.tokenizer import CheckpointTokenizer
@@ -282,6 +282,10 @@ def train_head(plan: HeadPlan, resume: bool = True, stop_after: str | None = Non
     anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field, also while another
     process trains there; NotSaved on a full disk.
     """
+    facts = read_facts(plan.drafter.checkpoint, plan.drafter.tokenizer)
+    if facts.draft is not None:  # examples have the target's ids alone
+        reason = f"{plan.drafter_name} {facts.draft}; heads are trained for drafters that guess all"
+        raise BadRequest("--drafter", reason)
     fingerprint = weights_fingerprint(plan.drafter.checkpoint)
     settings = plan.settings(fingerprint)
     if plan.file.exists() and not (resume and StageFolder.begun(plan.work)):

@@ -191,6 +191,8 @@ def start_from(given: Path, tokenizer: Path | None, target: Facts) -> Start:
     if facts.model_type not in STUDENT_KINDS:
         kinds = ", ".join(STUDENT_KINDS)
         raise BadRequest("--from", f"{folder} is a {facts.model_type}; {kinds} can be trained")
+    if facts.draft is not None:
+        raise BadRequest("--from", f"{folder} {facts.draft}; a drafter that guesses all of them can be continued")
     if facts.quantised:
         raise BadRequest("--from", f"{folder}: its weights are quantised ({facts.quantised})")
     if facts.tokens is None and not fit_of(target, facts).fits:

@@ -27,6 +27,7 @@ from cluster.checking import examine
 from cluster.cli import app
 from cluster.config import Config, demo_config
 from cluster.drafter_figures import read_figures
+from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training import models
 from cluster.training.adding import with_drafter
@@ -39,6 +40,7 @@ from drafter_service.models import load_model
 from drafter_service.training import loop
 from drafter_service.training.saving import NotSaved
 from drafter_service.training.sizes import SIZES
+from drafter_service.training.vocabulary import draft_embedding
 
 
 @pytest.fixture
@@ -281,6 +283,25 @@ def test_a_checkpoint_of_another_kind_or_without_a_tokenizer_is_not_continued(
 
 
 # ---- runs
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "llama"])
+def test_a_drafter_of_some_tokens_is_written_as_it_is_served(cluster_file: Path, text_file: Path, kind: str) -> None:
+    """With the embedding of the trained model, of tokens that it guesses and of others."""
+    plan = plan_of(cluster_file, text_file, kind=kind, length=Length(steps=4), vocabulary=40)
+    train_drafter(plan)
+    model, checkpoint = load_model(plan.out, torch.float32, CPU, form="eager")
+    assert str(checkpoint.facts.draft) == f"guesses 40 of {WORDS} tokens" and model.vocabulary == 40
+    assert fit_of(plan.facts, checkpoint.facts).fits and model.draft_ids is not None
+    text = np.arange(4, 30)
+    with torch.inference_mode():
+        embedding = draft_embedding(load_fp32(plan.out, CPU))
+        assert embedding is not None
+        found = model.embed(torch.from_numpy(model.draft_ids.inside(text)))
+        torch.testing.assert_close(found, embedding(torch.from_numpy(text)), rtol=1e-5, atol=1e-6)
+    assert f"It guesses 40 of the target's {WORDS} tokens and reads all" in (plan.out / "README.md").read_text()
+    with pytest.raises(BadRequest, match=f"^--from: .*drafter guesses 40 of {WORDS} tokens; a drafter that"):
+        start_from(plan.out, None, plan.facts)
 
 
 @pytest.mark.parametrize(("target", "kind"), [("llama", "mamba2"), ("llama", "mamba"), ("mamba2", "llama")])

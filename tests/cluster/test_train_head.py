@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import tiny_mamba
 import tiny_models
 import torch
 import yaml
+from cut_heads import cut_head
 from dendro.answer import Options
 from dendro.errors import BadRequest
 from tiny_heads import make_head
@@ -208,6 +210,15 @@ def test_bad_data_a_head_that_is_there_and_other_settings_are_refused_by_name(cl
     make_head(cluster_file.parent / "drafter", there)
     with pytest.raises(BadRequest, match=r"^--out: .*acceptance_head.safetensors is there already; name another"):
         train_head(plan_of(cluster_file, out=there))
+
+
+def test_a_drafter_of_some_tokens_gets_no_head(cluster_file):
+    folder = cluster_file.parent / "drafter"
+    cut_head(folder, cluster_file.parent / "cut", range(4, 50), 90)
+    plan = plan_of(cluster_file)
+    cut = plan.drafter.model_copy(update={"checkpoint": cluster_file.parent / "cut"})
+    with pytest.raises(BadRequest, match="^--drafter: drafter guesses 46 of .* heads are trained for drafters that"):
+        train_head(replace(plan, drafter=cut))
 
 
 @pytest.mark.parametrize(
