@@ -86,6 +86,11 @@ class QuantisedTensors:
             if tensor is not None and weight.dim() == 2 and tensor.tensor_type.name in READ:
                 self._tensors[weight.data_ptr()] = tensor
 
+    def form_of(self, weight: Tensor) -> QuantisedForm | None:
+        """The form of the weight's blocks, which are not read for it; None where the file has none."""
+        tensor = self._tensors.get(weight.data_ptr())
+        return None if tensor is None else FORMS_OF[tensor.tensor_type.name]
+
     def blocks_of(self, weight: Tensor) -> QuantisedBlocks | None:
         """The blocks of a bfloat16 weight [outputs, inputs], which may be a model's first rows; None where the file has
         none whose unpacked numbers are the weight's, in any order of rows, and that fit our kernels."""

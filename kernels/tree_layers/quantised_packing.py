@@ -87,9 +87,10 @@ class QuantisedPacking:
     def __call__(
         self, weight: Tensor, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype | None = None
     ) -> PackedWeight:
-        blocks = self._tensors.blocks_of(weight)
-        most = most_rows(blocks.form, threads) if blocks is not None else 0
-        if blocks is None or not most:
+        form = self._tensors.form_of(weight)
+        most = 0 if form is None else most_rows(form, threads)
+        blocks = self._tensors.blocks_of(weight) if most else None  # reading and comparing them takes time
+        if blocks is None:
             return PackedWeight(weight, bias, threads, dtype)
         self._counts[f"{blocks.form.name} for " + (f"up to {most} rows" if most < ROWS[-1] else "any rows")] += 1
         if most < ROWS[-1]:

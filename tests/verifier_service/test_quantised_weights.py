@@ -124,6 +124,15 @@ def test_a_weight_that_stays_quantised_for_any_rows_is_not_kept_unpacked(tmp_pat
     assert str(packing) == "1 Q4_1 for any rows, 1 Q4_1 for up to 2 rows"
 
 
+def test_blocks_are_not_read_where_quantised_products_are_slower(tmp_path, monkeypatch):
+    folder = write_quantised(tmp_path, monkeypatch, "Q4_1")
+    model = library_model(folder)
+    tensors = QuantisedTensors(folder, model)
+    monkeypatch.setattr(tensors, "blocks_of", lambda weight: pytest.fail("read"))
+    monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads: 0)
+    assert type(QuantisedPacking(tensors)(model.model.layers[0].mlp.up_proj.weight)) is PackedWeight
+
+
 def test_the_kernels_of_the_forms_in_the_file_are_compiled_ahead(tmp_path, monkeypatch):
     folder = write_quantised(tmp_path, monkeypatch, "Q4_0")
     for dtype, expected in (("bfloat16", {"tree_kernels.matmul.q4_1"}), ("float32", set())):
