@@ -66,7 +66,7 @@ OPENING_ROUNDS = 8
 never comes must count against its arms."""
 PAUSE_GROWTH = 4
 """A drafter whose tree did not come is not asked again for 1, 4, 16, ... rounds: until a drafter has opened the text,
-and once it is gone, every round that asks it is plain decoding."""
+and once it is gone, every round that asks it is plain decoding. Where proposals took the tree's place it is not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +205,7 @@ class ConservativeUCB:
         ranked = self._trace.learn(arm.maker, tree, verdict)
         self._count(arm, tree, verdict)
         if arm.drafted:
-            self._pause(arm.maker, tree.missed)
+            self._pause(arm.maker, tree.missed and not tree.guesses)
         if self._openings.get(arm.maker):
             self._openings[arm.maker] -= 1
             if tree.missed and not tree.draft_us:

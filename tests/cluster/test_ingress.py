@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import fakes
@@ -316,7 +318,16 @@ def toy_ingress(drafter: str, proposers: Sequence[str], arms: Sequence[str] = ()
     settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": list(arms)})
     pool = NoPool() if drafter == "dead" else fakes.FakePool(fakes.FakeDrafter())
     peers = Peers(settings, {"demo": fakes.FakePool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
-    return Ingress(settings, peers, MemorySessions(), SERVED)
+    return Ingress(
+        settings, peers, MemorySessions(), SERVED, clock=(count / 1000 for count in itertools.count()).__next__
+    )
+
+
+@pytest.fixture
+def equal_times(monkeypatch):
+    """A call of a fake takes a tenth of a millisecond, and by the clock of `toy_ingress` a round at least a whole one:
+    what an answer's rounds choose does not depend on the machine."""
+    monkeypatch.setattr(fakes, "time", SimpleNamespace(perf_counter_ns=itertools.count(step=100_000).__next__))
 
 
 async def toy_answer(router: Ingress, speculation: pb.Speculation, count: int, temperature: float = 0.0):
@@ -338,7 +349,7 @@ def repeating(ids: Sequence[int], sampling: Sampling) -> int:
 @pytest.mark.parametrize("drafter", ["works", "dead", "none"])
 @pytest.mark.parametrize("proposers", [(), ("lookup",), ("suffix",), ("lookup", "suffix")], ids="+".join)
 @pytest.mark.parametrize("target", [fakes.toy_token, repeating], ids=["any text", "repeating"])
-async def test_proposals_change_no_token_and_need_no_drafter(monkeypatch, drafter, proposers, target):
+async def test_proposals_change_no_token_and_need_no_drafter(monkeypatch, equal_times, drafter, proposers, target):
     monkeypatch.setattr(fakes, "toy_token", target)
     router, sampling = toy_ingress(drafter, proposers), Sampling(temperature=0.8, seed=3)
     for _ in range(2):  # in the second, proposers have the first answer
@@ -364,7 +375,7 @@ async def test_a_fixed_drafted_shape_gets_no_proposals(monkeypatch):
         await toy_answer(toy_ingress("none", ("lookup", "suffix")), one, 100)
 
 
-async def test_no_drafter_is_asked_where_proposals_suffice(monkeypatch):
+async def test_no_drafter_is_asked_where_proposals_suffice(monkeypatch, equal_times):
     """In the second answer, when the costs of both kinds of rounds are measured."""
     monkeypatch.setattr(fakes, "toy_token", repeating)
     router = toy_ingress("works", ("lookup",), ["proposed(15)", "(1,1,1)"])
