@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from tree_kernels.kernel_cache import kept
 from tree_layers.checkpoint import GGUF, read_config
 from tree_layers.errors import CheckpointError
-from tree_layers.gguf_blocks import FORMS_OF
+from tree_layers.gguf_forms import FORMS_OF
 from tree_layers.gguf_header import read_gguf_header
 
 from cluster.config import Config, DrafterConfig, TargetConfig
@@ -46,7 +46,7 @@ def _of_drafter(drafter: DrafterConfig) -> list[str]:
 def _of_target(target: TargetConfig) -> list[str]:
     if target.resources.gpu:
         return []
-    products = ["matmul.loops", f"matmul.{PRECISIONS[target.dtype]}", "matmul.f32"]  # the head is in float32
+    products = ["matmul.loops", f"matmul.{PRECISIONS[target.dtype]}"]
     with suppress(CheckpointError):
         products += quantised_modules(target)
         if read_config(target.checkpoint).get("model_type") not in LEVELS:
@@ -60,7 +60,7 @@ def quantised_modules(target: TargetConfig) -> list[str]:
     if target.dtype != "bfloat16" or not file.is_file():
         return []
     forms = {FORMS_OF[name] for name in read_gguf_header(file).stored if name in FORMS_OF}
-    return [f"matmul.{form.name.lower()}" for form in sorted(forms)]
+    return [f"matmul.{form.lower()}" for form in sorted(forms)]
 
 
 @contextmanager

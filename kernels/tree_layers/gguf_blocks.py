@@ -14,6 +14,7 @@ from tree_kernels.matmul.quantised import QuantisedBlocks
 from tree_kernels.matmul.quantised_shapes import QuantisedForm
 
 from tree_layers.checkpoint import GGUF
+from tree_layers.gguf_forms import FORMS_OF
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -58,12 +59,6 @@ READ: dict[str, tuple[int, Callable[[Bytes], QuantisedBlocks]]] = {
     "Q8_0": (34, _of_q8_0),
 }
 """Bytes of a block of each type that is read, and how."""
-FORMS_OF = {
-    "Q4_0": QuantisedForm.Q4_1,
-    "Q4_1": QuantisedForm.Q4_1,
-    "Q5_0": QuantisedForm.Q8_0,
-    "Q8_0": QuantisedForm.Q8_0,
-}
 
 
 class QuantisedTensors:
@@ -89,7 +84,7 @@ class QuantisedTensors:
     def form_of(self, weight: Tensor) -> QuantisedForm | None:
         """The form of the weight's blocks, which are not read for it; None where the file has none."""
         tensor = self._tensors.get(weight.data_ptr())
-        return None if tensor is None else FORMS_OF[tensor.tensor_type.name]
+        return None if tensor is None else QuantisedForm[FORMS_OF[tensor.tensor_type.name]]
 
     def blocks_of(self, weight: Tensor) -> QuantisedBlocks | None:
         """The blocks of a bfloat16 weight [outputs, inputs], which may be a model's first rows; None where the file has

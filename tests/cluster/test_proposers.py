@@ -425,6 +425,7 @@ async def test_chances_are_counted_per_temperature_class():
 
 async def test_chances_are_counted_per_tenant():
     library = ProposalLibrary(("lookup",), 64, 16)
+    library.around(NoDrafter(), "two", MAX_ROWS, 0.0)  # a tenant that came later would begin with the counts of "one"
     one, text = library.around(NoDrafter(), "one", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2], "one")
     for number in range(100, 140):
         one.offer(text)
