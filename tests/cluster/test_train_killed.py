@@ -26,13 +26,13 @@ from drafter_service.training.loop import Budget, Recipe
 CHILD = """
 import functools, sys
 from pathlib import Path
-from small_training import plan_of
+from small_training import Length, plan_of
 from cluster.training import drafter
 drafter.Recipe = functools.partial(drafter.Recipe, save_every_s=0.0)
 drafter.rows_within = lambda *_: 16
 folder = Path(sys.argv[1])
 drafter.train_drafter(
-    plan_of(folder / "cluster.yaml", folder / "text.txt", length=drafter.Length(steps=60), out=folder / "killed")
+    plan_of(folder / "cluster.yaml", folder / "text.txt", length=Length(steps=60), out=folder / "killed")
 )
 """
 
