@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 from dendro.errors import BadRequest
 
+from cluster.config import TargetConfig
 from cluster.router.tokenizer import CheckpointTokenizer
 
 QUESTIONS = Path(__file__).parent / "demo" / "questions.jsonl"
@@ -39,6 +40,14 @@ class FilePrompt:
     name: str  # file and line, `prompts.jsonl:3`
     category: str  # empty where the line names none
     token_ids: tuple[int, ...]
+
+
+def tokenizer_of(target: TargetConfig, name: str) -> CheckpointTokenizer:
+    """A target's tokenizer, from its folder on this machine. Raises BadRequest, naming the field."""
+    try:
+        return CheckpointTokenizer(target.tokenizer_folder, "")
+    except BadRequest as error:
+        raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
 
 
 def read_prompts(file: Path, tokenizer: CheckpointTokenizer) -> list[FilePrompt]:
@@ -89,13 +98,19 @@ def _lines(stream: Any, file: Path) -> Iterator[str]:
         yield line
 
 
-def _prompt(where: str, line: str, tokenizer: CheckpointTokenizer) -> FilePrompt:
+def json_object(option: str, where: str, line: str) -> dict[str, Any]:
+    """The object of a line. Raises BadRequest, naming the option and the line."""
     try:
         entry = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(OPTION, f"{where} is not JSON: {error}") from error
+        raise BadRequest(option, f"{where} is not JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise BadRequest(OPTION, f"{where} is not a JSON object")
+        raise BadRequest(option, f"{where} is not a JSON object")
+    return entry
+
+
+def _prompt(where: str, line: str, tokenizer: CheckpointTokenizer) -> FilePrompt:
+    entry = json_object(OPTION, where, line)
     category = entry.get("category", "")
     if not isinstance(category, str):
         raise BadRequest(OPTION, f"{where}: category must be a text")

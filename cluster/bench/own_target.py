@@ -11,8 +11,7 @@ from dendro.errors import BadRequest
 from cluster.bench.ours import TenantRule
 from cluster.config import Config
 from cluster.hub import fetched, pinned
-from cluster.prompt_files import FilePrompt, by_turns, read_prompts, that_fit
-from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.prompt_files import FilePrompt, by_turns, read_prompts, that_fit, tokenizer_of
 
 
 def own_target(config: Config, name: str) -> Config:
@@ -33,11 +32,8 @@ def own_prompts(config: Config, file: Path, count: int, tokens: int) -> list[Fil
     ((name, served),) = config.targets.items()
     if tokens > config.router.max_new_tokens:
         raise BadRequest("tokens", f"{tokens}; router.max_new_tokens is {config.router.max_new_tokens}")
-    try:
-        tokenizer = CheckpointTokenizer(served.tokenizer_folder, "")
-    except BadRequest as error:
-        raise BadRequest(f"targets.{name}.{served.tokenizer_field}", error.reason) from error
-    return by_turns(that_fit(read_prompts(file, tokenizer), served.max_length - tokens))[:count]
+    prompts = read_prompts(file, tokenizer_of(served, name))
+    return by_turns(that_fit(prompts, served.max_length - tokens))[:count]
 
 
 def own_arms(config: Config) -> tuple[str, ...]:

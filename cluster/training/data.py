@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from dendro.errors import BadRequest
 
+from cluster.prompt_files import json_object
 from cluster.router.tokenizer import CheckpointTokenizer
 from drafter_service.training.rows import token_dtype
 from drafter_service.training.saving import NotSaved, replacing
@@ -107,12 +108,7 @@ def _json_lines(file: Path, field: str) -> Iterator[Document]:
 
 
 def _document(where: str, line: str, field: str) -> Document:
-    try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise BadRequest("--data", f"{where} is not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise BadRequest("--data", f"{where} is not a JSON object")
+    entry = json_object("--data", where, line)
     messages = entry.get(MESSAGES)
     if messages is not None and field not in entry:
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):

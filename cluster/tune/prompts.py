@@ -9,8 +9,7 @@ from dendro.errors import BadRequest
 
 from cluster.config import TargetConfig
 from cluster.demo.kinds import served_kinds
-from cluster.prompt_files import QUESTIONS, by_turns, read_prompts, that_fit
-from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.prompt_files import QUESTIONS, by_turns, read_prompts, that_fit, tokenizer_of
 from cluster.training.acceptance import PROMPT_TOKENS
 
 
@@ -20,14 +19,6 @@ class ChosenPrompts:
 
     source: str
     ids: tuple[tuple[int, ...], ...]
-
-
-def tokenizer_of(target: TargetConfig, name: str) -> CheckpointTokenizer:
-    """Raises BadRequest, naming the field, where it cannot be loaded."""
-    try:
-        return CheckpointTokenizer(target.tokenizer_folder, "")
-    except BadRequest as error:
-        raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
 
 
 def choose_prompts(file: Path | None, target: TargetConfig, name: str, count: int, tokens: int) -> ChosenPrompts:

@@ -192,10 +192,8 @@ class LiveRows:
         if self._group != group or self._rows is None:
             first = (group * self._share.processes + self._share.process) * OWN_TEXT_EVERY
             chunks = [self._labeller.chunk(chunk) for chunk in range(first, first + OWN_TEXT_EVERY)]
-            self._group, self._rows = (
-                group,
-                LabelledRows(chunks, (length := self._labeller.text.row_tokens), length + 1),
-            )
+            length = self._labeller.text.row_tokens
+            self._group, self._rows = group, LabelledRows(chunks, length, length + 1)
         return self._rows.batch(place, own_rows, seed + group)
 
     def tokens(self, steps: int, rows: int) -> int:

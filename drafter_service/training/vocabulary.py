@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from tree_layers.draft_vocabulary import IDS, OTHERS_BASIS, OTHERS_ROWS
 
+from drafter_service.draft_ids import DraftIds
 from drafter_service.training.labels import Chunk
 
 OF_VOCABULARY = (f".{OTHERS_ROWS}", f".{OTHERS_BASIS}")
@@ -45,12 +46,10 @@ class DraftEmbedding(nn.Module):
         self.weight = weight
         self.others_rows = nn.Parameter(others_rows)
         self.others_basis = nn.Parameter(others_basis)
-        others = np.setdiff1d(np.arange(len(ids) + len(others_rows)), ids.cpu().numpy())
-        places = torch.empty(len(ids) + len(others_rows), dtype=torch.int64)
-        places[ids.cpu()] = torch.arange(len(ids))
-        places[torch.from_numpy(others)] = torch.arange(len(ids), len(places))
+        size = len(ids) + len(others_rows)
+        places = torch.from_numpy(DraftIds(ids.cpu().numpy(), size).inside(np.arange(size)))
         self.register_buffer("ids", ids, persistent=False)
-        self.register_buffer("places", places.to(ids.device), persistent=False)
+        self.register_buffer("places", places.to(ids.device), persistent=False)  # of the target's ids
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] -> [..., d]"""
@@ -85,10 +84,9 @@ def guess(model: PreTrainedModel, ids: np.ndarray, rows: Tensor) -> PreTrainedMo
 
 def save_vocabulary(embedding: DraftEmbedding, file: Path) -> None:
     """Write the tensors of a checkpoint's draft vocabulary."""
-    rows, basis = (
-        each.detach().cpu().bfloat16().contiguous() for each in (embedding.others_rows, embedding.others_basis)
-    )
-    save_file({IDS: embedding.ids.cpu().int(), "others_rows": rows, "others_basis": basis}, file)
+    others = {OTHERS_ROWS: embedding.others_rows, OTHERS_BASIS: embedding.others_basis}
+    narrow = {name: weight.detach().cpu().bfloat16().contiguous() for name, weight in others.items()}
+    save_file({IDS: embedding.ids.cpu().int(), **narrow}, file)
 
 
 def with_vocabulary(model: PreTrainedModel, file: Path) -> PreTrainedModel:

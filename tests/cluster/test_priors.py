@@ -217,9 +217,9 @@ def test_no_draft_is_predicted_to_take_negative_time():
 
 def test_a_round_of_proposals_alone_does_not_count_for_a_drafted_shape():
     notes = Prior()
-    notes.learn(CHAIN, replace(tree(CHAIN), missed=True), verdict(5, True), 5)
+    notes.learn(CHAIN, replace(tree(CHAIN), missed=True), verdict(5, 5), True)
     assert notes.lengths == {}
-    notes.learn(CHAIN, tree(CHAIN), verdict(2, True), 2)
+    notes.learn(CHAIN, tree(CHAIN), verdict(2, 5), True)
     assert notes.lengths[CHAIN].mean == 2
 
 
