@@ -14,8 +14,9 @@ what it gained may be spent on finding a better arm. `t` are the tokens of the t
 mean N_k begins with a prior: what the tenant's earlier texts emitted, or all tenants' medians. To it come this text's
 rounds; for a tree of static form all rounds that it would have emitted by the ranks in the drafter's traces, played or
 not (`Replay`). So one cheap tree, whose trace has the ranks of all tokens since the last one, tells of all static arms:
-where no other arm is within the budget, the cheapest is played as a probe. T_k is predicted from the machine's costs,
-not the noisy time of the last round. By renewal-reward theory the long-run rate of an arm is E[N] / E[T].
+where no other arm is within the budget, the cheapest is played as a probe. Trees that likely do not pay follow each
+other ever more slowly, as long as they do not. T_k is predicted from the machine's costs, not the noisy time of the
+last round. By renewal-reward theory the long-run rate of an arm is E[N] / E[T].
 
 Proposals exist before the choice and have their own chances: an arm of proposals is judged by those of this round.
 
@@ -44,7 +45,7 @@ from cluster.policies.prior import NO_PRIOR, Prior
 from cluster.policies.replay import Ranked, RankTrace, Replay, replayed
 from cluster.policies.trial import SpeculationTrial
 
-BETA = 0.25
+BETA = 0.2
 BUDGET = 0.01
 """What exploration may cost a text, as a share of the time of its tokens without speculation."""
 HORIZON = 4.0
@@ -53,6 +54,9 @@ SURE_ROUNDS = 16.0
 """Most rounds by which a mean is sure: a text may change its kind."""
 PROBED_TOKENS = 8
 """Unranked tokens of the text from which on a tree is drafted for their ranks."""
+SPACING_GROWTH, LONGEST_SPACING = 1.5, 64.0
+"""Tokens between trees that likely do not pay, by drafter: none, then one, and after each tree that did not pay so many
+times as many, at most the second number. A tree that paid begins anew."""
 TRUSTED = 8.0
 """Weight of the proposers' chances beside what came of them in this text, in promised tokens."""
 UNPRICED = 1.5
@@ -100,6 +104,8 @@ class ConservativeUCB:
         self._replayed = [arm for arm in self.arms if replayed(arm.shape)]
         self._trace = RankTrace()
         self._unranked = dict.fromkeys(drafters_of(self.arms), 0)  # by drafter: tokens since its last tree
+        self._exploring = False  # the round's arm likely does not pay
+        self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
         self._tokens = 0  # of the text's rounds
         self._lost_us = 0.0  # D
         self._promised = self._came = 0.0  # tokens of proposals that were played
@@ -173,16 +179,22 @@ class ConservativeUCB:
         if best.index <= plain.index:
             return OFF_ARM
         likeliest = max(estimates, key=lambda each: (each.tokens / each.us, -each.arm.rows))
-        tried = [best] if likeliest.tokens / likeliest.us <= plain.index else [best, likeliest]
-        for each in tried:
-            if self._affords(each, plain.us):
+        pays = likeliest.tokens / likeliest.us > plain.index
+        for each in [best, likeliest] if pays else [best]:
+            self._exploring = each.tokens / each.us <= plain.index
+            if (not self._exploring or self._rested(each.arm)) and self._affords(each, plain.us):
                 return each.arm
-        if self._unranked.get(best.arm.maker, 0) >= PROBED_TOKENS:
+        self._exploring = True
+        if self._unranked.get(best.arm.maker, 0) >= PROBED_TOKENS and self._rested(best.arm):
             probes = [each for each in estimates if each.arm.maker == best.arm.maker and each.arm in self._replayed]
             probe = min(probes, key=lambda each: (each.us, each.arm.rows), default=None)
             if probe is not None and self._affords(probe, plain.us):
                 return probe.arm
         return OFF_ARM
+
+    def _rested(self, arm: Arm) -> bool:
+        """Whether so many tokens have come since its drafter's last tree that another may be tried."""
+        return arm.maker not in self._spacing or self._unranked[arm.maker] >= self._spacing[arm.maker]
 
     def _affords(self, each: ArmEstimate, plain_us: float) -> bool:
         loss_us = each.us - plain_us * each.least
@@ -235,6 +247,11 @@ class ConservativeUCB:
             self._lost_us += tree.draft_us / tree.texts + prices.verify_us(tree.rows) - plain_us * verdict.length
         if arm.drafted and not tree.missed:
             self._unranked[arm.maker] = verdict.length
+            if self._exploring and plain_us is not None:
+                paid = verdict.length * plain_us > tree.draft_us / tree.texts + prices.verify_us(tree.rows)
+                self._spacing[arm.maker] = (
+                    0.0 if paid else min(max(1.0, SPACING_GROWTH * self._spacing[arm.maker]), LONGEST_SPACING)
+                )
 
     def _replay(self, drafter: str, ranked: Ranked) -> None:
         """Advance the drafter's arms by the ranks of a trace."""

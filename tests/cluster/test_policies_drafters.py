@@ -131,12 +131,12 @@ def test_a_policy_finds_the_better_of_two_drafters(name: str, better: str):
 
 
 @pytest.mark.parametrize("name", ["conservative_ucb"])
-def test_a_second_drafter_costs_at_most_three_percent_of_the_answers_rate(name: str):
+def test_a_second_drafter_costs_at_most_two_percent_of_the_answers_rate(name: str):
     """Over 12 answers, the first of which knows nothing, and three seeds."""
     alone = sum(run(name, {"one": GOOD}, 12, seed)[0] for seed in range(3))
     for other in (POOR, USELESS, GOOD):
         both = sum(run(name, {"one": GOOD, "two": other}, 12, seed)[0] for seed in range(3))
-        assert both >= 0.97 * alone, other
+        assert both >= 0.98 * alone, other
 
 
 def test_two_useless_drafters_cost_at_most_two_percent_against_off():
