@@ -55,16 +55,12 @@ def config_of(models: Path, drafter: str, **more: Any) -> Config:
     )
 
 
-def expected_rounds(answer: list[int], begin: int) -> list[int]:
-    """The tokens of each round of chains from answer token `begin` on."""
-    found = []
-    while begin < len(answer):
-        guessed = 0
-        while guessed < DEPTH and begin + guessed < len(answer) and answer[begin + guessed] in GUESSED:
-            guessed += 1
-        found.append(min(guessed + 1, len(answer) - begin))
-        begin += found[-1]
-    return found
+def tokens_of_a_chain(answer: list[int], begin: int) -> int:
+    """How many tokens a round with a chain of guesses emits from answer token `begin` on."""
+    guessed = 0
+    while guessed < DEPTH and begin + guessed < len(answer) and answer[begin + guessed] in GUESSED:
+        guessed += 1
+    return min(guessed + 1, len(answer) - begin)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
@@ -75,16 +71,22 @@ async def test_a_token_is_accepted_where_the_head_has_it_and_no_token_changes(mo
         for shape in ("off", "(1,1,1,1)", "dynamic(3,4,9)"):
             done = await client.generate_text(
                 PROMPT,
-                max_new_tokens=24,
+                max_new_tokens=48,
                 speculation=Speculation.parse(shape),
                 temperature=temperature,
                 seed=5,
                 ignore_end=True,
             )
             found[shape] = list(done.token_ids)
-            rounds = [len(part.token_ids) for part in done.rounds if part.token_ids]
-            if shape == "(1,1,1,1)":  # the first round may have no tree
-                assert rounds[1:] == expected_rounds(found["off"], rounds[0])
+            if shape == "(1,1,1,1)":
+                # A round before the drafter has opened the text has no tree, and emits one token.
+                rounds = [part for part in done.rounds if part.token_ids]
+                whole = sum(len(part.token_ids) == tokens_of_a_chain(found["off"], part.offset) for part in rounds)
+                assert done.complete.drafters[0].rounds > 0
+                assert whole >= done.complete.drafters[0].rounds
+                assert all(
+                    len(part.token_ids) in (1, tokens_of_a_chain(found["off"], part.offset)) for part in rounds
+                )
     assert all(answer == found["off"] for answer in found.values())
     assert set(found["off"]) - {*GUESSED}
 
