@@ -41,7 +41,7 @@ ANSWER_TOKENS = 320
 QUESTION = "QUESTION"
 """Stands for a question in a chat template."""
 PROMPT_TOKENS = 640
-"""At most; the beginning of a longer prompt is left out."""
+"""At most, and at most half of the target's longest text; the beginning of a longer prompt is left out."""
 LONGEST_TEXT = PROMPT_TOKENS + ANSWER_TOKENS
 
 
@@ -51,6 +51,10 @@ class ChatFrame:
 
     opening: tuple[int, ...]  # before a question
     closing: tuple[int, ...]  # after it, as far as the answer's beginning
+
+    @property
+    def tokens(self) -> int:
+        return len(self.opening) + len(self.closing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,14 @@ class PromptOrder:
     given: Sequence[np.ndarray]  # tokens of each
     frame: ChatFrame | None  # None: the target asks nothing itself
     seed: int
+    most: int = PROMPT_TOKENS  # tokens of a prompt; more than those of the frame
+
+    @classmethod
+    def fitting(cls, given: Sequence[np.ndarray], frame: ChatFrame | None, seed: int, max_length: int) -> PromptOrder:
+        """Prompts that leave half of the target's longest text for their answers. Without the frame, where it leaves
+        no room for a question."""
+        most = min(PROMPT_TOKENS, max_length // 2)
+        return cls(given, frame if frame is not None and frame.tokens < most else None, seed, most)
 
     def text(self, number: int) -> TextPlan:
         """Every second prompt is one that the target asks itself, where there is a frame."""
@@ -78,7 +90,7 @@ class PromptOrder:
         place = number // 2 if self.frame is not None else number
         epoch, at = divmod(place, len(self.given))
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.given))
-        return TextPlan(tuple(self.given[order[at]][-PROMPT_TOKENS:].tolist()), sampling)
+        return TextPlan(tuple(self.given[order[at]][-self.most :].tolist()), sampling)
 
 
 class AnswerWriter:
@@ -125,7 +137,8 @@ class AnswerWriter:
         frame = self._prompts.frame
         assert frame is not None
         drawn = Sampling(temperature=1.0, seed=sampling.seed, sample_index=1)
-        question, _ = await self._text(list(frame.opening), drawn, QUESTION_TOKENS)
+        most = min(QUESTION_TOKENS, self._prompts.most - frame.tokens)
+        question, _ = await self._text(list(frame.opening), drawn, most)
         if question[-1] in self._end_ids:
             question.pop()
         return [*frame.opening, *question, *frame.closing]

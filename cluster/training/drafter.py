@@ -212,7 +212,8 @@ class DrafterRun:
     def _prompts(self, part: str) -> PromptOrder:
         plan = self.plan
         frame = chat_frame(CheckpointTokenizer(plan.target.tokenizer_folder, plan.facts.tokenizer))
-        return PromptOrder(self.data_folder.prompts(part), frame, 2 * plan.seed + PARTS.index(part))
+        given, seed = self.data_folder.prompts(part), 2 * plan.seed + PARTS.index(part)
+        return PromptOrder.fitting(given, frame, seed, plan.target.max_length)
 
     def _write_answers(self, stage: str, part: str, folder: TeacherFolder, budget: Budget) -> None:
         plan = self.plan

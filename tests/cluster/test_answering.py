@@ -28,9 +28,10 @@ def few_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(answering, "QUESTION_TOKENS", 6)
 
 
-def written(folder: Path, prompts: PromptOrder, chunks: int) -> TeacherFolder:
+def written(folder: Path, prompts: PromptOrder, chunks: int, max_length: int = 512) -> TeacherFolder:
     checkpoint = DEMO_MODELS / "target"
-    target, found = TargetConfig(checkpoint=checkpoint, dtype="float32"), TeacherFolder(folder)
+    target = TargetConfig(checkpoint=checkpoint, dtype="float32", max_length=max_length)
+    found = TeacherFolder(folder)
     write_answers("t", target, read_facts(checkpoint), prompts, CPU, found, Budget(steps=chunks), lambda spent: None)
     return found
 
@@ -82,3 +83,12 @@ def test_each_prompt_is_answered_once_an_epoch_and_text_n_depends_on_n_alone() -
     assert sorted(text.prompt for text in texts[5:]) == sorted(tuple(each.tolist()) for each in PROMPTS)
     assert texts[7] == prompts.text(7) and len({text.sampling.seed for text in texts}) == 10
     assert prompts.text(4).sampling == Sampling(temperature=0.7, seed=(1 << 32) + 4)
+
+
+def test_prompts_and_questions_leave_half_of_a_short_target_for_answers(few_texts: None, tmp_path: Path) -> None:
+    frame, long = ChatFrame((3, 4), (9, 10)), [np.arange(5, 45)]
+    prompts = PromptOrder.fitting(long, frame, seed=3, max_length=16)
+    answers = answers_in(written(tmp_path, prompts, 1, max_length=16).read(), prompts)
+    assert all(each.begin <= 8 and each.begin < len(each.tokens) <= 16 for each in answers)
+    assert answers[0].tokens[:8] == long[0][-8:].tolist()
+    assert PromptOrder.fitting(long, frame, seed=3, max_length=8).frame is None  # no room for a question
