@@ -38,8 +38,8 @@ TEXTS = 32
 TEMPERATURES = (0.0, 1.0, 0.7)
 QUESTION_TOKENS = 160
 ANSWER_TOKENS = 320
-QUESTION = "QUESTION"
-"""Stands for a question in a chat template."""
+QUESTION, ANSWER = "QUESTION", "ANSWER"
+"""Stand for a question and an answer in a chat template."""
 PROMPT_TOKENS = 640
 """At most, and at most half of the target's longest text; the beginning of a longer prompt is left out."""
 LONGEST_TEXT = PROMPT_TOKENS + ANSWER_TOKENS
@@ -51,6 +51,7 @@ class ChatFrame:
 
     opening: tuple[int, ...]  # before a question
     closing: tuple[int, ...]  # after it, as far as the answer's beginning
+    between: tuple[int, ...]  # after an answer, as far as the next question's beginning
 
     @property
     def tokens(self) -> int:
@@ -174,14 +175,19 @@ class AnswerWriter:
 
 def chat_frame(tokenizer: CheckpointTokenizer) -> ChatFrame | None:
     """Of a tokenizer with a chat template; None for one without, or whose template changes questions."""
+    asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     try:
-        text = tokenizer.chat([{"role": "user", "content": QUESTION}], opens_answer=True)
+        once = tokenizer.chat([asked], opens_answer=True)
+        twice = tokenizer.chat([asked, answered, asked], opens_answer=True)
     except BadRequest:
         return None
-    if text.count(QUESTION) != 1:
+    if once.count(QUESTION) != 1 or twice.count(QUESTION) != 2 or twice.count(ANSWER) != 1:
         return None
-    before, after = text.split(QUESTION)
-    return ChatFrame(tuple(tokenizer.encode_chat(before)), tuple(tokenizer.encode(after, begins=False)))
+    before, after = once.split(QUESTION)
+    between = twice.split(ANSWER)[1].split(QUESTION)[0]
+    opening = tokenizer.encode_chat(before)
+    closing, again = (tuple(tokenizer.encode(text, begins=False)) for text in (after, between))
+    return ChatFrame(tuple(opening), closing, again) if opening and closing and again else None
 
 
 def write_answers(

@@ -46,6 +46,7 @@ from cluster.training.bars import Report, shown, stage_bar
 from cluster.training.card import drafter_card, millions
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import PARTS, DataFolder, held_out_prompts
+from cluster.training.lockstep import longest, write_conversations
 from cluster.training.models import load_teacher, new_student, principal_rows, student_from
 from cluster.training.plan import DrafterPlan
 from cluster.training.stages import StageFolder, only_run_in
@@ -190,7 +191,11 @@ class DrafterRun:
         if plan.labels == "fly":
             return {}
         if self._answers_prompts:
-            self._write_answers("teacher", "train", self.teacher_folder, plan.length.teacher(TEXTS, plan.rows))
+            budget = plan.length.teacher(TEXTS, plan.rows)
+            if plan.device.type == "cpu":
+                self._write_answers("teacher", "train", self.teacher_folder, budget)
+            else:
+                self._write_conversations(budget)
             return {"labelled": self.teacher_folder.labelled(), "own_share": self.teacher_folder.own_share()}
         labeller = self._labeller()
         chunk_tokens = labeller.text.chunk_rows * plan.row_tokens
@@ -214,6 +219,20 @@ class DrafterRun:
         frame = chat_frame(CheckpointTokenizer(plan.target.tokenizer_folder, plan.facts.tokenizer))
         given, seed = self.data_folder.prompts(part), 2 * plan.seed + PARTS.index(part)
         return PromptOrder.fitting(given, frame, seed, plan.target.max_length)
+
+    def _write_conversations(self, budget: Budget) -> None:
+        plan, folder = self.plan, self.teacher_folder
+        with self._bar("teacher") as report:
+            write_conversations(
+                self.target,
+                plan.facts.vocabulary,
+                plan.facts.end_ids,
+                self._prompts("train"),
+                longest(plan.target.max_length),
+                folder,
+                budget,
+                lambda spent: report(min(spent, 1.0), f"{folder.labelled():,} labelled tokens"),
+            )
 
     def _write_answers(self, stage: str, part: str, folder: TeacherFolder, budget: Budget) -> None:
         plan = self.plan

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 CHUNK = 256  # positions
+DEVICE_CHUNK = 4096  # on an accelerator, where each operation has a price of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,9 @@ class _ProjectedLoss(torch.autograd.Function):
             hidden_grad = torch.empty(hidden.shape, dtype=compute, device=hidden.device)
             weight_grad = torch.zeros(projection.shape, dtype=torch.float32, device=hidden.device)
             total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            for start in range(0, len(labels), CHUNK):
-                part = slice(start, start + CHUNK)
+            size = CHUNK if hidden.device.type == "cpu" else DEVICE_CHUNK
+            for start in range(0, len(labels), size):
+                part = slice(start, start + size)
                 inputs, label = hidden[part].to(compute), labels[part, None]
                 hard, label = hard_share * (label <= last), label.clamp(max=last)  # [positions, 1] both
                 log_probs = (inputs @ weight.T).float()

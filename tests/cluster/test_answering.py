@@ -38,7 +38,7 @@ def written(folder: Path, prompts: PromptOrder, chunks: int, max_length: int = 5
 
 def test_labels_are_the_targets_log_probs_of_its_answers_alone(few_texts: None, tmp_path: Path) -> None:
     """Of given prompts, and of questions that it asks itself between what the template puts around them."""
-    prompts = PromptOrder(PROMPTS, ChatFrame((3, 4), (9, 10)), seed=3)
+    prompts = PromptOrder(PROMPTS, ChatFrame((3, 4), (9, 10), (11, 3, 4)), seed=3)
     folder = written(tmp_path, prompts, 2)
     chunks = folder.read()
     answers = answers_in(chunks, prompts)
@@ -86,7 +86,7 @@ def test_each_prompt_is_answered_once_an_epoch_and_text_n_depends_on_n_alone() -
 
 
 def test_prompts_and_questions_leave_half_of_a_short_target_for_answers(few_texts: None, tmp_path: Path) -> None:
-    frame, long = ChatFrame((3, 4), (9, 10)), [np.arange(5, 45)]
+    frame, long = ChatFrame((3, 4), (9, 10), (11, 3, 4)), [np.arange(5, 45)]
     prompts = PromptOrder.fitting(long, frame, seed=3, max_length=16)
     answers = answers_in(written(tmp_path, prompts, 1, max_length=16).read(), prompts)
     assert all(each.begin <= 8 and each.begin < len(each.tokens) <= 16 for each in answers)

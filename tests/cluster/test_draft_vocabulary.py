@@ -84,9 +84,7 @@ async def test_a_token_is_accepted_where_the_head_has_it_and_no_token_changes(mo
                 whole = sum(len(part.token_ids) == tokens_of_a_chain(found["off"], part.offset) for part in rounds)
                 assert done.complete.drafters[0].rounds > 0
                 assert whole >= done.complete.drafters[0].rounds
-                assert all(
-                    len(part.token_ids) in (1, tokens_of_a_chain(found["off"], part.offset)) for part in rounds
-                )
+                assert all(len(part.token_ids) in (1, tokens_of_a_chain(found["off"], part.offset)) for part in rounds)
     assert all(answer == found["off"] for answer in found.values())
     assert set(found["off"]) - {*GUESSED}
 
