@@ -26,6 +26,9 @@ from dendro.shapes import MAX_ROWS
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
 from tree_kernels.noise.triton import gumbel_rows
+from tree_kernels.tree_attention import PAGE
+from tree_kernels.tree_attention.splits import ITEM, FarSplits
+from tree_kernels.tree_attention.tensor_cores import SplitRows
 from tree_kernels.tree_attention.triton import TableRows
 from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
@@ -132,6 +135,9 @@ class DeviceRunner(StepRunner):
         """graphs: by default CUDA's where one GPU has the whole target; without any, steps run unrecorded."""
         super().__init__(target, bounds, buckets, crew)
         self._bounds = bounds
+        layers = zip(target.run.probed, target.layouts, strict=True)
+        groups = [layer.group for layer, layout in layers if layout.dtype != torch.float32]
+        self._splits = FarSplits.of(len(self.own_pages) * PAGE, self.near, max(groups)) if groups else None
         self._inputs: dict[StepShape, tuple[StepBuffers, StepBuffers]] = {}
         if graphs is None and self.device.type == "cuda" and crew is None:
             graphs = CudaGraphs()
@@ -255,6 +261,9 @@ class DeviceRunner(StepRunner):
                 **dict.fromkeys(("from_slots", "to_slots"), drawn),
                 **dict.fromkeys(("first", "count"), texts),
             }
+            if self._splits is not None:
+                most = self._splits.most_items(shape.rows, self._bounds.max_texts)
+                whole |= {"items": (most, ITEM), "splits": (shape.rows, 2), "jobs": (1,)}
             real = dict.fromkeys(("temperature", "top_p", "min_p"), drawn)
             self._inputs[shape] = (
                 StepBuffers(whole, torch.int64, self.device),
@@ -290,6 +299,8 @@ class DeviceRunner(StepRunner):
         for text, far in enumerate(plan.far):
             whole["tables"][text, far.first : far.first + len(far.pages)] = far.pages
             whole["texts"][far.start : far.stop] = text
+        if self._splits is not None:
+            whole["jobs"][0] = self._splits.fill(plan.positions, plan.far, whole["items"], whole["splits"])
         whole["wanted"][: len(wanted)] = wanted
         whole["draws_at"][: len(wanted)] = plan.positions[wanted] + 1
         whole["from_slots"][: len(wanted)] = plan.slots[wanted]
@@ -319,8 +330,12 @@ class DeviceRunner(StepRunner):
         return Logits.made(self.target.logits(*inputs))
 
     def _seen(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        rows = TableRows(given["positions"], given["slots"], given["near"], given["texts"], given["tables"])
-        self.target.run.begin(rows)
+        rows = given["positions"], given["slots"], given["near"], given["texts"], given["tables"]
+        if self._splits is None:
+            self.target.run.begin(TableRows(*rows))
+        else:
+            items = given["items"], given["jobs"], given["splits"]
+            self.target.run.begin(SplitRows(*rows, *items, self._splits.count))
         return given["tokens"], given["places"], given["wanted"]
 
     # The step

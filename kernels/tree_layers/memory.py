@@ -94,8 +94,8 @@ def pages_for(tokens: int) -> int:
 class Pages:
     """The slots of every layer: the zero page, `pages` pages for texts, then scratch slots for guesses.
 
-    `layers[i]` is [slots, kv_heads, width] float32. Layers of one layout share one tensor, so that one copy commits a
-    path in all of them.
+    `layers[i]` is [slots, kv_heads, width] in its layout's dtype. Layers of one layout share one tensor, so that one
+    copy commits a path in all of them.
     """
 
     def __init__(self, layouts: Sequence[Layout], pages: int, scratch_rows: int, device: torch.device) -> None:
@@ -106,7 +106,8 @@ class Pages:
         self._stores: dict[Layout, Tensor] = {}  # [layers of that layout, slots, kv_heads, width]
         for layout in dict.fromkeys(layouts):
             shape = (self.layouts.count(layout), slots, layout.kv_heads, layout.width)
-            self._stores[layout] = torch.zeros(shape, device=device)  # on a CPU, takes memory only when written
+            # On a CPU, takes memory only when written.
+            self._stores[layout] = torch.zeros(shape, dtype=layout.dtype, device=device)
         rest = {layout: iter(store) for layout, store in self._stores.items()}
         self.layers = [next(rest[layout]) for layout in layouts]
 

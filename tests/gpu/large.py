@@ -327,6 +327,8 @@ async def of_model(name: str, out: Path) -> None:
         exactness=(await engine.hello()).exactness,
         differ=list(engine.dependent),
         linear=str(engine.runner.target.linear),
+        attention=engine.runner.target.attention,
+        token_bytes=engine.runner.pages.token_bytes,
     )
     print(found, flush=True)
     await engine.start()

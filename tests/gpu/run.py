@@ -23,7 +23,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -46,13 +46,14 @@ class GpuStep:
     name: str
     limit_s: float
     script: str = ""
+    arguments: tuple[str, ...] = ()  # of the script
     tests: tuple[str, ...] = ()
     alone: bool = False  # it measures time: no other step runs beside it
     dry: tuple[str, ...] = ()  # more arguments for pytest in a dry run
 
     def command(self, dry: bool, report: Path) -> list[str]:
         if self.script:
-            return [sys.executable, str(HERE / self.script), *(["--dry"] if dry else [])]
+            return [sys.executable, str(HERE / self.script), *self.arguments, *(["--dry"] if dry else [])]
         pytest = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--import-mode=importlib"]
         pytest += ["-o", "filterwarnings="]  # the machine's packages are not the pinned ones, and warn of other things
         return [
@@ -68,12 +69,17 @@ class GpuStep:
 KERNEL_TESTS = (
     "tests/kernels/test_accelerated.py",
     "tests/kernels/test_norm.py",
+    "tests/kernels/test_tensor_cores.py",
     "tests/verifier_service/test_device_norms.py",
+    "tests/verifier_service/test_device_pages.py",
 )
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
     GpuStep(
-        "kernels", 180, tests=KERNEL_TESTS, dry=("-k", "noise or walks or accepted or group_is_normed or other_types")
+        "kernels",
+        180,
+        tests=KERNEL_TESTS,
+        dry=("-k", "noise or walks or accepted or group_is_normed or other_types or items_hold or recorded_step"),
     ),
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
     GpuStep("states", 180, tests=("tests/verifier_service/test_states_on_device.py",)),
@@ -230,7 +236,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder for results; it must not exist")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".wheels", help="a folder of wheels; it may be missing")
     parser.add_argument("--only", action="append", choices=[step.name for step in STEPS], help="may be repeated")
+    parser.add_argument("--model", action="append", default=[], help="of the step `large`, this one; may be repeated")
     given = parser.parse_args(arguments)
+    models = tuple(f"--only={model}" for model in given.model)
+    steps = [replace(step, arguments=models) if step.name == "large" else step for step in STEPS]
     logs = given.out / "logs"
     logs.mkdir(parents=True)
     began = time.monotonic()
@@ -245,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "installed": installed,
         }
         env = environment(given.dry, Path(site))
-        for beside in groups([step for step in STEPS if not given.only or step.name in given.only], given.dry):
+        for beside in groups([step for step in steps if not given.only or step.name in given.only], given.dry):
             print(f"{', '.join(step.name for step in beside)} ...", flush=True)
             left_s = (DRY_BUDGET_S if given.dry else BUDGET_S) - (time.monotonic() - began)
             with ThreadPoolExecutor(len(beside)) as threads:

@@ -180,7 +180,14 @@ class _Probing:
         return made
 
     def attention(
-        self, module: nn.Module, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None, others: Any
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        window: int | None,
+        others: Any,
     ) -> None:
         name = type(module).__name__
         if id(module) in self.seen:
@@ -190,7 +197,8 @@ class _Probing:
         layout = Layout(key.shape[1], key.shape[3], value.shape[3])
         seat: Seat = module.dendro_seat  # type: ignore[assignment]  # `_take_seats` sets it
         seat.index = len(self.run.probed)
-        self.run.probed.append(ProbedLayer(layout, window))
+        dtypes = query.dtype, key.dtype, value.dtype
+        self.run.probed.append(ProbedLayer(layout, window, query.shape[1] // key.shape[1], dtypes))
         if unknown := sorted(each for each, what in others.items() if what is not None and each not in KNOWN_ARGUMENTS):
             self.faults.append((Property.UNKNOWN_ARGUMENT, f"{name}: {', '.join(unknown)}"))
         if mask is None:
@@ -240,7 +248,7 @@ def _probe_attention(
     sliding_window: int | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    _probing[-1].attention(module, key, value, attention_mask, sliding_window, others)
+    _probing[-1].attention(module, query, key, value, attention_mask, sliding_window, others)
     return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from tree_kernels.elementwise import threads_of
@@ -32,6 +33,8 @@ class ProbedLayer:
 
     layout: Layout
     window: int | None
+    group: int  # query heads of a kv head
+    dtypes: tuple[torch.dtype, ...]  # of its queries, keys and values
 
 
 @dataclass(slots=True)
@@ -107,9 +110,14 @@ def seat_attention(
     pool = run.pages.layers[seat.index]
     scale = layout.key_dim**-0.5 if scaling is None else scaling
     if not isinstance(run.step, TreeRows):  # an accelerator's
+        from tree_kernels.tree_attention.tensor_cores import SplitRows, attend_pages, write_pages
         from tree_kernels.tree_attention.triton import attend_table, write_table
 
         assert run.step is not None
+        if layout.dtype != torch.float32:
+            assert isinstance(run.step, SplitRows)
+            write_pages(pool, key[0], value[0], run.step, layout)
+            return attend_pages(query[0], pool, run.step, layout, scale, sliding_window, softcap, s_aux)[None], None
         write_table(pool, key[0], value[0], run.step)
         return attend_table(query[0], pool, run.step, layout, scale, sliding_window, softcap, s_aux)[None], None
     if run.compiled:

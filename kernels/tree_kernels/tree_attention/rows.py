@@ -28,24 +28,27 @@ def near_window(max_depth: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The numbers in one slot of a layer: a key, a value, and at least one 1, up to a multiple of 16 numbers."""
+    """The numbers in one slot of a layer: a key, a value and, in float32, at least one 1, up to a multiple of 16
+    numbers."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
+    dtype: torch.dtype = torch.float32  # narrower: for an accelerator's tensor cores
 
     @property
     def width(self) -> int:
-        return -(-(self.key_dim + self.value_dim + 1) // 16) * 16
+        ones = int(self.dtype == torch.float32)
+        return -(-(self.key_dim + self.value_dim + ones) // 16) * 16
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one slot."""
-        return self.kv_heads * self.width * 4
+        return self.kv_heads * self.width * self.dtype.itemsize
 
     def pool(self, slots: int, device: torch.device) -> Tensor:
-        """[slots, kv_heads, width] float32, all zero. On a CPU, pages take no memory until they are written."""
-        return torch.zeros(slots, self.kv_heads, self.width, device=device)
+        """[slots, kv_heads, width], all zero. On a CPU, pages take no memory until they are written."""
+        return torch.zeros(slots, self.kv_heads, self.width, dtype=self.dtype, device=device)
 
 
 @dataclass(frozen=True, slots=True)
