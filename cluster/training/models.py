@@ -145,6 +145,7 @@ def set_rows(model: PreTrainedModel, rows: Tensor) -> None:
     of the random ones that they replace. rows [tokens, coordinates]; further tokens keep their random rows."""
     weight = model.get_input_embeddings().weight
     assert isinstance(weight, Tensor)
+    rows = rows.to(weight.device)
     tokens, coordinates = min(len(rows), len(weight)), rows.shape[1]
     weight[:tokens, :coordinates] = (rows[:tokens] * (weight.std() / rows.std().clamp(min=1e-12))).to(weight)
 
