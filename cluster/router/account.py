@@ -42,6 +42,8 @@ class RoundAccount:
         self._disturbed = False
         self._hello: Hello | None = None
         self.arm: Arm = OFF_ARM  # of the current round
+        self._announced = False  # the verifier may have begun the next round, without a tree
+        self._delayed = False  # the policy chose a tree for the current round, which was announced without one
         self._names_drafters = plan.names_drafters
         self.offer: Offer | None = None  # makes the proposals for the next round
         self.stats = pb.SpeculationStats(policy=plan.name)
@@ -49,7 +51,11 @@ class RoundAccount:
 
     def choose(self) -> Arm:
         self._began_s = self._clock()
-        self.arm = OFF_ARM if self._plain_first and not self.stats.rounds else self._policy.choose(self.offer)
+        chosen = OFF_ARM if self._plain_first and not self.stats.rounds else self._policy.choose(self.offer)
+        # A tree would wait until the round that the verifier has begun is done, and its result would be lost.
+        self._delayed = self._announced and not chosen.off
+        self._announced = False
+        self.arm = OFF_ARM if self._delayed else chosen
         self._disturbed = self._experience.concurrency.opening > 0
         return self.arm
 
@@ -79,8 +85,9 @@ class RoundAccount:
 
     def stays_off(self) -> bool:
         """Whether the next round, like the current one, likely has no tree. The verifier may then begin it before the
-        router has this round's verdict."""
-        return self.arm.off and self._policy.stays_off
+        router has this round's verdict, so it has no tree: one that is chosen then is drafted a round later."""
+        self._announced = self.arm.off and not self._delayed and self._policy.stays_off
+        return self._announced
 
     def learn_hello(self, hello: Hello | None) -> None:
         """Record whether the target has attention layers, which decides how its steps grow with their rows, and what

@@ -20,7 +20,7 @@ from edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_o
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.pools import Peers
-from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, Static
+from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, RunningRequest, Static
 from cluster.router.account import RoundAccount
 from cluster.router.ingress import Ingress
 from cluster.router.speculation import SpeculationPlan, plan_speculation
@@ -367,15 +367,30 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
     return Verdict((1,) * emitted, path, (0,) * accepted, finish, length, verify_us, queue_us, texts=2, trimmed=trimmed)
 
 
-@pytest.mark.parametrize("stays", [True, False])
-def test_only_a_round_without_a_tree_can_be_followed_by_one_that_stays_off(stays):
-    policy = ScriptedPolicy([OFF_ARM, CHAIN])
+def account_of(experience: Experience, running: RunningRequest, stays: bool) -> RoundAccount:
+    """Of a policy that chooses `off` once and then a tree."""
+    policy = ScriptedPolicy([OFF_ARM, CHAIN, CHAIN, CHAIN])
     policy.stays_off = stays
+    return RoundAccount(SpeculationPlan("auto", policy), experience, running)
+
+
+def test_a_tree_for_a_round_that_was_announced_without_one_is_drafted_a_round_later():
+    """The verifier has begun the round by then: a tree would wait for it, and what it computed would be lost."""
     experience = Experience()
     with experience.concurrency.running() as running:
-        account = RoundAccount(SpeculationPlan("auto", policy), experience, running)
-        assert account.choose().off and account.stays_off() == stays
-        assert not account.choose().off and not account.stays_off()
+        account = account_of(experience, running, stays=True)
+        assert account.choose().off and account.stays_off()
+        assert account.choose().off and not account.stays_off()
+        assert account.choose() == CHAIN and not account.stays_off()
+        assert account.choose() == CHAIN
+
+
+def test_a_tree_is_drafted_at_once_where_no_round_was_announced():
+    experience = Experience()
+    with experience.concurrency.running() as running:
+        account = account_of(experience, running, stays=False)
+        assert account.choose().off and not account.stays_off()
+        assert account.choose() == CHAIN and not account.stays_off()
 
 
 def test_the_account_of_a_hand_example():
