@@ -18,7 +18,8 @@ where no other arm is within the budget, the cheapest is played as a probe. Tree
 other ever more slowly, as long as they do not. T_k is predicted from the machine's costs, not the noisy time of the
 last round. By renewal-reward theory the long-run rate of an arm is E[N] / E[T].
 
-Proposals exist before the choice and have their own chances: an arm of proposals is judged by those of this round.
+Proposals exist before the choice and have their own chances: an arm of proposals is judged by those of this round,
+times the share that came of what they promised, in earlier texts and in this one.
 
 A text that runs alone is held to its budget. Concurrent texts follow their `SpeculationTrial`: without speculation
 nothing is explored, and between trials a round costs the router what one in mode `off` does; with it, a text whose
@@ -32,7 +33,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -41,7 +41,7 @@ from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prices import Prices
-from cluster.policies.prior import NO_PRIOR, Prior
+from cluster.policies.prior import NO_PRIOR, Prior, promised_tokens
 from cluster.policies.replay import Ranked, RankTrace, Replay, replayed
 from cluster.policies.trial import SpeculationTrial
 
@@ -58,7 +58,7 @@ SPACING_GROWTH, LONGEST_SPACING = 1.5, 64.0
 """Tokens between trees that likely do not pay, by drafter: none, then one, and after each tree that did not pay so many
 times as many, at most the second number. A tree that paid begins anew."""
 TRUSTED = 8.0
-"""Weight of the proposers' chances beside what came of them in this text, in promised tokens."""
+"""Weight of what came of earlier texts' proposals beside what came of this text's, in promised tokens."""
 UNPRICED = 1.5
 """Time of a round whose drafter was never timed, over that of the verifier's part."""
 FIRST_ROUNDS = 2.0
@@ -140,7 +140,7 @@ class ConservativeUCB:
         if arm.off:
             return ArmEstimate(arm, 1.0, 0.0, prices.predicted_us(arm) or 1.0)
         if arm.proposed and self._offer is not None:
-            promised, (share, error) = _promised(self._offer, arm), self._share_that_came
+            promised, (share, error) = promised_tokens(self._offer, arm.rows), self._share_that_came
             us = self._us(arm, prices, min(arm.rows, self._offer.rows))
             return ArmEstimate(arm, 1 + share * promised, error * promised, us)
         length = self.lengths[arm]
@@ -239,7 +239,7 @@ class ConservativeUCB:
         if arm.off:
             return
         if arm.proposed and self._offer is not None:
-            self._promised += _promised(self._offer, arm)
+            self._promised += promised_tokens(self._offer, arm.rows)
             self._came += verdict.length - 1
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM)
@@ -266,10 +266,14 @@ class ConservativeUCB:
                 mean = (tokens + prior.rounds * prior.mean) / (rounds + prior.rounds)
                 self.lengths[arm] = EmittedLength(mean, rounds + prior.rounds)
 
+    @functools.cached_property
+    def _usual_share(self) -> float:
+        return self._prior.promises.share
+
     @property
     def _share_that_came(self) -> tuple[float, float]:
         """The share of the tokens that this text's proposals promised that came, and its standard error."""
-        came, promised = self._came + TRUSTED, self._promised + TRUSTED
+        came, promised = self._came + TRUSTED * self._usual_share, self._promised + TRUSTED
         return came / promised, math.sqrt(came) / promised
 
     def _guessed(self, arm: Arm) -> EmittedLength:
@@ -298,8 +302,3 @@ class ConservativeUCB:
 
     def _may_guess(self, trial: SpeculationTrial) -> bool:
         return self.experience.concurrency.may_guess(trial, self._place)
-
-
-def _promised(offer: DraftTree, arm: Arm) -> float:
-    """Accepted tokens that the offer's likeliest rows promise, by their chances."""
-    return float(np.exp(np.sort(offer.values)[-min(arm.rows, offer.rows) :]).sum()) - 1

@@ -2,7 +2,7 @@
 
 A kind is a target, its drafters, a temperature class, a tenant and a class of verification modes. A prior has emitted
 lengths by arm; for each drafter counts of the ranks that it gave to the text's tokens, which predict arms never played;
-the tenant's costs; and what speculation gained at the target.
+how many tokens proposals promised and how many came; the tenant's costs; and what speculation gained at the target.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DEPTHS = 16
 """Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the distribution one level above; a depth never reached has that distribution."""
-FORMAT = 6
+FORMAT = 7
 """Increased with every change of format; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -90,6 +90,33 @@ class PriorKey:
         return ":".join([*parts, self.mode] if self.mode else parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Promises:
+    """Accepted tokens that the played proposals promised by their chances, and those that came."""
+
+    promised: float = 0.0
+    came: float = 0.0
+
+    def added(self, other: Promises) -> Promises:
+        return Promises(self.promised + other.promised, self.came + other.came)
+
+    def at_most(self, promised: float) -> Promises:
+        """The same share, from at most so many promised tokens."""
+        part = min(1.0, promised / max(self.promised, 1e-9))
+        return Promises(part * self.promised, part * self.came)
+
+    @property
+    def share(self) -> float:
+        """Of the promised tokens those that came; 1 where none was promised."""
+        return self.came / self.promised if self.promised else 1.0
+
+
+def promised_tokens(tree: DraftTree, rows: int) -> float:
+    """Accepted tokens that the likeliest rows of a tree promise, by their chances; at most so many rows, the root
+    among them."""
+    return float(np.exp(np.sort(tree.values)[-min(rows, tree.rows) :]).sum()) - 1
+
+
 @dataclass(slots=True)
 class Prior:
     """Statistics of rounds of one kind. Also those of a single request, which are later added to its kind's."""
@@ -98,6 +125,7 @@ class Prior:
     ranks: dict[str, RankCounts] = field(default_factory=dict)  # by drafter
     costs: dict[int, Costs] = field(default_factory=dict)  # by load class
     gains: dict[int, float] = field(default_factory=dict)  # of the target's speculation trials, by load class
+    promises: Promises = Promises()  # of proposals that were played alone
     _trace: RankTrace = field(default_factory=RankTrace)
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, chosen: bool) -> None:
@@ -114,6 +142,9 @@ class Prior:
                 counts[min(depth, DEPTHS) - 1, rank] += 1
         if chosen and tree.guesses and not tree.missed:
             self.lengths.setdefault(arm, EmittedLength()).learn(verdict.length)
+            if arm.proposed:
+                round_ = Promises(promised_tokens(tree, tree.rows), verdict.length - 1.0)
+                self.promises = self.promises.added(round_)
 
     @property
     def guessed(self) -> bool:
@@ -127,6 +158,7 @@ class Prior:
         for drafter, counts in other.ranks.items():
             kept = self.ranks.get(drafter, no_ranks())
             self.ranks[drafter] = kept * min(1.0, KEPT_ROUNDS / max(kept[0].sum(), 1e-9)) + counts
+        self.promises = self.promises.at_most(KEPT_ROUNDS).added(other.promises)
 
     def begun(self) -> Prior:
         """A new tenant's prior, where this is that of all tenants: its rounds weigh PRIOR_ROUNDS at most."""
@@ -138,6 +170,7 @@ class Prior:
             },
             dict(self.costs),
             dict(self.gains),
+            self.promises.at_most(PRIOR_ROUNDS),
         )
 
     def lengths_of(self, arms: Sequence[Arm]) -> dict[Arm, EmittedLength]:
@@ -162,9 +195,14 @@ class Prior:
 
 def pair_prior(priors: Collection[Prior]) -> Prior:
     """What a tenant without earlier requests begins with: of what tenants' texts emitted the median of each arm, and of
-    their ranks the sum over the third of them in the middle, by the tokens that a drafter ranked first. So a few
-    tenants, whose texts may be made for it, cannot move it far."""
+    their ranks the sum over the third of them in the middle, by the tokens that a drafter ranked first; of the
+    promises of proposals the median share that came. So a few tenants, whose texts may be made for it, cannot move it
+    far."""
     pair = Prior()
+    promises = [prior.promises for prior in priors if prior.promises.promised]
+    promises = [each for each in promises if each.promised >= LEAST_ROUNDS] or promises
+    if promises:
+        pair.promises = sorted(promises, key=lambda each: each.share)[(len(promises) - 1) // 2].at_most(KEPT_ROUNDS)
     for arm in {arm for prior in priors for arm in prior.lengths}:
         known = [prior.lengths[arm] for prior in priors if arm in prior.lengths]
         sure = [length for length in known if length.rounds >= LEAST_ROUNDS] or known
@@ -251,6 +289,7 @@ def pack_prior(prior: Prior) -> bytes:
             for load, costs in prior.costs.items()
         },
         "gains": prior.gains,
+        "promises": astuple(prior.promises),
     }
     return json.dumps(content).encode()
 
@@ -272,6 +311,7 @@ def unpack_prior(blob: bytes) -> Prior | None:
             {drafter: _ranks(counts) for drafter, counts in content["ranks"].items()},
             {int(load): _costs(costs) for load, costs in content["costs"].items()},
             {_load(load): _number(gain) for load, gain in content["gains"].items()},
+            _promises(*content["promises"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError):
         return None
@@ -294,6 +334,10 @@ def _ranks(content: Any) -> RankCounts:
 def _length(mean: Any, rounds: Any, variance: Any) -> EmittedLength:
     # The bound is not the arm's depth: proposals in the same tree may go deeper.
     return EmittedLength(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
+
+
+def _promises(promised: Any, came: Any) -> Promises:
+    return Promises(_number(promised), _number(came))
 
 
 def _cost(us: Any, count: Any) -> Cost:

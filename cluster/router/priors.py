@@ -27,6 +27,8 @@ class Priors:
     def __init__(self, store: PriorStore) -> None:
         self._store = store
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
+        self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # by kind, without what its tenant began with
+        self._stored: dict[PriorKey, Prior] = {}  # of all tenants, as the store had it
         self._reading: dict[PriorKey, asyncio.Task[None]] = {}
         self._writing: dict[PriorKey, asyncio.Task[bool]] = {}
         self._unwritten: dict[PriorKey, None] = {}  # kinds with changes that are not in the store, in order
@@ -52,11 +54,13 @@ class Priors:
         if not notes.guessed and gains == prior.gains:
             return
         prior.add(notes)
+        self._note(key, notes)
         prior.costs, prior.gains = experience.hints(), gains
         self._unwritten[key] = None
         if key not in self._reading:
             usual, pair = pair_prior(self._tenants(key)), self._remember(_pair_key(key))
-            pair.lengths, pair.ranks, pair.costs, pair.gains = usual.lengths, usual.ranks, prior.costs, gains
+            pair.lengths, pair.ranks, pair.promises = usual.lengths, usual.ranks, usual.promises
+            pair.costs, pair.gains = prior.costs, gains
             self._unwritten[_pair_key(key)] = None
         self._write()
 
@@ -70,12 +74,13 @@ class Priors:
             found = await self._store.load(key)
             pair = self._known.get(_pair_key(key))
             if found is None:
-                pair = pair or await self._store.load(_pair_key(key))
+                if pair is None and (pair := await self._store.load(_pair_key(key))) is not None:
+                    self._stored[_pair_key(key)] = pair
                 found = pair and pair.begun()
             if found is not None:
                 prior = self._remember(key)
                 found.add(prior)  # requests that ended here during the read are newer
-                prior.lengths, prior.ranks = found.lengths, found.ranks
+                prior.lengths, prior.ranks, prior.promises = found.lengths, found.ranks, found.promises
                 experience.take(found.costs)
                 experience.concurrency.begin_trials(found.gains)
                 prior.costs = experience.hints()
@@ -105,15 +110,23 @@ class Priors:
             self._unwritten.pop(forgotten, None)
         return prior
 
+    def _note(self, key: PriorKey, notes: Prior) -> None:
+        self._noted.setdefault(key, Prior()).add(notes)
+        self._noted.move_to_end(key)
+        if len(self._noted) > KINDS:
+            self._noted.popitem(last=False)
+
     def _tenants(self, key: PriorKey) -> list[Prior]:
-        """Priors of the last tenants that had requests of this kind."""
+        """What the last tenants' requests of this kind noted, and what the store had of all tenants, as one more. What
+        a tenant began with is left out: it would outvote what comes."""
         pair = _pair_key(key)
         same = (
-            prior
-            for other, prior in reversed(self._known.items())
-            if other.tenant and prior.guessed and _pair_key(other) == pair
+            noted
+            for other, noted in reversed(self._noted.items())
+            if other.tenant and noted.guessed and _pair_key(other) == pair
         )
-        return list(islice(same, PAIR_TENANTS))
+        stored = [self._stored[pair]] if pair in self._stored else []
+        return [*islice(same, PAIR_TENANTS), *stored]
 
 
 def _pair_key(key: PriorKey) -> PriorKey:
