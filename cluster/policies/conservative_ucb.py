@@ -63,7 +63,7 @@ UNPRICED = 1.5
 """Time of a round whose drafter was never timed, over that of the verifier's part."""
 FIRST_ROUNDS = 2.0
 """What exploration may cost a text besides, in rounds without speculation, where no text ever tried the drafter."""
-STAYING = 4
+STAYING = 2
 """Rounds of `off` after which another is expected, and begun ahead: a tree is then drafted a round later."""
 OPENING_ROUNDS = 8
 """Rounds of a drafter at first that do not count where its tree is missing: it may still be opening the text. One that

@@ -182,10 +182,12 @@ class DraftPlane:
 
 @dataclass(slots=True)
 class Costs:
-    """Costs under one load class. `hop` is the time of a call to a peer beyond the peer's own time, `ahead`
-    the part of a step without a tree that a round begun ahead of its call does not wait for."""
+    """Costs under one load class. `hop` is the time of a call to a peer beyond the peer's own time in a round with a
+    tree, `plain_hop` in one without, which has less to send; `ahead` is the part of a step without a tree that a round
+    begun ahead of its call does not wait for."""
 
     hop: Cost = field(default_factory=Cost)
+    plain_hop: Cost = field(default_factory=Cost)
     ahead: Cost = field(default_factory=Cost)
     draft: dict[Arm, Cost] = field(default_factory=dict)
     step: StepTime = field(default_factory=StepTime)
@@ -195,6 +197,11 @@ class Costs:
     rate: Rate = field(default_factory=Rate)  # of all rounds, decayed
     stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # by drafter
+
+    def hop_us(self, off: bool) -> float:
+        """Of a round without a tree, or with one; where none was measured, that of the other kind."""
+        own, other = (self.plain_hop, self.hop) if off else (self.hop, self.plain_hop)
+        return own.us if own.count else other.us
 
     def learn_draft(self, arm: Arm, us: float) -> None:
         """Record a measured draft; 0 if none came."""
@@ -232,6 +239,7 @@ class Costs:
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),
+            plain_hop=Cost(self.plain_hop.us, min(self.plain_hop.count, most)),
             ahead=Cost(self.ahead.us, min(self.ahead.count, most)),
             draft={arm: Cost(cost.us, min(cost.count, most)) for arm, cost in self.draft.items()},
             step=self.step.at_most(PRIOR_ROUNDS),
@@ -241,6 +249,7 @@ class Costs:
 
     def begin(self, hint: Costs) -> None:
         """Replace all costs by those of `hint`. What `hint` leaves out stays."""
-        self.hop, self.ahead, self.draft, self.step = hint.hop, hint.ahead, hint.draft, hint.step
+        self.hop, self.plain_hop, self.ahead = hint.hop, hint.plain_hop, hint.ahead
+        self.draft, self.step = hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._planes.clear()

@@ -210,7 +210,8 @@ class Experience:
         """Record a round's whole time. What remains after draft, queue and step is the time of its hops, shared by the
         texts of the step. disturbed: a prompt was processed meanwhile"""
         costs = self._by_load[self.concurrency.load]
-        costs.hop.learn(_hops_us(tree, verdict, took_us) / hops(arm))
+        hop = costs.plain_hop if arm.off else costs.hop
+        hop.learn(_hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if verdict.ahead_us:
             costs.ahead.learn(verdict.ahead_us / verdict.texts)

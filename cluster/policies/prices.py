@@ -46,7 +46,7 @@ class Prices:
             rows = self._rows(arm)
         verify_us = self.verify_us(rows)
         ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
-        return max(draft_us + verify_us + hops(arm) * costs.hop.us - ahead_us, LEAST_US)
+        return max(draft_us + verify_us + hops(arm) * costs.hop_us(arm.off) - ahead_us, LEAST_US)
 
     def verify_us(self, rows: float) -> float:
         """A text's share of a step in which every text has so many rows; 0 where none was measured."""

@@ -280,6 +280,7 @@ def pack_prior(prior: Prior) -> bytes:
         "costs": {
             load: {
                 "hop": astuple(costs.hop),
+                "plain_hop": astuple(costs.plain_hop),
                 "ahead": astuple(costs.ahead),
                 "draft": {str(arm): astuple(cost) for arm, cost in costs.draft.items()},
                 "step": costs.step.sizes,
@@ -369,6 +370,7 @@ def _costs(content: Mapping[str, Any]) -> Costs:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
         hop=_cost(*content["hop"]),
+        plain_hop=_cost(*content["plain_hop"]),
         ahead=_cost(*content["ahead"]),
         draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},
         step=StepTime(dict(_step(int(rows), *numbers) for rows, numbers in content["step"].items())),

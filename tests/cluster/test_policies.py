@@ -643,6 +643,15 @@ def test_a_text_that_a_trial_keeps_from_guessing_is_expected_to_stay_off_at_once
         assert not policy.stays_off
 
 
+def test_the_way_of_a_round_without_a_tree_says_nothing_of_that_of_one_with_a_tree():
+    experience = Experience()
+    for arm, rows, hop_us in ((OFF, 1, 300), (PROPOSED, 8, 2_000)) * 20:
+        experience.learn(arm, tree(rows), found := verdict(1, 10_000))
+        experience.learn_time(arm, tree(rows), found, 10_000 + hop_us)
+    assert experience.predicted_us(OFF) == pytest.approx(10_300, rel=0.01)
+    assert experience.predicted_us(PROPOSED, 8) == pytest.approx(12_000, rel=0.01)
+
+
 def test_rounds_begun_ahead_teach_the_whole_step_and_make_off_cheaper_by_what_they_do_not_wait_for():
     experience = Experience()
     for _ in range(6):
