@@ -25,6 +25,7 @@ from cluster.drafter_figures import figures_of, write_figures
 from cluster.hub import READ_FOR_TOKENIZER
 from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
+from cluster.training import lockstep
 from cluster.training.acceptance import (
     ANSWER_TOKENS,
     PROMPT_TOKENS,
@@ -46,7 +47,6 @@ from cluster.training.bars import Report, shown, stage_bar
 from cluster.training.card import drafter_card, millions
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import PARTS, DataFolder, held_out_prompts
-from cluster.training.lockstep import longest, write_conversations
 from cluster.training.models import load_teacher, new_student, principal_rows, student_from
 from cluster.training.plan import DrafterPlan
 from cluster.training.stages import StageFolder, only_run_in
@@ -191,11 +191,11 @@ class DrafterRun:
         if plan.labels == "fly":
             return {}
         if self._answers_prompts:
-            budget = plan.length.teacher(TEXTS, plan.rows)
             if plan.device.type == "cpu":
+                budget = plan.length.teacher(TEXTS, plan.rows)
                 self._write_answers("teacher", "train", self.teacher_folder, budget)
             else:
-                self._write_conversations(budget)
+                self._write_conversations(plan.length.teacher(lockstep.TEXTS, plan.rows))
             return {"labelled": self.teacher_folder.labelled(), "own_share": self.teacher_folder.own_share()}
         labeller = self._labeller()
         chunk_tokens = labeller.text.chunk_rows * plan.row_tokens
@@ -223,12 +223,12 @@ class DrafterRun:
     def _write_conversations(self, budget: Budget) -> None:
         plan, folder = self.plan, self.teacher_folder
         with self._bar("teacher") as report:
-            write_conversations(
+            lockstep.write_conversations(
                 self.target,
                 plan.facts.vocabulary,
                 plan.facts.end_ids,
                 self._prompts("train"),
-                longest(plan.target.max_length),
+                lockstep.longest(plan.target.max_length),
                 folder,
                 budget,
                 lambda spent: report(min(spent, 1.0), f"{folder.labelled():,} labelled tokens"),
