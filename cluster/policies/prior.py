@@ -212,7 +212,9 @@ def pair_prior(priors: Collection[Prior]) -> Prior:
         enough = [counts for counts in tables if counts[0].sum() >= LEAST_ROUNDS] or tables
         ordered = sorted(enough, key=lambda counts: counts[0, 0] / max(counts[0].sum(), 1e-9))
         middle = ordered[(len(ordered) - 1) // 3 : len(ordered) - (len(ordered) - 1) // 3]
-        pair.ranks[drafter] = np.sum([counts * min(1.0, KEPT_ROUNDS / counts[0].sum()) for counts in middle], 0)
+        pair.ranks[drafter] = np.sum(
+            [counts * min(1.0, KEPT_ROUNDS / max(counts[0].sum(), 1e-9)) for counts in middle], 0
+        )
     return pair
 
 
