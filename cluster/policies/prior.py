@@ -33,6 +33,8 @@ KEPT_ROUNDS = 64.0
 """Greatest weight, in rounds, of a prior's past when rounds are added: a tenant's next texts may be of another kind."""
 LEAST_ROUNDS = 4.0
 """Rounds of an arm, or ranked tokens, from which on a tenant's count for all tenants where some tenant has as many."""
+DOUBTED = 2.0
+"""Promised tokens that count as come beside those that were seen."""
 DEPTHS = 16
 """Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
@@ -107,8 +109,9 @@ class Promises:
 
     @property
     def share(self) -> float:
-        """Of the promised tokens those that came; 1 where none was promised."""
-        return self.came / self.promised if self.promised else 1.0
+        """Of the promised tokens those that came, and of DOUBTED more, which did: a share of zero, from which proposals
+        would never be played again, is not believed."""
+        return (self.came + DOUBTED) / (self.promised + DOUBTED)
 
 
 def promised_tokens(tree: DraftTree, rows: int) -> float:

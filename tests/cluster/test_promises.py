@@ -27,10 +27,10 @@ def notes_of(arm: Arm, emitted: int, rounds: int = 8) -> Prior:
 
 def test_a_stranger_judges_proposals_by_the_median_share_of_promises_that_came() -> None:
     tenants = [notes_of(PROPOSED, emitted) for emitted in (1, 2, 4)]
-    assert [each.promises.share for each in tenants] == pytest.approx([0, 1 / 2.4, 3 / 2.4], abs=1e-6)
+    assert [each.promises.share for each in tenants] == pytest.approx([2 / 21.2, 10 / 21.2, 26 / 21.2])
     pair = pair_prior([*tenants, notes_of(PROPOSED, 4, rounds=1)])  # this one promised too little to count
     assert pair.begun().promises.promised == pytest.approx(8)
-    assert pair.begun().promises.share == pytest.approx(1 / 2.4)
+    assert pair.begun().promises.came == pytest.approx(8 / 2.4)
 
 
 def test_promises_are_those_of_proposals_alone_and_are_kept_in_the_store() -> None:
@@ -48,4 +48,4 @@ async def test_tenants_who_only_began_with_others_figures_do_not_vote_for_them()
             await priors.of(key, Experience())
             priors.learn(key, notes, Experience())
     stranger = await priors.of(PriorKey.of("t", ("mamba",), 1.0, "stranger"), Experience())
-    assert stranger.promises.share == pytest.approx(3 / 2.4)
+    assert stranger.promises.came == pytest.approx(8 * 3 / 2.4)
