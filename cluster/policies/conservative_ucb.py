@@ -266,14 +266,10 @@ class ConservativeUCB:
                 mean = (tokens + prior.rounds * prior.mean) / (rounds + prior.rounds)
                 self.lengths[arm] = EmittedLength(mean, rounds + prior.rounds)
 
-    @functools.cached_property
-    def _usual_share(self) -> float:
-        return self._prior.promises.share
-
     @property
     def _share_that_came(self) -> tuple[float, float]:
         """The share of the tokens that this text's proposals promised that came, and its standard error."""
-        came, promised = self._came + TRUSTED * self._usual_share, self._promised + TRUSTED
+        came, promised = self._came + TRUSTED * self._prior.promises.share, self._promised + TRUSTED
         return came / promised, math.sqrt(came) / promised
 
     def _guessed(self, arm: Arm) -> EmittedLength:

@@ -199,7 +199,8 @@ class Costs:
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # by drafter
 
     def hop_us(self, off: bool) -> float:
-        """Of a round without a tree, or with one; where none was measured, that of the other kind."""
+        """Microseconds of a call beyond the peer's own time, in a round without a tree (`off`) or with one. Until one
+        kind of round was measured, the other's time is returned."""
         own, other = (self.plain_hop, self.hop) if off else (self.hop, self.plain_hop)
         return own.us if own.count else other.us
 

@@ -34,7 +34,7 @@ KEPT_ROUNDS = 64.0
 LEAST_ROUNDS = 4.0
 """Rounds of an arm, or ranked tokens, from which on a tenant's count for all tenants where some tenant has as many."""
 DOUBTED = 2.0
-"""Promised tokens that count as come beside those that were seen."""
+"""Tokens that are added to the promised ones and to those that came (additive smoothing)."""
 DEPTHS = 16
 """Depths whose ranks are counted separately; deeper ones count as the last."""
 BACK_OFF = 1.0
@@ -109,8 +109,8 @@ class Promises:
 
     @property
     def share(self) -> float:
-        """Of the promised tokens those that came, and of DOUBTED more, which did: a share of zero, from which proposals
-        would never be played again, is not believed."""
+        """The share of promised tokens that came, where DOUBTED more tokens were promised and came. So it is never 0:
+        with a share of 0 no proposal would be played again."""
         return (self.came + DOUBTED) / (self.promised + DOUBTED)
 
 

@@ -117,8 +117,8 @@ class Priors:
             self._noted.popitem(last=False)
 
     def _tenants(self, key: PriorKey) -> list[Prior]:
-        """What the last tenants' requests of this kind noted, and what the store had of all tenants, as one more. What
-        a tenant began with is left out: it would outvote what comes."""
+        """The notes of the last tenants' requests of this kind; the store's prior of all tenants counts as one more
+        tenant. The prior with which each tenant began is left out, since all of them have it in common."""
         pair = _pair_key(key)
         same = (
             noted

@@ -30,7 +30,7 @@ QUESTION_TEMPERATURE = 1.0
 
 @dataclass(slots=True)
 class Conversation:
-    """Where one text of a batch is. A token that is drawn belongs to a question or to an answer."""
+    """The state of one text of a batch. A drawn token belongs to a question or to an answer."""
 
     temperature: float  # of its answers
     given: list[int]  # tokens that come next, the last first
@@ -97,7 +97,7 @@ class Conversations:
         return QUESTION_TOKENS if text.asks else ANSWER_TOKENS
 
     def _another(self) -> tuple[int, ...]:
-        """A prompt after an answer, where the target asks itself nothing."""
+        """The prompt that follows an answer where the chat template gives no frame for questions of the target's."""
         self.used += 1
         return self.prompts.text(self.first + self.count + self.used).prompt
 
