@@ -52,6 +52,12 @@ def test_a_turn_that_reaches_its_most_tokens_is_ended_by_the_templates_words() -
     assert tokens == [3, 4, 102, 103, 9, 10, *range(106, 113), 2, 11, 12, 116, 117, 9, 10]
 
 
+def test_a_template_that_puts_no_end_token_after_an_answer_keeps_all_its_words() -> None:
+    prompts = PromptOrder(PROMPTS[:1], ChatFrame((3, 4), (9, 10), (11, 12)), seed=0)
+    tokens, _ = spoken(prompts, [0, 0, 0, 0, 41, 2, 0, 0, 51])
+    assert tokens == [5, 6, 7, 8, 41, 2, 11, 12, 51]
+
+
 def test_without_a_frame_the_next_prompt_follows_an_answer() -> None:
     prompts = PromptOrder(PROMPTS, None, seed=1)
     tokens, answers = spoken(prompts, [0] * 4 + [41, 2] + [0] * 4 + [51])
