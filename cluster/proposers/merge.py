@@ -1,4 +1,5 @@
-"""Merges several trees into one. Any tree is legal (ALGORITHMS 3.5), so this changes costs but not tokens."""
+"""Merges several trees into one. Any tree is legal (docs/design/noise.md#shared-noise), so this changes costs but not
+tokens."""
 
 from __future__ import annotations
 

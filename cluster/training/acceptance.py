@@ -1,8 +1,8 @@
 """How much of a target's answers a drafter guesses, computed offline in plain PyTorch and fp32.
 
-Emitted per round is measured by replay, under the shared-noise rule (ALGORITHMS 3.5): the target's own text is fixed by
-its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise, determine which guesses
-of a tree of static shape are accepted.
+Emitted per round is measured by replay, under the shared-noise rule (docs/design/noise.md#shared-noise): the target's
+own text is fixed by its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise,
+determine which guesses of a tree of static shape are accepted.
 """
 
 from __future__ import annotations

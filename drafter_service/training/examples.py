@@ -1,8 +1,8 @@
 """What an acceptance head learns from: a target's answers, and what a drafter makes of every position of them.
 
 The target draws each token with Gumbel noise, and the drafter orders its candidates by the same noise, as when they
-serve (ALGORITHMS 3.5). Further draws of the noise at the same positions give more labels: all are exact, whatever
-top-k, top-p and temperature are, since both sides use the functions that serve.
+serve (docs/design/noise.md#shared-noise). Further draws of the noise at the same positions give more labels: all are
+exact, whatever top-k, top-p and temperature are, since both sides use the functions that serve.
 """
 
 from __future__ import annotations

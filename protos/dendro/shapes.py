@@ -64,7 +64,8 @@ class TreeShape(ABC):
     @property
     def drawable(self) -> bool:
         """Whether the guesses of its trees may be drawn from the drafter's law: which of them a tree has, and in which
-        order, must then not depend on their own or later tokens (ALGORITHMS 3.3)."""
+        order, must then not depend on their own or later tokens
+        (docs/design/verification.md#what-a-decision-may-depend-on)."""
         return False
 
     @property

@@ -78,7 +78,7 @@ def test_block_verification_accepts_at_least_as_many_guesses_as_one_by_one():
     assert any(together > 1.01 * one_by_one for together, one_by_one in means)
 
 
-# --- variants that are known to be lossy (ALGORITHMS 3.3 and 13) ------------------------------------------------------
+# --- variants that are known to be lossy: docs/design/verification.md#what-a-decision-may-depend-on -------------------
 
 
 def rows_kept(tree: Tree, kept: Sequence[int]) -> Tree:

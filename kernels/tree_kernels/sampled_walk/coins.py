@@ -24,7 +24,7 @@ class NoiseCoins:
 
     def accept(self, row: int, chance: float) -> bool:
         word = uniform_words(self._seed, self._base, _FIRST, self._sample, ACCEPT_STREAM, row)
-        # Strictly less: a chance of 0 never accepts (ALGORITHMS 13.1).
+        # Strictly less: a chance of 0 never accepts (docs/design/verification.md#multi-step-sampling).
         return (float(word[0]) + 0.5) * 2.0**-32 < chance
 
     def draw(self, row: int, weights: Floats) -> int:

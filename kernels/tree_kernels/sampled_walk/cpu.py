@@ -1,6 +1,7 @@
 """What a verifier runs: `reference.py`'s decisions from the K tokens of each sparse law; the vocabulary is read once.
 
-Off the K tokens a residual is the target's law times one number, so a rejection costs K operations (ALGORITHMS 3.6).
+Off the K tokens a residual is the target's law times one number, so a rejection costs K operations
+(docs/design/verification.md#sparse-laws).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Tree attention as the formula: a softmax of each row and head over the row's own path, in float64.
 
-ALGORITHMS 7.1 (which keys a row sees; the window) and section 11, row 13 (per-path causal attention):
+The formula of docs/design/attention.md#which-keys-a-row-sees:
 
     score_k = scaling q . k_k      with a softcap c: c tanh(score_k / c)
     o       = sum_k e^score_k v_k / sum_k e^score_k, over the keys of the path with p - position(k) < window
