@@ -26,8 +26,8 @@ class Calibration:
 
     All other tokens together have the weight of `n` tokens with the score of candidate K-1. Scores are logits / T plus
     the noise of the position; at temperature 0, logits. With shared noise a token's probability predicts its acceptance
-    badly, and the gap between perturbed scores predicts it well (ALGORITHMS 4.3). Adding a constant to all scores of a
-    row changes nothing.
+    badly, and the gap between perturbed scores predicts it well (docs/design/drafting.md#chances). Adding a constant to
+    all scores of a row changes nothing.
 
     Each token of the text moves both parameters by one step of gradient descent on -log c, divided by the curvature
     accumulated so far (the loss is convex in 1 / tau and log n). Immutable: `learn` returns a new value, so that a tree

@@ -272,7 +272,7 @@ def rerank(values: FloatArray, parents: IntArray, total: int) -> IntArray:
 
     Of equal values the earlier row is kept, which of rows numbered level by level is the shallower. A row then comes
     after all its ancestors, so every prefix of the order is a tree. The value alone does not ensure this, as
-    confidences of exactly 1 are common (ALGORITHMS 4.1).
+    confidences of exactly 1 are common (docs/design/drafting.md#dynamic-trees).
     """
     kept: IntArray = np.sort(np.argsort(-values, kind="stable")[: 1 + total])
     rows = set(kept.tolist())

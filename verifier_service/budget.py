@@ -1,8 +1,9 @@
 """Chooses how many guesses a step verifies, and which: under load, guesses are dropped first.
 
 With `b` rows that must be computed and the guesses of all texts sorted by the probability p that they are reached, the
-step emits (texts + p_1 + ... + p_m) expected tokens in T(b + m), and m maximises the tokens per second (ALGORITHMS
-10.4, after TurboSpec's goodput). The target's tokens do not depend on the trees, so dropping guesses changes none.
+step emits (texts + p_1 + ... + p_m) expected tokens in T(b + m), and m maximises the tokens per second
+(docs/design/policies.md#trimming, after TurboSpec's goodput). The target's tokens do not depend on the trees, so
+dropping guesses changes none.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A text's slots in the memory of a state-space target, and a step's rows over them. Plain numbers.
 
 A text has a *place*: a ring for the inputs of its newest tokens, and a few checkpoints of its states. A row at position
-p starts from the checkpoint at `block * (p // block - 1)` and takes the inputs since, in order of position (ALGORITHMS
-6.4). The checkpoint is at least a block behind the row, and a block holds the deepest tree: so every row of a tree
-starts inside the committed text, and its bits depend only on its path.
+p starts from the checkpoint at `block * (p // block - 1)` and takes the inputs since, in order of position
+(docs/design/scan.md#checkpoints). The checkpoint is at least a block behind the row, and a block holds the deepest
+tree: so every row of a tree starts inside the committed text, and its bits depend only on its path.
 
 All rows of a step write scratch slots, in order. Accepted rows are then copied into the rings, in the same way for
 prompts, decode steps and trees.
@@ -28,7 +28,7 @@ NOT_KEPT = -1
 class Extent:
     """The size of a place."""
 
-    block: int  # tokens of a block: R of ALGORITHMS 6.4
+    block: int  # tokens of a block: R of docs/design/scan.md#checkpoints
     ring: int  # tokens
     checkpoints: int
 

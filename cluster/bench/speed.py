@@ -433,7 +433,7 @@ def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dic
 
 def step_fits_of(rows: Sequence[Row]) -> Iterator[Row]:
     """A step's time by its rows, fitted to the measured shapes with the policy's own arithmetic: T(n) = c + k n for the
-    Mamba-2 target, c + k n + k2 n^2 for those with attention (ALGORITHMS 10.2)."""
+    Mamba-2 target, c + k n + k2 n^2 for those with attention (docs/design/policies.md#step-time)."""
     for target, temperature, shapes, counts, _ in _shapes_of(rows):
         if len(set(counts.values())) < 2:
             continue

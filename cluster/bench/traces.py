@@ -6,8 +6,9 @@ length N from a text of length L follows without the target, by walking down the
     N = 1 + the number of the answer's tokens ids[L], ids[L + 1], ... on a path below the root
 
 In a tree of static shape, the path follows from the drafter's ranks of these tokens given the true text, which one
-forward over the text gives for all positions and all shapes (ALGORITHMS 2.4). Beams and dynamic trees also depend on
-guesses beside the text: the drafter's engine grows one at every position. Proposals follow from the text alone.
+forward over the text gives for all positions and all shapes (docs/design/policies.md#rank-replay). Beams and dynamic
+trees also depend on guesses beside the text: the drafter's engine grows one at every position. Proposals follow from
+the text alone.
 """
 
 from __future__ import annotations
@@ -280,7 +281,7 @@ def disagreements(trace: Trace, shape: TreeShape) -> int:
 
 def trimmed(tree: DraftTree, rows: int) -> DraftTree:
     """The root and the guesses of greatest value, `rows` rows in all; of equals the shallower, then the first. No row's
-    value exceeds its parent's, so the kept rows form a tree (ALGORITHMS 4.1).
+    value exceeds its parent's, so the kept rows form a tree (docs/design/drafting.md#dynamic-trees).
 
     A dynamic tree trimmed to fewer guesses equals one grown to them with the same k and depth.
     """

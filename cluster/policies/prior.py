@@ -267,8 +267,8 @@ def _chances(ranks: RankCounts) -> RankCounts:
 
 
 def _expected(shape: TreeShape, chances: RankCounts) -> tuple[float, float]:
-    """E[N] = 1 + sum over rows of the chance to reach them, and the variance (ALGORITHMS 2.4 and A.5; for levels,
-    1 + sum_d prod_{i<=d} a_i(N_i))."""
+    """E[N] = 1 + sum over rows of the chance to reach them, and the variance (docs/design/policies.md#priors; for
+    levels, 1 + sum_d prod_{i<=d} a_i(N_i))."""
     rows = reached(shape, chances)
     mean = sum(chance for chance, _ in rows)
     # N > d with the chance that a row of depth d is reached; E[N^2] = sum of (2 d + 1) of these.

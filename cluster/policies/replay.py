@@ -6,7 +6,8 @@ child of rank r if and only if it has more than r children, so a round that star
     1 + max{d : rho[L + i - 1] < N_i for all i <= d}
 
 tokens in a tree of levels N_1, N_2, ...; in any other static tree, one more than the levels that the ranks lead down
-from the root. This is exact, since in our modes the text does not depend on the trees. (ALGORITHMS 2.4.)
+from the root. This is exact, since in our modes the text does not depend on the trees.
+(docs/design/policies.md#rank-replay)
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Sequoia's dynamic program: the static tree that emits the most tokens a second (ALGORITHMS 4.5).
+"""Sequoia's dynamic program: the static tree that emits the most tokens a second
+(docs/design/policies.md#optimal-trees).
 
 `accept[d][j]` is the chance that the j-th child of a row of depth d carries the target's token, given that the row was
 accepted. A tree then emits E[N] tokens, the target's own included: the sum over its rows of the product of the chances

@@ -3,7 +3,7 @@
     T(n) = c + k n              for targets whose layers all have states (degree 1)
     T(n) = c + k n + k2 n^2     for targets with attention layers, hybrids included (degree 2)
 
-(ALGORITHMS 10.2). Least squares with no coefficient below zero, so that more rows never cost less.
+(docs/design/policies.md#step-time). Least squares with no coefficient below zero, so that more rows never cost less.
 """
 
 from __future__ import annotations

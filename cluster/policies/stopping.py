@@ -1,4 +1,5 @@
-"""When a draft stops: the h and least of `until(auto,...)`, from measured costs and the current rate (ALGORITHMS 5.2).
+"""When a draft stops: the h and least of `until(auto,...)`, from measured costs and the current rate
+(docs/design/stopping.md#the-marginal-rule).
 
 A round costs time, and time is worth `rate` tokens a microsecond: so many are emitted in it otherwise. So another level
 is drafted, and a guess verified, only if it is expected to emit more than its time is worth:

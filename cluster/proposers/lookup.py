@@ -1,4 +1,5 @@
-"""Prompt lookup: proposes what followed earlier occurrences of the text's last tokens (ALGORITHMS 8).
+"""Prompt lookup: proposes what followed earlier occurrences of the text's last tokens
+(docs/design/drafting.md#proposers).
 
 The longest n-gram at the text's end that occurred before comes first. Each match proposes the tokens that followed it;
 of matches that continue with the same token the longest is used, and of these the newest.

@@ -2,7 +2,8 @@
 
 The automaton of a string is the smallest that accepts its suffixes; a state is a set of substrings that end at the
 same places (Blumer et al. 1985). Appending a token takes amortised constant time. The transitions of a state are all
-tokens that followed its substrings, with counts, by which SuffixDecoding weighs its guesses (ALGORITHMS 8).
+tokens that followed its substrings, with counts, by which SuffixDecoding weighs its guesses
+(docs/design/drafting.md#proposers).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Emitted tokens and speedup of a chain of guesses, in closed form: Leviathan et al., Fast Inference from
-Transformers via Speculative Decoding (arXiv 2211.17192), theorems 3.8 and 3.11; ALGORITHMS 10.1.
+Transformers via Speculative Decoding (arXiv 2211.17192), theorems 3.8 and 3.11; docs/design/policies.md#chains.
 
 `acceptance` is the chance that a guess is accepted if those before it are, the same at every depth; `guesses` their
 number in a round; `cost` the time of a drafter's forward over that of the target's.

@@ -2,7 +2,7 @@
 
 Target and drafter share their noise, so at every temperature the target's text does not depend on any tree. The rank of
 each of its tokens among the drafter's candidates therefore determines which guesses of a tree of fixed form are
-accepted (ALGORITHMS 2.4); rounds that are run must agree with that.
+accepted (docs/design/policies.md#rank-replay); rounds that are run must agree with that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The memory of Mamba-2 layers: a node slot holds the node's inputs, a text slot a state (ALGORITHMS 1.5)."""
+"""The memory of Mamba-2 layers: a node slot holds the node's inputs, a text slot a state
+(docs/design/scan.md#levels)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Training of an acceptance head: its parameters, its loss, and its calibration (ALGORITHMS 5.3, 5.4).
+"""Training of an acceptance head: its parameters, its loss, and its calibration
+(docs/design/stopping.md#the-acceptance-head).
 
 R rows, K candidates, d the drafter's width. A row's candidates are compared with the target's token, both drawn with
 one noise, so labels are exact under the serving law.

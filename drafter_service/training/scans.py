@@ -1,7 +1,7 @@
 """The selective scans over whole sequences, parallel in time, for training.
 
 Both cut the sequence into chunks. States at the chunks' borders come from a short loop over chunks; all else is done
-for every chunk at once. `*_by_steps` are the recurrences of ALGORITHMS 1.1 and 1.2, slow references for the tests.
+for every chunk at once. `*_by_steps` are the recurrences of docs/design/scan.md#mamba-1, slow references for the tests.
 
 Letters: R rows, L positions, D channels, H heads, P head width, N state width. All tensors fp32.
 """

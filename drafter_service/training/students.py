@@ -28,7 +28,7 @@ def causal_conv(x: Tensor, conv: nn.Conv1d) -> Tensor:
 
 
 def _mamba1_mixer(mixer: MambaMixer, hidden: Tensor) -> Tensor:
-    """ALGORITHMS 1.1 for whole rows: [R, L, width] -> [R, L, width]."""
+    """docs/design/scan.md#mamba-1 for whole rows: [R, L, width] -> [R, L, width]."""
     x, gate = mixer.in_proj(hidden).chunk(2, dim=-1)
     x = F.silu(causal_conv(x.float(), mixer.conv1d))
     low_rank, B, C = mixer.x_proj(x).split([mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], dim=-1)
@@ -39,7 +39,7 @@ def _mamba1_mixer(mixer: MambaMixer, hidden: Tensor) -> Tensor:
 
 
 def _mamba2_mixer(mixer: Mamba2Mixer, hidden: Tensor) -> Tensor:
-    """ALGORITHMS 1.2 for whole rows, one group: [R, L, width] -> [R, L, width]."""
+    """docs/design/scan.md#mamba-2 for whole rows, one group: [R, L, width] -> [R, L, width]."""
     inner, states = mixer.intermediate_size, mixer.ssm_state_size
     gate, xBC, dt = mixer.in_proj(hidden).split([inner, mixer.conv_dim, mixer.num_heads], dim=-1)
     x, B, C = F.silu(causal_conv(xBC.float(), mixer.conv1d)).split([inner, states, states], dim=-1)

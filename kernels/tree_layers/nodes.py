@@ -1,4 +1,4 @@
-"""Mamba-2's memory: inputs for a tree's nodes, states for texts (ALGORITHMS 1.5).
+"""Mamba-2's memory: inputs for a tree's nodes, states for texts (docs/design/scan.md#levels).
 
 A node has the inputs of a layer's convolution and recurrence, and no state. A level of a tree reads the text's state
 once; accepted nodes are folded into it.

@@ -1,9 +1,9 @@
 """Tree-aware mixers: a layer's convolution and recurrence for rows with separate paths.
 
-The model has the linear layers around them. A row depends only on its path: on its checkpoint by the rule of ALGORITHMS
-6.4 and on the inputs since, in order of position. So prompts, plain decoding and trees have the same bits. Inputs are
-stored in slots, one per token; those of accepted tokens are kept in a ring per text and folded into checkpoints when a
-row first needs them.
+The model has the linear layers around them. A row depends only on its path: on its checkpoint by the rule of
+docs/design/scan.md#checkpoints and on the inputs since, in order of position. So prompts, plain decoding and trees have
+the same bits. Inputs are stored in slots, one per token; those of accepted tokens are kept in a ring per text and
+folded into checkpoints when a row first needs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The form of a drawn dynamic tree: how many children each row gets, decided before they are drawn (ALGORITHMS 4.6).
+"""The form of a drawn dynamic tree: how many children each row gets, decided before they are drawn
+(docs/design/drafting.md#drawn-dynamic-trees).
 
 The j-th draw below a row is a *slot*. A slot's priority is the chance that the text goes through the row and is not
 among the draws before the slot, if the text follows the drafter's laws:

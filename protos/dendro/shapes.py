@@ -182,7 +182,7 @@ class LevelShape(TreeShape):
 @dataclass(frozen=True)
 class NodeShape(TreeShape):
     """Any static tree: row i has `children[i]` children. Rows are numbered level by level, a row's children
-    consecutively; rows past the last number have no children (Sequoia's trees, ALGORITHMS 4.5).
+    consecutively; rows past the last number have no children (Sequoia's trees, docs/design/policies.md#optimal-trees).
 
     >>> NodeShape((2, 1)).rows, NodeShape((2, 1)).depth, NodeShape((1, 2, 0, 1)).levels
     (4, 2, (1, 2, 1))
@@ -272,8 +272,8 @@ class BeamShape(TreeShape):
 @dataclass(frozen=True)
 class DynamicShape(TreeShape):
     """EAGLE-2's tree: on each of `steps` levels the `k` rows of greatest value get `k` children each, and the `total`
-    guesses of greatest value are kept (ALGORITHMS 4.1). Of drawn guesses none is left out: the numbers of children are
-    decided before they are drawn (ALGORITHMS 4.6).
+    guesses of greatest value are kept (docs/design/drafting.md#dynamic-trees). Of drawn guesses none is left out: the
+    numbers of children are decided before they are drawn (docs/design/drafting.md#drawn-dynamic-trees).
 
     >>> str(DynamicShape(6, 5, 24)), DynamicShape(6, 5, 24).rows, DynamicShape(6, 5, 24).candidates
     ('dynamic(6,5,24)', 25, 150)
@@ -321,7 +321,8 @@ class DynamicShape(TreeShape):
 
 @dataclass(frozen=True)
 class StoppingShape(TreeShape):
-    """A dynamic tree whose growth the drafter's own estimates end (SpecDec++, ALGORITHMS 5)."""
+    """A dynamic tree whose growth the drafter's own estimates end (SpecDec++,
+    docs/design/stopping.md#when-a-draft-stops)."""
 
     tree: DynamicShape  # the largest tree; a chain where its k is 1
 
@@ -385,7 +386,7 @@ class UntilShape(StoppingShape):
 @dataclass(frozen=True)
 class MarginalShape(StoppingShape):
     """An `UntilShape` whose h and least the router computes before each round, from measured costs and the current
-    rate (ALGORITHMS 5.2). The drafter gets that `UntilShape`.
+    rate (docs/design/stopping.md#the-marginal-rule). The drafter gets that `UntilShape`.
 
     >>> str(MarginalShape(DynamicShape(1, 8, 8))), str(MarginalShape(DynamicShape(4, 5, 15)))
     ('until(auto,8)', 'until(auto,4,5,15)')

@@ -160,7 +160,7 @@ def mean_of_window(shape: TreeShape, ranks: Sequence[int], window: int = WINDOW)
 
 
 def test_a_level_shapes_round_emits_one_more_than_the_levels_that_its_ranks_pass():
-    """Checks the reference by the formula of ALGORITHMS 2.4."""
+    """Checks the reference by the formula of docs/design/policies.md#rank-replay."""
     ranks = ranks_of("mixed")
     for shape in SHAPES:
         if not isinstance(shape, LevelShape):

@@ -36,7 +36,8 @@ def verdict(length: int, rows: int, step_us: int, texts: int = 1) -> Verdict:
 
 
 def test_the_numbers_of_a_hand_example():
-    """ALGORITHMS 5.2 with the paper's times, in seconds: t_d = 0.0234, a step costs no more for another row."""
+    """The rule of docs/design/stopping.md#the-marginal-rule with the paper's times, in seconds: t_d = 0.0234, a step
+    costs no more for another row."""
     found = Marginal(rate=16.84, level_us=0.0234, row_us=0.0, guesses=1.0, accept=0.85)
     assert found.h == pytest.approx(1 - 16.84 * 0.0234 / 0.85) == pytest.approx(0.5364, abs=1e-4)
     assert found.least == 0.0
@@ -46,7 +47,8 @@ def test_the_numbers_of_a_hand_example():
 
 
 def simulated(stops, tokens: int, seed: int) -> float:
-    """Tokens a second of chains in ALGORITHMS 5.2's simulation: a text is by turns easy and hard to guess.
+    """Tokens a second of chains in the simulation of docs/design/stopping.md#the-marginal-rule: a text is by turns easy
+    and hard to guess.
 
     stops(V, guesses, rate): whether a draft of so many guesses stops, where V is the chance that all are right
     """
@@ -66,7 +68,8 @@ def simulated(stops, tokens: int, seed: int) -> float:
 
 
 def test_the_marginal_rule_emits_what_the_simulation_of_the_design_says():
-    """ALGORITHMS 5.2: the best fixed length, 5, 16.59 tokens/s; the best swept h, 0.5, 16.91; the marginal rule 16.84.
+    """docs/design/stopping.md#the-marginal-rule: the best fixed length, 5, 16.59 tokens/s; the best swept h, 0.5,
+    16.91; the marginal rule 16.84.
 
     Standard deviation of a run of 40,000 tokens: 0.06.
     """

@@ -77,7 +77,7 @@ def relative(found, truth):
 @pytest.mark.parametrize("kind", ["mamba1", "mamba2"])
 @pytest.mark.parametrize("rows", [1, 15, 64])
 def test_the_reference_equals_the_sum_over_each_path_in_float64(rows, kind):
-    """ALGORITHMS 6.1: y_i = exp(c_i) S C_i + sum_j exp(c_i - c_j) dt_j (C_i . B_j) x_j + D x_i."""
+    """docs/design/scan.md#paths: y_i = exp(c_i) S C_i + sum_j exp(c_i - c_j) dt_j (C_i . B_j) x_j + D x_i."""
     rng, generator = np.random.default_rng(rows), torch.Generator().manual_seed(rows)
     heads, width, size = (8, 1, 16) if kind == "mamba1" else (8, 64, 16)
     paths = paths_of(random_tree(rng, rows))

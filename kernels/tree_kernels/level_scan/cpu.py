@@ -14,7 +14,7 @@ from tree_kernels.level_scan.inputs import Lines, NodeInputs
 
 
 def level_scan(inputs: NodeInputs, lines: Lines, states: Sequence[Tensor], C: Tensor, A: Tensor) -> Tensor:
-    """y = S C of every new node along its own path (ALGORITHMS 1.5, 6.1), without D x.
+    """y = S C of every new node along its own path (docs/design/scan.md#levels), without D x.
 
     states: [H, P, N] float32 of each tree's text, read once   C [S, R, G, N] of the new nodes   A [H] float32, negative
     returns [S, R, H, P] float32

@@ -1,4 +1,4 @@
-"""Mamba-2 on the newest level of drafted trees, node by node (ALGORITHMS 1.2).
+"""Mamba-2 on the newest level of drafted trees, node by node (docs/design/scan.md#mamba-2).
 
 Every node on a path advances the state of each head, [P, N]; a new node's output reads the state after itself:
 

@@ -1,4 +1,5 @@
-"""Mamba-1 (ALGORITHMS 1.1) for rows of texts and of drafted trees, for numba. Imported only while it is compiled.
+"""Mamba-1 (docs/design/scan.md#mamba-1) for rows of texts and of drafted trees, for numba. Imported only while it is
+compiled.
 
 A new node is a sequence of one row from its parent's slot to its own. Each function is the torch function that its
 docstring names.

@@ -1,7 +1,9 @@
-"""Mamba-2 (ALGORITHMS 1.2) for rows of texts and of drafted trees, for numba. Imported only while it is compiled.
+"""Mamba-2 (docs/design/scan.md#mamba-2) for rows of texts and of drafted trees, for numba. Imported only while it is
+compiled.
 
 Rows of a text advance its state. A new node writes its inputs and reads the states of its path from the inputs of the
-path's nodes and the state of its text (ALGORITHMS 1.5). Each function is the torch function that its docstring names.
+path's nodes and the state of its text (docs/design/scan.md#levels). Each function is the torch function that its
+docstring names.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ def hang(call: int) -> None:
 
 @inlined
 def convolve_node(call: int, layer: int, slot: int, target: int, channels: int) -> None:
-    """The convolution and SiLU along a node's path (ALGORITHMS 6.2); `tree_conv`."""
+    """The convolution and SiLU along a node's path (docs/design/scan.md#convolution); `tree_conv`."""
     its, own = longs(call), longs(layer)
     nodes, back = longs(its[shapes.NODE_TABLE]), its[shapes.TAPS] - 1
     weight, line = own[shapes.CONV_WEIGHT], channels * 4
@@ -171,7 +173,7 @@ def read_state(call: int, state: int, C: int, y: int) -> None:
 
 @inlined
 def scan_node(call: int, layer: int, row: int, slot: int) -> None:
-    """y = S C of a new node along its path (ALGORITHMS 1.5, 6.1), without D x; `level_scan`."""
+    """y = S C of a new node along its path (docs/design/scan.md#levels), without D x; `level_scan`."""
     its, own = longs(call), longs(layer)
     channels, heads, groups, size = (
         its[shapes.CHANNELS],
@@ -270,7 +272,8 @@ def drive_state(state: int, decay: int, drive: int, B: float, count: int) -> Non
 
 @inlined
 def advance_by_path(call: int, layer: int, words: int) -> None:
-    """A text's state after the nodes of a path: S' = e^{c_l} S + sum_j e^{c_l - c_j} dt_j x_j B_j^T (ALGORITHMS 1.6 D).
+    """A text's state after the nodes of a path: S' = e^{c_l} S + sum_j e^{c_l - c_j} dt_j x_j B_j^T
+    (docs/design/scan.md#folds).
 
     `mamba2_drive` and `mamba2_fold` of the state step.
     """

@@ -177,7 +177,8 @@ def convolve_sequence(
     target_step: int,
     channels: int,
 ) -> None:
-    """The causal convolution and SiLU of consecutive rows (ALGORITHMS 1.1); `conv_chain` of the state step.
+    """The causal convolution and SiLU of consecutive rows (docs/design/scan.md#mamba-1); `conv_chain` of the state
+    step.
 
     raw  address of all rows' inputs   tails  of slots of the last W - 1 inputs
     weight [W, channels], the current tap last

@@ -1,8 +1,8 @@
 """The recurrences of Mamba-1 and Mamba-2 and their causal convolution, one row, token and channel or head at a time.
 
-ALGORITHMS 1.1 (Mamba-1), 1.2 (Mamba-2) and 1.6 D (the state after several tokens). Letters: T tokens, W taps of the
-convolution, I channels and N states of Mamba-1; H heads of width P and G groups of Mamba-2. Computes in the dtype of
-the arguments, all of which have the same; the tests pass float64. Steps write `target`, as those of `cpu.py` do.
+The formulas of docs/design/scan.md#mamba-1 and of the headings after it. Letters: T tokens, W taps of the convolution,
+I channels and N states of Mamba-1; H heads of width P and G groups of Mamba-2. Computes in the dtype of the arguments,
+all of which have the same; the tests pass float64. Steps write `target`, as those of `cpu.py` do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tree_kernels.state_step.slots import Slots
 
 
 def conv_step(memory: Tensor, source: Tensor, target: Slots, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """out = silu(bias + sum_m weight[W - 1 - m] input_{t - m}), m = 0 the current token (ALGORITHMS 1.1).
+    """out = silu(bias + sum_m weight[W - 1 - m] input_{t - m}), m = 0 the current token (docs/design/scan.md#mamba-1).
 
     memory [slots, W - 1, C], written at target   inputs [rows, C]   weight [W, C]   bias [C]; returns [rows, C]
     """
@@ -49,7 +49,7 @@ def conv_tail(history: Tensor, lengths: Tensor, taps: int) -> Tensor:
 def mamba1_step(
     states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
-    """h[i] = exp(dt[i] A[i]) h[i] + dt[i] x[i] B,   y[i] = C . h[i] + D[i] x[i]   (ALGORITHMS 1.1)
+    """h[i] = exp(dt[i] A[i]) h[i] + dt[i] x[i] B,   y[i] = C . h[i] + D[i] x[i]   (docs/design/scan.md#mamba-1)
 
     states [slots, I, N], written at target   x, dt [rows, I]   A [I, N]   B, C [rows, N]   D [I]; returns [rows, I]
     """
@@ -81,7 +81,7 @@ def mamba2_step(
     states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
     """S[h] = exp(dt[h] A[h]) S[h] + dt[h] x[h] B[g]^T,   y[h] = S[h] C[g] + D[h] x[h],   g = h // (H / G)
-    (ALGORITHMS 1.2)
+    (docs/design/scan.md#mamba-2)
 
     states [slots, H, P, N], written at target   x [rows, H, P]   dt [rows, H]   A [H]   B, C [rows, G, N]   D [H]
     returns y [rows, H, P]
@@ -109,7 +109,7 @@ def mamba2_chain(state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: 
 
 
 def mamba2_drive(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
-    """left = exp(c_T),   driven_t = exp(c_T - c_t) dt_t x_t,   c_t = sum_{s<=t} dt_s A   (ALGORITHMS 1.6 D)
+    """left = exp(c_T),   driven_t = exp(c_T - c_t) dt_t x_t,   c_t = sum_{s<=t} dt_s A   (docs/design/scan.md#folds)
 
     x [..., T, H, P]   dt [..., T, H]   A broadcasts with dt; returns left [..., H, 1, 1], driven [..., T, H, P]
     """
@@ -121,7 +121,7 @@ def mamba2_drive(x: Tensor, dt: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mamba2_fold(states: Tensor, source: Tensor, target: Slots, left: Tensor, driven: Tensor, B: Tensor) -> None:
-    """S'[h] = left[h] S[h] + sum_t driven_t[h] B_t[g]^T   (ALGORITHMS 1.6 D)
+    """S'[h] = left[h] S[h] + sum_t driven_t[h] B_t[g]^T   (docs/design/scan.md#folds)
 
     states [slots, H, P, N], written at target   left [rows, H, 1, 1]   driven [rows, T, H, P]   B [rows, T, G, N]
     """

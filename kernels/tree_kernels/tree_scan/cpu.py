@@ -26,7 +26,7 @@ def tree_scan(
     A: Tensor,
     D: Tensor,
 ) -> Tensor:
-    """Mamba-2 of every row along its own path (ALGORITHMS 6.1, and 6.4 for the checkpoint rule).
+    """Mamba-2 of every row along its own path (docs/design/scan.md#paths).
 
     states [slots, H, P, N]   folded: the result of `fold` for the step's folds   x [rows, X, P], C [rows, r G, N]
     A, D [H] float32; returns y [rows, H, P] float32
@@ -91,7 +91,7 @@ def tree_scan_in_order(
     A: Tensor,
     D: Tensor,
 ) -> Tensor:
-    """Mamba-1 of every row along its own path: the recurrence, one token after another (ALGORITHMS 6.7).
+    """Mamba-1 of every row along its own path: the recurrence, one token after another (docs/design/scan.md#paths).
 
     As `tree_scan`, but A is [H, N]. A path that several rows have in common is computed once.
     """

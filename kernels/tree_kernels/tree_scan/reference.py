@@ -1,4 +1,4 @@
-"""The recurrence along paths, one token after another (ALGORITHMS 1.1, 1.2).
+"""The recurrence along paths, one token after another (docs/design/scan.md#paths).
 
 Every token of a path advances the state of each head, [P, N]; a row's output reads the state after its own token:
 
