@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 from tokenizers.pre_tokenizers import ByteLevel
@@ -27,18 +28,35 @@ def add_tokenizer(writer: Any) -> None:
     writer.add_chat_template(TEMPLATE)
 
 
-def write_llama(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write_llama(folder: Path, monkeypatch: pytest.MonkeyPatch, **settings: int) -> Path:
     """Write `folder/models/tiny.gguf`, a tiny Llama with its tokenizer, made of the checkpoint `folder/source`."""
     import gguf
 
     source, file = folder / "source", folder / "models" / "tiny.gguf"
     source.mkdir()
     file.parent.mkdir()
-    tiny_models.make_checkpoint(source, vocab_size=tiny_models.VOCABULARY)
+    tiny_models.make_checkpoint(source, vocab_size=tiny_models.VOCABULARY, **settings)
     with monkeypatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tokenizer_model", lambda self, _: add_tokenizer(self))
         write_gguf(source, file, "float32")
     return file
+
+
+FACTORS = {"Q4_K": {0: 2e-4, 2: 1e-3}, "Q6_K": {208: 2e-4}}
+"""Of types that the package gguf cannot write: where a block has float16 numbers, and how large they are."""
+
+
+def random_blocks(kind: str, outputs: int, inputs: int, seed: int = 0) -> Any:
+    """Bytes [outputs, bytes] of a weight of one of these types."""
+    import gguf
+
+    numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+    generator = np.random.default_rng(seed)
+    blocks = generator.integers(0, 256, (outputs, inputs // numbers, size), np.uint8)
+    for at, scale in FACTORS[kind].items():
+        factors = (scale * generator.uniform(0.5, 1.5, blocks.shape[:2])).astype(np.float16)
+        blocks[..., at : at + 2] = factors[..., None].view(np.uint8)
+    return blocks.reshape(outputs, -1)
 
 
 def text(value: str) -> bytes:

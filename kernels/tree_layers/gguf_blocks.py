@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -52,13 +52,51 @@ def _of_q8_0(blocks: Bytes) -> QuantisedBlocks:
     return QuantisedBlocks(QuantisedForm.Q8_0, fields, _halves(blocks, 0), None)
 
 
-READ: dict[str, tuple[int, Callable[[Bytes], QuantisedBlocks]]] = {
-    "Q4_0": (18, _of_q4_0),
-    "Q4_1": (20, _of_q4_1),
-    "Q5_0": (22, _of_q5_0),
-    "Q8_0": (34, _of_q8_0),
+def _of_q4_k(blocks: Bytes) -> QuantisedBlocks:
+    """Each has 8 parts of 32 numbers. Of a part's scale and offset it stores 6 bits, times the block's own."""
+    first, second, mixed = (blocks[..., at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate([first & 63, (mixed & 15) | (first >> 6 << 4)], -1)
+    offsets = np.concatenate([second & 63, (mixed >> 4) | (second >> 6 << 4)], -1)
+    packed = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)  # of two parts each
+    return QuantisedBlocks(
+        QuantisedForm.Q4_K,
+        torch.from_numpy(_nibbles(packed)).flatten(1),
+        _parts(_halves(blocks, 0), scales),
+        _parts(-_halves(blocks, 2), offsets),
+    )
+
+
+def _of_q6_k(blocks: Bytes) -> QuantisedBlocks:
+    """Each has 16 parts of 16 numbers `scale * (field - 32)`. Of a part's scale it stores 8 bits, times its own."""
+    lower = _nibbles(blocks[..., :128].reshape(*blocks.shape[:-1], 2, 64))
+    upper = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    fields = (lower | (upper.reshape(lower.shape) & 3) << 4) + np.uint8(128 - 32)
+    scales = _parts(_halves(blocks, 208), blocks[..., 192:208].view(np.int8))
+    return QuantisedBlocks(QuantisedForm.Q6_K, torch.from_numpy(fields).flatten(1), scales, None)
+
+
+def _parts(own: Tensor, of_parts: npt.NDArray[Any]) -> Tensor:
+    """[outputs, parts of all blocks] float32: each block's number [outputs, blocks] times those of its parts."""
+    return (own.float()[..., None] * torch.from_numpy(of_parts.astype(np.float32))).flatten(1)
+
+
+class BlockType(NamedTuple):
+    """A type of a file's blocks."""
+
+    numbers: int  # of a block
+    bytes: int
+    read: Callable[[Bytes], QuantisedBlocks]
+
+
+READ = {
+    "Q4_0": BlockType(32, 18, _of_q4_0),
+    "Q4_1": BlockType(32, 20, _of_q4_1),
+    "Q5_0": BlockType(32, 22, _of_q5_0),
+    "Q8_0": BlockType(32, 34, _of_q8_0),
+    "Q4_K": BlockType(256, 144, _of_q4_k),
+    "Q6_K": BlockType(256, 210, _of_q6_k),
 }
-"""Bytes of a block of each type that is read, and how."""
+"""The types that are read."""
 
 
 class QuantisedTensors:
@@ -92,10 +130,10 @@ class QuantisedTensors:
         tensor = self._tensors.get(weight.data_ptr())
         if tensor is None or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
             return None
-        size, read = READ[tensor.tensor_type.name]
-        if tensor.data.ndim != 2 or tensor.data.shape[1] * 32 != weight.shape[1] * size:
+        its = READ[tensor.tensor_type.name]
+        if tensor.data.ndim != 2 or tensor.data.shape[1] * its.numbers != weight.shape[1] * its.bytes:
             return None
-        blocks = read(tensor.data.reshape(len(tensor.data), -1, size))
+        blocks = its.read(tensor.data.reshape(len(tensor.data), -1, its.bytes))
         rows = _rows_in(blocks.unpacked().bfloat16(), weight)
         if rows is None:
             return None

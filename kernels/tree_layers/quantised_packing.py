@@ -47,7 +47,7 @@ def most_rows(form: QuantisedForm, threads: int, seconds: Timer = seconds_of) ->
     both have the same bits. 0: none; the last of ROWS: perhaps more, too."""
     generator, its = torch.Generator().manual_seed(0), FORMS[form]
     outputs, inputs = TIMED_SHAPE
-    scales = torch.rand(outputs, inputs // its.block, generator=generator) / 64
+    scales = torch.rand(outputs, inputs // its.block, generator=generator).half() / 64
     kind = torch.float32 if its.wide else torch.float16
     fields = torch.randint(1 << its.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     blocks = QuantisedBlocks(form, fields, scales.to(kind), (scales * -4).to(kind) if its.offset else None)

@@ -20,7 +20,9 @@ def blocks(form, inputs, outputs, seed=0):
     generator, its = torch.Generator().manual_seed(seed), FORMS[form]
     fields = torch.randint(0, 1 << its.bits, (outputs, inputs), generator=generator, dtype=torch.uint8)
     kind = torch.float32 if its.wide else torch.float16
-    scales = torch.randn(outputs, inputs // its.block, generator=generator) * 0.01
+    scales = (torch.randn(outputs, inputs // its.block, generator=generator) * 0.01).half().float()
+    if its.wide:  # as many bits as they may have
+        scales *= torch.randint(1, 128, scales.shape, generator=generator) / 64
     offsets = scales * -(1 + 7 * torch.rand(scales.shape, generator=generator))  # a block has both signs
     return QuantisedBlocks(form, fields, scales.to(kind), offsets.to(kind) if its.offset else None)
 
@@ -61,7 +63,7 @@ def test_every_weight_is_the_unpacked_one_rounded_to_bfloat16_ties_to_even(form)
     assert given.fits()
     truth = given.unpacked()
     lower = truth.view(torch.int32) & 0xFFFF
-    assert form == QuantisedForm.Q8_0 or (lower == 0x8000).any()
+    assert not FORMS[form].offset or (lower == 0x8000).any()
     made = QuantisedWeight(given, dtype=torch.float32)(torch.eye(64))
     assert torch.equal(made.t(), truth.bfloat16().float())
 
@@ -71,6 +73,12 @@ def test_every_weight_is_the_unpacked_one_rounded_to_bfloat16_ties_to_even(form)
 def test_scales_that_are_not_finite_do_not_fit(form, bad):
     given = blocks(form, 64, 3)
     given.scales[1, 1] = bad
+    assert not given.fits()
+
+
+def test_scales_of_so_many_bits_that_a_product_is_rounded_before_its_offset_is_added_do_not_fit():
+    given = blocks(QuantisedForm.Q4_K, 64, 3)
+    given.scales[1, 1] = 1 + 2**-23
     assert not given.fits()
 
 

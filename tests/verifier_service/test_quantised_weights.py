@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 from dendro.tree import DraftTree
-from tiny_gguf import write_llama
+from tiny_gguf import FACTORS, random_blocks, write_llama
 from transformers import AutoModelForCausalLM
 from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.quantised import FewRowsWeight, QuantisedWeight
@@ -28,6 +28,8 @@ gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
 
 TOKENS = [5, 6, 7]
+WIDE = {"hidden_size": 256, "intermediate_size": 512}
+"""Of models whose weights are in blocks of 256 numbers."""
 
 
 def write_quantised(folder, monkeypatch, kind, only=""):
@@ -36,11 +38,13 @@ def write_quantised(folder, monkeypatch, kind, only=""):
     def add(gguf, writer, name, weight):
         numbers, matrix = weight.detach().float().numpy(), weight.dim() == 2 and only in name
         stored = gguf.GGMLQuantizationType[kind if matrix else "F32"]
-        writer.add_tensor(name, gguf.quantize(numbers, stored) if matrix else numbers, raw_dtype=stored)
+        if matrix:
+            numbers = random_blocks(kind, *weight.shape) if kind in FACTORS else gguf.quantize(numbers, stored)
+        writer.add_tensor(name, numbers, raw_dtype=stored)
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     monkeypatch.setattr(gguf_file, "_add", add)
-    return folder_of(write_llama(folder, monkeypatch))
+    return folder_of(write_llama(folder, monkeypatch, **(WIDE if kind in FACTORS else {})))
 
 
 def library_model(folder, dtype=torch.bfloat16):
@@ -55,6 +59,19 @@ def logits(loaded):
     """Of prefill, and of trees of one row and several."""
     trees = DraftTree.of([7], [-1]), DraftTree.of([7, 8, 9, 10, 11], [-1, 0, 0, 1, 3])
     return [loaded.logits_of(TOKENS, tree).as_subclass(torch.Tensor) for tree in trees]
+
+
+@pytest.mark.parametrize("kind", FACTORS)
+def test_blocks_are_unpacked_to_the_numbers_of_the_package_gguf(kind):
+    """Whose zeros may have the other sign."""
+    stored = random_blocks(kind, 9, 768, seed=1)
+    stored[0] = 0
+    stored[1] = 255
+    stored[1].reshape(-1, READ[kind].bytes)[:, [at for each in FACTORS[kind] for at in (each, each + 1)]] = 3
+    blocks = READ[kind].read(stored.reshape(9, 3, -1))
+    assert blocks.fits()
+    truth = torch.from_numpy(gguf.dequantize(stored, gguf.GGMLQuantizationType[kind]))
+    assert torch.equal((blocks.unpacked() + 0.0).view(torch.int32), (truth + 0.0).view(torch.int32))
 
 
 @pytest.mark.parametrize("kind", READ)
@@ -85,7 +102,7 @@ def test_a_weight_with_other_numbers_than_its_files_is_not_found(tmp_path, monke
 
 
 @pytest.mark.parametrize("most", [1, 3, ROWS[-1]])
-@pytest.mark.parametrize(("kind", "only"), [("Q4_1", ""), ("Q8_0", ""), ("Q4_1", "ffn_gate")])
+@pytest.mark.parametrize(("kind", "only"), [*((form.name, "") for form in QuantisedForm), ("Q4_1", "ffn_gate")])
 def test_logits_and_fingerprint_are_those_of_the_unpacked_target(kind, only, most, tmp_path, monkeypatch):
     """Also where of two products of the same rows one has a quantised weight."""
     folder = write_quantised(tmp_path, monkeypatch, kind, only)

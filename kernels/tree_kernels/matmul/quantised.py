@@ -36,19 +36,19 @@ class QuantisedBlocks:
         """[outputs, inputs] float32."""
         form = FORMS[self.form]
         fields = self.fields.view(len(self.fields), -1, form.block).float()
-        if self.offsets is None:
-            return ((fields - (1 << (form.bits - 1))) * self.scales[..., None].float()).flatten(1)
-        return (fields * self.scales[..., None].float() + self.offsets[..., None].float()).flatten(1)
+        scaled = (fields - form.zero) * self.scales[..., None].float()
+        return (scaled if self.offsets is None else scaled + self.offsets[..., None].float()).flatten(1)
 
     def fits(self) -> bool:
-        """Whether the kernels compute `unpacked`: their sums of offsets and factors must be exact."""
+        """Whether the kernels compute `unpacked`: what they compute in place of its products and sums must be exact."""
         form = FORMS[self.form]
         scales = self.scales.double()
-        offsets = self.offsets.double() if self.offsets is not None else -scales * (1 << (form.bits - 1))
-        for base in {place.base for place in form.places}:
-            added = offsets - base * scales
-            if not (torch.equal(added.float().double(), added) and added.isfinite().all()):
-                return False
+        offsets = self.offsets.double() if self.offsets is not None else -scales * form.zero
+        made = [offsets] if self.offsets is None else [offsets, scales * ((1 << form.bits) - 1)]
+        if not form.wide:
+            made += [offsets - place.base * scales for place in form.places]
+        if not all(torch.equal(each.float().double(), each) and each.isfinite().all() for each in made):
+            return False
         values = self.unpacked()
         return bool(((values == 0) | (values.abs() >= torch.finfo(torch.float32).tiny)).all())
 

@@ -14,6 +14,8 @@ class QuantisedForm(IntEnum):
 
     Q4_1 = 0
     Q8_0 = 1
+    Q4_K = 2
+    Q6_K = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,11 @@ class BlockForm:
     block: int  # inputs that have an output's scale in common
     offset: bool  # whether offsets are stored
     wide: bool  # scales and offsets are float32; else float16
+
+    @property
+    def zero(self) -> int:
+        """The field that stands for zero times the scale."""
+        return 0 if self.offset else 1 << (self.bits - 1)
 
     @property
     def fields(self) -> int:
@@ -53,7 +60,7 @@ class BlockForm:
 
 class FieldPlace(NamedTuple):
     """Where a word has a field after it was shifted: inside a float32's mantissa, and high enough for `base` times a
-    scale to be added to an offset without rounding."""
+    scale of float16 to be added to an offset without rounding."""
 
     shift: int  # to the left; negative: to the right
     position: int  # of the field's lowest bit
@@ -77,6 +84,8 @@ other operations."""
 FORMS = {
     QuantisedForm.Q4_1: BlockForm(bits=4, block=32, offset=True, wide=False),
     QuantisedForm.Q8_0: BlockForm(bits=8, block=32, offset=False, wide=False),
+    QuantisedForm.Q4_K: BlockForm(bits=4, block=32, offset=True, wide=True),
+    QuantisedForm.Q6_K: BlockForm(bits=8, block=16, offset=False, wide=True),
 }
 
 

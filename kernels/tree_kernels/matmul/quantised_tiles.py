@@ -81,14 +81,16 @@ class QuantisedTile(Tile):
         found = []
         for vector in range(EACH):
             scale = self._factor(build.add(place, I64(size * vector * LANES)))
+            offset = self._factor(build.add(place, I64(size * (PANEL + vector * LANES)))) if form.offset else None
             offsets = {}
-            if form.offset:
-                offset = self._factor(build.add(place, I64(size * (PANEL + vector * LANES))))
+            if form.wide:
+                offsets = {each.position: offset for each in form.places}
+            elif offset is not None:
                 for each in form.places:
                     offsets[each.position] = self._fma(scale, VECTOR([-float(each.base)] * LANES), offset)
             else:
                 for each in form.places:
-                    less = -float(each.base + (1 << (form.bits - 1)))
+                    less = -float(each.base + form.zero)
                     offsets[each.position] = build.fmul(scale, VECTOR([less] * LANES))
             found.append((scale, offsets))
         return found
@@ -109,11 +111,14 @@ class QuantisedTile(Tile):
 
     def _unpacked(self, words: dict[int, Any], place: FieldPlace, scale: Any, offsets: dict[int, Any]) -> Any:
         """The weights of the field there. It becomes the last bits of a number with a known exponent."""
-        build = self._in
-        field = build.and_(words[place.shift], WORDS([((1 << self._form.bits) - 1) << place.position] * LANES))
+        build, form = self._in, self._form
+        field = build.and_(words[place.shift], WORDS([((1 << form.bits) - 1) << place.position] * LANES))
         exponent = (place.base.bit_length() - 1 + 127) << MANTISSA
         number = build.bitcast(build.or_(field, WORDS([exponent] * LANES)), VECTOR)
-        return self._fma(number, scale, offsets[place.position])
+        offset = offsets[place.position]
+        if form.wide:
+            number = build.fsub(number, VECTOR([float(place.base + form.zero)] * LANES))
+        return build.fmul(number, scale) if offset is None else self._fma(number, scale, offset)
 
     def _rounded(self, values: list[Any]) -> list[Any]:
         """A panel's weights rounded to bfloat16, ties to even, as float32."""
