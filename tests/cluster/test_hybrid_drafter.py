@@ -58,7 +58,7 @@ async def compare(config: Config, temperature: float, own: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.0, pytest.param(0.0, marks=pytest.mark.long)])
 async def test_every_guess_of_a_granite_with_the_targets_own_weights_holds(tmp_path: Path, temperature: float):
-    """Chains and trees, with experts and mixers: ALGORITHMS 11, number 27."""
+    """Chains and trees, with experts and mixers: docs/design/numbers.md#oracles."""
     tiny_hybrids.make_published(tmp_path, "granite-4.0-h-tiny", **SPREAD)
     await compare(config_of(tmp_path, tmp_path, tmp_path), temperature, own=True)
 

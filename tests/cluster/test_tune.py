@@ -120,7 +120,7 @@ async def lengths_of(verifier: VerifierEngine, drafter: DrafterEngine, text: Tex
 
 
 async def test_replayed_rounds_are_the_rounds_that_are_run(pair):
-    """Round by round, at both temperatures, for chains and trees: ALGORITHMS 11, oracle 19."""
+    """Round by round, at both temperatures, for chains and trees: docs/design/numbers.md#oracles."""
     target, path = pair
     verifier = VerifierEngine.load(
         target, VerifierOptions(name="t", dtype=torch.float32, max_length=256, max_sessions=2)

@@ -1,4 +1,5 @@
-"""Levels of trees from inputs against `level_scan/reference.py`, node by node in float64 (ALGORITHMS 11, 8 and 9)."""
+"""Levels of trees from inputs against `level_scan/reference.py`, node by node in float64
+(docs/design/numbers.md#oracles)."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def untouched(before: Tensor, after: Tensor, target: Tensor | slice) -> bool:
 
 
 def check(ours: Tensor, truth: Tensor, bound: float | None = None) -> None:
-    """ALGORITHMS 11, row 8: the norm of the difference, relative to the reference's."""
+    """The measure of docs/design/numbers.md#oracles: the norm of the difference, relative to the reference's."""
     assert ours.shape == truth.shape
     limit = bound or {torch.float32: 2e-6, torch.float64: 1e-12}[ours.dtype]
     assert (ours.double() - truth).norm() <= limit * truth.norm()

@@ -1,4 +1,4 @@
-"""Convolution and recurrence of packed trees against each path separately, in float64 (ALGORITHMS 11, 8 to 10).
+"""Convolution and recurrence of packed trees against each path separately, in float64 (docs/design/numbers.md#oracles).
 
 The recurrence of each path separately is `tree_scan/reference.py`.
 """
