@@ -14,9 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = ("ARCHITECTURE.md", "README.md", "CONTRIBUTING.md", "docs", "kernels")
 """Markdown whose relative links are followed."""
-NAMES_CODE = ("docs/design",)
+NAMES_CODE = ("ARCHITECTURE.md", "docs/design")
 """Markdown whose paths in backticks exist, with the names after `::` defined there."""
-SHORT = ("docs/design",)
+SHORT = ("ARCHITECTURE.md", "docs/design")
 """Markdown without long paragraphs."""
 MOST_WORDS = 100
 """Words of a paragraph or list item."""

@@ -36,7 +36,7 @@ BANNED_WORDS = (
     "tally",
     "told",
 )
-"""Words for which the field has its own: see the glossary in ARCHITECTURE.md."""
+"""Words for which the field has its own: see "Terms" in ARCHITECTURE.md."""
 PROSE = (".py", ".md", ".proto", ".yaml", ".toml", ".tpl", ".txt", "Makefile", "Dockerfile")
 GENERATED = tuple(
     f"docs/{name}.md"
