@@ -47,10 +47,16 @@ def test_a_row_has_the_bits_of_the_unpacked_weights_product_among_any_number_of_
 
 @pytest.mark.parametrize("form", QuantisedForm)
 def test_sums_in_float32_are_those_of_the_unpacked_weight(form):
+    """Also where rows are of float32, which no dot product takes."""
     given = blocks(form, 256, 70)
-    rows = torch.randn(5, 256, generator=torch.Generator().manual_seed(1))
-    made = QuantisedWeight(given, dtype=torch.float32)(rows)
-    assert torch.equal(made, PackedWeight(given.unpacked().bfloat16(), dtype=torch.float32)(rows))
+    made, truth = (
+        QuantisedWeight(given, dtype=torch.float32),
+        PackedWeight(given.unpacked().bfloat16(), None, 1, torch.float32),
+    )
+    for count in range(1, 10):
+        rows = torch.randn(count, 256, generator=torch.Generator().manual_seed(count))
+        for given_rows in (rows, rows.bfloat16()):
+            assert torch.equal(made(given_rows), truth(given_rows)), count
 
 
 @pytest.mark.parametrize("form", QuantisedForm)
@@ -93,9 +99,21 @@ def test_a_block_holds_its_outputs_factors_and_then_the_words_of_their_fields():
     fields = torch.arange(64, dtype=torch.uint8).view(2, 32) % 16
     scales, offsets = torch.tensor([[1.0], [2.0]]).half(), torch.tensor([[3.0], [4.0]]).half()
     given = QuantisedBlocks(QuantisedForm.Q4_1, fields, scales, offsets)
-    made = pack_blocks(given, 4, [0, 2, 1, 3])
+    made = pack_blocks(given, 4, pairs=False)
     assert made.shape == (1, 1, 80)
-    assert made[0, 0, :16].view(torch.float16).tolist() == [1.0, 0.0, 2.0, 0.0, 3.0, 0.0, 4.0, 0.0]
+    assert made[0, 0, :16].view(torch.float16).tolist() == [1.0, 2.0, 0.0, 0.0, 3.0, 4.0, 0.0, 0.0]
     words = made[0, 0, 16:].view(torch.int32).view(4, 4)
-    assert words[0].tolist() == [0x76543210, 0, 0x76543210, 0]
-    assert [word & 0xFFFFFFFF for word in words[1].tolist()] == [0xFEDCBA98, 0, 0xFEDCBA98, 0]
+    assert words[0].tolist() == [0x76543210, 0x76543210, 0, 0]
+    assert [word & 0xFFFFFFFF for word in words[1].tolist()] == [0xFEDCBA98, 0xFEDCBA98, 0, 0]
+
+
+def test_words_for_pairs_hold_every_second_input_the_odd_ones_first():
+    fields = torch.arange(32, dtype=torch.uint8).expand(16, 32) % 16
+    scales = torch.arange(16.0).half()[:, None]
+    made = pack_blocks(QuantisedBlocks(QuantisedForm.Q4_1, fields, scales, scales), 16, pairs=True)
+    assert made.shape == (1, 1, 320)
+    factors = made[0, 0, :32].view(torch.float16).tolist()
+    assert factors == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
+    words = made[0, 0, 64:].view(torch.int32).view(2, 16, 2)
+    assert {word & 0xFFFFFFFF for word in words[..., 0].flatten().tolist()} == {0xFDB97531}
+    assert {word & 0xFFFFFFFF for word in words[..., 1].flatten().tolist()} == {0xECA86420}

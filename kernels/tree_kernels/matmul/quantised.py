@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,9 +14,9 @@ from torch import Tensor
 from tree_kernels.kernel_cache import load_kernels
 from tree_kernels.matmul.cpu import PackedWeight
 from tree_kernels.matmul.packing import in_large_pages
-from tree_kernels.matmul.quantised_shapes import FORMS, QuantisedForm, order, tile_panels, tile_symbol
+from tree_kernels.matmul.quantised_shapes import DOT_PANELS, FORMS, QuantisedForm, dot_symbol, tile_panels, tile_symbol
 from tree_kernels.matmul.shapes import Precision
-from tree_kernels.processor import panel
+from tree_kernels.processor import has_dots, panel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,25 +55,33 @@ class QuantisedBlocks:
 
 
 @cache
-def _tile_table(form: QuantisedForm) -> Tensor:
-    """As `cpu.tile_table`. Raises NoKernelsError."""
+def _tile_tables(form: QuantisedForm) -> tuple[Tensor, Tensor | None]:
+    """As `cpu.tile_table` and `cpu.dot_table`; None on a processor without dot products. Raises NoKernelsError."""
     address = load_kernels(f"tree_kernels.matmul.{form.name.lower()}").addresses
-    panels = tile_panels()
-    every = range(1, len(panels))
-    return torch.tensor(
-        [(panels[n], address[tile_symbol(form, n, panels[n])], address[tile_symbol(form, n, 1)]) for n in every]
-    )
+
+    def table(panels: Sequence[int], symbol: Callable[[QuantisedForm, int, int], str]) -> Tensor:
+        every = range(1, len(panels))
+        return torch.tensor(
+            [(panels[n], address[symbol(form, n, panels[n])], address[symbol(form, n, 1)]) for n in every]
+        )
+
+    return table(tile_panels(), tile_symbol), table(DOT_PANELS, dot_symbol) if has_dots() else None
 
 
-def pack_blocks(blocks: QuantisedBlocks, panel: int, order: list[int]) -> Tensor:
-    """[panels, blocks, bytes] uint8: of each block the outputs' scales and offsets, then the words with their fields,
-    all in the order of the lanes. The last panel is padded with zeros."""
+def pack_blocks(blocks: QuantisedBlocks, panel: int, pairs: bool) -> Tensor:
+    """[panels, blocks, bytes] uint8: of each block the outputs' scales and offsets, then the words with their fields.
+    The last panel is padded with zeros.
+
+    pairs: words of every second input, the odd ones first, and factors in the order in which `FIRST` and `SECOND` of
+    `quantised_tiles` take them; else words of neighbouring inputs
+    """
     form = FORMS[blocks.form]
     outputs, inputs = blocks.fields.shape
     count, length = -(-outputs // panel), inputs // form.block
     made = in_large_pages((count, length, form.block_bytes(panel)), torch.uint8)
-    place = torch.tensor(order)
-    at = 0
+    at, place = 0, torch.arange(panel)
+    if pairs:  # of each 4 neighbouring factors the first two belong to the first half of a vector's outputs
+        place = place.view(-1, 2, 4, 2).transpose(1, 2).flatten()
     for given in (blocks.scales, blocks.offsets):
         if given is None:
             continue
@@ -83,9 +92,11 @@ def pack_blocks(blocks: QuantisedBlocks, panel: int, order: list[int]) -> Tensor
         at += laid.shape[-1]
     fields = blocks.fields.new_zeros(count * panel, inputs)
     fields[:outputs] = blocks.fields
+    if pairs:
+        fields = fields.view(count * panel, -1, form.fields, 2).flip(3).transpose(2, 3).flatten(1)
     if form.bits == 4:
         fields = fields[:, ::2] | (fields[:, 1::2] << 4)
-    words = fields.view(count, panel, length, -1, 4).permute(0, 2, 3, 1, 4)[..., place, :]
+    words = fields.view(count, panel, length, -1, 8 if pairs else 4).permute(0, 2, 3, 1, 4)
     made[..., at:] = words.reshape(count, length, -1)
     return made
 
@@ -99,15 +110,17 @@ class QuantisedWeight(PackedWeight):
         """blocks: that fit   dtype: of the results"""
         self.form = blocks.form
         outputs, inputs = blocks.fields.shape
+        tiles, dots = _tile_tables(blocks.form)
         self._prepare(
             outputs,
             inputs,
-            pack_blocks(blocks, panel(), order()),
+            pack_blocks(blocks, panel(), has_dots()),
             FORMS[blocks.form].entry_bytes(panel()),
-            _tile_table(blocks.form),
+            tiles,
             bias,
             threads,
             dtype,
+            dots,
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from tree_kernels.processor import lanes, panel, processor
+from tree_kernels.processor import lanes
 
 
 class QuantisedForm(IntEnum):
@@ -89,26 +89,18 @@ FORMS = {
 }
 
 
-def has_conversion() -> bool:
-    """Whether an instruction of the processor rounds two vectors to bfloat16."""
-    return lanes() == 16 and "avx512bf16" in processor()[1]
-
-
-def order() -> list[int]:
-    """Which of a panel's outputs each of its lanes has while weights are unpacked.
-
-    The instruction puts two vectors' results one after the other, and a shift and a mask then take the even and the
-    odd ones apart.
-    """
-    half = panel() // 2
-    if not has_conversion():
-        return list(range(panel()))
-    return [output for pair in zip(range(half), range(half, 2 * half), strict=True) for output in pair]
-
-
 def tile_panels() -> tuple[int, ...]:
     """Panels of a tile by its rows. Each holds a scale and offsets in registers, beside the sums."""
     return (0, 2, 1, 1, 1, 1) if lanes() == 8 else (0, 2, 2, 1, 1, 1, 1, 1, 1)
+
+
+DOT_PANELS = (0, 2, 2, 2, 1, 1, 1, 1, 1)
+"""The same of tiles of dot products, of which there are as many."""
+
+
+def dot_symbol(form: QuantisedForm, rows: int, panels: int) -> str:
+    """The name of a tile of dot products."""
+    return f"dendro_dots_{form.name}_{rows}_{panels}"
 
 
 def tile_symbol(form: QuantisedForm, rows: int, panels: int) -> str:

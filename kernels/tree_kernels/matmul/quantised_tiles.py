@@ -11,16 +11,18 @@ from typing import Any
 from llvmlite import ir
 
 from tree_kernels.matmul.quantised_shapes import (
+    DOT_PANELS,
     FORMS,
     MANTISSA,
     BlockForm,
     FieldPlace,
     QuantisedForm,
-    has_conversion,
+    dot_symbol,
     tile_panels,
     tile_symbol,
 )
 from tree_kernels.matmul.tiles import EACH, I64, LANES, NARROW, PAIRS, PANEL, VECTOR, WORDS, Tile
+from tree_kernels.processor import has_dots
 
 UPPER = 0xFFFF0000
 
@@ -30,16 +32,20 @@ def quantised_tiles(form: QuantisedForm) -> ir.Module:
     module = ir.Module("tiles")
     for rows, panels in enumerate(tile_panels()):
         for count in sorted({1, panels} if rows else ()):
-            QuantisedTile(module, form, rows, count).write()
+            tile = PairsTile if has_dots() else SinglesTile
+            tile(module, tile_symbol(form, rows, count), form, rows, count).write()
+    for rows, panels in enumerate(DOT_PANELS if has_dots() else ()):
+        for count in sorted({1, panels} if rows else ()):
+            DotsTile(module, dot_symbol(form, rows, count), form, rows, count).write()
     return module
 
 
 class QuantisedTile(Tile):
     """Writes one tile's function. Its inputs are a multiple of the form's block."""
 
-    def __init__(self, module: ir.Module, form: QuantisedForm, rows: int, panels: int) -> None:
+    def __init__(self, module: ir.Module, name: str, form: QuantisedForm, rows: int, panels: int) -> None:
         self._form: BlockForm = FORMS[form]
-        super().__init__(module, tile_symbol(form, rows, panels), rows, panels)
+        super().__init__(module, name, rows, panels)
 
     def _after(self, totals: list[Any], inputs: Any) -> list[Any]:
         form = self._form
@@ -47,58 +53,37 @@ class QuantisedTile(Tile):
 
     def _of_block(self, totals: list[Any], block: Any) -> list[Any]:
         """The totals after a block of inputs, whose weights have common scales."""
-        build, form = self._in, self._form
-        places = [build.add(begin, build.mul(block, I64(form.block_bytes(PANEL)))) for begin in self._weights]
-        factors = [self._factors(place) for place in places]
-        first = build.mul(block, I64(form.block))
+        raise NotImplementedError
 
-        def of_word(totals: list[Any], word: Any) -> list[Any]:
-            k = build.add(first, build.mul(word, I64(form.fields)))
-            self._prefetched(k, form.fields * form.entry_bytes(PANEL))
-            at = build.add(build.mul(word, I64(4 * PANEL)), I64(form.factor_bytes(PANEL)))
-            words = [
-                [
-                    self._shifted(self._load(build.add(build.add(begin, at), I64(4 * LANES * vector)), WORDS))
-                    for vector in range(EACH)
-                ]
-                for begin in places
-            ]
-            for number, place in enumerate(form.places):
-                weights = []
-                for own, factor in zip(words, factors, strict=True):
-                    weights += self._rounded(
-                        [self._unpacked(each, place, *pair) for each, pair in zip(own, factor, strict=True)]
-                    )
-                totals = self._added(totals, weights, build.add(k, I64(number)))
-            return totals
+    def _blocks(self, block: Any) -> list[Any]:
+        """Where the block is in each panel."""
+        build = self._in
+        return [build.add(begin, build.mul(block, I64(self._form.block_bytes(PANEL)))) for begin in self._weights]
 
-        return self._counted(totals, I64(form.block // form.fields), of_word)
-
-    def _factors(self, place: Any) -> list[tuple[Any, dict[int, Any]]]:
-        """For each vector of a panel: what a field is multiplied by, and what is added, by the field's position."""
-        build, form = self._in, self._form
-        size = 4 if form.wide else 2
-        found = []
-        for vector in range(EACH):
-            scale = self._factor(build.add(place, I64(size * vector * LANES)))
-            offset = self._factor(build.add(place, I64(size * (PANEL + vector * LANES)))) if form.offset else None
-            offsets = {}
-            if form.wide:
-                offsets = {each.position: offset for each in form.places}
-            elif offset is not None:
-                for each in form.places:
-                    offsets[each.position] = self._fma(scale, VECTOR([-float(each.base)] * LANES), offset)
-            else:
-                for each in form.places:
-                    less = -float(each.base + form.zero)
-                    offsets[each.position] = build.fmul(scale, VECTOR([less] * LANES))
-            found.append((scale, offsets))
-        return found
+    def _factors(self, place: Any, vector: int) -> tuple[Any, Any]:
+        """Scales of a vector of a panel, and offsets; None without these."""
+        build, size = self._in, 4 if self._form.wide else 2
+        scale = self._factor(build.add(place, I64(size * vector * LANES)))
+        if not self._form.offset:
+            return scale, None
+        return scale, self._factor(build.add(place, I64(size * (PANEL + vector * LANES))))
 
     def _factor(self, place: Any) -> Any:
         if self._form.wide:
             return self._load(place, VECTOR)
         return self._in.fpext(self._load(place, NARROW), VECTOR)
+
+    def _added_to_fields(self, scale: Any, offset: Any) -> dict[int, Any]:
+        """What is added to a scale times a field, by the field's position."""
+        form = self._form
+        if form.wide:
+            return {each.position: offset for each in form.places}
+        if offset is None:
+            return {
+                each.position: self._in.fmul(scale, VECTOR([-float(each.base + form.zero)] * LANES))
+                for each in form.places
+            }
+        return {each.position: self._fma(scale, VECTOR([-float(each.base)] * LANES), offset) for each in form.places}
 
     def _shifted(self, words: Any) -> dict[int, Any]:
         """The words by how they are shifted."""
@@ -109,32 +94,131 @@ class QuantisedTile(Tile):
             for shift in {each.shift for each in self._form.places}
         }
 
-    def _unpacked(self, words: dict[int, Any], place: FieldPlace, scale: Any, offsets: dict[int, Any]) -> Any:
+    def _unpacked(self, words: dict[int, Any], place: FieldPlace, scale: Any, added: dict[int, Any]) -> Any:
         """The weights of the field there. It becomes the last bits of a number with a known exponent."""
         build, form = self._in, self._form
         field = build.and_(words[place.shift], WORDS([((1 << form.bits) - 1) << place.position] * LANES))
         exponent = (place.base.bit_length() - 1 + 127) << MANTISSA
         number = build.bitcast(build.or_(field, WORDS([exponent] * LANES)), VECTOR)
-        offset = offsets[place.position]
+        offset = added[place.position]
         if form.wide:
             number = build.fsub(number, VECTOR([float(place.base + form.zero)] * LANES))
         return build.fmul(number, scale) if offset is None else self._fma(number, scale, offset)
 
-    def _rounded(self, values: list[Any]) -> list[Any]:
-        """A panel's weights rounded to bfloat16, ties to even, as float32."""
-        build = self._in
-        upper = WORDS([UPPER] * LANES)
-        if has_conversion():
-            name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-            narrow = build.call(self._declared(name, PAIRS, [VECTOR, VECTOR]), [values[1], values[0]])
-            both = build.bitcast(narrow, WORDS)
-            return [
-                build.bitcast(each, VECTOR) for each in (build.shl(both, WORDS([16] * LANES)), build.and_(both, upper))
+
+class SinglesTile(QuantisedTile):
+    """A word has neighbouring inputs of an output."""
+
+    def _of_block(self, totals: list[Any], block: Any) -> list[Any]:
+        build, form = self._in, self._form
+        places = self._blocks(block)
+        factors = [
+            (scale, self._added_to_fields(scale, offset))
+            for place in places
+            for scale, offset in (self._factors(place, vector) for vector in range(EACH))
+        ]
+        first = build.mul(block, I64(form.block))
+
+        def of_word(totals: list[Any], word: Any) -> list[Any]:
+            k = build.add(first, build.mul(word, I64(form.fields)))
+            self._prefetched(k, form.fields * form.entry_bytes(PANEL))
+            at = build.add(build.mul(word, I64(4 * PANEL)), I64(form.factor_bytes(PANEL)))
+            words = [
+                self._shifted(self._load(build.add(build.add(begin, at), I64(4 * LANES * vector)), WORDS))
+                for begin in places
+                for vector in range(EACH)
             ]
-        made = []
-        for value in values:
-            bits = build.bitcast(value, WORDS)
-            odd = build.and_(build.lshr(bits, WORDS([16] * LANES)), WORDS([1] * LANES))
-            up = build.add(build.add(bits, odd), WORDS([0x7FFF] * LANES))
-            made.append(build.bitcast(build.and_(up, upper), VECTOR))
-        return made
+            for number, place in enumerate(form.places):
+                weights = [
+                    self._rounded(self._unpacked(each, place, *its)) for each, its in zip(words, factors, strict=True)
+                ]
+                totals = self._added(totals, weights, build.add(k, I64(number)))
+            return totals
+
+        return self._counted(totals, I64(form.block // form.fields), of_word)
+
+    def _rounded(self, value: Any) -> Any:
+        """Weights rounded to bfloat16, ties to even, as float32."""
+        build = self._in
+        bits = build.bitcast(value, WORDS)
+        odd = build.and_(build.lshr(bits, WORDS([16] * LANES)), WORDS([1] * LANES))
+        up = build.add(build.add(bits, odd), WORDS([0x7FFF] * LANES))
+        return build.bitcast(build.and_(up, WORDS([UPPER] * LANES)), VECTOR)
+
+
+FIRST, SECOND = ([pair * 4 + at // 2 + side for pair in range(LANES // 4) for at in range(4)] for side in (0, 2))
+"""Of a vector of factors: those of the first half of its outputs, each twice; and those of the second half."""
+
+
+class PairsTile(QuantisedTile):
+    """A word has every second input of an output, and the word beside it those between.
+
+    A vector of words so has half as many outputs as lanes. One instruction rounds two vectors of weights to bfloat16
+    and puts them one after the other: a word of the result has two neighbouring inputs of an output, as a word of a
+    packed bfloat16 weight has.
+    """
+
+    def _of_block(self, totals: list[Any], block: Any) -> list[Any]:
+        """Panel after panel: all factors of several would not fit into the registers."""
+        found, width = list(totals), self._panels * EACH
+        for panel, place in enumerate(self._blocks(block)):
+            at = [row * width + panel * EACH + vector for row in range(self._rows) for vector in range(EACH)]
+            for each, total in zip(at, self._of_panel([found[each] for each in at], block, place, panel), strict=True):
+                found[each] = total
+        return found
+
+    def _of_panel(self, totals: list[Any], block: Any, place: Any, panel: int) -> list[Any]:
+        """The totals of a panel, whose block is at this place, after the block."""
+        build, form = self._in, self._form
+        first = build.mul(block, I64(form.block))
+        factors = [self._doubled(*self._factors(place, vector)) for vector in range(EACH)]
+
+        def of_words(totals: list[Any], number: Any) -> list[Any]:
+            k = build.add(first, build.mul(number, I64(2 * form.fields)))
+            if not panel:
+                self._prefetched(k, 2 * form.fields * form.entry_bytes(PANEL))
+            at = build.add(place, build.add(build.mul(number, I64(8 * PANEL)), I64(form.factor_bytes(PANEL))))
+            words = [
+                self._shifted(self._load(build.add(at, I64(4 * LANES * vector)), WORDS)) for vector in range(2 * EACH)
+            ]
+            for field, its_place in enumerate(form.places):
+                weights = [
+                    self._narrowed(
+                        [
+                            self._unpacked(words[2 * vector + half], its_place, *factors[vector][half])
+                            for half in range(2)
+                        ]
+                    )
+                    for vector in range(EACH)
+                ]
+                totals = self._after_pair(totals, weights, build.add(k, I64(2 * field)))
+            return totals
+
+        return self._counted(totals, I64(form.block // (2 * form.fields)), of_words)
+
+    def _doubled(self, scale: Any, offset: Any) -> list[tuple[Any, dict[int, Any]]]:
+        """Factors of both vectors of words."""
+        found = []
+        for mask in (FIRST, SECOND):
+            its = [
+                None if each is None else self._in.shuffle_vector(each, VECTOR(ir.Undefined), WORDS(mask))
+                for each in (scale, offset)
+            ]
+            found.append((its[0], self._added_to_fields(*its)))
+        return found
+
+    def _narrowed(self, values: list[Any]) -> Any:
+        """Words of two vectors of weights, rounded to bfloat16, ties to even."""
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        narrow = self._in.call(self._declared(name, PAIRS, [VECTOR, VECTOR]), [values[1], values[0]])
+        return self._in.bitcast(narrow, WORDS)
+
+    def _after_pair(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
+        return self._added_pair(totals, words, k)
+
+
+class DotsTile(PairsTile):
+    """The same with dot products of pairs."""
+
+    def _after_pair(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
+        return self._dotted(totals, words, k)

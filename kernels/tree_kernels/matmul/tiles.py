@@ -169,6 +169,32 @@ class Tile:
         pairs = ((value, weight) for value in given for weight in weights)
         return [self._fma(value, weight, total) for (value, weight), total in zip(pairs, totals, strict=True)]
 
+    def _added_pair(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
+        """The totals after inputs k and k + 1 of every row, whose weights are the upper and the lower halves of these
+        words."""
+        build = self._in
+        upper = [build.bitcast(build.and_(word, WORDS([0xFFFF0000] * LANES)), VECTOR) for word in words]
+        lower = [build.bitcast(build.shl(word, WORDS([16] * LANES)), VECTOR) for word in words]
+        return self._added(self._added(totals, upper, k), lower, build.add(k, I64(1)))
+
+    def _dotted(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
+        """The same with the processor's dot products of pairs: fma(x[k], w[k], sum), and then fma(x[k + 1], w[k + 1],
+        sum), both of which take and make zeros for numbers that are not normal. x is PAIRS."""
+        build = self._in
+        weights = [build.bitcast(word, PAIRS) for word in words]
+        found = []
+        for row, begin in enumerate(self._x):
+            number = self._load(build.add(begin, build.mul(k, I64(2))), I32)
+            one = build.insert_element(WORDS(ir.Undefined), number, I32(0))
+            given = build.bitcast(build.shuffle_vector(one, WORDS(ir.Undefined), WORDS([0] * LANES)), PAIRS)
+            own = totals[row * len(weights) : (row + 1) * len(weights)]
+            found += [self._dot(total, given, weight) for total, weight in zip(own, weights, strict=True)]
+        return found
+
+    def _dot(self, total: Any, x: Any, weight: Any) -> Any:
+        function = self._declared("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, PAIRS, PAIRS])
+        return self._in.call(function, [total, x, weight])
+
     def _prefetched(self, k: Any, size: int) -> None:
         """Begins to load so many bytes of each panel ahead."""
         for begin in self._ahead:
@@ -244,11 +270,7 @@ class PairTile(Tile):
 
     def _pair(self, totals: list[Any], k: Any) -> list[Any]:
         """The totals after inputs k and k + 1 of every row."""
-        build = self._in
-        words = self._words(k)
-        upper = [build.bitcast(build.and_(word, WORDS([0xFFFF0000] * LANES)), VECTOR) for word in words]
-        lower = [build.bitcast(build.shl(word, WORDS([16] * LANES)), VECTOR) for word in words]
-        return self._added(self._added(totals, upper, k), lower, build.add(k, I64(1)))
+        return self._added_pair(totals, self._words(k), k)
 
     def _words(self, k: Any) -> list[Any]:
         """The weights of inputs k and k + 1, panel after panel."""
@@ -283,24 +305,10 @@ class OddTile(PairTile):
 
 
 class DotTile(PairTile):
-    """With the processor's dot products of pairs: fma(x[k], w[k], sum), and then fma(x[k + 1], w[k + 1], sum), both of
-    which take and make zeros for numbers that are not normal."""
+    """With the processor's dot products."""
 
     def _pair(self, totals: list[Any], k: Any) -> list[Any]:
-        build = self._in
-        words = [build.bitcast(word, PAIRS) for word in self._words(k)]
-        found = []
-        for row, begin in enumerate(self._x):
-            number = self._load(build.add(begin, build.mul(k, I64(2))), I32)
-            one = build.insert_element(WORDS(ir.Undefined), number, I32(0))
-            given = build.bitcast(build.shuffle_vector(one, WORDS(ir.Undefined), WORDS([0] * LANES)), PAIRS)
-            own = totals[row * len(words) : (row + 1) * len(words)]
-            found += [self._dot(total, given, word) for total, word in zip(own, words, strict=True)]
-        return found
-
-    def _dot(self, total: Any, x: Any, weight: Any) -> Any:
-        function = self._declared("llvm.x86.avx512bf16.dpbf16ps.512", VECTOR, [VECTOR, PAIRS, PAIRS])
-        return self._in.call(function, [total, x, weight])
+        return self._dotted(totals, self._words(k), k)
 
 
 class PackedTile(Tile):
