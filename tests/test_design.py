@@ -16,7 +16,7 @@ PAGES = ("ARCHITECTURE.md", "README.md", "CONTRIBUTING.md", "docs", "kernels")
 """Markdown whose relative links are followed."""
 NAMES_CODE = ("ARCHITECTURE.md", "docs/design")
 """Markdown whose paths in backticks exist, with the names after `::` defined there."""
-SHORT = ("ARCHITECTURE.md", "docs/design")
+SHORT = ("ARCHITECTURE.md", "README.md", "docs/design")
 """Markdown without long paragraphs."""
 MOST_WORDS = 100
 """Words of a paragraph or list item."""
@@ -138,7 +138,7 @@ def paragraphs(text: str) -> list[str]:
         item = re.match(r"\s*(?:[-*]|\d+\.) ", line)
         after_blank = not current
         indented = line.startswith("    ") and not item and (after_blank or indented)
-        if not line.strip() or item or line.startswith(("#", "|")) or indented:
+        if not line.strip() or item or line.startswith("#") or line.lstrip().startswith("|") or indented:
             if current:
                 found.append(" ".join(current))
             current = [line.strip()] if item else []
