@@ -82,6 +82,7 @@ class Product:
         self.words[shapes.WEIGHTS] = self._packed.data_ptr()
         self.words[shapes.ENTRY] = panel() * self._packed.element_size()
         self.words[shapes.TILES] = table.data_ptr()  # kept for ever by the cache of `tile_table`
+        self.words[shapes.TILE_ROWS] = len(table)
         self.words[shapes.PANELS] = len(self._packed)
         self.words[shapes.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
 

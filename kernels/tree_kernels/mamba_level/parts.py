@@ -12,7 +12,7 @@ from numba import float32, njit
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.curves import silu, square_root
 from tree_kernels.matmul.loops import F32, PANEL, SUMS, blocks, finish, widen
-from tree_kernels.matmul.shapes import MOST, WIDEST
+from tree_kernels.matmul.shapes import WIDEST
 from tree_kernels.translating import INLINED
 from tree_kernels.vectors import floats, longs
 
@@ -118,7 +118,7 @@ def product(x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, 
             begin,
             its[shapes.ENTRY],
             its[shapes.WEIGHTS] + (first + WIDEST) * step,
-            MOST,
+            its[shapes.TILE_ROWS],
         )
         first += WIDEST
 

@@ -15,10 +15,10 @@ SEQUENCE_WORDS = 6
 NEW_WORDS = 3
 """A new node's words: its slot, its parent's slot, 0 for a root, and its text's slot."""
 
-WEIGHTS, ENTRY, TILES, PANELS, BIAS = range(5)
-"""A product's words: address of packed panels, bytes of an input's weights in a panel, address of the tiles' table,
-number of panels, address of the bias, float32 padded to whole panels, or 0."""
-PRODUCT_WORDS = 5
+WEIGHTS, ENTRY, TILES, TILE_ROWS, PANELS, BIAS = range(6)
+"""A product's words: address of packed panels, bytes of an input's weights in a panel, address of the tiles' table, the
+most rows of a tile, number of panels, address of the bias, float32 padded to whole panels, or 0."""
+PRODUCT_WORDS = 6
 
 (
     ROWS,

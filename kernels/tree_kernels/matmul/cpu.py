@@ -16,14 +16,12 @@ from torch import Tensor
 from tree_kernels.kernel_cache import NoKernelsError, load_kernels
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.shapes import (
-    MOST,
     PANELS,
     SCRATCH,
     WIDEST,
     Argument,
     Helper,
     Precision,
-    dot_symbol,
     symbol,
 )
 from tree_kernels.processor import has_dots, panel
@@ -51,18 +49,16 @@ def _kernels() -> Any:
 
 @cache
 def tile_table(kind: Precision) -> Tensor:
-    """[MOST, 3] as `Argument.TILES` describes. Raises NoKernelsError."""
-    address = load_kernels(f"tree_kernels.matmul.{kind.name.lower()}").addresses
-    every = range(1, MOST + 1)
-    return torch.tensor([(PANELS[n], address[symbol(kind, n, PANELS[n])], address[symbol(kind, n, 1)]) for n in every])
-
-
-@cache
-def dot_table() -> Tensor:
-    """The same for tiles of dot products."""
-    address = load_kernels("tree_kernels.matmul.bf16").addresses
-    every = range(1, MOST + 1)
-    return torch.tensor([(PANELS[n], address[dot_symbol(n, PANELS[n])], address[dot_symbol(n, 1)]) for n in every])
+    """[most rows, 3] as `Argument.TILES` describes. PAIRS: tiles of dot products. Raises NoKernelsError."""
+    weights = Precision.BF16 if kind == Precision.PAIRS else kind
+    address = load_kernels(f"tree_kernels.matmul.{weights.name.lower()}").addresses
+    return torch.tensor(
+        [
+            (panels, address[symbol(kind, rows, panels)], address[symbol(kind, rows, 1)])
+            for rows, panels in enumerate(PANELS[kind])
+            if rows
+        ]
+    )
 
 
 DOT_ROWS, DOT_WEIGHT, DOT_TRIALS = 16, (512, 1024), 5
@@ -156,7 +152,7 @@ class PackedWeight:
             bias,
             threads,
             dtype or weight.dtype,
-            dot_table() if kind == Precision.BF16 and not weight.shape[1] % 2 and has_dots() else None,
+            tile_table(Precision.PAIRS) if kind == Precision.BF16 and not weight.shape[1] % 2 and has_dots() else None,
         )
 
     def _prepare(
@@ -181,8 +177,8 @@ class PackedWeight:
         self._product, self.kernel = kernels.functions["product"], kernels.address("units")
         call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
         call[Argument.INPUTS], call[Argument.OUTPUTS] = inputs, outputs
-        call[Argument.WEIGHTS], call[Argument.TILES] = panels.data_ptr(), tiles.data_ptr()
-        call[Argument.ENTRY_BYTES], call[Argument.TILE_ROWS] = entry_bytes, len(tiles)
+        call[Argument.WEIGHTS] = panels.data_ptr()
+        call[Argument.ENTRY_BYTES] = entry_bytes
         call[Argument.TARGET_KIND] = PRECISIONS[dtype]
         if self._bias is not None:
             call[Argument.BIAS] = self._bias.data_ptr()
@@ -204,14 +200,16 @@ class PackedWeight:
         x  [rows, inputs] of this kind, F32 or `x_kind(rows)`   target, residual  [rows, outputs] of `dtype`
         scratch  [threads, SCRATCH] float32
         """
-        panels = WIDEST if rows <= len(self._tiles) else 1
+        tiles = self._tiles
+        if kind == Precision.PAIRS:
+            assert self._dots is not None
+            tiles = self._dots
+        panels = WIDEST if rows <= len(tiles) else 1
         call = self._call.copy()
         call[Argument.X], call[Argument.ROWS], call[Argument.TARGET] = x, rows, target
         call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
         call[Argument.SCRATCH], call[Argument.RESIDUAL] = scratch, residual
-        if kind == Precision.PAIRS:
-            assert self._dots is not None
-            call[Argument.TILES] = self._dots.data_ptr()
+        call[Argument.TILES], call[Argument.TILE_ROWS] = tiles.data_ptr(), len(tiles)
         call[Argument.X_BYTES] = X_BYTES[kind]
         return call
 

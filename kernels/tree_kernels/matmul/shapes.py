@@ -13,10 +13,6 @@ PART_BYTES = 32768
 """Of a panel's weights in one part."""
 PART_MULTIPLE = 32
 """A part has a multiple of so many inputs, the last one excepted: quantised weights come in blocks."""
-MOST = 6
-"""Rows of a tile."""
-PANELS = (0, 4, 2, 2, 1, 1, 1) if lanes() == 8 else (0, 4, 4, 4, 2, 2, 2)
-"""Panels of a tile by its rows: enough sums to hide the latency of an addition, few enough for the registers."""
 WIDEST = 4
 """The most panels of a block."""
 SCRATCH = CHUNK * WIDEST * panel()
@@ -30,6 +26,17 @@ class Precision(IntEnum):
     F16 = 1
     F32 = 2
     PAIRS = 3  # bfloat16, of each two neighbours the second first: what dot products take beside a packed weight
+
+
+_FEW, _ONE = (0, 4, 4, 2, 2, 2, 2), (1,) * 8
+PANELS: dict[Precision, tuple[int, ...]] = (
+    dict.fromkeys(Precision, (0, 4, 2, 2, 1, 1, 1))
+    if lanes() == 8
+    else {**dict.fromkeys(Precision, _FEW + _ONE), Precision.BF16: (0, 4, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1)}
+)
+"""Panels of a tile by its rows, from 1 to the most that a tile of this kind has: enough sums to hide the latency of an
+addition, few enough for the registers. PAIRS stands for tiles of dot products. BF16 needs more registers beside the
+sums, for weights that it unpacks."""
 
 
 class Argument(IntEnum):
@@ -72,10 +79,5 @@ def float_bits(number: float) -> int:
 
 
 def symbol(kind: Precision, rows: int, panels: int) -> str:
-    """The name of a tile's function."""
+    """The name of a tile's function. PAIRS: of a tile of dot products"""
     return f"dendro_tile_{kind.name}_{rows}_{panels}"
-
-
-def dot_symbol(rows: int, panels: int) -> str:
-    """The name of a tile of dot products."""
-    return f"dendro_dots_{rows}_{panels}"

@@ -7,14 +7,14 @@ their symbols. Imported only while kernels are compiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tree_kernels.matmul.shapes import MOST, PANELS, Precision, dot_symbol, symbol
+from tree_kernels.matmul.shapes import PANELS, Precision, symbol
 from tree_kernels.processor import has_dots, lanes, panel
 
 LANES, PANEL = lanes(), panel()
@@ -90,23 +90,28 @@ def call_product_tile(
     return types.void(*[types.int64] * 11), generate
 
 
+def sizes(kind: Precision) -> Iterator[tuple[int, int]]:
+    """Rows and panels of each tile of this kind: for every number of rows a wide one, and one of a single panel."""
+    for rows, most in enumerate(PANELS[kind]):
+        for panels in sorted({1, most}) if rows else ():
+            yield rows, panels
+
+
 def tiles(kind: Precision) -> ir.Module:
     """A module with all tiles of this kind."""
     module = ir.Module("tiles")
-    for rows in range(1, MOST + 1):
-        for panels in sorted({1, PANELS[rows]}):
-            PackedTile(module, kind, rows, panels).write()
+    for rows, panels in sizes(kind):
+        PackedTile(module, kind, rows, panels).write()
     return module
 
 
 def pair_tiles() -> ir.Module:
     """A module with all tiles of bfloat16, and where the processor has dot products with those of these, too."""
     module = ir.Module("tiles")
-    for rows in range(1, MOST + 1):
-        for panels in sorted({1, PANELS[rows]}):
-            OddTile(module, symbol(Precision.BF16, rows, panels), rows, panels).write()
-            if has_dots():
-                DotTile(module, dot_symbol(rows, panels), rows, panels).write()
+    for rows, panels in sizes(Precision.BF16):
+        OddTile(module, symbol(Precision.BF16, rows, panels), rows, panels).write()
+    for rows, panels in sizes(Precision.PAIRS) if has_dots() else ():
+        DotTile(module, symbol(Precision.PAIRS, rows, panels), rows, panels).write()
     return module
 
 
