@@ -48,6 +48,8 @@ ArmTexts = Annotated[tuple[ArmText, ...], AfterValidator(distinct_arms)]
 
 DEFAULT_ARMS: tuple[str, ...] = (
     "off",
+    "proposed(3)",
+    "proposed(7)",
     "proposed(15)",
     "(1,1,1,1)",
     "(2,1,1)",
