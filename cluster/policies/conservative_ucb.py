@@ -9,7 +9,8 @@ The arm of greatest index is played only if the text stays within its budget sho
     h = HORIZON where the bracket is a gain, else 1        D = sum over earlier rounds with trees of T - T_off * N
 
 else the arm of greatest mean / T_k, under the same condition; else `off`. D is negative once speculation has gained:
-what it gained may be spent on finding a better arm. `t` are the tokens of the text and the rounds of all priors.
+what it gained may be spent on finding a better arm. The time by which plain rounds after a tree are longer, as the
+verifier did not begin them ahead, is added to D. `t` are the tokens of the text and the rounds of all priors.
 
 mean N_k begins with a prior: what the tenant's earlier texts emitted, or all tenants' medians. To it come this text's
 rounds; for a tree of static form all rounds that it would have emitted by the ranks in the drafter's traces, played or
@@ -237,6 +238,8 @@ class ConservativeUCB:
         for drafter in self._unranked:
             self._unranked[drafter] += verdict.length
         if arm.off:
+            if self._off_rounds <= STAYING < self._tokens:  # it was not begun ahead, as a tree came shortly before
+                self._lost_us += self.experience.prices().ahead_us
             return
         if arm.proposed and self._offer is not None:
             self._promised += promised_tokens(self._offer, arm.rows)
@@ -244,11 +247,11 @@ class ConservativeUCB:
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM)
         if plain_us is not None:
-            self._lost_us += tree.draft_us / tree.texts + prices.verify_us(tree.rows) - plain_us * verdict.length
+            self._lost_us += prices.spent_us(arm, tree) - plain_us * verdict.length
         if arm.drafted and not tree.missed:
             self._unranked[arm.maker] = verdict.length
             if self._exploring and plain_us is not None:
-                paid = verdict.length * plain_us > tree.draft_us / tree.texts + prices.verify_us(tree.rows)
+                paid = verdict.length * plain_us > prices.spent_us(arm, tree)
                 self._spacing[arm.maker] = (
                     0.0 if paid else min(max(1.0, SPACING_GROWTH * self._spacing[arm.maker]), LONGEST_SPACING)
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dendro.step_sizes import StepSizes
+from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies.classes import row_class
@@ -47,6 +48,15 @@ class Prices:
         verify_us = self.verify_us(rows)
         ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
         return max(draft_us + verify_us + hops(arm) * costs.hop_us(arm.off) - ahead_us, LEAST_US)
+
+    def spent_us(self, arm: Arm, tree: DraftTree) -> float:
+        """Microseconds of a round with a tree: its draft as measured, the rest as predicted."""
+        return tree.draft_us / tree.texts + self.verify_us(tree.rows) + hops(arm) * self._costs.hop_us(arm.off)
+
+    @property
+    def ahead_us(self) -> float:
+        """Microseconds by which a round of `off` is shorter where the verifier begins it ahead."""
+        return self._costs.ahead.us
 
     def verify_us(self, rows: float) -> float:
         """A text's share of a step in which every text has so many rows; 0 where none was measured."""

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import SpeculationConfig
 from cluster.policies import POLICIES, REPLACED, ConservativeUCB, Experience, Experiences, make_policy
+from cluster.policies.conservative_ucb import STAYING
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior, pair_prior
@@ -66,6 +67,40 @@ def test_a_strangers_first_answer_pays_three_percent_at_most_to_find_a_drafter_u
     for seed in range(8):
         slower, _ = answer(ConservativeUCB(ARMS, Experience(shared())), right, seed)
         assert slower <= 1.03, seed
+
+
+def test_the_calls_of_a_round_with_a_tree_count_as_lost():
+    lost = []
+    for call_us in (0, 3_000):
+        policy = ConservativeUCB(ARMS, Experience(shared()))
+        plain = Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1)
+        tree = replace(DraftTree.of(range(5), range(-1, 4)), draft_us=2_000)
+        found = Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=5)
+        for _ in range(8):
+            policy.learn(OFF_ARM, DraftTree.root_only(1), plain)
+            policy.experience.learn_time(OFF_ARM, DraftTree.root_only(1), plain, OFF_US)
+        for _ in range(4):
+            policy.experience.learn(ARMS[1], tree, found)
+            policy.experience.learn_time(ARMS[1], tree, found, 2_000 + OFF_US + 2 * call_us)
+        before = policy._lost_us
+        policy.learn(ARMS[1], tree, found)
+        lost.append(policy._lost_us - before)
+    assert lost == pytest.approx([2_000, 2_000 + 2 * 3_000])
+
+
+def test_rounds_after_a_tree_that_were_not_begun_ahead_count_as_lost():
+    policy, ahead_us = ConservativeUCB(ARMS, Experience(shared())), 4_000
+    plain = Verdict((1,), (0,), (), None, 1, OFF_US - ahead_us, step_rows=1, ahead_us=ahead_us)
+    for _ in range(8):
+        policy.learn(OFF_ARM, DraftTree.root_only(1), plain)
+        policy.experience.learn_time(OFF_ARM, DraftTree.root_only(1), plain, OFF_US - ahead_us)
+    before = policy._lost_us
+    tree = replace(DraftTree.of(range(5), range(-1, 4)), draft_us=0)
+    policy.learn(ARMS[1], tree, Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=5))
+    lost_by_the_tree = policy._lost_us - before
+    for _ in range(8):
+        policy.learn(OFF_ARM, DraftTree.root_only(1), plain)
+    assert policy._lost_us - before == pytest.approx(lost_by_the_tree + STAYING * ahead_us)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.2, 0.3])
