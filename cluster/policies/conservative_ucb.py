@@ -66,6 +66,8 @@ FIRST_ROUNDS = 2.0
 """What exploration may cost a text besides, in rounds without speculation, where no text ever tried the drafter."""
 STAYING = 2
 """Rounds of `off` after which another is expected, and begun ahead: a tree is then drafted a round later."""
+HELD_ROUNDS = 8
+"""Rounds of `off` in a row for which an estimate holds."""
 OPENING_ROUNDS = 8
 """Rounds of a drafter at first that do not count where its tree is missing: it may still be opening the text. One that
 never comes must count against its arms."""
@@ -115,6 +117,7 @@ class ConservativeUCB:
         self._paused: dict[str, int] = {}  # rounds for which a drafter is not asked, ...
         self._pauses: dict[str, int] = {}  # ... and how many its next missing tree will cause
         self._offer: DraftTree | None = None  # proposals for the coming round
+        self._held: dict[Arm, ArmEstimate] = {}  # estimates of earlier rounds
         self._excluded = False  # the trial keeps this text from guessing
         self._off_rounds = 0  # in a row, before the current one
         self._resting = False  # the round is `off`, and nothing is learned of it but its rate (`SpeculationTrial`)
@@ -162,8 +165,10 @@ class ConservativeUCB:
         asked = [arm for arm in self._trees if arm.maker not in self._paused]
         if self._may_be_off and not asked:
             return OFF_ARM
-        estimates = [self.estimate(arm, prices) for arm in asked or self._trees]
-        best = max(estimates, key=lambda each: (each.index, -each.arm.rows))
+        estimates = self._estimates(asked or self._trees, prices)
+        best = max(estimates, key=lambda each: (each.index, -each.arm.rows), default=None)
+        if best is None:
+            return OFF_ARM
         if not self._may_be_off:
             return best.arm
         plain, timed = self.estimate(OFF_ARM, prices), prices.predicted_us(OFF_ARM) is not None
@@ -174,6 +179,23 @@ class ConservativeUCB:
         if not timed:
             return OFF_ARM
         return self._within_budget(best, estimates, plain)
+
+    def _estimates(self, arms: Sequence[Arm], prices: Prices) -> list[ArmEstimate]:
+        """The estimates of these arms, without arms of proposals where there are none. Those of drafted arms change
+        little while the text stays `off`: they are made anew every HELD_ROUNDS."""
+        if self._off_rounds % HELD_ROUNDS == 0:
+            self._held.clear()
+        found = []
+        for arm in arms:
+            if arm.proposed and self._offer is not None:
+                if self._offer.guesses or not self._may_be_off:
+                    found.append(self.estimate(arm, prices))
+                continue
+            held = self._held.get(arm)
+            if held is None:
+                held = self._held[arm] = self.estimate(arm, prices)
+            found.append(held)
+        return found
 
     def _within_budget(self, best: ArmEstimate, estimates: Sequence[ArmEstimate], plain: ArmEstimate) -> Arm:
         """The choice of a text that runs alone."""

@@ -20,6 +20,10 @@ SCANNED = 8192
 MOST = 512
 """Occurrences of the root that are compared. Where there are more, those that match more of the text's end stay, and of
 these the newest."""
+FEW = 24
+"""Occurrences that are compared one by one."""
+SHORT = 1024
+"""Tokens of a first text whose positions are listed one by one."""
 BRANCHES = 4
 """Continuations proposed at most."""
 
@@ -37,7 +41,7 @@ class Lookup:
         # LONGEST entries of -1, which is no token, precede the text, so that no match extends past its beginning.
         self._ids: _Ints = np.full(256, -1, np.int32)
         self._length = 0
-        # Positions by token: those of the first text sorted, which is fast for a long prompt, and later ones in lists.
+        # Positions by token: those of a long first text sorted, which is fast, and all others in lists.
         self._tokens = self._positions = _NOWHERE
         self._later: dict[int, list[int]] = {}
 
@@ -49,7 +53,7 @@ class Lookup:
             longer[: len(self._ids)] = self._ids
             self._ids = longer
         self._ids[LONGEST + start : LONGEST + self._length] = more
-        if not start:
+        if not start and len(more) > SHORT:
             first = self._ids[LONGEST : LONGEST + self._length]
             self._positions = np.argsort(first, kind="stable").astype(np.int32)
             self._tokens = first[self._positions]
@@ -59,7 +63,7 @@ class Lookup:
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
-        for rank, (end, matched) in enumerate(self._matches()):
+        for rank, (end, matched) in enumerate(self._matches(text.ids)):
             depth = min(max_depth, max_rows - 1 - proposal.guesses)
             if depth < 1:
                 break
@@ -69,14 +73,17 @@ class Lookup:
     def end(self, text: Text) -> None:
         """Does nothing: lookups keep no ended texts."""
 
-    def _matches(self) -> list[tuple[int, int]]:
+    def _matches(self, text: list[int]) -> list[tuple[int, int]]:
         """(place, matched): the position after an earlier occurrence of the text's last tokens, and their number. Most
         tokens first, then the newest; at most BRANCHES, each followed by another token.
 
         A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
+        few = self._few(text[-1])
+        if few is not None:
+            return _compared(text, few)
         ids = self._ids[: LONGEST + self._length]
-        earlier = self._earlier(int(ids[-1]))
+        earlier = self._earlier(text[-1])
         if not len(earlier):
             return []
         places = LONGEST + 1 + earlier
@@ -96,6 +103,13 @@ class Lookup:
         order = order[list(best.values())[:BRANCHES]]
         return list(zip((places[order] - LONGEST).tolist(), matched[order].tolist(), strict=True))
 
+    def _few(self, token: int) -> list[int] | None:
+        """All earlier positions of the text's last token, the newest last; None where they may be more than FEW."""
+        later = self._later.get(token, [])
+        if len(self._tokens) or len(later) > FEW + 1:
+            return None
+        return later[:-1]
+
     def _earlier(self, token: int) -> _Ints:
         """The newest positions of the text's last token, but for the last, in order."""
         first, last = np.searchsorted(self._tokens, np.array((token, token + 1), np.int32))  # another type is slow
@@ -104,6 +118,20 @@ class Lookup:
             return _NOWHERE
         initial = self._positions[max(first, last - SCANNED - 1) : last]
         return np.concatenate([initial, np.array(later[-SCANNED - 1 :], np.int32)])[:-1][-SCANNED:]
+
+
+def _compared(ids: list[int], earlier: list[int]) -> list[tuple[int, int]]:
+    """As `Lookup._matches`, for few earlier positions of the last token: numpy's calls take longer than this loop."""
+    found = []
+    for position in earlier:
+        matched, most = 1, min(LONGEST, position + 1)
+        while matched < most and ids[position - matched] == ids[-1 - matched]:
+            matched += 1
+        found.append((matched, position + 1))
+    best: dict[int, tuple[int, int]] = {}
+    for matched, place in sorted(found, reverse=True):
+        best.setdefault(ids[place], (place, matched))
+    return list(best.values())[:BRANCHES]
 
 
 def _follow(proposal: Proposal, ids: list[int], end: int, matched: int, depth: int, rank: int) -> None:

@@ -77,6 +77,11 @@ def slow_lookup(ids: list[int], max_depth: int) -> list[tuple[int, ...]]:
 def test_lookup_finds_the_continuations_of_the_longest_n_grams(ids, max_depth):
     chains = [path for path in paths(proposed(Lookup(), a_text(ids), 64, max_depth)) if len(path) == max_depth]
     assert chains == slow_lookup(ids, max_depth)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup, "FEW", 0)  # compares many occurrences at once
+        patch.setattr(lookup, "SHORT", len(ids) // 2)
+        many = [path for path in paths(proposed(Lookup(), a_text(ids), 64, max_depth)) if len(path) == max_depth]
+    assert many == chains
 
 
 @given(STRINGS, st.integers(1, 40))
