@@ -73,8 +73,11 @@ class ModelConfig(Replicated):
     """The folder, or the name on the hub, of the tokenizer that this model's token ids belong to. Default: the
     checkpoint's own; state-spaces' releases have none."""
     tokenizer_revision: str = ""
+    """Branch, tag or commit of a tokenizer on the hub."""
     dtype: Dtype = "bfloat16"
+    """Numbers of weights and arithmetic, independent of those in the checkpoint's files."""
     threads: int = Field(default=1, ge=1)
+    """CPU threads of a replica, or of each worker of one."""
     autoscaling: Autoscaling | None = None
     resources: Resources = Resources()
     max_sessions: int = Field(default=16, ge=1)
@@ -128,6 +131,7 @@ class TargetConfig(ModelConfig):
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
     """Rows of the largest tree, the root included."""
     max_depth: int = Field(default=DEFAULT_DEPTH, ge=0, le=MAX_ROWS - 1)
+    """Guesses on the longest path of a tree."""
     arms: ArmTexts | None = None
     """The target's own arms in place of `speculation.arms`. Each must be within its limits and have a drafter, or
     proposers. Default: those of `speculation.arms` for which that holds."""
@@ -146,7 +150,8 @@ class TargetConfig(ModelConfig):
 class DrafterConfig(ModelConfig):
     """A drafter deployment, of a checkpoint of any kind in `drafter_service.models.MODELS`."""
 
-    targets: tuple[str, ...] = ()  # empty: all
+    targets: tuple[str, ...] = ()
+    """The targets that it may draft for. Empty: all."""
     bridge: BridgeChoice = "auto"
     """What translates between its tokenizer and a target's (docs/bridge.md). none: nothing; another one is refused."""
     form: Literal["auto", "eager", "fused"] = "auto"
@@ -165,6 +170,7 @@ class Router(Replicated):
     autoscaling: RouterScaling | None = None
     resources: Resources = Resources(cpu=0.25)
     max_prompt_bytes: int = Field(default=1 << 20, ge=1)
+    """Bytes of the longest prompt that one request may send."""
     max_new_tokens: int = Field(default=4096, ge=1)
     """The most tokens that one request may ask for."""
     max_requests: int = Field(default=1024, ge=1)
@@ -215,7 +221,9 @@ class Redis(Section):
     password_variable: str = ""
     """The environment variable that has the server's password, so that no file contains it."""
     record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
+    """How long the text of a session is kept after its last turn."""
     state_ttl_s: int = Field(default=24 * 3600, ge=1)
+    """How long the saved state of a drafter, or of a state-space target, is kept."""
     max_state_mb: int = Field(default=64, ge=0, le=MAX_BLOB_BYTES >> 20)
     """The largest saved state of a text, in MiB; a text with a larger one is processed again in the next turn."""
     prior_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
@@ -258,6 +266,7 @@ class Structures(Section):
     answer_items: int = Field(default=LIMITS.answer_items, ge=1)
     """Items of all masks of an answer, beside `token_items` for each token."""
     token_items: int = Field(default=LIMITS.token_items, ge=0)
+    """Items of an answer's masks that each of its tokens adds to `answer_items`."""
     compile_s: float = Field(default=LIMITS.compile_s, gt=0)
     """CPU seconds for which a structure may compile at a router; at a replica four times as many."""
     compile_mb: int = Field(default=LIMITS.compile_mb, ge=16)
@@ -298,7 +307,9 @@ class Config(Section):
     """One cluster."""
 
     targets: dict[str, TargetConfig] = Field(min_length=1)
+    """The served models by name. The first is the default of requests."""
     drafters: dict[str, DrafterConfig] = Field(default_factory=dict)
+    """The drafters by name."""
     router: Router = Router()
     speculation: SpeculationConfig = SpeculationConfig()
     redis: Redis = Redis()

@@ -17,7 +17,9 @@ class Resources(Section):
     """What Ray reserves for one replica. Fractions of a core or of an accelerator are allowed."""
 
     cpu: float = Field(default=1.0, ge=0)
+    """Cores."""
     gpu: float = Field(default=0.0, ge=0)
+    """Accelerators."""
     custom: dict[str, float] = Field(default_factory=dict)
     """Ray's own named resources, such as `{verifier: 1}`, that pin a pool to its machines."""
 
@@ -31,7 +33,9 @@ class Scaling(Section):
     """Bounds and delays of a pool whose number of replicas follows its load."""
 
     min_replicas: int = Field(default=1, ge=0)
+    """Replicas that are kept without load. Zero: the pool sleeps, and the next request waits for a load."""
     max_replicas: int = Field(ge=1)
+    """Replicas that are never exceeded."""
     up_after_s: float = Field(default=10.0, ge=0)
     """How long the average load must be above its target before a replica is added."""
     down_after_s: float = Field(default=120.0, ge=0)
@@ -57,6 +61,7 @@ class RouterScaling(Scaling):
     """How many routers there are, by the requests that run on them."""
 
     min_replicas: int = Field(default=1, ge=1)
+    """Routers that are kept without load."""
     requests: float = Field(default=64.0, gt=0)
     """Target number of running requests of a router, on average."""
 
@@ -67,6 +72,7 @@ class Replicated(Section):
     replicas: int = Field(default=1, ge=0)
     """A fixed number; must not be given beside `autoscaling`."""
     autoscaling: Scaling | None = None
+    """A number of replicas that follows the load, in place of `replicas`."""
 
     @property
     def most_replicas(self) -> int:
