@@ -10,6 +10,7 @@ import ast
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from types import UnionType
@@ -17,8 +18,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from cluster.config import Autoscaling, Config, DrafterConfig, Resources, RouterScaling, TargetConfig
-from cluster.sections import Section
+from cluster.config import Config, DrafterConfig, TargetConfig
+from cluster.sections import Autoscaling, Resources, RouterScaling, Section
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -30,7 +31,7 @@ Written by `python tests/configuration.py` from the classes in `cluster/config.p
 
 A configuration is one YAML file. Only `targets`, and in it `checkpoint`, is required. An unknown key is refused by its
 path, an invalid value by the name of its field. Relative folders start at the file's folder.
-README.md has an example.
+[Serve your own pair](serve.md) has examples.
 """
 
 PLACES: tuple[tuple[str, type[Section]], ...] = (
@@ -168,7 +169,7 @@ def page() -> str:
     """The text of docs/configuration.md."""
     parts = [HEAD]
     for path, section in sections():
-        parts.append(f"\n## {f'`{path}`' if path else 'The file'}\n\n{linked(about(section))}\n")
+        parts.append(f"\n## {f'`{path}`' if path else 'The file'}\n\n{textwrap.fill(linked(about(section)), 120)}\n")
         if path in ALSO_AT:
             parts.append(f"\n{ALSO_AT[path]}\n")
         parts.append("\n| key | type | default | bounds | meaning |\n|---|---|---|---|---|\n")
