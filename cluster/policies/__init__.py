@@ -17,8 +17,9 @@ from cluster.policies.static import Static
 
 POLICIES = ("conservative_ucb", "paper_ucb")
 REPLACED = ("ratio_ucb", "discounted_ucb", "thompson", "fullinfo", "ucbspec")
-"""Former policies, whose work the first of POLICIES does."""
+"""Names of former policies. The error for each names POLICIES[0] instead."""
 CHAIN_DEPTH = 4
+"""Most levels of the chain that `with_chain_and_off` adds."""
 
 __all__ = [
     "POLICIES",
@@ -37,7 +38,7 @@ __all__ = [
 
 
 def unknown_policy(name: str) -> str:
-    """What an error says of a name that is not in POLICIES."""
+    """The reason in the error for a policy name that is not in POLICIES."""
     if name in REPLACED:
         return f"{name!r} was replaced by {POLICIES[0]!r}"
     return f"{name!r} is not one of {', '.join(POLICIES)}"
@@ -49,9 +50,9 @@ def make_policy(
     experience: Experience,
     prior: Prior = NO_PRIOR,
 ) -> InformedPolicy:
-    """The policy of one request. A chain and `off` are added to the arms (`with_chain_and_off`).
+    """Make the policy of one request. A chain and `off` are added to the arms (`with_chain_and_off`).
 
-    experience: shared by a tenant's requests at a target   prior: of the request's kind
+    experience: costs shared by a tenant's requests at a target   prior: statistics of earlier requests of its kind
     Raises BadRequest for an unknown policy, and where there are no arms.
     """
     if not arms:

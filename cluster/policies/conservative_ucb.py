@@ -1,30 +1,32 @@
-"""A conservative bandit on tokens per second: it never costs a text much more than no speculation (after Wu et al.,
-Conservative Bandits, arXiv 1602.04282).
+"""A bandit that maximises tokens per second and bounds what exploration costs a text (after Wu et al., Conservative
+Bandits, arXiv 1602.04282).
 
     index_k = (mean N_k + b_k) / T_k        b_k = beta * sqrt(2 ln t / n_k)        N_off = 1
 
-The arm of greatest index is played only if the text stays within its budget should the arm emit as little as is likely:
+N_k is the number of tokens that a round of arm k emits, T_k its predicted time, n_k the rounds of arm k, t the tokens
+of the text plus the rounds of all priors. The arm of greatest index is played if the text stays within its budget even
+when the arm emits only its lower bound, mean N_k - b_k:
 
     D + h * (T_k - T_off * (mean N_k - b_k)) <= BUDGET * T_off * tokens so far
     h = HORIZON where the bracket is a gain, else 1        D = sum over earlier rounds with trees of T - T_off * N
 
-else the arm of greatest mean / T_k, under the same condition; else `off`. D is negative once speculation has gained:
-what it gained may be spent on finding a better arm. The time by which plain rounds after a tree are longer, as the
-verifier did not begin them ahead, is added to D. `t` are the tokens of the text and the rounds of all priors.
+Otherwise the arm of greatest mean / T_k is tried under the same condition, then a probe, then `off`. D is negative once
+speculation has gained time, and that gain may be spent on exploration. A plain round after a tree is longer, because
+the verifier did not begin it ahead; D includes that time.
 
-mean N_k begins with a prior: what the tenant's earlier texts emitted, or all tenants' medians. To it come this text's
-rounds; for a tree of static form all rounds that it would have emitted by the ranks in the drafter's traces, played or
-not (`Replay`). So one cheap tree, whose trace has the ranks of all tokens since the last one, tells of all static arms:
-where no other arm is within the budget, the cheapest is played as a probe. Trees that likely do not pay follow each
-other ever more slowly, as long as they do not. T_k is predicted from the machine's costs, not the noisy time of the
-last round. By renewal-reward theory the long-run rate of an arm is E[N] / E[T].
+- mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
+- Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
+  tree, from which `Replay` computes what each static shape would have emitted. If no arm is affordable, the cheapest
+  static arm is played as a probe for these ranks.
+- Trees with a mean / T_k of at most that of `off` are spaced ever further apart until one pays.
+- T_k comes from the measured costs (`Prices`), not from the time of the last round. E[N] / E[T] is an arm's long-run
+  rate by renewal-reward theory.
+- An arm of proposals is judged by the chances of this round's proposals, times the share of promised tokens that came
+  in earlier rounds.
 
-Proposals exist before the choice and have their own chances: an arm of proposals is judged by those of this round,
-times the share that came of what they promised, in earlier texts and in this one.
-
-A text that runs alone is held to its budget. Concurrent texts follow their `SpeculationTrial`: without speculation
-nothing is explored, and between trials a round costs the router what one in mode `off` does; with it, a text whose
-rounds emit too little still chooses `off`.
+The budget applies to a text that runs alone. Concurrent texts follow their `SpeculationTrial`. While it turns
+speculation off, no arm is tried, and between trials a round costs the router no more than one in mode `off`. While it
+turns speculation on, a text whose rounds emit too few tokens still chooses `off`.
 """
 
 from __future__ import annotations
@@ -47,55 +49,80 @@ from cluster.policies.replay import Ranked, RankTrace, Replay, replayed
 from cluster.policies.trial import SpeculationTrial
 
 BETA = 0.2
+"""Factor of the bonus b_k."""
 BUDGET = 0.01
-"""What exploration may cost a text, as a share of the time of its tokens without speculation."""
+"""Most time that exploration may cost a text, as a share of the time of its tokens without speculation."""
 HORIZON = 4.0
-"""Rounds in which an arm that likely gains must make good what was lost."""
+"""Rounds within which an arm that likely gains must earn back the text's loss D."""
 SURE_ROUNDS = 16.0
-"""Most rounds by which a mean is sure: a text may change its kind."""
+"""Most rounds that n_k counts in the bonus: a text's acceptance may change as it goes on."""
 PROBED_TOKENS = 8
-"""Unranked tokens of the text from which on a tree is drafted for their ranks."""
+"""Tokens of the text without a rank from which on a probe may be drafted for their ranks."""
 SPACING_GROWTH, LONGEST_SPACING = 1.5, 64.0
-"""Tokens between trees that likely do not pay, by drafter: none, then one, and after each tree that did not pay so many
-times as many, at most the second number. A tree that paid begins anew."""
+"""Growth and maximum of a drafter's spacing, the tokens between trees that likely do not pay. It is 0 at first, 1 after
+such a tree did not pay, then 1.5, 2.25 and so on up to 64; a tree that pays resets it to 0."""
 TRUSTED = 8.0
-"""Weight of what came of earlier texts' proposals beside what came of this text's, in promised tokens."""
+"""Weight, in promised tokens, of earlier texts' share of promises that came, beside this text's own."""
 UNPRICED = 1.5
-"""Time of a round whose drafter was never timed, over that of the verifier's part."""
+"""Predicted time of a round whose drafter was never timed, as a multiple of the verifier's part of the round."""
 FIRST_ROUNDS = 2.0
-"""What exploration may cost a text besides, in rounds without speculation, where no text ever tried the drafter."""
+"""Additional budget, in rounds without speculation, for a drafter that no text has tried."""
 STAYING = 2
-"""Rounds of `off` after which another is expected, and begun ahead: a tree is then drafted a round later."""
+"""Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
+them is drafted one round later."""
 HELD_ROUNDS = 8
-"""Rounds of `off` in a row for which an estimate holds."""
+"""Rounds of `off` in a row after which estimates of drafted arms are computed anew."""
 OPENING_ROUNDS = 8
-"""Rounds of a drafter at first that do not count where its tree is missing: it may still be opening the text. One that
-never comes must count against its arms."""
+"""First rounds of a drafter in which a missing tree is not counted, since the drafter may still be opening the text.
+Later missing trees count against its arms."""
 PAUSE_GROWTH = 4
-"""A drafter whose tree did not come is not asked again for 1, 4, 16, ... rounds: until a drafter has opened the text,
-and once it is gone, every round that asks it is plain decoding. Where proposals took the tree's place it is not."""
+"""Factor between a drafter's pauses: after its tree was missing it is not asked for 1, then 4, then 16 rounds, since
+a round that asks a drafter in vain is plain decoding. No pause follows where proposals replaced the missing tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArmEstimate:
-    """One arm's coming round."""
+    """Predicted tokens and time of an arm's next round.
+
+    A chain of 3 guesses that emits 2 tokens, give or take 0.4, in 12 ms has at most 200 tokens a second:
+
+    >>> chain = ArmEstimate(Arm.parse("mamba:(1,1,1)"), tokens=2.0, bonus=0.4, us=12_000.0)
+    >>> round(1e6 * chain.index), chain.least
+    (200, 1.6)
+    """
 
     arm: Arm
-    tokens: float  # expected
-    bonus: float  # by which the expectation may be wrong
-    us: float  # predicted
+    tokens: float  # expected tokens, mean N_k
+    bonus: float  # b_k: how far the true mean may lie from `tokens`
+    us: float  # predicted time T_k of the round
 
     @property
     def index(self) -> float:
+        """Upper bound of the arm's rate in tokens per microsecond; the tokens are at most depth + 1."""
         return min(self.tokens + self.bonus, max(self.tokens, self.arm.depth + 1)) / self.us
 
     @property
     def least(self) -> float:
+        """Lower bound of the round's tokens, at least 1."""
         return max(self.tokens - self.bonus, 1.0)
 
 
 class ConservativeUCB:
-    """The policy of one request."""
+    """Chooses the arms of one request's rounds.
+
+    A plain step takes 10 ms, and a chain's draft adds 2 ms. The chain is played if earlier texts' rounds emitted
+    2 tokens on average (2 / 12 ms beats 1 / 10 ms), but not if they emitted 1.1:
+
+    >>> chain, experience = Arm.parse("mamba:(1,1,1)"), Experience()
+    >>> experience.costs.step.learn(rows=1, us=10_000.0, degree=1)
+    >>> for _ in range(2):
+    ...     experience.costs.learn_draft(chain, us=2_000.0)
+    >>> for mean in (2.0, 1.1):
+    ...     policy = ConservativeUCB([OFF_ARM, chain], experience, Prior({chain: EmittedLength(mean, rounds=8.0)}))
+    ...     print(policy.choose())
+    mamba:(1,1,1)
+    off
+    """
 
     def __init__(self, arms: Sequence[Arm], experience: Experience, prior: Prior = NO_PRIOR) -> None:
         self.arms = tuple(arms)
@@ -107,30 +134,30 @@ class ConservativeUCB:
         self._replayed = [arm for arm in self.arms if replayed(arm.shape)]
         self._trace = RankTrace()
         self._unranked = dict.fromkeys(drafters_of(self.arms), 0)  # by drafter: tokens since its last tree
-        self._exploring = False  # the round's arm likely does not pay
+        self._exploring = False  # True if the current round's arm likely does not pay
         self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
-        self._tokens = 0  # of the text's rounds
+        self._tokens = 0  # tokens emitted by the text's rounds so far
         self._lost_us = 0.0  # D
-        self._promised = self._came = 0.0  # tokens of proposals that were played
+        self._promised = self._came = 0.0  # tokens that played proposals promised, and those of them that came
         self._place = experience.concurrency.next_place()
-        self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # rounds left that may not count
-        self._paused: dict[str, int] = {}  # rounds for which a drafter is not asked, ...
-        self._pauses: dict[str, int] = {}  # ... and how many its next missing tree will cause
-        self._offer: DraftTree | None = None  # proposals for the coming round
-        self._held: dict[Arm, ArmEstimate] = {}  # estimates of earlier rounds
-        self._excluded = False  # the trial keeps this text from guessing
-        self._off_rounds = 0  # in a row, before the current one
-        self._resting = False  # the round is `off`, and nothing is learned of it but its rate (`SpeculationTrial`)
+        self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds that may still not count
+        self._paused: dict[str, int] = {}  # by drafter: rounds for which it is not asked
+        self._pauses: dict[str, int] = {}  # by drafter: rounds of pause that its next missing tree will cause
+        self._offer: DraftTree | None = None  # proposals for the next round
+        self._held: dict[Arm, ArmEstimate] = {}  # estimates that are kept while the text stays `off`
+        self._excluded = False  # True while the trial keeps this text from guessing
+        self._off_rounds = 0  # consecutive rounds of `off` before the current one
+        self._resting = False  # True if the round is `off` and only its rate is learned (`SpeculationTrial`)
 
     @functools.cached_property
     def lengths(self) -> dict[Arm, EmittedLength]:
-        """What each arm's rounds emitted: a prior, and this text's rounds. Made when it is first read, as a text that a
-        trial keeps from guessing needs none, and one that guesses late begins with what others have learned."""
+        """Mean tokens of a round by arm, from the prior and this text's rounds. Computed when first read: a text that a
+        trial keeps from guessing never needs it, and one that guesses late starts from a newer prior."""
         return {arm: self._first.get(arm, EmittedLength()).at_most(math.inf) for arm in self._trees}
 
     @functools.cached_property
     def _first(self) -> dict[Arm, EmittedLength]:
-        """The priors alone."""
+        """Mean tokens of a round by arm, from the prior alone; arms without a prior are left out."""
         return self._prior.lengths_of(self._trees)
 
     @functools.cached_property
@@ -140,7 +167,7 @@ class ConservativeUCB:
         }
 
     def estimate(self, arm: Arm, prices: Prices) -> ArmEstimate:
-        """An arm's coming round. An arm of which nothing is known may emit all that its depth allows, or one token."""
+        """Predict an arm's next round. An arm without any data gets 1 token and a bonus of its whole depth."""
         if arm.off:
             return ArmEstimate(arm, 1.0, 0.0, prices.predicted_us(arm) or 1.0)
         if arm.proposed and self._offer is not None:
@@ -181,8 +208,8 @@ class ConservativeUCB:
         return self._within_budget(best, estimates, plain)
 
     def _estimates(self, arms: Sequence[Arm], prices: Prices) -> list[ArmEstimate]:
-        """The estimates of these arms, without arms of proposals where there are none. Those of drafted arms change
-        little while the text stays `off`: they are made anew every HELD_ROUNDS."""
+        """Estimate these arms; arms of proposals are left out where there are no proposals. Estimates of drafted arms
+        change little while the text stays `off` and are computed anew every HELD_ROUNDS."""
         if self._off_rounds % HELD_ROUNDS == 0:
             self._held.clear()
         found = []
@@ -198,7 +225,7 @@ class ConservativeUCB:
         return found
 
     def _within_budget(self, best: ArmEstimate, estimates: Sequence[ArmEstimate], plain: ArmEstimate) -> Arm:
-        """The choice of a text that runs alone."""
+        """Choose the arm of a text that runs alone, by index and budget."""
         if best.index <= plain.index:
             return OFF_ARM
         likeliest = max(estimates, key=lambda each: (each.tokens / each.us, -each.arm.rows))
@@ -216,17 +243,18 @@ class ConservativeUCB:
         return OFF_ARM
 
     def _rested(self, arm: Arm) -> bool:
-        """Whether so many tokens have come since its drafter's last tree that another may be tried."""
+        """True if the tokens since the last tree of the arm's drafter have reached the drafter's spacing."""
         return arm.maker not in self._spacing or self._unranked[arm.maker] >= self._spacing[arm.maker]
 
     def _affords(self, each: ArmEstimate, plain_us: float) -> bool:
+        """True if a round of this arm that emits only its lower bound stays within the text's budget."""
         loss_us = each.us - plain_us * each.least
         budget = BUDGET * self._tokens + FIRST_ROUNDS * (each.arm.maker in self._unknown)
         return self._lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget * plain_us
 
     @functools.cached_property
     def _unknown(self) -> set[str]:
-        """Drafters of whose arms none has a prior."""
+        """Names of drafters none of whose arms has a prior."""
         return self._unranked.keys() - {arm.maker for arm in self._first}
 
     @property
@@ -255,12 +283,12 @@ class ConservativeUCB:
         self.__dict__.pop("_bonus", None)
 
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        """Add a round to what the text has lost."""
+        """Add a round's loss, T - T_off * N, to D, and update tokens, promises and spacings."""
         self._tokens += verdict.length
         for drafter in self._unranked:
             self._unranked[drafter] += verdict.length
         if arm.off:
-            if self._off_rounds <= STAYING < self._tokens:  # it was not begun ahead, as a tree came shortly before
+            if self._off_rounds <= STAYING < self._tokens:  # a tree came shortly before: the round was not begun ahead
                 self._lost_us += self.experience.prices().ahead_us
             return
         if arm.proposed and self._offer is not None:
@@ -279,7 +307,7 @@ class ConservativeUCB:
                 )
 
     def _replay(self, drafter: str, ranked: Ranked) -> None:
-        """Advance the drafter's arms by the ranks of a trace."""
+        """Replay a trace's ranks and set the mean tokens of the drafter's static arms from it."""
         replay = self._replays[drafter]
         if not ranked.joined:
             replay.cut()
@@ -293,12 +321,12 @@ class ConservativeUCB:
 
     @property
     def _share_that_came(self) -> tuple[float, float]:
-        """The share of the tokens that this text's proposals promised that came, and its standard error."""
+        """Tokens that came over tokens that proposals promised, and the standard error of this share."""
         came, promised = self._came + TRUSTED * self._prior.promises.share, self._promised + TRUSTED
         return came / promised, math.sqrt(came) / promised
 
     def _guessed(self, arm: Arm) -> EmittedLength:
-        """An arm without rounds, by its drafter's best arm: one round of as much."""
+        """Mean tokens of an arm without rounds: one round of its drafter's best mean, at most depth + 1 tokens."""
         others = (length for each, length in self.lengths.items() if each.maker == arm.maker and length.rounds)
         most = max((length.mean for length in others), default=None)
         return EmittedLength() if most is None else EmittedLength(min(most, arm.depth + 1), 1.0)
@@ -309,12 +337,12 @@ class ConservativeUCB:
 
     @functools.cached_property
     def _bonus(self) -> float:
-        """The bonus of an arm that was played once."""
+        """BETA * sqrt(2 ln t), the bonus of an arm that was played once."""
         total = self._tokens + sum(length.rounds for length in self._first.values())
         return BETA * math.sqrt(2 * math.log(max(total, math.e)))
 
     def _pause(self, drafter: str, missed: bool) -> None:
-        """Ask a drafter whose tree is missing again later, PAUSE_GROWTH times as late as after the one before."""
+        """Pause a drafter whose tree was missing, PAUSE_GROWTH times as long as the time before."""
         if not missed:
             self._pauses.pop(drafter, None)
             return

@@ -18,35 +18,46 @@ from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.step_time import StepTime
 
 PRIOR_ROUNDS = 8.0
-"""Weight of all earlier requests together in a new one, in rounds."""
+"""Most rounds that the data of earlier requests weighs in a new request."""
 COST_STEP = 0.1
+"""Least weight of a new measurement in a smoothed cost."""
 LEAST_US = 1.0
 """Lower bound of a predicted round time: rates divide by it, and costs may come from a store or a peer."""
 TRIED = 2
-"""Measurements before a cost is used. The first of a kind includes the cost of cold memory and code; an arm judged by
-it would never be tried again."""
+"""Measurements before a cost is used. The first one includes cold memory and code; an arm judged by it alone would
+never be tried again."""
 
 FIRST_ACCEPT = 0.85
-"""The chance that a level has the text's token, if the level above had it, before any round is counted."""
+"""Assumed acceptance rate of a level below an accepted guess, before any round is counted."""
 FIRST_LEVELS = 8.0
 """Weight of FIRST_ACCEPT, in levels."""
 KEPT = 1 - 1 / 256
-"""Decay of measured sums per round: loads and texts change."""
+"""Factor by which the weight of earlier rounds decays with each round: loads and texts change."""
 
 
 @dataclass(slots=True)
 class Cost:
-    """A smoothed cost in microseconds, starting at the least of the first TRIED measurements. A sample of 0 means that
-    no draft came: it is counted and otherwise ignored. So an arm has a known cost of 0 while its drafts never come."""
+    """A smoothed cost in microseconds. It starts at the least of the first TRIED measurements; later ones are cut at
+    OUTLIER times the cost. A sample of 0 means that no draft came: it is counted and otherwise ignored. An arm whose
+    drafts never come therefore has a known cost of 0.
+
+    >>> cost = Cost()
+    >>> for us in (900.0, 300.0, 330.0):  # the first measurement is cold; the third weighs 1/3
+    ...     cost.learn(us)
+    >>> cost.us
+    310.0
+    """
 
     us: float = 0.0
     count: int = 0
 
     @property
     def known(self) -> bool:
+        """True after TRIED measurements."""
         return self.count >= TRIED
 
     def learn(self, us: float) -> None:
+        """Record a measurement in microseconds; 0 if no draft came."""
         self.count += 1
         if not us:
             return
@@ -66,13 +77,14 @@ class EmittedLength:
     variance: float = 0.0  # tokens squared
 
     def learn(self, tokens: float) -> None:
+        """Record the tokens that a round emitted."""
         self.rounds += 1
         off = tokens - self.mean
         self.mean += off / self.rounds
         self.variance += (off * (tokens - self.mean) - self.variance) / self.rounds
 
     def at_most(self, rounds: float) -> EmittedLength:
-        """A copy that counts as at most so many rounds."""
+        """A copy whose weight is at most `rounds`."""
         return EmittedLength(self.mean, min(self.rounds, rounds), self.variance)
 
 
@@ -85,12 +97,12 @@ class Rate:
     us: float = 0.0
 
     def learn(self, tokens: float, us: float, kept: float = 1.0) -> None:
-        """Add a round. kept: by which the weight of all earlier ones is multiplied"""
+        """Add a round. kept: factor on the weight of all earlier rounds"""
         self.rounds, self.tokens, self.us = kept * self.rounds + 1, kept * self.tokens + tokens, kept * self.us + us
 
     def begun_with(self, other: Rate, rounds: float) -> float:
-        """Tokens per microsecond of these rounds and of `other`'s, which weigh at most so many rounds; 0 if there are
-        none."""
+        """Tokens per microsecond of these rounds together with `other`'s, which weigh at most `rounds`; 0 without any
+        round."""
         scale = min(1.0, rounds / other.rounds) if other.rounds else 0.0
         us = self.us + scale * other.us
         return (self.tokens + scale * other.tokens) / us if us else 0.0
@@ -98,17 +110,19 @@ class Rate:
 
 @dataclass(slots=True)
 class StoppedDrafts:
-    """What is measured of the drafts of one `until` arm. Sums decay by KEPT per draft."""
+    """Levels, guesses and acceptance of the drafts of one `until` arm. Sums decay by KEPT per draft."""
 
-    level: Cost = field(default_factory=Cost)  # of drafting one level
-    levels: float = 0.0  # sum of those of the trees; at least one for each draft
-    guesses: float = 0.0
+    level: Cost = field(default_factory=Cost)  # time of drafting one level
+    levels: float = 0.0  # sum of the trees' levels; each draft counts at least one
+    guesses: float = 0.0  # sum of the trees' guesses
     tried: float = FIRST_LEVELS  # levels below an accepted guess
-    accepted: float = FIRST_ACCEPT * FIRST_LEVELS  # those of them that had the text's token
+    accepted: float = FIRST_ACCEPT * FIRST_LEVELS  # tried levels that had the text's token
 
     def learn(self, tree: DraftTree, verdict: Verdict) -> None:
-        """Record a draft as it came from its drafter, and what was accepted of its round's tree, where the verifier
-        left out none of it."""
+        """Record a draft. Count acceptance only if the verifier trimmed no row.
+
+        tree: as the drafter sent it, without merged proposals
+        """
         levels, came = max(tree.depth, 1), min(verdict.length - 1, tree.depth)
         self.level.learn(tree.draft_us / tree.texts / levels)
         self.levels = KEPT * self.levels + levels
@@ -119,48 +133,56 @@ class StoppedDrafts:
 
     @property
     def accept(self) -> float:
+        """Acceptance rate of a level below an accepted guess."""
         return max(self.accepted, 1.0) / max(self.tried, 1.0)
 
     @property
     def guesses_per_level(self) -> float:
-        """1 before any draft."""
+        """Mean guesses that a drafted level adds to the tree; 1 before any draft."""
         return self.guesses / self.levels if self.levels else 1.0
 
 
 REFIT = 16
-"""Measured drafts between two fits of the plane. A shape's second measurement causes a fit at once."""
+"""Measured drafts between two fits of a drafter's plane. A shape's second measurement causes a fit at once."""
 FEATURES = (1, 2, 0)
-"""Columns of the plane (once, levels, forwarded rows) in order of preference: one that depends linearly on those before
-it is left out, so that a single shape gives a cost per level."""
+"""Columns of the plane (0: once, 1: levels, 2: forwarded rows) in order of preference. A column that depends linearly
+on those before it is left out, so a single shape gives a cost per level."""
 
 
 @dataclass(slots=True)
 class DraftPlane:
-    """One drafter's draft time as a plane over levels and forwarded rows: us = once + levels * a + forwarded * b.
+    """Draft time of one drafter as a plane over levels and forwarded rows: us = once + levels * a + forwarded * b.
 
-    Coefficients are at least 0, from the least squares of relative errors over the shapes measured.
+    Coefficients are at least 0, by least squares of the relative errors over the measured shapes. Chains of 1, 2 and 4
+    guesses that take 1.0, 1.5 and 2.5 ms cost 0.5 ms once and 0.5 ms a level, so a chain of 8 takes 4.5 ms:
+
+    >>> def chain(depth: int) -> Arm:
+    ...     return Arm.parse(f"mamba:({','.join(depth * '1')})")
+    >>> measured = {chain(1): Cost(1000.0, TRIED), chain(2): Cost(1500.0, TRIED), chain(4): Cost(2500.0, TRIED)}
+    >>> round(DraftPlane().at(chain(8), measured) or 0.0), round(DraftPlane().level_us(chain(8), measured) or 0.0)
+    (4500, 500)
     """
 
-    coefficients: tuple[float, float, float] | None = None
-    _since_fit: int = REFIT  # measured drafts
+    coefficients: tuple[float, float, float] | None = None  # microseconds: once, a, b
+    _since_fit: int = REFIT  # drafts measured since the last fit
 
     def note(self, cost: Cost) -> None:
-        """Count a measured draft; `cost` is its shape's."""
+        """Count a measured draft. cost: of the draft's shape"""
         self._since_fit = REFIT if cost.count == TRIED else self._since_fit + 1
 
     def at(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
-        """Microseconds of a draft, predicted from the drafter's costs in `draft`; None where none is known."""
+        """Predicted microseconds of a draft of this arm; None if `draft` has no known cost of the arm's drafter."""
         fit = self._current(arm, draft)
         return None if fit is None else fit[0] + fit[1] * arm.depth + fit[2] * arm.shape.forwarded
 
     def level_us(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
-        """As `at`, of one more level, whose rows are as many as a row of this arm has children at most."""
+        """Predicted microseconds of one more level, as wide as this arm's widest node; None as for `at`."""
         fit = self._current(arm, draft)
         return None if fit is None else fit[1] + fit[2] * arm.shape.width
 
     def _current(self, arm: Arm, draft: Mapping[Arm, Cost]) -> tuple[float, float, float] | None:
         if self._since_fit >= REFIT:
-            # The levels of a draft that stops in time vary: its mean time is not that of its shape's depth.
+            # Drafts of `until` shapes are left out: their levels vary, so a mean time belongs to no depth.
             own = {other: cost for other, cost in draft.items() if other.maker == arm.maker and not other.stops}
             self._fit({other.shape: cost for other, cost in own.items() if cost.known and cost.us})
             self._since_fit = 0
@@ -182,41 +204,40 @@ class DraftPlane:
 
 @dataclass(slots=True)
 class Costs:
-    """Costs under one load class. `hop` is the time of a call to a peer beyond the peer's own time in a round with a
-    tree, `plain_hop` in one without, which has less to send; `ahead` is the part of a step without a tree that a round
-    begun ahead of its call does not wait for."""
+    """Measured costs of rounds under one load class."""
 
-    hop: Cost = field(default_factory=Cost)
-    plain_hop: Cost = field(default_factory=Cost)
-    ahead: Cost = field(default_factory=Cost)
-    draft: dict[Arm, Cost] = field(default_factory=dict)
+    hop: Cost = field(default_factory=Cost)  # call to a peer beyond the peer's own time, in a round with a tree
+    plain_hop: Cost = field(default_factory=Cost)  # such a call in a round without a tree, which sends less
+    ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
+    draft: dict[Arm, Cost] = field(default_factory=dict)  # by arm: a draft's time, over the texts drafted together
     step: StepTime = field(default_factory=StepTime)
-    texts: float = 1.0  # of a step, smoothed
+    texts: float = 1.0  # smoothed number of texts in a step
     tried: Counter[int] = field(default_factory=Counter)  # rounds by row class
-    rows: dict[Arm, float] = field(default_factory=dict)  # of a tree, smoothed
-    rate: Rate = field(default_factory=Rate)  # of all rounds, decayed
-    stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)
-    _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # by drafter
+    rows: dict[Arm, float] = field(default_factory=dict)  # by arm: smoothed number of rows in a tree
+    rate: Rate = field(default_factory=Rate)  # tokens and time of all rounds, decayed
+    stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)  # by `until` arm: what its drafts gave
+    _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # one per drafter
 
     def hop_us(self, off: bool) -> float:
-        """Microseconds of a call beyond the peer's own time, in a round without a tree (`off`) or with one. Until one
-        kind of round was measured, the other's time is returned."""
+        """Microseconds of a call beyond the peer's own time, in a round without a tree (`off`) or with one. Until a
+        round of that kind was measured, the time of the other kind is returned."""
         own, other = (self.plain_hop, self.hop) if off else (self.hop, self.plain_hop)
         return own.us if own.count else other.us
 
     def learn_draft(self, arm: Arm, us: float) -> None:
-        """Record a measured draft; 0 if none came."""
+        """Record a draft's microseconds; 0 if none came."""
         cost = self.draft.setdefault(arm, Cost())
         cost.learn(us)
         self._planes[arm.maker].note(cost)
 
     def verify_us(self, rows: float, degree: int, sizes: StepSizes) -> float:
-        """A text's share of a step in which every text has so many rows. degree: of the step-time polynomial"""
+        """A text's share, in microseconds, of a step in which every text has `rows` rows. degree: of the step-time
+        polynomial"""
         return self.step.at(sizes.padded(round(self.texts * rows)), degree) / self.texts
 
     def draft_us(self, arm: Arm) -> float | None:
-        """The arm's measured draft time, else one predicted from its drafter's other arms, else its only
-        measurement; None where none was measured."""
+        """Microseconds of a draft: the arm's measured time after TRIED drafts, else predicted from the drafter's other
+        arms, else the arm's only measurement; None if no draft of the drafter was measured."""
         own = self.draft.get(arm)
         if own is not None and own.known:
             return own.us
@@ -224,19 +245,20 @@ class Costs:
         return own.us if fitted is None and own is not None and own.us else fitted
 
     def row_us(self, arm: Arm, degree: int) -> float:
-        """A text's share of what one more row of every text adds to a step of this arm's usual trees, by the fit."""
+        """Predicted microseconds that one more row of each text adds, per text, to a step of this arm's usual trees."""
         return self.step.slope(self.texts * self.rows.get(arm, arm.rows), degree)
 
     def level_us(self, arm: Arm) -> float | None:
-        """One level of the arm's drafts as measured, else as predicted from its drafter's other arms; None where no
-        draft was measured."""
+        """Microseconds of one level of the arm's drafts: measured, else predicted from the drafter's other arms; None
+        if no draft of the drafter was measured."""
         stopped = self.stopped.get(arm)
         if stopped is not None and stopped.level.known and stopped.level.us:
             return stopped.level.us
         return self._planes[arm.maker].level_us(arm, self.draft)
 
     def hint(self) -> Costs:
-        """A copy of the costs, without rows, rate and stopped drafts; each weighs PRIOR_ROUNDS at most."""
+        """A copy of the costs for others to begin with, without `rows`, `rate` and `stopped`. Each cost weighs at most
+        PRIOR_ROUNDS."""
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=Cost(self.hop.us, min(self.hop.count, most)),
@@ -249,7 +271,7 @@ class Costs:
         )
 
     def begin(self, hint: Costs) -> None:
-        """Replace all costs by those of `hint`. What `hint` leaves out stays."""
+        """Replace all costs by those of `hint`, but for `rows`, `rate` and `stopped`."""
         self.hop, self.plain_hop, self.ahead = hint.hop, hint.plain_hop, hint.ahead
         self.draft, self.step = hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried

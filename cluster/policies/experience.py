@@ -1,13 +1,13 @@
-"""Costs of rounds, as a router measured them at one target, per tenant.
+"""Costs of rounds that a router measured at one target, kept per tenant.
 
-They are hints that affect speed only, shared by a tenant's requests. They depend on the machine, its load and the
-length of texts. A tenant's clients choose the last, so each tenant has its own, and begins with those of the tenant in
-the middle (`Experiences`).
+Costs affect speed only. All requests of a tenant share them. They depend on the machine, its load and the length of
+texts. Clients choose the lengths, so tenants do not share costs; a new tenant begins with the costs of the median
+tenant (`Experiences`).
 
-Each request's policy predicts which tree suits its text. Whether concurrent requests speculate is decided for all of
-them (`SpeculationTrial`): guesses of one delay the others, and a drafter that shares a machine with the verifier slows
-the rounds of all, which the cost of a single round does not show. So all of them run with and without speculation in
-turns, and the rates are compared.
+Each request's policy predicts which tree suits its text. Whether concurrent requests speculate at all is decided for
+all of them together (`SpeculationTrial`): one text's guesses delay the others, and a drafter that shares a machine with
+the verifier slows every round, which the cost of a single round does not show. So all requests run with and without
+speculation in turns, and the rates are compared.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ CONCURRENCY_DECAY_US = 500_000.0
 GOLDEN_RATIO = 0.6180339887498949
 
 TENANTS = 512
-"""Tenants of a target whose experience a router keeps, counted once for each class of modes that they use; beyond that
-the least recently used is dropped."""
+"""Most experiences that a router keeps of a target, one for each tenant and class of modes. Beyond that the least
+recently used one is dropped."""
 
 
 class RunningRequest:
-    """A running request. Until `begun`, and during each `opening`, it counts among the texts being opened."""
+    """A running request, counted in its target's `Concurrency`. Until `begun`, and during each `opening`, it counts
+    among the texts being opened."""
 
     def __init__(self, concurrency: Concurrency, fixed: bool) -> None:
         self._concurrency = concurrency
@@ -59,19 +60,19 @@ class RunningRequest:
 
     @property
     def speculates(self) -> bool:
-        """Whether the request may use trees at the current concurrency; always where the client fixed the shape."""
+        """True if the request may use trees at the current concurrency; always where the client fixed the shape."""
         trial = self._concurrency.trial
         return self._fixed or trial is None or trial.speculating
 
     @property
     def rests(self) -> bool:
-        """Whether no drafter is needed until the next trial; never where the client fixed the shape."""
+        """True if the request needs no drafter until the next trial; never where the client fixed the shape."""
         trial = self._concurrency.trial
         return not self._fixed and trial is not None and trial.resting
 
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
-        """While a drafter processes the text, which slows the rounds of all requests."""
+        """Count the text as being opened while a drafter prefills it, which slows the rounds of all requests."""
         self._concurrency.opening += 1
         try:
             yield
@@ -79,24 +80,24 @@ class RunningRequest:
             self._concurrency.opening -= 1
 
     def begun(self) -> None:
-        """The text is open at the verifier. May be called again."""
+        """Record that the text is open at the verifier. May be called again."""
         self._concurrency.opening -= self._opening
         self._opening = False
 
 
 @dataclass(slots=True)
 class Concurrency:
-    """What all tenants of a target share at a router: the running requests, the speculation trials, and properties of
-    the target."""
+    """State that all tenants of a target share at a router: running requests, speculation trials, facts of the
+    target."""
 
-    requests: int = 0  # running now
-    expected: float = 0.0  # at least `requests`; where more ran lately, decays towards it
+    requests: int = 0  # requests running now
+    expected: float = 0.0  # expected concurrency: at least `requests`; decays towards it after more have run
     fixed: int = 0  # running requests whose shape the client chose
     opening: int = 0  # texts that a verifier or drafter is opening
-    attends: bool = False  # whether the target has attention layers, from its replica's hello
-    sizes: StepSizes = StepSizes()  # of the target's steps, from its replica's hello
-    trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # by load class
-    _places: int = 0  # that were given
+    attends: bool = False  # True if the target has attention layers, from its replica's hello
+    sizes: StepSizes = StepSizes()  # padded sizes of the target's steps, from its replica's hello
+    trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # one per load class
+    _places: int = 0  # places given out so far
 
     @property
     def load(self) -> int:
@@ -105,20 +106,26 @@ class Concurrency:
 
     @property
     def expected_load(self) -> int:
-        """Load class of the expected concurrency, by which costs are predicted. Requests that were answered together
-        often return together; the first to return must not be treated as running alone."""
+        """Load class of the expected concurrency, for which costs are predicted. Requests that were answered together
+        often return together, so the first to return must not be treated as running alone."""
         return load_class(round(self.expected))
 
     @property
     def trial(self) -> SpeculationTrial | None:
-        """The trial at the expected load; None where each request decides separately: where only one is expected, and
-        beside client-fixed shapes while this load's gain is unknown."""
+        """The trial at the expected load. None if each request decides alone: when only one is expected, or when shapes
+        fixed by clients are running and this load's gain is unknown."""
         trial = self.trial_at(self.expected_load)
         return trial if round(self.expected) > 1 and (not self.fixed or trial.gain is not None) else None
 
     def trial_at(self, load: int) -> SpeculationTrial:
-        """The trial of a load class. A new one begins with the gain of the nearest load whose outcome implies its own:
-        guesses are worth less where more texts share a step."""
+        """The trial of a load class, made if missing. Guesses gain less the more texts share a step. So a win at a
+        higher load implies a win here, and a failure at a lower load a failure here: a new trial begins with the gain
+        of the nearest such load.
+
+        >>> concurrency = Concurrency(trials={3: SpeculationTrial.begun(1.0, gain=1.4)})
+        >>> concurrency.trial_at(2).gain, concurrency.trial_at(4).gain
+        (1.4, None)
+        """
         if load not in self.trials:
             pilots = pilot_share(2**load)
             settled = {other: trial for other, trial in self.trials.items() if trial.settled is not None}
@@ -132,29 +139,34 @@ class Concurrency:
         return self.trials[load]
 
     def may_guess(self, trial: SpeculationTrial, place: float) -> bool:
-        """Whether the text at this place guesses under the trial. The last few of many requests are not kept from it by
-        a pilot of the many."""
+        """True if the text at this place may guess under the trial. A pilot for many texts excludes no text once fewer
+        than twice LEAST_PILOTS requests are running."""
         return trial.includes(place) or (trial.speculating and self.requests < 2 * LEAST_PILOTS)
 
     def gains(self) -> dict[int, float]:
-        """Measured gains by load class, for another router to begin with: see `begin_trials`."""
+        """Measured gain of speculation by load class, with which another router begins (`begin_trials`)."""
         return {load: trial.gain for load, trial in self.trials.items() if trial.settled is not None and trial.gain}
 
     def begin_trials(self, gains: Mapping[int, float]) -> None:
-        """Begin the trials of loads without an outcome with a prior's gains."""
+        """Start trials from a prior's gains, for load classes without an outcome. gains: by load class"""
         for load, gain in gains.items():
             if load not in self.trials or self.trials[load].settled is None:
                 self.trials[load] = SpeculationTrial.begun(pilot_share(2**load), gain)
 
     def next_place(self) -> float:
-        """A new text's place in [0, 1), by which pilots choose texts: multiples of the golden ratio, so that the places
-        of any texts in a row are spread evenly."""
+        """A new text's place in [0, 1): a pilot includes the places below its share. Places are multiples of the golden
+        ratio modulo 1, so consecutive texts are spread evenly.
+
+        >>> concurrency = Concurrency()
+        >>> [round(concurrency.next_place(), 2) for _ in range(4)]
+        [0.62, 0.24, 0.85, 0.47]
+        """
         self._places += 1
         return self._places * GOLDEN_RATIO % 1
 
     @contextlib.contextmanager
     def running(self, fixed: bool = False) -> Iterator[RunningRequest]:
-        """Count a request while it runs. fixed: its client chose the shape"""
+        """Count a request while it runs. fixed: True if its client chose the shape"""
         self.requests += 1
         self.expected = max(self.expected, self.requests)
         self.fixed += fixed
@@ -167,7 +179,7 @@ class Concurrency:
             self.fixed -= fixed
 
     def learn(self, tokens: int, took_us: float, disturbed: bool, guessed: bool) -> None:
-        """Record a round of any request; `took_us` includes its waits. guessed: with another arm than `off`"""
+        """Record a round of any request. took_us: with all waits   guessed: True if its arm was not `off`"""
         if self.requests > 1 and not self.fixed and self.load == self.expected_load:
             self.trial_at(self.load).learn(tokens, took_us, self.requests, disturbed, guessed)
         self.expected += (self.requests - self.expected) * min(
@@ -177,28 +189,27 @@ class Concurrency:
 
 @dataclass(slots=True)
 class Experience:
-    """Costs of one tenant's requests, per load class: an arm that does not pay at high concurrency may at a low
-    one."""
+    """Measured costs of one tenant's requests, per load class: an arm may pay at low concurrency and not at high."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
 
     @property
     def costs(self) -> Costs:
-        """Those of the expected load class."""
+        """Costs under the expected load class."""
         return self._by_load[self.concurrency.expected_load]
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        """Record a round's costs. A late tree is the root alone, with the wait as its draft time.
+        """Record a round's draft time and step time. A late tree is the root alone, with the wait as its draft time.
 
-        A draft batched with other texts costs each its share. Of a step only the time by number of rows is learned:
-        the other texts' rows in it are not this arm's choice.
+        A draft's time is divided by the texts drafted together. A step's time is learned by its number of rows and not
+        for the arm, since other texts chose most of the rows.
         """
         costs = self._by_load[self.concurrency.load]
         if arm.drafted:
             costs.learn_draft(arm, tree.draft_us / tree.texts)
-        if costs.tried.total() and not verdict.cold:  # the first touches cold memory
-            # At least LEAST_US: of 0 us, OUTLIER times as much is 0 us, too, so every later step would count as that.
+        if costs.tried.total() and not verdict.cold:  # the first step touches cold memory
+            # A mean of 0 us would cut every later step to 0 us, as an outlier.
             us = max(verdict.verify_us + verdict.ahead_us, LEAST_US)
             costs.step.learn(self.concurrency.sizes.padded(verdict.step_rows), us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
@@ -207,8 +218,11 @@ class Experience:
         costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
 
     def learn_time(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False) -> None:
-        """Record a round's whole time. What remains after draft, queue and step is the time of its hops, shared by the
-        texts of the step. disturbed: a prompt was processed meanwhile"""
+        """Record a round's whole time. The time that remains after draft, queue and step is that of the hops, divided
+        by the texts of the step.
+
+        took_us: with all waits   disturbed: True if a text was being opened meanwhile
+        """
         costs = self._by_load[self.concurrency.load]
         hop = costs.plain_hop if arm.off else costs.hop
         hop.learn(_hops_us(tree, verdict, took_us) / hops(arm))
@@ -218,17 +232,20 @@ class Experience:
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
 
     def share_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
-        """A round's measured cost, as `round_us` predicts it: the text's share of the draft, the step and the hops."""
+        """Measured microseconds of what `round_us` predicts: the text's share of a round's draft, step and hops."""
         step_us = (verdict.verify_us + verdict.ahead_us) / verdict.texts
         return max(tree.draft_us / tree.texts + step_us + _hops_us(tree, verdict, took_us), LEAST_US)
 
     def learn_stop(self, arm: Arm, drafted: DraftTree, verdict: Verdict) -> None:
-        """Record a draft of an `until` arm, as the drafter sent it, and the verdict on its round's tree."""
+        """Record a draft of an `until` arm. drafted: as the drafter sent it   verdict: on the round's tree"""
         self._by_load[self.concurrency.load].stopped.setdefault(arm, StoppedDrafts()).learn(drafted, verdict)
 
     def marginal(self, arm: Arm, rate: Rate) -> Marginal | None:
-        """What decides when a draft of an `until(auto,...)` arm stops; None until a round, a step and a level of its
-        drafter were measured. rate: of the request's own rounds, on top of which others' weigh PRIOR_ROUNDS at most"""
+        """The numbers of the marginal rule, by which a draft of an `until(auto,...)` arm stops; None until a round, a
+        step and a level of the arm's drafter were measured.
+
+        rate: tokens and time of the request's own rounds; rounds of other requests weigh at most PRIOR_ROUNDS beside it
+        """
         costs = self.costs
         now, level_us = rate.begun_with(costs.rate, PRIOR_ROUNDS), costs.level_us(arm)
         if not now or level_us is None or not costs.step.sizes:
@@ -237,11 +254,12 @@ class Experience:
         return Marginal(now, level_us, costs.row_us(arm, self.degree), stopped.guesses_per_level, stopped.accept)
 
     def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round of this arm: a text's share of the draft and of the step. None until
-        TRIED rounds with as many padded rows, and for a drafted arm TRIED drafts of it, were measured.
+        """Predicted microseconds of a round of this arm: a text's share of draft, step and hops. None until TRIED
+        rounds with as many padded rows, and for a drafted arm TRIED drafts of it, were measured.
 
-        rows: of the tree, where already known. The prediction assumes that all texts of a step choose this arm: if
-        each relied on the others' trees being small, none would be.
+        rows: rows of the tree if known; by default those usual for the arm
+        All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
+        be.
         """
         return self.prices().round_us(arm, rows)
 
@@ -251,32 +269,33 @@ class Experience:
         return degree_of(self.concurrency.attends)
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """As `round_us`, also for arms never played: the step time is read off the fit of steps, the draft time off
-        the plane. None until a step was measured, and for a drafted arm until some draft of its drafter was."""
+        """Predicted microseconds of a round (`round_us`), also of an arm never played: the step time is read off the
+        fit of steps, the draft time off the drafter's plane. None until a step, and for a drafted arm any draft of its
+        drafter, was measured."""
         return self.prices().predicted_us(arm, rows)
 
     def prices(self) -> Prices:
-        """Predicts `round_us` and `predicted_us` of several arms, until a round is learned."""
+        """Predictions for several arms, valid until the next round is learned."""
         return Prices(self.costs, self.degree, self.concurrency.sizes)
 
     def hints(self) -> dict[int, Costs]:
-        """Measured costs by load class, for another experience to begin with: see `take`."""
+        """Measured costs by load class, with which another experience begins (`take`)."""
         return {load: costs.hint() for load, costs in self._by_load.items() if costs.tried.total()}
 
     def plain_us(self) -> dict[int, float]:
-        """Time of a step of one row by load class, where it was measured."""
+        """Microseconds of a step of one row, by load class with measurements."""
         return {load: costs.step.at(1, self.degree) for load, costs in self._by_load.items() if costs.tried.total()}
 
     def take(self, hints: Mapping[int, Costs]) -> None:
-        """Begin with a prior's costs for each load class without measurements; they weigh PRIOR_ROUNDS at most."""
+        """Start from a prior's costs in load classes without measurements; each cost weighs at most PRIOR_ROUNDS."""
         for load, costs in hints.items():
             if not self._by_load[load].tried.total():
                 self._by_load[load].begin(costs.hint())
 
     @property
     def draft_ratio(self) -> float:
-        """lambda_gamma of the paper: time of one level of the fastest drafter over one plain target forward; 0.1 until
-        measured."""
+        """The paper's lambda_gamma: time of one level of the fastest drafter over time of a plain target forward; 0.1
+        until both were measured."""
         plain_us = self.costs.step.at(self.concurrency.sizes.padded(1), self.degree)
         levels = [cost.us / arm.depth for arm, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
@@ -285,23 +304,22 @@ class Experience:
 
 
 def _hops_us(tree: DraftTree, verdict: Verdict, took_us: float) -> float:
-    """A text's share of the time of a round's hops: what remains after draft, queue and step."""
+    """A text's share, in microseconds, of the round's time that remains after draft, queue and step."""
     busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
     return max(took_us - busy_us, 0.0) / verdict.texts
 
 
 @dataclass(slots=True)
 class Experiences:
-    """A router's experience of one target, per tenant and class of verification modes. A tenant's clients choose the
-    length of texts, fixed shapes and draft deadlines, so its measurements must not change the predictions for others;
-    in other modes the same arm has other costs."""
+    """A router's experiences with one target, one per tenant and class of verification modes. Clients choose the
+    length of texts, fixed shapes and draft deadlines, so one tenant's measurements must not change predictions for
+    another. The same arm costs differently in another class of modes."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_tenant: OrderedDict[tuple[str, str], Experience] = field(default_factory=OrderedDict)
 
     def of(self, tenant: str, mode: VerificationMode = VerificationMode.COUPLED) -> Experience:
-        """The tenant's experience; a new one's begins with others' costs. At most TENANTS are kept; one that was
-        dropped begins anew."""
+        """The tenant's experience, made if missing from the median tenant's costs. At most TENANTS are kept."""
         key = tenant, mode_class(mode)
         if key not in self._by_tenant:
             self._by_tenant[key] = Experience(self.concurrency)
@@ -313,8 +331,8 @@ class Experiences:
         return experience
 
     def _usual_costs(self, mode: str) -> dict[int, Costs]:
-        """By load class, the costs of the tenant whose plain steps take the median time: costs are the machine's, but
-        each tenant chooses how long its texts are."""
+        """Costs of the tenant whose plain steps take the median time, by load class. The machine decides costs, but
+        each tenant the length of its texts, so no extreme tenant is taken."""
         known: defaultdict[int, list[tuple[float, Experience]]] = defaultdict(list)
         for (_, own), experience in self._by_tenant.items():
             for load, us in experience.plain_us().items() if own == mode else ():

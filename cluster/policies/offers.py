@@ -1,4 +1,4 @@
-"""Proposals for a round, available before its arm is chosen."""
+"""Proposals that a policy may look at before it chooses a round's arm."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ from cluster.arms import Arm
 from cluster.router.rounds import Policy
 
 Offer = Callable[[], DraftTree]
-"""Returns the proposers' tree for the coming round: rows with the chances that they are reached, or the root alone.
-Takes some tenths of a millisecond, so policies that do not use it do not call it."""
+"""Returns the proposers' tree for the next round, with the chances that its rows are reached; the root alone if they
+propose nothing. A call takes some tenths of a millisecond, so a policy without arms of proposals makes none."""
 
 
 class InformedPolicy(Policy, Protocol):
-    """A policy whose choice may depend on the proposals for the round."""
+    """A policy that may look at the round's proposals before it chooses."""
 
     @property
     def stays_off(self) -> bool:
-        """After a choice of `off`, whether the next choice is likely `off`, too."""
+        """Read after `choose` returned `off`: True if the next choice is likely `off`, too. The verifier may then begin
+        the next round ahead of its call."""
         ...
 
-    def choose(self, offer: Offer | None = None) -> Arm: ...
+    def choose(self, offer: Offer | None = None) -> Arm:
+        """Called once at the start of each round. Returns the round's arm. offer: None if the request has no
+        proposers"""
+        ...

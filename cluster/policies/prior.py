@@ -1,8 +1,11 @@
 """Statistics of earlier requests of one kind, with which a new request begins. They affect speed only.
 
-A kind is a target, its drafters, a temperature class, a tenant and a class of verification modes. A prior has emitted
-lengths by arm; for each drafter counts of the ranks that it gave to the text's tokens, which predict arms never played;
-how many tokens proposals promised and how many came; the tenant's costs; and what speculation gained at the target.
+A kind is a target, its drafters, a temperature class, a tenant and a class of verification modes. A prior has
+
+- the emitted tokens of each arm's rounds;
+- for each drafter, counts of the ranks that it gave to the text's tokens, which predict arms never played;
+- how many tokens proposals promised, and how many of them came;
+- the tenant's costs, and the gains of speculation at the target, by load class.
 """
 
 from __future__ import annotations
@@ -30,17 +33,18 @@ from cluster.policies.sequoia import reached
 from cluster.policies.step_time import MOST_SIZES, StepTime
 
 KEPT_ROUNDS = 64.0
-"""Greatest weight, in rounds, of a prior's past when rounds are added: a tenant's next texts may be of another kind."""
+"""Most rounds that a prior's past weighs when rounds are added: a tenant's next texts may differ."""
 LEAST_ROUNDS = 4.0
-"""Rounds of an arm, or ranked tokens, from which on a tenant's count for all tenants where some tenant has as many."""
+"""Least rounds of an arm, or ranked tokens of a drafter, with which a tenant counts in `pair_prior`, unless no tenant
+has as many."""
 DOUBTED = 2.0
-"""Tokens that are added to the promised ones and to those that came (additive smoothing)."""
+"""Tokens added both to those promised and to those that came (additive smoothing)."""
 DEPTHS = 16
-"""Depths whose ranks are counted separately; deeper ones count as the last."""
+"""Number of depths with rank counts of their own; deeper tokens count at the last."""
 BACK_OFF = 1.0
-"""Weight, in tokens, of the distribution one level above; a depth never reached has that distribution."""
+"""Weight, in tokens, of the rank distribution of the depth above; a depth never reached has that distribution."""
 FORMAT = 7
-"""Increased with every change of format; a prior of another format counts as missing."""
+"""Format of stored priors, increased with every change; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
 """Limits on a prior's arms and load classes, above what a router's policies and requests produce."""
@@ -48,32 +52,33 @@ MOST = 1e15
 """Upper bound of all numbers in a prior."""
 
 RankCounts = npt.NDArray[np.float64]
-"""[DEPTHS, RANKED + 1] c[d][r]: tokens that were the d-th of their round, by the rank that a drafter gave them. All
-tokens before them in the round were guessed right."""
+"""[DEPTHS, RANKED + 1] c[d][r]: number of text tokens that were the d-th of their round and to which a drafter gave the
+rank r. Only tokens are counted before which the whole round was guessed right."""
 
 
 def no_ranks() -> RankCounts:
+    """Rank counts of zero."""
     return np.zeros((DEPTHS, RANKED + 1))
 
 
 def tenant_tag(tenant: str) -> str:
-    """A tenant's name in keys: a hash with its own domain prefix, so that it is in no other list of hashes.
+    """Hash of a tenant's name, used in keys of the store. A domain prefix makes it differ from other hashes of it.
 
-    It only keeps names out of keys: readers of the store can test guessed names. A hash key would have to be in the
-    store, too, and would not prevent that.
+    It keeps plain names out of keys. It does not hide them from readers of the store, who can hash guessed names; a
+    secret hash key would not either, since it would be in the store.
     """
     return hashlib.sha256(b"dendro:prior\0" + tenant.encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)
 class PriorKey:
-    """A kind of request."""
+    """Key of a kind of request in the store of priors."""
 
     target: str
     drafters: tuple[str, ...]
-    temperature: str  # class
-    tenant: str  # tag
-    mode: str = ""  # class
+    temperature: str  # temperature class
+    tenant: str  # tag of the tenant (`tenant_tag`)
+    mode: str = ""  # class of verification modes
 
     @classmethod
     def of(
@@ -94,47 +99,65 @@ class PriorKey:
 
 @dataclass(frozen=True, slots=True)
 class Promises:
-    """Accepted tokens that the played proposals promised by their chances, and those that came."""
+    """Accepted tokens that played proposals promised by their chances, and accepted tokens that came.
+
+    >>> Promises(promised=10.0, came=4.0).share  # (4 + DOUBTED) / (10 + DOUBTED)
+    0.5
+    """
 
     promised: float = 0.0
     came: float = 0.0
 
     def added(self, other: Promises) -> Promises:
+        """The sum of both."""
         return Promises(self.promised + other.promised, self.came + other.came)
 
     def at_most(self, promised: float) -> Promises:
-        """The same share, from at most so many promised tokens."""
+        """A copy with the same share of tokens that came, scaled down to at most `promised` promised tokens."""
         part = min(1.0, promised / max(self.promised, 1e-9))
         return Promises(part * self.promised, part * self.came)
 
     @property
     def share(self) -> float:
-        """The share of promised tokens that came, where DOUBTED more tokens were promised and came. So it is never 0:
-        with a share of 0 no proposal would be played again."""
+        """Share of promised tokens that came, with DOUBTED tokens added to both. It is never 0, or no proposal would be
+        played again."""
         return (self.came + DOUBTED) / (self.promised + DOUBTED)
 
 
 def promised_tokens(tree: DraftTree, rows: int) -> float:
-    """Accepted tokens that the likeliest rows of a tree promise, by their chances; at most so many rows, the root
-    among them."""
+    """Sum of the chances of a tree's likeliest guesses: the accepted tokens that they promise.
+
+    rows: most rows that are counted, the root among them
+    """
     return float(np.exp(np.sort(tree.values)[-min(rows, tree.rows) :]).sum()) - 1
 
 
 @dataclass(slots=True)
 class Prior:
-    """Statistics of rounds of one kind. Also those of a single request, which are later added to its kind's."""
+    """Statistics of rounds: of a kind of requests, or of a single request before they are added to its kind.
 
-    lengths: dict[Arm, EmittedLength] = field(default_factory=dict)
-    ranks: dict[str, RankCounts] = field(default_factory=dict)  # by drafter
-    costs: dict[int, Costs] = field(default_factory=dict)  # by load class
-    gains: dict[int, float] = field(default_factory=dict)  # of the target's speculation trials, by load class
-    promises: Promises = Promises()  # of proposals that were played alone
+    A drafter ranked 8 first tokens of rounds: 6 times first, twice second. A chain of one guess then emits 1 + 6/8
+    tokens a round, a tree of two siblings 1 + 8/8, though neither was played:
+
+    >>> ranks = no_ranks()
+    >>> ranks[0, 0], ranks[0, 1] = 6, 2
+    >>> found = Prior(ranks={"mamba": ranks}).lengths_of([Arm.parse("mamba:(1)"), Arm.parse("mamba:(2)")])
+    >>> [length.mean for length in found.values()]
+    [1.75, 2.0]
+    """
+
+    lengths: dict[Arm, EmittedLength] = field(default_factory=dict)  # by arm: emitted tokens of its rounds
+    ranks: dict[str, RankCounts] = field(default_factory=dict)  # one table per drafter
+    costs: dict[int, Costs] = field(default_factory=dict)  # one per load class
+    gains: dict[int, float] = field(default_factory=dict)  # by load class: gain measured by speculation trials
+    promises: Promises = Promises()  # promises of rounds whose tree had proposals alone
     _trace: RankTrace = field(default_factory=RankTrace)
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, chosen: bool) -> None:
-        """Record a round of a single request. A round whose tree did not come does not count for its arm.
+        """Record a round of a single request. A round without its drafter's tree does not count for the arm.
 
-        chosen: by a policy. Shapes that the client fixed are not kept, because clients can name any number of them.
+        chosen: True if a policy chose the arm. Shapes fixed by clients are not kept, as clients can name any number of
+        them.
         """
         ranked = self._trace.learn(arm.maker, tree, verdict)
         if ranked.ranks:
@@ -151,11 +174,11 @@ class Prior:
 
     @property
     def guessed(self) -> bool:
-        """Whether any round is recorded that a new request can begin with."""
+        """True if the prior has emitted lengths or ranks, with which a new request can begin."""
         return bool(self.lengths or self.ranks)
 
     def add(self, other: Prior) -> None:
-        """Add another prior's rounds. Those already here weigh KEPT_ROUNDS at most."""
+        """Add another prior's rounds. Rounds recorded before weigh at most KEPT_ROUNDS."""
         for arm, new in other.lengths.items():
             self.lengths[arm] = _pooled(self.lengths.get(arm, EmittedLength()).at_most(KEPT_ROUNDS), new)
         for drafter, counts in other.ranks.items():
@@ -164,7 +187,7 @@ class Prior:
         self.promises = self.promises.at_most(KEPT_ROUNDS).added(other.promises)
 
     def begun(self) -> Prior:
-        """A new tenant's prior, where this is that of all tenants: its rounds weigh PRIOR_ROUNDS at most."""
+        """A new tenant's prior made from this one of all tenants. Its rounds weigh at most PRIOR_ROUNDS."""
         return Prior(
             {arm: length.at_most(PRIOR_ROUNDS) for arm, length in self.lengths.items()},
             {
@@ -177,11 +200,14 @@ class Prior:
         )
 
     def lengths_of(self, arms: Sequence[Arm]) -> dict[Arm, EmittedLength]:
-        """A new request's priors of these arms, weighing PRIOR_ROUNDS at most: from rounds that played the arm; where
-        they are fewer than PRIOR_ROUNDS, from its drafter's ranks if these determine what it emits and have more
-        rounds. Arms without either are left out."""
+        """Emitted lengths by arm with which a new request begins, each of a weight of at most PRIOR_ROUNDS.
+
+        An arm's length comes from the rounds that played it. If these are fewer than PRIOR_ROUNDS, it comes from the
+        drafter's ranks, provided that they determine what the shape emits (`replayed`) and have more rounds. Arms
+        without either are left out.
+        """
         found = dict[Arm, EmittedLength]()
-        chances = dict[str, RankCounts]()  # by drafter
+        chances = dict[str, RankCounts]()  # one table per drafter
         for arm in arms:
             played, ranks = self.lengths.get(arm), self.ranks.get(arm.maker)
             known = played.rounds if played is not None else 0.0
@@ -197,10 +223,13 @@ class Prior:
 
 
 def pair_prior(priors: Collection[Prior]) -> Prior:
-    """What a tenant without earlier requests begins with: of what tenants' texts emitted the median of each arm, and of
-    their ranks the sum over the third of them in the middle, by the tokens that a drafter ranked first; of the
-    promises of proposals the median share that came. So a few tenants, whose texts may be made for it, cannot move it
-    far."""
+    """The prior of a tenant without earlier requests, from the priors of all tenants. A few tenants cannot move it
+    far, whatever their texts, because it takes
+
+    - for each arm, the emitted length of the median tenant;
+    - for each drafter, the rank counts of the middle third of the tenants, by the share of tokens ranked first;
+    - the promises of the tenant with the median share that came.
+    """
     pair = Prior()
     promises = [prior.promises for prior in priors if prior.promises.promised]
     promises = [each for each in promises if each.promised >= LEAST_ROUNDS] or promises
@@ -222,18 +251,23 @@ def pair_prior(priors: Collection[Prior]) -> Prior:
 
 
 NO_PRIOR = Prior()
-"""The prior of an unknown kind; must not be changed."""
+"""The prior of an unknown kind. Must not be changed."""
 
 
 class PriorStore(Protocol):
     """Keeps priors by key for a limited time. Losing one costs a few rounds. No call raises or takes long."""
 
-    async def load(self, key: PriorKey) -> Prior | None: ...
-    async def save(self, key: PriorKey, prior: Prior) -> bool: ...
+    async def load(self, key: PriorKey) -> Prior | None:
+        """Called at a router's first request of a kind. Returns the stored prior; None if missing or malformed."""
+        ...
+
+    async def save(self, key: PriorKey, prior: Prior) -> bool:
+        """Called after requests of the kind have ended. Returns True if the prior was stored."""
+        ...
 
 
 class NoPriors:
-    """The store of a router that shares no priors. It still keeps its own in memory."""
+    """The store of a router that shares no priors with others. The router still keeps its own in memory."""
 
     async def load(self, key: PriorKey) -> Prior | None:
         return None
@@ -243,6 +277,7 @@ class NoPriors:
 
 
 def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
+    """Mean and variance over the rounds of both."""
     rounds = one.rounds + other.rounds
     if not rounds:
         return EmittedLength()
@@ -253,7 +288,7 @@ def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
 
 
 def _chances(ranks: RankCounts) -> RankCounts:
-    """[DEPTHS, RANKED + 1] the chance a_d(r) that the d-th token of a round has rank r, if those before it were guessed
+    """Chances a_d(r) [DEPTHS, RANKED + 1] that the d-th token of a round has rank r, if all before it were guessed
     right:
 
         a_d(r) = (c[d][r] + BACK_OFF * a_{d-1}(r)) / (sum_r c[d][r] + BACK_OFF)
@@ -267,17 +302,17 @@ def _chances(ranks: RankCounts) -> RankCounts:
 
 
 def _expected(shape: TreeShape, chances: RankCounts) -> tuple[float, float]:
-    """E[N] = 1 + sum over rows of the chance to reach them, and the variance (docs/design/policies.md#priors; for
-    levels, 1 + sum_d prod_{i<=d} a_i(N_i))."""
+    """Mean and variance of a round's emitted tokens N. E[N] is the sum over the tree's rows of the chance to reach
+    them, 1 for the root (docs/design/policies.md#priors)."""
     rows = reached(shape, chances)
     mean = sum(chance for chance, _ in rows)
-    # N > d with the chance that a row of depth d is reached; E[N^2] = sum of (2 d + 1) of these.
+    # P(N > d) is the chance that a row of depth d is reached, and E[N^2] = sum over d of (2 d + 1) P(N > d).
     square = sum((2 * depth + 1) * chance for chance, depth in rows)
     return mean, max(square - mean * mean, 0.0)
 
 
 def pack_prior(prior: Prior) -> bytes:
-    """A prior as JSON, with arms as text."""
+    """Write a prior as JSON, with arms as text."""
     content = {
         "format": FORMAT,
         "lengths": {str(arm): astuple(length) for arm, length in prior.lengths.items()},
@@ -301,7 +336,7 @@ def pack_prior(prior: Prior) -> bytes:
 
 
 def unpack_prior(blob: bytes) -> Prior | None:
-    """The prior of a blob; None where it is malformed or has impossible values: it then counts as missing."""
+    """Read what `pack_prior` wrote; None, so that it counts as missing, if malformed or with impossible values."""
     try:
         if len(blob) > MAX_PRIOR_BYTES:
             return None
@@ -324,7 +359,7 @@ def unpack_prior(blob: bytes) -> Prior | None:
 
 
 def _number(value: Any, least: float = 0.0, most: float = MOST) -> float:
-    """Raises ValueError for anything but a number in that range."""
+    """The value as a float. Raises ValueError for anything but a number in [least, most]."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise ValueError(f"{value!r} is not a number from {least} to {most}")
     return float(value)
@@ -338,7 +373,7 @@ def _ranks(content: Any) -> RankCounts:
 
 
 def _length(mean: Any, rounds: Any, variance: Any) -> EmittedLength:
-    # The bound is not the arm's depth: proposals in the same tree may go deeper.
+    # Tokens are bounded by MAX_ROWS and not by the arm's depth: proposals in the same tree may be deeper.
     return EmittedLength(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
 
 

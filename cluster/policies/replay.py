@@ -1,4 +1,4 @@
-"""What rounds of any static shape would have emitted on a request's text, from the ranks of its tokens.
+"""Tokens that rounds of any static shape would have emitted on a request's text, from the ranks of the text's tokens.
 
 A drafter reports the rank of each text token among its candidates (`tree.trace`). In a tree of static shape a row has a
 child of rank r if and only if it has more than r children, so a round that starts at text length L emits
@@ -6,8 +6,7 @@ child of rank r if and only if it has more than r children, so a round that star
     1 + max{d : rho[L + i - 1] < N_i for all i <= d}
 
 tokens in a tree of levels N_1, N_2, ...; in any other static tree, one more than the levels that the ranks lead down
-from the root. This is exact, since in our modes the text does not depend on the trees.
-(docs/design/policies.md#rank-replay)
+from the root. This is exact, since the text does not depend on the trees. (docs/design/policies.md#rank-replay)
 """
 
 from __future__ import annotations
@@ -23,22 +22,26 @@ from dendro.text import Verdict
 from dendro.tree import LONGEST_TRACE, RANKED, DraftTree, IntArray
 
 WINDOW = 128
-"""Text tokens over which arms are judged: 30 to 60 rounds."""
+"""Last text tokens over which arms are judged: 30 to 60 rounds."""
 
 
 def replayed(shape: TreeShape) -> bool:
-    """Whether ranks determine what a shape emits: not where it is wider than RANKED, or values choose the tree."""
+    """True if ranks determine what a shape emits: a static shape of at most RANKED children a row."""
     return isinstance(shape, LevelShape | NodeShape) and not shape.off and shape.width <= RANKED
 
 
 @functools.cache
 def _first_children(shape: TreeShape) -> tuple[int, ...]:
-    """The row of each row's first child; meaningless for rows without children."""
+    """Index of each row's first child; meaningless for rows without children."""
     return tuple(accumulate(child_counts(shape), initial=1))
 
 
 def static_path(shape: TreeShape, ranks: Iterable[int]) -> tuple[int, ...]:
-    """The rows on a text's path through a static tree, the root first, if its tokens have these ranks."""
+    """Rows on the path, root first, that a text whose tokens have these ranks takes through a static tree.
+
+    >>> static_path(LevelShape((2, 1)), [1, 0, 3])  # second child of the root, row 2, and its only child, row 4
+    (0, 2, 4)
+    """
     counts, first = child_counts(shape), _first_children(shape)
     path = [0]
     for rank in ranks:
@@ -49,8 +52,12 @@ def static_path(shape: TreeShape, ranks: Iterable[int]) -> tuple[int, ...]:
 
 
 def round_lengths(shape: TreeShape, ranks: Sequence[int]) -> list[int]:
-    """Tokens of each round over an answer whose tokens have these ranks, if every round drafts a tree of this static
-    shape. Rounds that the answer's end could cut short are not counted."""
+    """Tokens emitted by each round if every round drafts a tree of this static shape, for an answer whose tokens have
+    these ranks. Rounds that the answer's end could cut short are not counted.
+
+    >>> round_lengths(LevelShape((1, 1)), [0, 1, 0, 0, 8, 0, 0])  # right, wrong | right, right, wrong | too few left
+    [2, 3]
+    """
     lengths, position = [], 0
     while position + shape.depth < len(ranks):
         lengths.append(len(static_path(shape, ranks[position : position + shape.depth])))
@@ -60,27 +67,28 @@ def round_lengths(shape: TreeShape, ranks: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Ranks of text tokens from one tree's trace, in order."""
+    """Ranks that one tree's trace gives to text tokens, in the order of the text."""
 
-    ranks: tuple[int, ...]  # 0 to RANKED
-    depths: tuple[int, ...]  # of each token in its round, from 1 on
-    joined: bool  # whether the first token follows the last one ranked before
+    ranks: tuple[int, ...]  # one per token, 0 to RANKED
+    depths: tuple[int, ...]  # place of each token in its round, from 1 on
+    joined: bool  # True if the first token directly follows the last one ranked before
 
 
 UNRANKED = Ranked((), (), True)
-"""Of a tree without a trace."""
+"""Result for a tree without a trace."""
 
 
 @dataclass(slots=True)
 class RankTrace:
-    """Assigns the ranks in the traces of a request's trees to its text tokens, each once per drafter."""
+    """Assigns the ranks in the traces of a request's trees to text tokens. Each drafter ranks a token once."""
 
-    _depths: list[int] = field(default_factory=list)  # of each token of the answer, in its round
+    _depths: list[int] = field(default_factory=list)  # place of each answer token in its round, from 1 on
     _traced: dict[str, int] = field(default_factory=dict)  # by drafter: tokens before its last trace
-    _gaps: dict[str, bool] = field(default_factory=dict)  # by drafter: whether that trace left tokens unranked
+    _gaps: dict[str, bool] = field(default_factory=dict)  # by drafter: True if its last trace left tokens unranked
 
     def learn(self, drafter: str, tree: DraftTree, verdict: Verdict) -> Ranked:
-        """Record a round, whose tree may have the drafter's trace. Its own tokens are ranked by a later trace."""
+        """Record a round. Returns the tokens that its tree's trace ranks, all from earlier rounds; a later trace ranks
+        the tokens of this round."""
         if not len(tree.trace):
             self._depths += range(1, len(verdict.tokens) + 1)
             return UNRANKED
@@ -95,28 +103,36 @@ class RankTrace:
 
 
 class Replay:
-    """Replays the text with all shapes at once, each as if it alone had been played: a round begins where the last one
-    of the same shape ended.
+    """Replays the text with all shapes at once, each as if it alone had been played: a round begins where the last
+    round of the same shape ended.
 
-    So the means are those of rounds, which a mean over all positions is not: where a text is hard, rounds are short and
-    begin more often. (With 5 tokens right in half of a text and none in the other half, a round emits 3 by positions
-    and less than 2 by rounds.) An unfinished round does not count yet; one cut off by a gap in the ranks never counts.
+    Five tokens of ranks 0, 1, 0, 0 and 8 take a chain of two guesses 2 rounds, and two siblings 3 rounds:
+
+    >>> replay = Replay([LevelShape((1, 1)), LevelShape((2,))])
+    >>> replay.feed([0, 1, 0, 0, 8])
+    >>> replay.tokens.tolist(), replay.rounds.tolist()
+    ([5, 5], [2, 3])
+
+    Means are over rounds. A mean over positions would be too large: where a text is hard, rounds are short and begin
+    more often. (If 5 tokens a round are right in half of a text and none in the other half, a round emits 3 by
+    positions and less than 2 by rounds.) An unfinished round does not count yet, and one cut off by a gap in the ranks
+    never counts.
     """
 
     def __init__(self, shapes: Sequence[TreeShape], window: int = WINDOW) -> None:
-        """shapes: `replayed` is true for all   window: rounds that ended in this many last tokens count; at least
-        LONGEST_TRACE"""
+        """shapes: all `replayed`   window: number of last tokens, at least LONGEST_TRACE; rounds that ended in them
+        count"""
         assert window >= LONGEST_TRACE
         self.shapes = tuple(shapes)
         self.positions = 0  # ranked tokens so far
-        self.tokens = np.zeros(len(self.shapes), np.int64)  # of the rounds that ended within the window ...
-        self.rounds = np.zeros(len(self.shapes), np.int64)  # ... and their number
+        self.tokens = np.zeros(len(self.shapes), np.int64)  # by shape: tokens of rounds that ended within the window
+        self.rounds = np.zeros(len(self.shapes), np.int64)  # by shape: number of rounds that ended within the window
         self._roots, self._next, self._emitted = _steps(self.shapes)
-        self._rows = self._roots.copy()  # the row that each shape's unfinished round has reached
+        self._rows = self._roots.copy()  # by shape: the row that the unfinished round has reached
         self._ended = np.zeros((window, len(self.shapes)), np.int64)  # N where a round ended at this token, else 0
 
     def feed(self, ranks: Sequence[int]) -> None:
-        """Advance by tokens of these ranks, at most LONGEST_TRACE."""
+        """Advance all shapes by text tokens with these ranks, at most LONGEST_TRACE."""
         places = np.arange(self.positions, self.positions + len(ranks)) % len(self._ended)
         forgotten = self._ended[places]
         ended = np.empty_like(forgotten)
@@ -134,8 +150,12 @@ class Replay:
 
 
 def _steps(shapes: Sequence[TreeShape]) -> tuple[IntArray, IntArray, IntArray]:
-    """Tables over the rows of all shapes, one shape after the other: [shapes] the roots; [RANKED + 1, rows] the row to
-    which a rank leads, the root if it ends the round; [RANKED + 1, rows] the tokens of a round that it ends, else 0."""
+    """Tables over the rows of all shapes, one shape after the other:
+
+    roots [shapes]                 each shape's root
+    following [RANKED + 1, rows]   the row to which a token of this rank leads; the shape's root if it ends the round
+    emitted [RANKED + 1, rows]     tokens of the round that a token of this rank ends, else 0
+    """
     roots = np.cumsum([0, *(shape.rows for shape in shapes)])
     following = np.zeros((RANKED + 1, roots[-1]), np.int64)
     emitted = np.zeros((RANKED + 1, roots[-1]), np.int64)

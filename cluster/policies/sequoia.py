@@ -33,9 +33,10 @@ import numpy.typing as npt
 from dendro.shapes import MAX_ROWS, NodeShape, TreeShape, child_counts
 
 Accept = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64]
-"""a[j], or a[d][j], whose last row also holds for all greater depths."""
+"""Acceptance chances a[j], or a[d][j] with the last row also for all greater depths: the chance that the j-th child of
+an accepted row of depth d is accepted."""
 TimeOf = Callable[[int], float]
-"""Microseconds of a forward of so many rows."""
+"""Microseconds of a forward, by its number of rows."""
 NEVER = -np.inf
 SAME = 1e-12
 """Relative difference below which two trees are equally good; the one found first is taken."""
@@ -43,7 +44,7 @@ SAME = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A tree and its predictions."""
+    """A tree, and the tokens and time predicted for a round with it."""
 
     shape: NodeShape
     emitted: float  # E[N], with the target's own token
@@ -87,7 +88,7 @@ def expected_tokens(shape: TreeShape, accept: Accept) -> float:
 
 
 def reached(shape: TreeShape, table: npt.NDArray[np.float64]) -> list[tuple[float, int]]:
-    """The chance that each row of a tree of fixed form is reached, and the row's depth. table: a[d][j], as in Accept"""
+    """Chance to be reached and depth of each row of a tree of fixed form. table: a[d][j], as in Accept"""
     rows = [(1.0, 0)]
     for row, count in enumerate(child_counts(shape)):
         chance, depth = rows[row]
@@ -96,7 +97,7 @@ def reached(shape: TreeShape, table: npt.NDArray[np.float64]) -> list[tuple[floa
 
 
 def draft_and_step_us(shape: TreeShape, level_us: TimeOf, step_us: TimeOf) -> float:
-    """Microseconds to draft and verify a tree of fixed form."""
+    """Microseconds to draft and verify a tree of fixed form, without what is independent of the tree."""
     return sum(map(level_us, forwarded_rows(shape))) + step_us(shape.rows)
 
 
@@ -110,13 +111,14 @@ def best_tree(
     max_depth: int = 10,
     max_children: int = 8,
 ) -> Found:
-    """The tree of least predicted time per token.
+    """Find the tree of least predicted time per token.
 
-    Optimal where the time of a drafter's forward does not depend on its rows, and where it grows by the row and chances
-    depend on the place among siblings alone and fall with it. Else near the optimum.
+    It is optimal if the time of a drafter's forward does not depend on its rows, or grows by the row while chances
+    depend on the place among siblings alone and fall with it. Otherwise it is near the optimum.
 
-    level_us: of a drafter's forward   step_us: of a verifier's step with so many rows, its padding included
-    fixed_us: of a round, independent of its tree. Raises ValueError, naming the argument.
+    level_us: time of a drafter's forward, by rows   step_us: time of a verifier's step, padding included, by rows
+    before padding   fixed_us: microseconds of a round that do not depend on its tree
+    Raises ValueError, naming the argument.
     """
     if not 2 <= max_rows <= MAX_ROWS:
         raise ValueError(f"max_rows: {max_rows}; 2 to {MAX_ROWS}, with the root")
@@ -143,14 +145,15 @@ def best_tree(
 def thrifty_trees(
     table: npt.NDArray[np.float64], level_us: TimeOf, step_us: TimeOf, fixed_us: float, max_rows: int
 ) -> Iterator[NodeShape]:
-    """For each greatest depth, the best tree whose rows with children are the likeliest. table [depth, children]"""
+    """Yield, for each greatest depth, the tree of least time per token among those whose rows with children are the
+    likeliest rows. table [depth, children]: chances"""
     steps = np.array([step_us(max(rows, 2)) for rows in range(max_rows + 1)])
     for depth in range(1, len(table) + 1):
         candidates = _OpenRows(table, depth)
         best, least = None, np.inf
         while candidates.open() and len(candidates.parents) < max_rows:
             order = candidates.order()
-            emitted = 1 + np.cumsum(candidates.reached(order[: max_rows - 1]))  # of 2 rows, 3 and so on
+            emitted = 1 + np.cumsum(candidates.reached(order[: max_rows - 1]))  # E[N] of trees of 2 rows, 3 and so on
             took = fixed_us + sum(map(level_us, candidates.forwarded)) + steps[2 : 2 + len(emitted)]
             per_token = took / emitted
             rows = int(per_token.argmin())
@@ -171,7 +174,7 @@ class _OpenRows:
         self._above = [-1]
         self._waiting = [(-1.0, 0)]  # a heap of nodes that may be opened, the likeliest first
         self.parents: list[int] = []  # nodes with children
-        self.forwarded: list[int] = []  # their number by level
+        self.forwarded: list[int] = []  # number of nodes with children, by level
 
     def open(self) -> bool:
         """Add the children of the likeliest unopened node to the candidates; False where none is left."""
@@ -212,14 +215,14 @@ class _OpenRows:
 
 
 def _shape(counts: Sequence[int]) -> NodeShape:
-    """A tree from the numbers of children of all its rows."""
+    """The shape of a tree whose rows have these numbers of children."""
     return NodeShape(tuple(counts[: max(row for row, count in enumerate(counts) if count) + 1]))
 
 
 def longest_trees(
     accept: Accept, max_rows: int, max_depth: int, max_children: int
 ) -> Iterator[tuple[NodeShape, float]]:
-    """For each number of rows and greatest depth, the tree that emits the most, and its E[N]; fewer rows first."""
+    """Yield, for each number of rows and greatest depth, the tree that emits most and its E[N]; fewer rows first."""
     program = _Program(chances(accept, max_depth)[:, :max_children], max_rows)
     for rows in range(2, max_rows + 1):
         seen = NEVER
@@ -248,7 +251,7 @@ class _Program:
         for below in range(1, depths + 1):
             starts = depths + 1 - below  # depths from which so many levels fit
             under = self.emitted[below - 1][1 : starts + 1]  # [starts, y]
-            forest = np.full((starts, max_rows + 1), NEVER)  # of no children
+            forest = np.full((starts, max_rows + 1), NEVER)  # H without children left to place
             forest[:, 0] = 0.0
             taken = []
             for child in reversed(range(children)):

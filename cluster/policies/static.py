@@ -12,7 +12,7 @@ from cluster.policies.offers import Offer
 class Static:
     """Chooses the same arm every round."""
 
-    stays_off = True  # as any arm stays
+    stays_off = True  # the arm never changes
 
     def __init__(self, arm: Arm) -> None:
         self.arm = arm

@@ -1,14 +1,14 @@
-"""When a draft stops: the h and least of `until(auto,...)`, from measured costs and the current rate
+"""The marginal rule, which sets the h and least of `until(auto,...)` shapes from measured costs and the current rate
 (docs/design/stopping.md#the-marginal-rule).
 
-A round costs time, and time is worth `rate` tokens a microsecond: so many are emitted in it otherwise. So another level
-is drafted, and a guess verified, only if it is expected to emit more than its time is worth:
+A microsecond is worth `rate` tokens, since other rounds emit that many in it. Another level is drafted, and a guess
+verified, only if it is expected to emit more tokens than its time is worth:
 
     accept * S > rate * (level_us + guesses * row_us)    S = sum of V over the rows that would get children
     V(guess) > rate * row_us                             V = the estimated chance that a row is reached
 
-By this rule E[N] / E[T] of the rounds is greatest where `rate` is that ratio (Dinkelbach), which no sweep of h has to
-find. As an `UntilShape` drafts another level while 1 - S < h,
+The rule maximises E[N] / E[T] over the rounds if `rate` equals that ratio (Dinkelbach), so h needs no sweep. An
+`UntilShape` drafts another level while 1 - S < h. Therefore
 
     h = 1 - rate * (level_us + guesses * row_us) / accept        least = rate * row_us
 """
@@ -29,39 +29,50 @@ if TYPE_CHECKING:
     from cluster.policies.experience import Experience
 
 FIRST_H = 0.5
-"""The h until the costs of a level and of a row are known."""
+"""h used until the costs of a level and of a row are known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marginal:
-    """What the rule depends on."""
+    """Inputs of the marginal rule, and the h and least that it gives.
 
-    rate: float  # tokens per microsecond
-    level_us: float  # of one more level
-    row_us: float  # of one more row in the verifier's step
-    guesses: float  # that a level adds to the tree
-    accept: float  # chance that a level has the text's token, if the level above had it
+    At 200 tokens a second, a level of 1 ms with one guess, whose row costs 0.1 ms, costs 0.0002 * 1100 = 0.22 tokens.
+    At an acceptance rate of 0.8 it is drafted while S > 0.22 / 0.8 = 0.275, that is 1 - S < 0.725; a guess is verified
+    if its V exceeds 0.0002 * 100:
+
+    >>> rule = Marginal(rate=0.0002, level_us=1000.0, row_us=100.0, guesses=1.0, accept=0.8)
+    >>> round(rule.h, 3), round(rule.least, 3)
+    (0.725, 0.02)
+    """
+
+    rate: float  # tokens emitted per microsecond
+    level_us: float  # microseconds of drafting one more level
+    row_us: float  # microseconds of one more row in the verifier's step
+    guesses: float  # mean guesses that a level adds to the tree
+    accept: float  # acceptance rate of a level below an accepted guess
 
     @property
     def h(self) -> float:
+        """Another level is drafted while 1 - S < h."""
         return 1 - self.rate * (self.level_us + self.guesses * self.row_us) / self.accept
 
     @property
     def least(self) -> float:
+        """Least estimated chance V of a guess that is verified."""
         return self.rate * self.row_us
 
 
 @dataclass(slots=True)
 class StopRule:
-    """Computes the numbers of `until(auto,...)` for one request's rounds."""
+    """Replaces `until(auto,...)` by an `until` shape with numbers in each round of a request, by the marginal rule."""
 
     experience: Experience
-    rate: Rate = field(default_factory=Rate)  # of this request's rounds
-    _arm: Arm = OFF_ARM  # of the current round
-    _drafted: DraftTree | None = None  # its tree, as the drafter sent it
+    rate: Rate = field(default_factory=Rate)  # tokens and time of this request's rounds
+    _arm: Arm = OFF_ARM  # the current round's arm
+    _drafted: DraftTree | None = None  # the current round's tree, as the drafter sent it
 
     def resolved(self, arm: Arm) -> Arm:
-        """Begin a round of this arm. Returns the arm that the drafter is asked for, with numbers in its shape."""
+        """Begin a round of this arm. Returns the arm to draft, in whose shape `auto` is replaced by h and least."""
         self._arm, self._drafted = arm, None
         if not isinstance(arm.shape, MarginalShape):
             return arm
@@ -69,11 +80,11 @@ class StopRule:
         return Arm(arm.maker, arm.shape.at(FIRST_H, 0.0) if found is None else arm.shape.at(found.h, found.least))
 
     def drafted(self, tree: DraftTree) -> None:
-        """Note the drafter's tree, before proposals are merged into it."""
+        """Note the drafter's tree; called before proposals are merged into it."""
         self._drafted = None if tree.missed else tree
 
     def learn(self, verdict: Verdict, share_us: float | None) -> None:
-        """Record a round. share_us: its cost (`Experience.share_us`); None where that is not known"""
+        """Record a round. share_us: the round's cost (`Experience.share_us`); None if unknown"""
         if share_us is not None:
             self.rate.learn(verdict.length, share_us)
         if self._arm.stops and self._drafted is not None:

@@ -1,10 +1,13 @@
-"""Whether speculation pays for all concurrent requests.
+"""Trials that measure whether speculation pays for all concurrent requests.
 
-A *trial* begins with a pilot where many texts run: a few of them guess, so that finding out costs little where guesses
-do not pay. It fails if these texts emit too few tokens a second beside the others, or if the policies predict too
-little for all; where their rounds are too few to tell, it goes on. Where the pilot succeeds, and where speculation is
-in use, all texts take turns with and without it. A trial that failed is repeated after a rest so long that its loss is
-at most REGRET of all rounds.
+1. Pilot, where many texts run: a few of them guess, which costs little if guesses do not pay. It fails if these texts
+   emit too few tokens a second beside the others, or if policies predict too little for all. It goes on if its rounds
+   are too few to tell.
+2. Turns, after a pilot that succeeded and where speculation is in use: all texts guess for a turn, then none does.
+3. Rest until the next trial. After a trial that failed it is so long that the trial's loss is at most REGRET of all
+   rounds.
+
+A round of one of n running texts counts 1/n, so numbers of rounds below are per text.
 """
 
 from __future__ import annotations
@@ -18,47 +21,54 @@ from statistics import fmean, median, pstdev
 from dendro.smoothing import OUTLIER
 
 LEARNING_ROUNDS = 16.0
-"""Rounds per text under a new load that are not judged, while policies learn the arms."""
+"""First rounds under a new load, which are not judged while policies learn the arms."""
 SETTLING_ROUNDS = 4.0
 """Rounds after a switch that are not judged: drafters are still being opened, and late drafts arrive."""
 PILOT_ROUNDS, LONGEST_PILOT = 8.0, 32.0
-"""Judged rounds per text of a pilot, and the most where they do not tell whether it succeeds."""
+"""Judged rounds of a pilot, and the most rounds if it is extended because they leave its outcome open."""
 LEAST_GUESSED = 32
-"""Rounds with guesses without which no pilot succeeds: a few texts happen to be easy."""
+"""Least guessed rounds, over all texts, of a pilot that succeeds: a few texts may happen to be easy."""
 CAUTION = 1.28
-"""Standard errors by which a pilot's gain must exceed SPECULATION_MARGIN: where the true gain is no larger, one pilot
-in ten succeeds. The turns after a pilot slow all texts, so one that succeeds by chance costs more than a longer one."""
+"""Standard errors by which a pilot's gain must exceed SPECULATION_MARGIN: if the true gain is no larger, one pilot in
+ten succeeds. A pilot that succeeds by chance costs more than a longer one, as the turns after it slow all texts."""
 PLAIN_ROUNDS = 4.0
-"""Rounds per text before a pilot in which no text guesses."""
+"""Rounds before a pilot in which no text guesses."""
 DISTURBANCE = 0.25
-"""Loss of rate of all texts in a pilot, in which few guess, that ends it. Smaller ones may be the machine's."""
+"""Loss of all texts' rate during a pilot that makes it fail, though few texts guess. Smaller losses may have another
+cause on the machine."""
 LEAST_PILOTS, PILOT_SHARE = 2, 1 / 8
-"""Texts of a pilot, and their share of all where that is more. Fewer than twice LEAST_PILOTS texts have no pilot."""
+"""Least number of texts that guess in a pilot, and their share of many texts. Fewer than twice LEAST_PILOTS texts have
+no pilot."""
 TURN_ROUNDS = 8.0
+"""Judged rounds of a turn."""
 MANY_TEXTS = 4
-"""Texts from which on a turn is half as long, because it has the rounds of all of them."""
+"""Running texts from which on a turn is half as long, because it has the rounds of all of them."""
 TURNS = 6
 """Most turns of a trial. They alternate, so that other changes of the machine's speed affect both kinds."""
 CLEAR_TURNS, CLEAR_GAIN = 3, 1.3
-"""A trial ends after this many turns if speculation lost against both neighbours of each of its turns, or gained as
-much as CLEAR_GAIN. A change of the machine's speed affects one neighbour alone."""
+"""Number of turns after which a trial may end early: if speculation lost against both neighbours of each of its turns,
+or gained at least CLEAR_GAIN against them. A change of the machine's speed would affect one neighbour only."""
 FIRST_REST, LONGEST_REST = 512.0, 8192.0
 """Rounds between two trials. The rest doubles after every trial that changes nothing."""
 REGRET = 0.01
 """Most rounds that a failed trial loses, as a share of the rest after it, up to LONGEST_REST."""
 DISTURBED = 0.5
-"""How far a round beside a prefill advances a turn. It is judged only where most rounds without speculation are beside
-prefills, too, but a trial must end even if every round is. In a pilot it counts as any other: prefills slow the texts
-that guess and the others alike."""
+"""Weight with which a round beside a prefill advances a turn. Such a round is judged only if most rounds without
+speculation are beside prefills, too, but a trial must end even if every round is. In a pilot it has weight 1: prefills
+slow texts that guess and texts that do not alike."""
 MOSTLY_DISTURBED = 0.75
-"""Share of rounds beside a prefill from which on they count as usual under this load."""
+"""Share of rounds beside a prefill above which such rounds count as usual under the load."""
 SPECULATION_MARGIN = 1.1
-"""Least gain in rate for speculation, which has costs besides: drafters are opened and closed, and prompts wait for
-larger steps."""
+"""Least gain in rate with which speculation wins. It has costs outside rounds: drafters are opened and closed, and
+prompts wait for larger steps."""
 
 
 def pilot_share(texts: int) -> float:
-    """The share of so many texts that guess in a pilot; 1 where there is no pilot."""
+    """Share of the running texts that guess in a pilot; 1 if there is no pilot.
+
+    >>> [pilot_share(texts) for texts in (3, 4, 16, 64)]
+    [1.0, 0.5, 0.125, 0.125]
+    """
     return max(LEAST_PILOTS / texts, PILOT_SHARE) if texts >= 2 * LEAST_PILOTS else 1.0
 
 
@@ -66,13 +76,13 @@ def pilot_share(texts: int) -> float:
 class JudgedRounds:
     """Tokens and times of rounds that are judged together."""
 
-    tokens: list[int] = field(default_factory=list)  # of each round
-    shares_us: list[float] = field(default_factory=list)  # of each round: its time over the running texts
+    tokens: list[int] = field(default_factory=list)  # emitted tokens of each round
+    shares_us: list[float] = field(default_factory=list)  # each round's time over the running texts
 
     @property
     def rate(self) -> float:
-        """Tokens per microsecond of all texts. Outliers are cut to OUTLIER medians. A median alone would also ignore
-        late drafts and full steps, which must count."""
+        """Tokens per microsecond of all texts. Times above OUTLIER medians are cut. A rate by the median time would
+        also ignore late drafts and full steps, which must count."""
         longest_us = OUTLIER * median(self.shares_us)
         return sum(self.tokens) / max(sum(min(share_us, longest_us) for share_us in self.shares_us), 1e-9)
 
@@ -81,8 +91,8 @@ class JudgedRounds:
 class TrialTurn:
     """Rounds of one turn, all with speculation or all without."""
 
-    rounds: JudgedRounds = field(default_factory=JudgedRounds)  # all
-    undisturbed: JudgedRounds = field(default_factory=JudgedRounds)  # of them, those beside no prefill
+    rounds: JudgedRounds = field(default_factory=JudgedRounds)  # all rounds
+    undisturbed: JudgedRounds = field(default_factory=JudgedRounds)  # rounds beside no prefill
 
     def add(self, tokens: int, share_us: float, disturbed: bool) -> None:
         for judged in (self.rounds,) if disturbed else (self.rounds, self.undisturbed):
@@ -91,45 +101,60 @@ class TrialTurn:
 
     @property
     def mostly_disturbed(self) -> bool:
+        """True if more than MOSTLY_DISTURBED of the rounds were beside a prefill."""
         return len(self.undisturbed.tokens) < (1 - MOSTLY_DISTURBED) * len(self.rounds.tokens)
 
     def over(self, off: TrialTurn) -> float | None:
-        """This turn's rate over that of a turn without speculation. Rounds beside prefills count where they are usual
-        without speculation. None where a turn has no rounds that count."""
+        """Ratio of this turn's rate to the rate of a turn without speculation. Rounds beside prefills count if most
+        rounds of `off` were beside prefills. None if one of the turns has no round that counts."""
         one, other = (self.rounds, off.rounds) if off.mostly_disturbed else (self.undisturbed, off.undisturbed)
         return one.rate / other.rate if one.tokens and other.tokens else None
 
 
 @dataclass(slots=True)
 class Pilot:
-    """The rounds of a pilot, and of a short turn without speculation before it."""
+    """Rounds of a pilot, and of a short turn without speculation before it.
+
+    Guessed rounds emit 1 or 3 tokens in 12 ms, the others 1 token in 10 ms: a gain of 2 / 1.2. Its standard error after
+    8 guessed rounds is (1 / sqrt 8) / 2 = 18 %, so CAUTION lowers the gain to 1.29. That passes SPECULATION_MARGIN, but
+    8 rounds are fewer than LEAST_GUESSED:
+
+    >>> pilot = Pilot(tokens={True: 16, False: 8}, us={True: 96_000.0, False: 80_000.0}, guessed=[1, 3] * 4)
+    >>> round(pilot.gain(), 2), round(pilot.gain(CAUTION), 2), pilot.in_doubt
+    (1.67, 1.29, True)
+    """
 
     before: TrialTurn = field(default_factory=TrialTurn)
     during: TrialTurn = field(default_factory=TrialTurn)
-    tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether the text guessed
-    us: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
-    guessed: list[int] = field(default_factory=list)  # tokens of each round that guessed
-    predicted: list[float] = field(default_factory=list)  # rate of a text over that without speculation, if all guess
+    tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # key: True for guessed rounds
+    us: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})  # key: True for guessed rounds
+    guessed: list[int] = field(default_factory=list)  # tokens of each guessed round
+    predicted: list[float] = field(default_factory=list)  # predicted gain of a text, if all texts guess
 
     @property
     def in_doubt(self) -> bool:
-        """Whether it would succeed by its gain, but that may be chance."""
+        """True if the gain reaches SPECULATION_MARGIN, but not by CAUTION standard errors and LEAST_GUESSED rounds."""
         gain, least = self.gain(), self.gain(CAUTION)
         if gain is None or least is None or gain < SPECULATION_MARGIN:
             return False
         return least < SPECULATION_MARGIN or len(self.guessed) < LEAST_GUESSED
 
     def gain(self, caution: float = 0.0) -> float | None:
-        """The least of the gains that are known: the predicted one, and the rate of texts that guessed over that of the
-        others, less so many of its standard errors. Each leaves out some costs, such as what drafts take from the
-        verifier; where the pilot slowed all texts by more than DISTURBANCE, the ratio of their rates counts too. None
-        where no text guessed."""
+        """The least of the known gains in rate; None if none is known:
+
+        - the mean gain that policies predicted;
+        - the rate of guessed rounds over that of the others, lowered by `caution` standard errors;
+        - the rate of all texts during the pilot over that before, if it is below 1 - DISTURBANCE.
+
+        Each leaves out some costs: the second, for one, what drafts take from a verifier on the same machine.
+        """
         known = [fmean(self.predicted)] if self.predicted else []
         if self.us[True] and self.tokens[False]:
             measured = (self.tokens[True] / self.us[True]) / (self.tokens[False] / self.us[False])
             error = pstdev(self.guessed) / math.sqrt(len(self.guessed)) / fmean(self.guessed)
             known.append(measured * max(1 - caution * error, 0.0))
-        during, before = self.during.undisturbed, self.before.undisturbed  # a router's first texts open one by one
+        # Rounds beside prefills are left out: a router's first texts open one by one.
+        during, before = self.during.undisturbed, self.before.undisturbed
         if known and during.tokens and before.tokens:
             slower = during.rate / before.rate
             known += [slower] if slower < 1 - DISTURBANCE else []
@@ -138,22 +163,34 @@ class Pilot:
 
 @dataclass(slots=True)
 class SpeculationTrial:
-    """Whether concurrent texts speculate under one load class: they do if that emits more tokens a second. In a turn
-    all of them do the same. Rounds are counted per text."""
+    """Decides for one load class, by trials, whether concurrent texts speculate: they do if that emits more tokens a
+    second. In a turn all texts do the same. Rounds are counted per text.
 
-    pilots: float = 1.0  # share of the texts that guess in a pilot; 1: trials have none
-    pilot: Pilot | None = None  # the running one
-    speculating: bool = True
+    Two texts emit 2 tokens in 12 ms with speculation and 1 in 10 ms without. After 96 rounds of both, 16 learning
+    rounds and three turns of 8 with 4 settling rounds before each switched one, the gain of 2 / 1.2 is clear:
+
+    >>> trial, rounds = SpeculationTrial(), 0
+    >>> while trial.settled is None:
+    ...     tokens, us = (2, 12_000.0) if trial.speculating else (1, 10_000.0)
+    ...     trial.learn(tokens, us, texts=2, guessed=trial.speculating)
+    ...     rounds += 1
+    >>> rounds, round(trial.gain, 2), trial.speculating
+    (96, 1.67, True)
+    """
+
+    pilots: float = 1.0  # share of the texts that guess in a pilot; 1: trials have no pilot
+    pilot: Pilot | None = None  # the pilot, while one runs
+    speculating: bool = True  # True while texts may guess
     gain: float | None = None  # rate with speculation over the rate without; None: not measured yet
-    estimated: bool = False  # the gain is a pilot's or was measured elsewhere; the next measured one replaces it
+    estimated: bool = False  # True if the gain is a pilot's or another load's; the next measured gain replaces it
     usual_tokens: float = 1.0  # mean tokens of a round with speculation
-    rounds: float = -LEARNING_ROUNDS  # of this turn or rest; not judged below zero
-    last_round: float = TURN_ROUNDS  # after which this turn or rest ends
-    turns_left: int = TURNS  # remaining in the trial, with the current one; 0: between trials
-    settled: bool | None = None  # whether to speculate between trials; None: no trial has ended
+    rounds: float = -LEARNING_ROUNDS  # rounds so far of the current pilot, turn or rest; not judged below zero
+    last_round: float = TURN_ROUNDS  # number of rounds after which the current pilot, turn or rest ends
+    turns_left: int = TURNS  # turns remaining in the trial, the current one included; 0: between trials
+    settled: bool | None = None  # True: speculate between trials; None: no trial has ended
     rest_rounds: float = FIRST_REST
-    _turns: list[TrialTurn] = field(default_factory=lambda: [TrialTurn()])  # of this trial, with the current one
-    _guessed_rounds: float = 0.0  # of this trial
+    _turns: list[TrialTurn] = field(default_factory=lambda: [TrialTurn()])  # the trial's turns, the current one last
+    _guessed_rounds: float = 0.0  # guessed rounds of the trial
 
     def __post_init__(self) -> None:
         if self.pilots < 1 and self.gain is None:
@@ -161,7 +198,7 @@ class SpeculationTrial:
 
     @classmethod
     def begun(cls, pilots: float, gain: float) -> SpeculationTrial:
-        """Begin with a gain that was measured elsewhere: with a rest, after which it is measured here."""
+        """Begin with a rest and a gain measured elsewhere. The gain is measured anew after the rest."""
         better = gain >= SPECULATION_MARGIN
         return cls(
             pilots,
@@ -174,20 +211,22 @@ class SpeculationTrial:
         )
 
     def includes(self, place: float) -> bool:
-        """Whether a text may guess now. place: of the text among all, in [0, 1)"""
+        """True if a text may guess now. place: the text's place in [0, 1); a pilot includes places below its share"""
         if self.pilot is None:
             return self.speculating
         return place < self.pilots and self.rounds >= -SETTLING_ROUNDS
 
     def predict(self, gain: float) -> None:
-        """Record what the policy of a pilot's text predicts. Infinite, and ignored, while it explores."""
+        """Record the gain that the policy of a pilot's text predicts. Ignored if infinite: the policy is exploring."""
         if self.pilot is not None and self.rounds >= 0 and math.isfinite(gain):
             self.pilot.predicted.append(gain)
 
     def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False, guessed: bool = False) -> None:
-        """Record a round of one of the running texts; `took_us` includes its waits. disturbed: beside a prefill, which
-        takes longer than any guess and is no evidence about speculation; guessed: with another arm than `off`, which a
-        pilot distinguishes"""
+        """Record a round of one of the running texts, and begin the next turn, pilot or rest if this one is over.
+
+        took_us: with all waits   guessed: True if the round's arm was not `off`
+        disturbed: True if beside a prefill, which takes longer than guesses and says nothing about speculation
+        """
         if texts >= MANY_TEXTS and self.rounds < -LEARNING_ROUNDS / 2:
             self.rounds = -LEARNING_ROUNDS / 2
         self._guessed_rounds += guessed / texts
@@ -211,13 +250,13 @@ class SpeculationTrial:
 
     @property
     def resting(self) -> bool:
-        """Whether rounds without speculation won, and no trial runs: nothing is learned of arms, and no text needs a
-        drafter, until the next trial."""
+        """True between trials if speculation lost. Until the next trial nothing is learned of arms, and no text needs
+        a drafter."""
         return not self.speculating and not self.turns_left
 
     def repays(self, tokens: float) -> bool:
-        """Whether a text whose rounds emit so many tokens speculates with the others. The time of a round with
-        speculation is inferred from the mean tokens of such rounds and the gain."""
+        """True if a text with this upper bound of tokens per round should speculate when the others do. A usual round
+        emits `usual_tokens` and gains `gain`, so this text's round gains tokens * gain / usual_tokens."""
         return bool(self.turns_left) or self.gain is None or tokens * self.gain >= self.usual_tokens
 
     def _next(self) -> None:
@@ -248,8 +287,8 @@ class SpeculationTrial:
         self._settle(self._judge(gains))
 
     def _end_pilot(self, pilot: Pilot) -> None:
-        """Go on with turns of all texts, unless the pilot failed. The first is without speculation, so that the first
-        with it can already be compared with both its neighbours."""
+        """Rest if the pilot failed, else begin turns of all texts. The first turn is without speculation, so that the
+        first turn with it has two neighbours to compare with."""
         self.pilot = None
         gain = pilot.gain(CAUTION)
         if gain is None or gain >= SPECULATION_MARGIN:
@@ -259,7 +298,7 @@ class SpeculationTrial:
         self._settle(False)
 
     def _settle(self, better: bool) -> None:
-        """Rest until the next trial, with speculation if that is better."""
+        """Rest until the next trial. better: True to speculate in the rest"""
         self.rest_rounds = min(2 * self.rest_rounds, LONGEST_REST) if better is self.settled else FIRST_REST
         if not better and self.gain is not None:
             lost_rounds = self._guessed_rounds * max(1 / max(self.gain, REGRET) - 1, 0.0)
@@ -268,8 +307,8 @@ class SpeculationTrial:
         self._begin(better, self.rest_rounds)
 
     def _gains(self) -> list[float]:
-        """The rate of each turn with speculation over that of each neighbour without, where both have rounds that
-        count. The machine's speed affects neighbours alike."""
+        """Ratios of the rate of each turn with speculation to the rate of each neighbouring turn without, if both have
+        rounds that count. A change of the machine's speed affects neighbours alike."""
         gains = []
         for place, (one, other) in enumerate(pairwise(self._turns), start=2):
             first_speculates = self.speculating is ((len(self._turns) - place) % 2 == 1)
@@ -277,14 +316,15 @@ class SpeculationTrial:
         return [gain for gain in gains if gain is not None]
 
     def _is_clear(self, gains: Sequence[float]) -> bool:
-        """Whether the turns so far suffice for the outcome."""
+        """True if the turns so far decide the trial. gains: one for each pair of neighbouring turns"""
         if len(self._turns) < CLEAR_TURNS or len(gains) < len(self._turns) - 1:
             return False
         return max(gains) < 1 or min(gains) >= CLEAR_GAIN
 
     def _judge(self, gains: Sequence[float]) -> bool:
-        """Whether speculation is better, by the median gain. Without one it is not, if rounds without it were judged:
-        drafters were being opened all the time."""
+        """True if the median gain reaches SPECULATION_MARGIN, after its geometric mean with the earlier trials' gain.
+        If no gain is known, False if undisturbed rounds without speculation were judged: drafters were then opened all
+        the time."""
         with_it, without = self._turns[::-2], self._turns[-2::-2]
         if not self.speculating:
             with_it, without = without, with_it
