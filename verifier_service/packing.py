@@ -8,12 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from verifier_service.recurrent import recurrent_rows
-from verifier_service.requests import Capacity, _Share
+from verifier_service.requests import Capacity, StepShare
 from verifier_service.rows import NO_ROWS, StepPlan, pack, root_rows, text_rows
 from verifier_service.walk import Draw, Echo
 
 
-def packed(shares: Sequence[_Share], capacity: Capacity) -> StepPlan:
+def packed(shares: Sequence[StepShare], capacity: Capacity) -> StepPlan:
     """The plan of a step with these rows of texts, in this order."""
     parts, draws, echoes = [], [], []
     start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]

@@ -304,7 +304,7 @@ class VerifierCounters:
 
 
 @dataclass(slots=True, eq=False)
-class _Share:
+class StepShare:
     """One text's rows of a step."""
 
     session: VerifierText

@@ -37,9 +37,9 @@ from verifier_service.requests import (
     Capacity,
     PendingCall,
     Saved,
+    StepShare,
     VerifierCounters,
     VerifierText,
-    _Share,
     longest_saved,
 )
 from verifier_service.rows import StepOutcome, StepPlan
@@ -64,7 +64,7 @@ class StepScheduler:
         self._closed: list[int] = []
         self._restoring: list[tuple[VerifierText, Saved]] = []
         self._leaving: deque[tuple[VerifierText, PendingCall]] = deque()
-        self._running: list[_Share] = []
+        self._running: list[StepShare] = []
         # Times of the last step: its `next` began, packing began, its answers were sent.
         self._began = self._started = self._ended = 0.0
         self.linger_s = 0.0  # how long to wait for more calls before `next`, though some are pending
@@ -364,7 +364,7 @@ class StepScheduler:
 
     # Packing a step
 
-    def _pick(self) -> list[_Share]:
+    def _pick(self) -> list[StepShare]:
         """Trees first, in order of arrival, each with the rows its text lacks; prompts share the remaining rows."""
         ready = []
         for session in self.sessions.values():
@@ -383,14 +383,14 @@ class StepScheduler:
             for session in self.sessions.values()
         )
         room = step_rows - (prefill_rows if prompts else 0)
-        shares: list[_Share] = []
+        shares: list[StepShare] = []
         taken: set[int] = set()
         for _, session, ask in ready:  # the roots and the missing rows before them
             assert isinstance(ask.call, VerifyCall)
             deepest = len(session.text.ids) + ask.call.tree.depth
             needed = session.lacking + session.least_rows(ask.call.tree)
             if needed <= room and self._hold(session, deepest, taken):
-                shares.append(_Share(session, session.lacking, ask, ask.call.tree))
+                shares.append(StepShare(session, session.lacking, ask, ask.call.tree))
                 taken.add(session.number)
                 room -= needed
         self._trim(shares, room)
@@ -409,7 +409,7 @@ class StepScheduler:
                 self._followed(session) if first and session.masked else None
             )  # the round that the opening announced, if it did
             if self._hold(session, len(session.memory.consumed) + rows + (ask is not None), taken):
-                shares.append(_Share(session, rows, ask, DraftTree.root_only(session.text.ids[-1]) if ask else None))
+                shares.append(StepShare(session, rows, ask, DraftTree.root_only(session.text.ids[-1]) if ask else None))
                 taken.add(session.number)
                 room -= rows + (ask is not None)
         return shares
@@ -419,7 +419,7 @@ class StepScheduler:
         sizes = self.capacity.sizes
         return sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]
 
-    def _trim(self, shares: Sequence[_Share], room: int) -> None:
+    def _trim(self, shares: Sequence[StepShare], room: int) -> None:
         """Drop the guesses that do not fit or are not worth their rows."""
         must = sum(share.prefill + share.session.least_rows(share.tree) for share in shares if share.tree is not None)
         shares = [share for share in shares if share.session.trimmed]
@@ -471,7 +471,7 @@ class StepScheduler:
         self.memory.cut(session.memory, min(valid, len(ids) - 1))  # the root is consumed with its tree
 
     def _verdict(
-        self, share: _Share, ask: PendingCall, draw: int, walked: Walk | DendroError, outcome: StepOutcome
+        self, share: StepShare, ask: PendingCall, draw: int, walked: Walk | DendroError, outcome: StepOutcome
     ) -> Verdict:
         """Raises the error that ends the text."""
         assert isinstance(ask.call, VerifyCall) and share.tree is not None

@@ -33,9 +33,9 @@ from cluster.policies.costs import (
     Rate,
     StoppedDrafts,
 )
+from cluster.policies.marginal import Marginal
 from cluster.policies.prices import Prices, hops
 from cluster.policies.step_time import degree_of
-from cluster.policies.stopping import Marginal
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 
 CONCURRENCY_DECAY_US = 500_000.0
@@ -56,7 +56,7 @@ class RunningRequest:
         self._concurrency = concurrency
         self._fixed = fixed
         self._opening = True
-        concurrency.opening += 1
+        concurrency.count_opening(1)
 
     @property
     def speculates(self) -> bool:
@@ -73,15 +73,15 @@ class RunningRequest:
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
         """Count the text as being opened while a drafter prefills it, which slows the rounds of all requests."""
-        self._concurrency.opening += 1
+        self._concurrency.count_opening(1)
         try:
             yield
         finally:
-            self._concurrency.opening -= 1
+            self._concurrency.count_opening(-1)
 
     def begun(self) -> None:
         """Record that the text is open at the verifier. May be called again."""
-        self._concurrency.opening -= self._opening
+        self._concurrency.count_opening(-self._opening)
         self._opening = False
 
 
@@ -98,6 +98,15 @@ class Concurrency:
     sizes: StepSizes = StepSizes()  # padded sizes of the target's steps, from its replica's hello
     trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # one per load class
     _places: int = 0  # places given out so far
+
+    def count_opening(self, more: int) -> None:
+        """Count `more` texts as being opened; negative: fewer."""
+        self.opening += more
+
+    def learn_target(self, attends: bool, sizes: StepSizes) -> None:
+        """Record what a verifier says of the target: whether it has attention layers, which decides how its steps grow
+        with their rows, and what its steps are padded to."""
+        self.attends, self.sizes = attends, sizes
 
     @property
     def load(self) -> int:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,21 @@ import torch
 from dendro.errors import BadRequest
 from tree_kernels.acceptance_head import log_chances
 from tree_kernels.warp import Warp
-from tree_layers.checkpoint import Facts, read_facts, weights_fingerprint
+from tree_layers.checkpoint import read_facts, weights_fingerprint
 
-from cluster.config import DrafterConfig, TargetConfig
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.training.bars import Report, shown, stage_bar
-from cluster.training.data import DataFolder, DataSource, TokenStream, Written, held_out_prompts
+from cluster.training.data import DataFolder, TokenStream, Written, held_out_prompts
 from cluster.training.head_card import head_card
+from cluster.training.head_plan import HeadPlan
 from cluster.training.models import load_teacher
 from cluster.training.stages import StageFolder, only_run_in
-from drafter_service.acceptance_head import HEAD_FILE, VERSION, HeadFacts, write_head
+from drafter_service.acceptance_head import VERSION, HeadFacts, write_head
 from drafter_service.confidence import CANDIDATES
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DTYPES
-from drafter_service.training.examples import ExampleFolder, ExampleLaw, Teacher, examples_of, write_answers
+from drafter_service.training.examples import ExampleFolder, Teacher, examples_of, write_answers
 from drafter_service.training.heads import (
     BATCH_ROWS,
     DEPTHS,
@@ -50,62 +50,6 @@ EPOCHS = 6
 """How often each row is seen. More often, the head learns the rows by heart: a loss on other texts grows."""
 CARD_FILE = "acceptance_head.md"
 SPLITS = ("calibration", "report")
-
-
-@dataclass(frozen=True, slots=True)
-class HeadPlan:
-    """One training run, as requested."""
-
-    target_name: str
-    target: TargetConfig  # with folders of this machine
-    facts: Facts  # of the target
-    drafter_name: str
-    drafter: DrafterConfig  # with folders of this machine
-    kinds: Mapping[str, DataSource]  # kind of prompt -> its data
-    law: ExampleLaw
-    blocks: int
-    tied: bool
-    rejection_weight: float
-    minutes: float | None
-    chunks: int | None  # of examples, in place of minutes
-    seed: int
-    out: Path
-    device: torch.device
-    command: str  # for the card
-
-    def __post_init__(self) -> None:
-        if (self.minutes is None) == (self.chunks is None):
-            raise BadRequest("--minutes", "or --chunks: give one of them")
-
-    @property
-    def work(self) -> Path:
-        """Everything that is not the finished head; may be deleted afterwards."""
-        return self.out.with_name(f"{self.out.name}.training")
-
-    @property
-    def file(self) -> Path:
-        return self.out / HEAD_FILE
-
-    def settings(self, fingerprint: str) -> dict[str, Any]:
-        """What the outcome depends on, under the names of options. fingerprint: of the drafter's weights"""
-        return {
-            "target": [self.target_name, self.facts.digest],
-            "drafter": [self.drafter_name, fingerprint, self.drafter.dtype],
-            "data": {
-                name: [[str(file.resolve()), file.stat().st_size] for file in source.files()]
-                for name, source in self.kinds.items()
-            },
-            "field": sorted({source.field for source in self.kinds.values()}),
-            "temperature": [asdict(warp) for warp in self.law.warps],
-            "draws": self.law.draws,
-            "feed": [self.law.feed, self.law.from_target],
-            "depth": self.blocks,
-            "tied": self.tied,
-            "w-rej": self.rejection_weight,
-            "minutes": self.minutes,
-            "chunks": self.chunks,
-            "seed": self.seed,
-        }
 
 
 class HeadRun:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.training.card import markdown_table
+from cluster.training.head_plan import HeadPlan
 from drafter_service.acceptance_head import HeadFacts
 from drafter_service.training.examples import TEXT
 from drafter_service.training.heads import BINS
-
-if TYPE_CHECKING:
-    from cluster.training.head import HeadPlan
 
 HEADER = ("prompts", "rows", "first accepted", "chances", "log loss, first", "log loss, all", "ECE, first", "ECE, all")
 

@@ -23,8 +23,9 @@ from cluster.tables import folding_table, page
 from cluster.training.acceptance import TEMPERATURES
 from cluster.training.adding import with_head, write_head_entry
 from cluster.training.data import DataSource
-from cluster.training.head import CARD_FILE, HeadPlan, train_head, warps_of
+from cluster.training.head import CARD_FILE, train_head, warps_of
 from cluster.training.head_card import HEADER, quality_rows
+from cluster.training.head_plan import HeadPlan
 from cluster.training.models import checked_target
 from cluster.training.options import Pattern, Resume, TextField
 from drafter_service.acceptance_head import MOST_BLOCKS

@@ -16,7 +16,8 @@ from cluster.arms import Arm
 from cluster.policies import Experience
 from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
 from cluster.policies.experience import Concurrency
-from cluster.policies.stopping import FIRST_H, Marginal, StopRule
+from cluster.policies.marginal import Marginal
+from cluster.policies.stopping import FIRST_H, StopRule
 from cluster.router.stopping import StoppingDrafter
 
 CHAIN = MarginalShape(DynamicShape(1, 8, 8))

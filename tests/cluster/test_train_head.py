@@ -32,7 +32,8 @@ from cluster.running import local_client
 from cluster.training import head as stages
 from cluster.training.adding import with_head
 from cluster.training.data import DataSource
-from cluster.training.head import HeadPlan, train_head, warps_of
+from cluster.training.head import train_head, warps_of
+from cluster.training.head_plan import HeadPlan
 from cluster.training.models import checked_target
 from cluster.training.stages import only_run_in
 from drafter_service.acceptance_head import read_head
