@@ -108,7 +108,7 @@ class EdgeVerifier:
         self.peers = peers
         self.text = text
         self.moves = 0
-        self.hello = peers.hello
+        self.hello = peers.hello or HELLO
         self.opened = Opened(0, len(text) - 1, 10)
 
     async def prompt_logprobs(self) -> EchoedLogprobs:

@@ -31,13 +31,14 @@ from cluster.arms import Arm
 from cluster.bench.measurement import Step
 from cluster.bench.report import aim_row
 from cluster.bench.statistics import Estimate, median_estimate
-from cluster.peers.drafter import DrafterHandle
+from cluster.peers.drafter import DrafterHandle, DrafterHandles
 from cluster.peers.opening import Leased, Pace
 from cluster.peers.verifier import VerifierHandle
-from cluster.policies import RunningRequest, Static
-from cluster.policies.experience import Concurrency
+from cluster.policies import Experience, RunningRequest, Static
 from cluster.proposers.proposals import ProposalLibrary
+from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.rounds import rounds
+from cluster.router.speculation import SpeculationPlan
 
 SHORT, LONG = 1_000, 100_000
 """Tokens of the texts that are compared."""
@@ -119,16 +120,22 @@ async def endless_rounds(tokens: int, period: int) -> AsyncGenerator[Verdict, No
     )
     pace = Pace()
     verifier = VerifierHandle(text, ModelFreePool(ModelFreePeer(period)), pace)
-    gate = RunningRequest(Concurrency(), fixed=True)
-    arm = Arm("drafter", SHAPE)
-    handle = DrafterHandle(arm.maker, ModelFreePool(ModelFreePeer(period)), pace, verifier, gate, adaptive=False)
-    drafter = ProposalLibrary(("lookup", "suffix"), 64, 16).around(handle, "", 8, 0.0)
-    assert drafter is not None
+    experience, arm = Experience(), Arm("drafter", SHAPE)
+    running = RunningRequest(experience.concurrency, fixed=True)
+    handle = DrafterHandle(arm.maker, ModelFreePool(ModelFreePeer(period)), pace, verifier, running, adaptive=False)
+    speculation = RequestSpeculation(
+        SpeculationPlan("fixed", Static(arm), learns=False),
+        experience,
+        running,
+        text,
+        DrafterHandles(lambda name: handle),
+        ProposalLibrary(("lookup", "suffix"), 64, 16).of("", 8, 0.0),
+    )
     try:
-        async for verdict in rounds(text, drafter, verifier, Static(arm)):
+        async for verdict in rounds(text, speculation, verifier, speculation):
             yield verdict
     finally:
-        await drafter.close(text)
+        await speculation.close(text)
         await verifier.close(text)
 
 

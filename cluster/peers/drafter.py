@@ -113,7 +113,6 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             return DraftTree.root_only(text.root)
         shape = arm.shape
         self._idle = 0
-        self._verifier.on_refused_tree = self.strike  # until another drafter makes a tree
         if self._opening_task is None:
             if not await self._begin_first(text):
                 return self._root_alone(text, "unwanted")
@@ -316,6 +315,11 @@ class DrafterHandles:
         """The first opening at each drafter that has opened the text."""
         return {name: handle.opened for name, handle in self.handles.items() if handle.opened is not None}
 
+    def strike(self, arm: Arm) -> None:
+        """As of `DrafterPort`."""
+        if arm.drafted:
+            self._handle(arm.maker).strike()
+
     async def prepare(self, text: Text, arm: Arm) -> None:
         """As of `DrafterPort`."""
         if arm.drafted:
@@ -357,6 +361,9 @@ class NoDrafter:
     """The handle of a target that has no drafter."""
 
     openings: Mapping[str, Opened] = MappingProxyType({})
+
+    def strike(self, arm: Arm) -> None:
+        return
 
     async def prepare(self, text: Text, arm: Arm) -> None:
         return

@@ -89,9 +89,11 @@ class Opening(Generic[P]):
         tokenizer: str = "",
         sampling: Sampling | None = None,
         ahead: bool = False,
+        echoes: bool = False,
     ) -> None:
         """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. `sampling`: the peer's, where
-        it differs from the text's. `ahead`: as of `OpenCall`."""
+        it differs from the text's. `ahead`: as of `OpenCall`. `echoes`: whether the peer reports the log-probabilities
+        of the text's tokens from `Text.echo_from` on."""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
@@ -107,7 +109,7 @@ class Opening(Generic[P]):
             tokenizer,
             text.prompt_length,
             text.logprobs,
-            text.echo_from,
+            text.echo_from if echoes else None,
             text.structure,
         )
 

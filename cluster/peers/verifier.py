@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
@@ -62,8 +62,6 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self.reopened = 0  # times that it was opened again at the same
         self.hello: Hello | None = None
         self.greeted = asyncio.Event()  # set once `hello` is
-        self.on_refused_tree: Callable[[], None] | None = None
-        self.stays_off: Callable[[], bool] | None = None  # whether the next tree, too, is likely its root alone
         self._patience_s = patience_s
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
@@ -110,12 +108,11 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         patience, EngineFailed when a second opening or round since the last verdict fails by a verifier's own fault,
         the same one's or another's."""
         give_up_s = self._clock() + self._patience_s
-        forgotten = 0
+        forgotten, refused = 0, False
         while True:
             opening = await self._current_opening(text)
             began_s = self._clock()
-            ahead = not tree.guesses and self.stays_off is not None and self.stays_off()
-            call = VerifyCall(opening.update(text), tree, ahead)
+            call = VerifyCall(opening.update(text), tree, tree.ahead)
             try:
                 verdict = await self._limit.wait(opening.peer.verify(call))
                 _check_verdict(verdict, tree, text, opening.hello)
@@ -132,9 +129,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                     raise
                 opening.unsent(call.update)
                 log.warning("verifier: refuses the tree: %s", error)
-                tree = DraftTree.root_only(text.root)
-                if self.on_refused_tree is not None:
-                    self.on_refused_tree()
+                tree, refused = DraftTree.root_only(text.root), True
             except Overloaded:
                 if self._clock() > give_up_s:
                     raise
@@ -154,8 +149,10 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                     self._pace.verified(self._clock() - began_s)
                 # A round begun ahead cannot be older than the call that announced it.
                 longest_us = microseconds(began_s - self._announced_s) if self._announced_s is not None else 0
-                self._announced_s = began_s if ahead else None
-                return verdict if verdict.ahead_us <= longest_us else replace(verdict, ahead_us=longest_us)
+                self._announced_s = began_s if tree.ahead else None
+                if refused or verdict.ahead_us > longest_us:
+                    verdict = replace(verdict, ahead_us=min(verdict.ahead_us, longest_us), refused=refused)
+                return verdict
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
         leased = old.leased if same else None
@@ -200,7 +197,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()
-                self._pending = Opening(leased, text, ahead=self._plain_first and self.opened is None)
+                first = self.opened is None
+                self._pending = Opening(leased, text, ahead=self._plain_first and first, echoes=first)
                 opening, opened = await self._first_open(self._pending, text)
                 self._check_echo(opened, text, opening.hello)
             except (DendroError, TimeoutError) as error:
@@ -222,7 +220,6 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 pause_s = min(2 * pause_s, LONGEST_BACKOFF_S)
             else:
                 self.opened = self.opened or opened
-                text.echo_from = None  # where the text is opened again, the client has them
                 if opening is not self._pending:
                     self._close_pending(text)
                 self._opening, self._pending = opening, None
@@ -278,7 +275,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._check_same(leased.hello)
         if leased.address == address:
             raise PeerLost("verifier: there is no other replica")
-        opening = Opening(leased, text)
+        opening = Opening(leased, text, echoes=self.opened is None)
         try:
             return opening, await opening.open(text)
         except BaseException:
@@ -293,7 +290,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
 
     def _check_echo(self, opened: Opened, text: Text, hello: Hello) -> None:
         """Raise BadAnswer where an opening does not report the log-probabilities that it was asked for."""
-        asked = text.echo_from if self.opened is None else None
+        asked = text.echo_from if self.opened is None else None  # a text that is opened again is not echoed again
         top, tokens = (text.logprobs, max(len(text) - asked, 0)) if asked is not None else (None, 0)
         if not opened.logprobs.fit(tokens, top, hello.vocabulary):
             raise BadAnswer(f"verifier: its log-probabilities of {tokens} tokens of the text are not those asked for")

@@ -186,6 +186,14 @@ class Prior:
             self.ranks[drafter] = kept * min(1.0, KEPT_ROUNDS / max(kept[0].sum(), 1e-9)) + counts
         self.promises = self.promises.at_most(KEPT_ROUNDS).added(other.promises)
 
+    def measured(self, costs: dict[int, Costs], gains: dict[int, float]) -> None:
+        """Replace the costs, by load class, and the gains of the target's trials."""
+        self.costs, self.gains = costs, gains
+
+    def replace_rounds(self, other: Prior) -> None:
+        """Replace what rounds emitted, ranked and promised by another's."""
+        self.lengths, self.ranks, self.promises = other.lengths, other.ranks, other.promises
+
     def begun(self) -> Prior:
         """A new tenant's prior made from this one of all tenants. Its rounds weigh at most PRIOR_ROUNDS."""
         return Prior(

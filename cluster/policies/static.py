@@ -12,10 +12,9 @@ from cluster.policies.offers import Offer
 class Static:
     """Chooses the same arm every round."""
 
-    stays_off = True  # the arm never changes
-
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
+        self.stays_off = arm.off
 
     def choose(self, offer: Offer | None = None) -> Arm:
         return self.arm

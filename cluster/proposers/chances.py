@@ -39,6 +39,14 @@ class Count:
         self.right += right
         self.of += 1
 
+    def add(self, other: Count) -> None:
+        self.right, self.of = self.right + other.right, self.of + other.of
+
+    def at_most(self, most: float) -> Count:
+        """The same share, from at most so many proposals."""
+        share = min(1.0, most / self.of)
+        return Count(share * self.right, share * self.of)
+
 
 @dataclass(slots=True)
 class Chances:
@@ -94,13 +102,8 @@ def usual_chances(tenants: Iterable[Chances]) -> Chances:
     usual = Chances()
     for chances in tenants:
         for kind, count in chances.counts.items():
-            share = min(1.0, TENANT_MOST / count.of)
-            pooled = usual.counts.setdefault(kind, Count())
-            pooled.right, pooled.of = pooled.right + share * count.right, pooled.of + share * count.of
-    for count in usual.counts.values():
-        share = min(1.0, BEGUN_MOST / count.of)
-        count.right, count.of = share * count.right, share * count.of
-    return usual
+            usual.counts.setdefault(kind, Count()).add(count.at_most(TENANT_MOST))
+    return Chances({kind: count.at_most(BEGUN_MOST) for kind, count in usual.counts.items()})
 
 
 def _kind(name: str, proposal: Proposal, row: int, depth: int) -> Kind:

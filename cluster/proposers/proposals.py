@@ -1,32 +1,25 @@
-"""Wraps a drafter with proposers. The round loop sees one drafter, whose trees have more guesses.
+"""Proposals for a text's rounds, and what a router keeps of each tenant for them.
 
 Proposals for a round are available before its shape is chosen (`offer`), so that the drafter need not be asked where
-they suffice. Where the drafter is late, lost or absent, the tree has proposals alone.
+they suffice. A drafter's tree is merged with them.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from dendro.calls import Opened
-from dendro.step_sizes import StepSizes
 from dendro.text import Text
 from dendro.tree import DraftTree
 
-from cluster.arms import Arm
 from cluster.policies.classes import temperature_class
 from cluster.proposers.chances import Chances, usual_chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
 from cluster.proposers.proposal import Proposal, Proposer
 from cluster.proposers.suffix import Outputs, Suffix
-
-if TYPE_CHECKING:
-    from cluster.router.ports import DrafterPort
 
 TEXT_TOKENS = 8192
 """Most tokens of a text in its suffix automaton: some 3 MB."""
@@ -41,21 +34,9 @@ TENANTS = 64
 
 
 class Proposals:
-    """A request's drafter handle with its proposers. A merged tree fills the rows to which the verifier would pad the
-    drafted shape anyway, within the limits of the target and the request."""
+    """The proposals for one text: guesses of its proposers, with their chances as counted so far."""
 
-    def __init__(
-        self,
-        drafter: DrafterPort,
-        proposers: Sequence[Proposer],
-        chances: Chances,
-        max_rows: int,
-        max_depth: int,
-        sizes: Callable[[], StepSizes],
-    ) -> None:
-        """sizes: of the verifier's steps, which are known after its hello"""
-        self._drafter = drafter
-        self._sizes = sizes
+    def __init__(self, proposers: Sequence[Proposer], chances: Chances, max_rows: int, max_depth: int) -> None:
         self._proposers = proposers
         self._chances = chances
         self._max_rows = max_rows
@@ -65,39 +46,15 @@ class Proposals:
         self._base = 0  # ... for a text of this length
         self._ended = False
 
-    @property
-    def openings(self) -> Mapping[str, Opened]:
-        return self._drafter.openings
-
-    async def prepare(self, text: Text, arm: Arm) -> None:
-        await self._drafter.prepare(text, arm)
-
     def offer(self, text: Text) -> DraftTree:
         """All proposals for the next round as one tree; the root alone where there are none. Those of one proposer
         need no merging: the policy uses their chances and their number."""
-        self._propose(text)
+        self.propose(text)
         if len(self._trees) == 1:
             return self._trees[0]
         return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
 
-    async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        if arm.off:
-            return await self._drafter.draft(text, arm)
-        self._propose(text)
-        tree = await self._drafter.draft(text, arm)
-        # What a draft that stopped in time left out is not worth its verification: proposals do not fill these rows.
-        rows = tree.rows if arm.shape.stops and not tree.missed else arm.rows
-        return merge([tree, *self._trees], self._rows(rows, arm.drafted), self._max_depth)
-
-    async def close(self, text: Text) -> None:
-        """As the drafter's: never raises, and may be called again."""
-        if not self._ended:
-            self._ended = True
-            for proposer in self._proposers:
-                proposer.end(text)
-        await self._drafter.close(text)
-
-    def _propose(self, text: Text) -> None:
+    def propose(self, text: Text) -> None:
         """Learn from the last proposals and make new ones, once per length of the text."""
         if self._base == len(text):
             return
@@ -114,9 +71,17 @@ class Proposals:
                 self._proposed.append((proposer.name, proposal))
         self._trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
 
-    def _rows(self, rows: int, drafted: bool) -> int:
-        """The most rows of a merged tree; `rows` without the proposals that only fill a padded step."""
-        return min(self._sizes().padded(rows) if drafted else rows, self._max_rows)
+    def merged(self, tree: DraftTree, rows: int) -> DraftTree:
+        """A drafter's tree with the last proposals, cut to `rows` rows and to the limits of the target and the request.
+        A late or lost tree is the root alone: the result then has proposals alone."""
+        return merge([tree, *self._trees], min(rows, self._max_rows), self._max_depth)
+
+    def end(self, text: Text) -> None:
+        """The text has ended. May be called again."""
+        if not self._ended:
+            self._ended = True
+            for proposer in self._proposers:
+                proposer.end(text)
 
 
 @dataclass(slots=True)
@@ -138,17 +103,10 @@ class ProposalLibrary:
         self._max_depth = max_depth
         self._pasts: OrderedDict[str, TenantHistory] = OrderedDict()  # by tenant
 
-    def around(
-        self,
-        drafter: DrafterPort,
-        tenant: str,
-        max_rows: int,
-        temperature: float,
-        sizes: Callable[[], StepSizes] = StepSizes,
-    ) -> Proposals | None:
-        """A request's drafter with its proposers; None where it has none.
+    def of(self, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
+        """The proposals for a new text; None where it has none.
 
-        max_rows: the request's limit for a tree   sizes: those of the target's steps that are known by now
+        max_rows: the request's limit for a tree
 
         Chances are counted per temperature class, since verbatim repetition depends on the temperature.
         """
@@ -157,7 +115,7 @@ class ProposalLibrary:
         past = self._past(tenant)
         proposers = [self._proposer(name, past) for name in self._names]
         chances = past.chances[temperature_class(temperature)]
-        return Proposals(drafter, proposers, chances, min(max_rows, self._max_rows), self._max_depth, sizes)
+        return Proposals(proposers, chances, min(max_rows, self._max_rows), self._max_depth)
 
     def _proposer(self, name: str, past: TenantHistory) -> Proposer:
         if name == Lookup.name:

@@ -72,7 +72,7 @@ class Served:
         )
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """One answer of an admitted request."""
 
@@ -98,7 +98,6 @@ class Job:
     record: Record | None  # of the session so far; None: it begins with this request
     began_s: float  # by the router's clock
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
-    target: str = ""  # `Hello.target`, a digest of what tokens depend on besides the text; empty until there is one
 
     def of_sample(self, sample: int) -> Job:
         """Another answer of the same request, which is not checked again: it has another sample index, and no echo."""
@@ -114,6 +113,11 @@ class Job:
     @property
     def answer_length(self) -> int:
         return self.limits.max_length - len(self.prompt)
+
+    @property
+    def scores(self) -> bool:
+        """Whether it asks for the prompt's log-probabilities alone, without a token of an answer."""
+        return not self.answer_length
 
     @property
     def decoder(self) -> Tokenizer:

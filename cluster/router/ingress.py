@@ -17,11 +17,10 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TypeVar
 
 from dendro.clock import Clock
-from dendro.errors import BadRequest, Conflict, DendroError, NotFound, OutOfTime, PeerLost, one_line
+from dendro.errors import BadRequest, DendroError, OutOfTime, one_line
 from dendro.logprobs import NOT_ECHOED, fill_logprobs
 from dendro.long_work import off_loop
 from dendro.tasks import BackgroundTasks
@@ -30,7 +29,7 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
 from cluster.config import Config
-from cluster.policies import Experiences
+from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import NoPriors, PriorStore
 from cluster.proposers.proposals import ProposalLibrary
 from cluster.router.acceptance_watch import AcceptanceWatch
@@ -46,13 +45,14 @@ from cluster.router.admission import (
     check_written_tokens,
 )
 from cluster.router.echo import echo_of
-from cluster.router.ports import DrafterPort, HandlePort, PeersPort
+from cluster.router.ports import HandlePort, PeersPort, VerifierPort
 from cluster.router.priors import Priors
+from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.rounds import rounds
 from cluster.router.samples import SharedPrompt, merged
 from cluster.router.stop_strings import AnswerText
-from cluster.router.stopping import StoppingDrafter
-from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
+from cluster.router.turns import TurnWriter
+from cluster.sessions import Sessions, Turn
 
 log = logging.getLogger("dendro.router")
 
@@ -96,7 +96,7 @@ class Ingress:
         self.config = config
         self._clock = clock
         self._peers = peers
-        self._sessions = sessions
+        self._turns = TurnWriter(sessions)
         if served is None:
             facts = read_cluster(config)
             check_pairs(config, facts)
@@ -150,8 +150,8 @@ class Ingress:
             job = await self._admission.admit(request, request_id, tenant)
             answer = await off_loop(_work_of_held(job), lambda: _held_answer(job))
         except BaseException as error:
-            outcome = type(error).__name__ if isinstance(error, DendroError) else "refused"
-            self._log_end(request_id, tenant, None, began_s, outcome)
+            outcome = type(error).__name__ if isinstance(error, DendroError) else REFUSED
+            self._log_end(request_id, tenant, began_s, Ending(outcome))
             raise
         del request  # it may be large, and an answer may take long
         if job.answers == 1:
@@ -177,143 +177,154 @@ class Ingress:
         self, job: Job, answer: AnswerText, prompt: SharedPrompt | None = None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream one answer. answer: of the tokens that the client has   prompt: of a request for several"""
-        outcome, account = "refused", None
+        ending = Ending()
         try:
-            text = Text(
-                job.prompt + job.held,
-                job.sampling,
-                # Text needs room for a token, which a complete answer in `held` does not leave; it is ended below.
-                replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
-                job.tenant,
-                job.marks,
-                answer if job.stops.strings else None,
-                len(job.held),
-                job.logprobs,
-                job.echo_from,
-                job.structure,
-            )
+            text = _text_of(job, answer)
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
-            outcome = "left"
-            if job.written is not None and not job.computed_again:
-                rest = self._rest_of_written(job, job.written, answer)
-                yield _started(job, text, job.written.target)
-                async for part in echo_of(job):
-                    yield part
-                for event in rest:
-                    yield event
-                outcome = "written"
-                return
+            ending.is_(LEFT)
             finish = self._finish_of_held(job, answer) if job.held else None
-            complete = pb.GenerateComplete()
-            if finish is None:
-                experience = job.experience
-                with experience.concurrency.running(fixed=not job.plan.free) as running:
-                    account = RoundAccount(job.plan, experience, running, self._clock)
-                    try:
-                        run = self._run(job, text, account, complete, prompt)
-                        async with aclosing(_ahead(run, self._left_s(job))) as done:
-                            async for each in done:
-                                yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
-                    finally:
-                        if job.plan.learns:
-                            self._priors.learn(job.kind, account.notes, experience)
-                finish = text.finish if job.answer_length else Finish.LENGTH
-                assert finish is not None
-            else:  # the client has the whole answer
-                assert job.resume is not None
-                job.target = job.resume.target
-                yield _started(job, text, job.target)
-            complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
-            complete.usage.prompt_tokens = len(job.prompt)
-            complete.usage.completion_tokens = len(text) - len(job.prompt)
-            if job.written is not None:
-                complete.session = job.session
-            elif job.session:
-                complete.session = await self._keep(job, text, finish)
-            outcome = str(finish)
-            yield pb.GenerateResponse(complete=complete)
+            if job.written is not None and not job.computed_again:
+                responses = self._written_answer(job, job.written, text, answer, ending)
+            elif finish is not None:
+                responses = self._held_answer(job, text, answer, finish, ending)
+            else:
+                responses = self._computed_answer(job, text, answer, prompt, ending)
+            async with aclosing(responses):
+                async for response in responses:
+                    yield response
         except DendroError as error:
-            outcome = type(error).__name__
+            ending.is_(type(error).__name__)
             raise
         finally:
-            self._log_end(job.request_id, job.tenant, account, job.began_s, outcome)
+            self._log_end(job.request_id, job.tenant, job.began_s, ending)
 
-    def _log_end(
-        self, request_id: str, tenant: str, account: RoundAccount | None, began_s: float, outcome: str
-    ) -> None:
+    async def _written_answer(
+        self, job: Job, turn: Turn, text: Text, answer: AnswerText, ending: Ending
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """An answer that is in the session's record already: an earlier attempt of the request wrote it."""
+        rest = self._rest_of_written(job, turn, answer)
+        yield _started(job, text, turn.target)
+        async for part in echo_of(job):
+            yield part
+        for event in rest:
+            yield event
+        ending.is_("written")
+
+    async def _held_answer(
+        self, job: Job, text: Text, answer: AnswerText, finish: Finish, ending: Ending
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """An answer that the client has whole, and resumes for its `complete`."""
+        assert job.resume is not None
+        yield _started(job, text, job.resume.target)
+        yield await self._completed(job, text, answer, finish, job.resume.target, pb.GenerateComplete(), ending)
+
+    async def _computed_answer(
+        self, job: Job, text: Text, answer: AnswerText, prompt: SharedPrompt | None, ending: Ending
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """An answer that the target makes, from the tokens that the client has on."""
+        complete, plan, concurrency = pb.GenerateComplete(), job.plan, job.experience.concurrency
+        with concurrency.running(fixed=not plan.free) as running:
+            beside = prompt.first if prompt is not None else None
+            verifier = self._peers.verifier(job.served.name, text, beside, plan.plain_first and not job.scores)
+            speculation = self._speculation(job, text, running)
+            ending.of(speculation.account)
+            if prompt is not None:
+                prompt.share(text)
+            try:
+                run = self._run(job, text, verifier, speculation, complete)
+                async with aclosing(_ahead(run, self._left_s(job))) as done:
+                    async for each in done:
+                        yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
+            finally:
+                if plan.learns:
+                    self._priors.learn(job.kind, speculation.notes, job.experience)
+        finish = text.finish if job.answer_length else Finish.LENGTH
+        assert finish is not None and verifier.hello is not None
+        yield await self._completed(job, text, answer, finish, verifier.hello.target, complete, ending)
+
+    def _speculation(self, job: Job, text: Text, running: RunningRequest) -> RequestSpeculation:
+        """How the text is speculated on; its verifier's handle exists."""
+        name, plan = job.served.name, job.plan
+        drafters = self._peers.drafters(name, text, running, plan.deadline_s, plan.adaptive)
+        proposals = self._libraries[name].of(job.tenant, plan.proposed_rows, job.sampling.temperature)
+        return RequestSpeculation(plan, job.experience, running, text, drafters, proposals, self._clock)
+
+    async def _completed(
+        self,
+        job: Job,
+        text: Text,
+        answer: AnswerText,
+        finish: Finish,
+        target: str,
+        complete: pb.GenerateComplete,
+        ending: Ending,
+    ) -> pb.GenerateResponse:
+        """The last response, once the session's record is written. target: as in `Started`"""
+        complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
+        complete.usage.prompt_tokens = len(job.prompt)
+        complete.usage.completion_tokens = len(text) - len(job.prompt)
+        if job.written is not None:
+            complete.session = job.session
+        elif job.session:
+            complete.session = await self._turns.keep(job, text, finish, target)
+        ending.is_(str(finish))
+        return pb.GenerateResponse(complete=complete)
+
+    def _log_end(self, request_id: str, tenant: str, began_s: float, ending: Ending) -> None:
         log.info(
             "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
             one_line(request_id, MAX_REQUEST_ID),
             hashlib.sha256(tenant.encode()).hexdigest()[:8],
-            account.stats.emitted_tokens if account else 0,
-            account.stats.rounds if account else 0,
-            account.stats.accepted_tokens if account else 0,
+            ending.stats.emitted_tokens,
+            ending.stats.rounds,
+            ending.stats.accepted_tokens,
             self._clock() - began_s,
-            outcome,
+            ending.outcome,
         )
 
     async def _run(
         self,
         job: Job,
         text: Text,
-        account: RoundAccount,
+        verifier: VerifierPort,
+        speculation: RequestSpeculation,
         complete: pb.GenerateComplete,
-        prompt: SharedPrompt | None,
     ) -> AsyncGenerator[pb.GenerateResponse | _FinishedRound, None]:
         """Yield `started` once a verifier is leased, then each round; release the leases at the end. Sets the
         statistics of `complete`."""
         before = len(job.prompt)
-        name, plan, scores = job.served.name, job.plan, not job.answer_length  # its prompt alone, without a round
-        beside = prompt.first if prompt is not None else None
-        verifier = self._peers.verifier(name, text, beside, plan.plain_first and not scores)
-        if prompt is not None:
-            prompt.share(text)
-        verifier.stays_off = account.stays_off
-        drafter: DrafterPort = self._peers.drafters(name, text, account.running, plan.deadline_s, plan.adaptive)
-        if account.stopping is not None:
-            drafter = StoppingDrafter(drafter, account.stopping)
-        shared = job.experience.concurrency
-        proposals = self._libraries[name].around(
-            drafter, job.tenant, plan.proposed_rows, job.sampling.temperature, lambda: shared.sizes
-        )
-        if proposals is not None:
-            drafter, account.offer = proposals, partial(proposals.offer, text)
         try:
             hello = await verifier.first_hello()
-            account.learn_hello(hello)
-            target = hello.target
-            self._admission.learn_target(name, target)
-            check_target_of_resume(job.resume, job.held, target)
+            speculation.learn_hello(hello)
+            self._admission.learn_target(job.served.name, hello.target)
+            check_target_of_resume(job.resume, job.held, hello.target)
             check_resumed_structure(job)
-            check_written_target(job, target)
-            job.target = target
-            yield _started(job, text, target)
+            check_written_target(job, hello.target)
+            yield _started(job, text, hello.target)
             wanted = job.echo_from is not None
             async for part in echo_of(job, await verifier.prompt_logprobs() if wanted else NOT_ECHOED):
                 yield part
-            if scores:
+            if job.scores:
                 return
-            if plan.plain_first:
-                await drafter.prepare(text, account.foresee())
-            async with aclosing(rounds(text, drafter, verifier, account)) as verdicts:
+            await speculation.prepare()
+            async with aclosing(rounds(text, speculation, verifier, speculation)) as verdicts:
                 async for verdict in verdicts:
                     check_written_tokens(job, text)
-                    account.learn_hello(verifier.hello)
-                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, account.arm_name)
+                    speculation.learn_hello(verifier.hello)
+                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, speculation.arm_name)
         finally:
-            await self._close(text, drafter, verifier)
-        account.fill(complete, drafter.openings, verifier.opened)
-        self._acceptance.learn(name, complete.drafters)
-        complete.speculation.verifier_moves = verifier.moves
-
-    def _left_s(self, job: Job) -> float:
-        return self.config.router.request_timeout_s - (self._clock() - job.began_s)
+            await self._close(text, speculation, verifier)
+        speculation.fill(complete, verifier.opened, verifier.moves)
+        self._acceptance.learn(job.served.name, complete.drafters)
 
     async def _close(self, text: Text, *handles: HandlePort) -> None:
         """Close the handles in tasks of their own, so that neither a cancelled request nor a hung peer keeps a lease.
         Waits CLOSE_BUDGET_S at most."""
         tasks = [self._closing.start(handle.close(text)) for handle in handles]
         await asyncio.wait(tasks, timeout=CLOSE_BUDGET_S)
+
+    def _left_s(self, job: Job) -> float:
+        return self.config.router.request_timeout_s - (self._clock() - job.began_s)
 
     def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
         """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
@@ -345,62 +356,24 @@ class Ingress:
         )
         return [*events, pb.GenerateResponse(complete=complete)]
 
-    async def _keep(self, job: Job, text: Text, finish: Finish) -> str:
-        """Write the session's record. Returns its token. Raises PeerLost where it is not known whether the store has
-        it: the client repeats the request, whose id shows whether its turn was written."""
-        earlier = job.record
-        turn = Turn(
-            request=job.request_id,
-            start=len(earlier.tokens) if earlier else 0,
-            prompt=len(job.prompt),
-            end=len(text),
-            seed=job.sampling.seed,
-            finish=finish.value,
-            target=job.target,
-            mode=job.sampling.mode.value,
-            sample_index=job.sampling.sample_index,
-        )
-        record = Record(
-            tokens=tuple(text.ids),
-            seed=job.sampling.seed,
-            sample_index=job.sampling.sample_index,
-            marks=(*(earlier.marks if earlier else ()), len(text)),
-            version=earlier.version + 1 if earlier else 1,
-            model=job.served.name,
-            tokenizer=job.served.tokenizer.fingerprint,
-            turns=(*(earlier.turns if earlier else ()), turn)[-KEPT_TURNS:],
-        )
-        try:
-            return await self._write(job, record)
-        except PeerLost as error:
-            log.warning("request %s: its turn may not be kept: %s", one_line(job.request_id, MAX_REQUEST_ID), error)
-            raise
 
-    async def _write(self, job: Job, record: Record, again: bool = True) -> str:
-        """Write a record; returns the token that it is stored under. Raises PeerLost where it stays unknown whether the
-        record was written, and Conflict where another request wrote the session first. again: whether a write that the
-        store did not confirm may be retried once."""
-        try:
-            await self._sessions.write(job.session, job.tenant, record)
-        except NotFound:  # the store lost the secret that made the token: a record is whole, so store it under another
-            session = await self._sessions.new_token(job.tenant)
-            await self._sessions.write(session, job.tenant, record)
-            return session
-        except (Conflict, PeerLost):
-            # Another attempt of this request may have written its turn meanwhile, and other turns may have followed. Or
-            # this write was made, and its answer was lost. Or nothing was written. What is stored shows which: a write
-            # that is still on its way fails once another one was made.
-            try:
-                found = await self._sessions.read(job.session, job.tenant)
-            except NotFound:
-                found = None
-            turn = found.turn_of(job.request_id) if found is not None else None
-            if found is not None and turn is not None and found.tokens[: turn.end] == record.tokens:
-                return job.session
-            if not again or (found is not None and found.version >= record.version):
-                raise
-            return await self._write(job, record, again=False)
-        return job.session
+REFUSED, LEFT = "refused", "left"
+"""Outcomes in the log: of an answer that did not begin, and of one whose client went away."""
+
+
+class Ending:
+    """What the log says of an answer: how it ended, and the statistics of its rounds."""
+
+    def __init__(self, outcome: str = REFUSED) -> None:
+        self.outcome = outcome
+        self.stats = pb.SpeculationStats()
+
+    def of(self, account: RoundAccount) -> None:
+        """The answer is computed; its rounds are counted there."""
+        self.stats = account.stats
+
+    def is_(self, outcome: str) -> None:
+        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -470,6 +443,23 @@ def _held_answer(job: Job) -> AnswerText:
     if answer.length < len(job.held):
         raise BadRequest("resume.token_ids", f"go on after the stop string that their token {answer.length} completes")
     return answer
+
+
+def _text_of(job: Job, answer: AnswerText) -> Text:
+    """The text of an answer, which is not sent to any peer yet."""
+    return Text(
+        job.prompt + job.held,
+        job.sampling,
+        # Text needs room for a token, which a complete answer in `held` does not leave; it is ended later.
+        replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
+        job.tenant,
+        job.marks,
+        answer if job.stops.strings else None,
+        len(job.held),
+        job.logprobs,
+        job.echo_from,
+        job.structure,
+    )
 
 
 def _started(job: Job, text: Text, target: str) -> pb.GenerateResponse:

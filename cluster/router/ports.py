@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from dendro.calls import Hello, Opened
@@ -32,6 +32,10 @@ class DrafterPort(Drafter, HandlePort, Protocol):
         """Tokens and time of the first opening at each drafter that has opened the text, by its name."""
         ...
 
+    def strike(self, arm: Arm) -> None:
+        """Count a tree of this arm that the verifier refused. After some of them its drafter is asked for no more."""
+        ...
+
     async def prepare(self, text: Text, arm: Arm) -> None:
         """Open the text at the arm's drafter in the background, where the request may speculate: a later round will
         likely ask for its tree. Returns when the opening has begun."""
@@ -40,12 +44,10 @@ class DrafterPort(Drafter, HandlePort, Protocol):
 
 class VerifierPort(Verifier, HandlePort, Protocol):
     """A verifier, leased for one request. `moves` counts its replacements; `hello` is that of the leased replica, None
-    until there is one. `stays_off`, where it is set, tells in a round without a tree whether the next likely has none,
-    too."""
+    until there is one."""
 
     moves: int
     hello: Hello | None
-    stays_off: Callable[[], bool] | None
 
     @property
     def opened(self) -> Opened | None:

@@ -55,12 +55,12 @@ class Priors:
             return
         prior.add(notes)
         self._note(key, notes)
-        prior.costs, prior.gains = experience.hints(), gains
+        prior.measured(experience.hints(), gains)
         self._unwritten[key] = None
         if key not in self._reading:
             usual, pair = pair_prior(self._tenants(key)), self._remember(_pair_key(key))
-            pair.lengths, pair.ranks, pair.promises = usual.lengths, usual.ranks, usual.promises
-            pair.costs, pair.gains = prior.costs, gains
+            pair.replace_rounds(usual)
+            pair.measured(prior.costs, gains)
             self._unwritten[_pair_key(key)] = None
         self._write()
 

@@ -37,6 +37,11 @@ class SharedPrompt:
             await asyncio.sleep(0)
 
 
+def _numbered(response: pb.GenerateResponse, sample: int) -> pb.GenerateResponse:
+    response.sample = sample
+    return response
+
+
 async def merged(streams: Sequence[Responses]) -> Responses:
     """The responses of several streams as they come, each with the number of its stream. Raises the first error of any
     stream; all are closed before it ends."""
@@ -45,8 +50,7 @@ async def merged(streams: Sequence[Responses]) -> Responses:
     async def drive(sample: int, stream: Responses) -> None:
         async with aclosing(stream):
             async for response in stream:
-                response.sample = sample
-                await waiting.put(response)
+                await waiting.put(_numbered(response, sample))
 
     async def note_end() -> None:
         await asyncio.wait(drivers, return_when=asyncio.FIRST_EXCEPTION)

@@ -277,6 +277,7 @@ class Verdict:
     trimmed: int = 0  # guesses of the tree that the step had no room for
     cold: bool = False  # its times do not predict later rounds: the step compiled kernels, or had rows of its prompt
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
+    refused: bool = False  # the verifier refused the tree, so the round had its root alone
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):

@@ -72,6 +72,7 @@ class DraftTree:
     missed: bool = False  # a drafter was called and sent no tree; any guesses are the router's own proposals
     laws: tuple[ChildLaw, ...] = ()  # of the rows with children, ascending, where guesses were drawn; else empty
     proposed: frozenset[int] = frozenset()  # rows of a drafter's tree that are the router's own proposals alone
+    ahead: bool = False  # a root alone: the next round likely has no tree either, so the verifier may begin it ahead
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -106,9 +107,9 @@ class DraftTree:
         return cls(ids, np.fromiter(parents, np.int64), logs)
 
     @classmethod
-    def root_only(cls, root: int, proposer: str = "") -> DraftTree:
+    def root_only(cls, root: int, proposer: str = "", ahead: bool = False) -> DraftTree:
         """The empty tree: a round with it is a plain decode step."""
-        return cls.unchecked(np.array([root], np.int64), _NO_PARENT, _NO_VALUE, proposer)
+        return cls.unchecked(np.array([root], np.int64), _NO_PARENT, _NO_VALUE, proposer, ahead=ahead)
 
     @classmethod
     def unchecked(
@@ -122,6 +123,7 @@ class DraftTree:
         texts: int = 1,
         missed: bool = False,
         proposed: frozenset[int] = frozenset(),
+        ahead: bool = False,
     ) -> DraftTree:
         """A tree that its maker built parents first, of checked tokens. The constructor's checks take as long as a
         quarter of a router's round."""
@@ -136,6 +138,7 @@ class DraftTree:
             texts=texts,
             missed=missed,
             proposed=proposed,
+            ahead=ahead,
         )
         return tree
 

@@ -65,6 +65,24 @@ class Ran:
         return len(self.lengths) - self.drafter.fallbacks["opening"]
 
 
+class OneHandle:
+    """What the loop calls in place of a RequestSpeculation: one handle, and any policy. A round without a tree
+    announces the next where `stays_off` says so."""
+
+    def __init__(self, drafter, policy, stays_off):
+        self.drafter, self.choose, self.policy, self.stays_off = drafter, policy.choose, policy, stays_off
+
+    async def draft(self, text, arm):
+        tree = await self.drafter.draft(text, arm)
+        announces = not tree.guesses and self.stays_off is not None and self.stays_off()
+        return DraftTree.root_only(text.root, ahead=True) if announces else tree
+
+    def learn(self, arm, tree, verdict):
+        if verdict.refused:
+            self.drafter.strike()
+        self.policy.learn(arm, tree, verdict)
+
+
 async def run(
     text,
     drafters,
@@ -82,13 +100,13 @@ async def run(
     drafter's handle, `options` of the verifier's. `prepared`: the drafter is prepared first."""
     pace, clock = pace or Pace(), asyncio.get_running_loop().time
     verifier = VerifierHandle(text, verifiers, pace, clock=clock, **options)
-    verifier.stays_off = stays_off
     drafter = DrafterHandle(CHAIN.maker, drafters, pace, verifier, gate or Gate(), clock=clock, **(drafting or {}))
     lengths: list[int] = []
     try:
         if prepared:
             await drafter.prepare(text, CHAIN)
-        async for verdict in rounds(text, drafter, verifier, policy or Static(CHAIN)):
+        speculation = OneHandle(drafter, policy or Static(CHAIN), stays_off)
+        async for verdict in rounds(text, speculation, verifier, speculation):
             lengths.append(len(verdict.tokens))
             if each is not None:
                 await each(len(lengths))

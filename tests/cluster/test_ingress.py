@@ -280,6 +280,19 @@ async def test_a_request_ends_at_its_time_limit():
     assert len(peers.closed) == 2
 
 
+async def test_a_client_that_leaves_before_the_first_round_leaves_no_handle_open():
+    class Leaving(EdgePeers):
+        def drafters(self, *arguments, **named):
+            reading.cancel()
+            return super().drafters(*arguments, **named)
+
+    peers = Leaving()
+    events = ingress(peers).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=8, speculation=CHAIN))
+    reading = asyncio.create_task(anext(events))
+    await asyncio.wait({reading})
+    assert reading.cancelled() and peers.rounds <= 1 and len(peers.closed) == 2
+
+
 @pytest.mark.parametrize("keep", [False, True])
 async def test_an_answer_without_trees_leases_no_drafter_even_if_its_session_is_kept(keep: bool):
     """With real handles: a later turn finds no saved state and processes the text."""

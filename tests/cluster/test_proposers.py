@@ -17,13 +17,17 @@ from hypothesis import strategies as st
 
 from cluster.arms import Arm
 from cluster.peers.drafter import NoDrafter
+from cluster.policies import Experience, Static
+from cluster.policies.experience import Concurrency
 from cluster.proposers import lookup, suffix
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
 from cluster.proposers.proposal import LEAST, Proposal
-from cluster.proposers.proposals import TENANTS, ProposalLibrary
+from cluster.proposers.proposals import TENANTS, ProposalLibrary, Proposals
 from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
+from cluster.router.request_speculation import RequestSpeculation
+from cluster.router.speculation import SpeculationPlan
 
 STRINGS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 """With so few different tokens that most substrings recur."""
@@ -232,13 +236,13 @@ async def test_an_answer_is_proposed_to_its_tenant_only():
     first = a_text([1, 2, 3, 40, 41, 42, 43], "one", prompt=3)
 
     async def guesses(tenant: str) -> list[tuple[int, ...]]:
-        handle = library.around(NoDrafter(), tenant, MAX_ROWS, 0.0)
-        return paths(await handle.draft(a_text([9, 40, 41], tenant), of_mamba(LevelShape((1, 1, 1)))))
+        handle = library.of(tenant, MAX_ROWS, 0.0)
+        return paths(await drafted(handle, a_text([9, 40, 41], tenant), of_mamba(LevelShape((1, 1, 1)))))
 
     assert await guesses("one") == []
-    handle = library.around(NoDrafter(), "one", MAX_ROWS, 0.0)
-    await handle.close(first)
-    await handle.close(first)
+    handle = library.of("one", MAX_ROWS, 0.0)
+    handle.end(first)
+    handle.end(first)
     assert await guesses("one") == [(42,), (42, 43)]
     assert await guesses("two") == await guesses("") == []
     for number in range(TENANTS):
@@ -356,7 +360,15 @@ def test_trees_with_different_roots_are_refused():
         merge([DraftTree.root_only(1), DraftTree.root_only(2)], 8, 8)
 
 
-# Around a drafter
+# With a drafter's trees
+
+
+async def drafted(proposals: Proposals, text: Text, arm: Arm, sizes: StepSizes | None = None) -> DraftTree:
+    """The tree of a round without a drafter."""
+    experience = Experience(Concurrency(sizes=sizes or StepSizes()))
+    with experience.concurrency.running() as running:
+        plan = SpeculationPlan("fixed", Static(arm))
+        return await RequestSpeculation(plan, experience, running, text, NoDrafter(), proposals).draft(text, arm)
 
 
 async def test_proposals_fill_padding_rows_only():
@@ -368,76 +380,69 @@ async def test_proposals_fill_padding_rows_only():
         (LevelShape((3, 2, 1)), 12, 12),
         (OFF, 64, 1),
     ):
-        handle = ProposalLibrary(("lookup", "suffix"), max_rows, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
-        assert (await handle.draft(a_text(ids), of_mamba(shape))).rows == rows, shape
+        handle = ProposalLibrary(("lookup", "suffix"), max_rows, 16).of("", MAX_ROWS, 0.0)
+        assert (await drafted(handle, a_text(ids), of_mamba(shape))).rows == rows, shape
     few = (LevelShape((1, 1)), 3), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
     padded = (LevelShape((1, 1)), 8), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
     for sizes, cases in ((StepSizes((1, 2, 3, 8, 16)), few), (StepSizes(), padded)):
         for shape, rows in cases:
-            handle = ProposalLibrary(("lookup", "suffix"), 64, 16).around(
-                NoDrafter(), "", MAX_ROWS, 0.0, lambda sizes=sizes: sizes
-            )
-            assert (await handle.draft(a_text(ids), of_mamba(shape))).rows == rows, (sizes, shape)
-    own_limit = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", 5, 0.0)
-    assert (await own_limit.draft(a_text(ids), of_mamba(LevelShape((3, 2, 1))))).rows == 5
-    shallow = (
-        await ProposalLibrary(("lookup",), 64, 3)
-        .around(NoDrafter(), "", MAX_ROWS, 0.0)
-        .draft(a_text(ids), of_mamba(LevelShape((3, 2, 1))))
-    )
+            handle = ProposalLibrary(("lookup", "suffix"), 64, 16).of("", MAX_ROWS, 0.0)
+            assert (await drafted(handle, a_text(ids), of_mamba(shape), sizes)).rows == rows, (sizes, shape)
+    own_limit = ProposalLibrary(("lookup",), 64, 16).of("", 5, 0.0)
+    assert (await drafted(own_limit, a_text(ids), of_mamba(LevelShape((3, 2, 1))))).rows == 5
+    three_deep = ProposalLibrary(("lookup",), 64, 3).of("", MAX_ROWS, 0.0)
+    shallow = await drafted(three_deep, a_text(ids), of_mamba(LevelShape((3, 2, 1))))
     assert shallow.depths.max() == 3
 
 
 async def test_nothing_is_proposed_past_an_answers_length_limit():
     text = Text([5, 5, 5, 5], Sampling(), Limits(7))
-    handle = ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0)
-    tree = await handle.draft(text, of_mamba(LevelShape((1,) * 7)))
+    handle = ProposalLibrary(("lookup",), 64, 16).of("", MAX_ROWS, 0.0)
+    tree = await drafted(handle, text, of_mamba(LevelShape((1,) * 7)))
     assert tree.depths.max() == 2  # the target's own token is the third
     append(text, [5, 5])
-    assert (await handle.draft(text, of_mamba(LevelShape((1,) * 7)))).guesses == 0
+    assert (await drafted(handle, text, of_mamba(LevelShape((1,) * 7)))).guesses == 0
 
 
 async def test_proposals_that_do_not_come_true_lose_chance():
     library = ProposalLibrary(("lookup",), 64, 16)
-    handle, text, values = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2]), []
+    handle, text, values = library.of("", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2]), []
     for number in range(100, 140):  # what followed 1, 2 before never follows again
-        tree = await handle.draft(text, of_mamba(LevelShape((1,) * 7)))
+        tree = await drafted(handle, text, of_mamba(LevelShape((1,) * 7)))
         values.append(float(tree.values[1]))
         append(text, [number, 1, 2])
     assert values[0] == pytest.approx(math.log(2 / 3))
     assert math.log(LEAST) < values[-1] < math.log(0.1)
 
 
-def test_a_drafter_is_not_wrapped_without_proposers_or_room_for_guesses():
-    assert ProposalLibrary((), 64, 16).around(NoDrafter(), "", MAX_ROWS, 0.0) is None
-    assert ProposalLibrary(("lookup",), 64, 16).around(NoDrafter(), "", 1, 0.0) is None, (
-        "the tree may only have its root"
-    )
+def test_nothing_is_proposed_without_proposers_or_room_for_guesses():
+    assert ProposalLibrary((), 64, 16).of("", MAX_ROWS, 0.0) is None
+    assert ProposalLibrary(("lookup",), 64, 16).of("", 1, 0.0) is None, "the tree may only have its root"
 
 
 async def test_chances_are_counted_per_temperature_class():
     """Wrong proposals at temperature 1 do not change the chances for greedy answers."""
     library = ProposalLibrary(("lookup",), 64, 16)
-    warm, text = library.around(NoDrafter(), "", MAX_ROWS, 1.0), a_text([1, 2, 3, 1, 2])
+    warm, text = library.of("", MAX_ROWS, 1.0), a_text([1, 2, 3, 1, 2])
     for number in range(100, 140):
         warm.offer(text)
         append(text, [number, 1, 2])
     last = a_text([1, 2, 3, 1, 2])
-    unlikely = library.around(NoDrafter(), "", MAX_ROWS, 1.0).offer(last)
-    greedy = library.around(NoDrafter(), "", MAX_ROWS, 0.0).offer(last)
+    unlikely = library.of("", MAX_ROWS, 1.0).offer(last)
+    greedy = library.of("", MAX_ROWS, 0.0).offer(last)
     assert greedy.values[1] == pytest.approx(math.log(2 / 3)) and not (unlikely.values[1:] > math.log(0.1)).any()
 
 
 async def test_chances_are_counted_per_tenant():
     library = ProposalLibrary(("lookup",), 64, 16)
-    library.around(NoDrafter(), "two", MAX_ROWS, 0.0)  # a tenant that came later would begin with the counts of "one"
-    one, text = library.around(NoDrafter(), "one", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2], "one")
+    library.of("two", MAX_ROWS, 0.0)  # a tenant that came later would begin with the counts of "one"
+    one, text = library.of("one", MAX_ROWS, 0.0), a_text([1, 2, 3, 1, 2], "one")
     for number in range(100, 140):
         one.offer(text)
         append(text, [number, 1, 2])
     values = {}
     for tenant in ("one", "two"):
-        offered = library.around(NoDrafter(), tenant, MAX_ROWS, 0.0).offer(a_text([1, 2, 3, 1, 2], tenant))
+        offered = library.of(tenant, MAX_ROWS, 0.0).offer(a_text([1, 2, 3, 1, 2], tenant))
         values[tenant] = offered.values[1:]
     assert values["two"][0] == pytest.approx(math.log(2 / 3)) and not (values["one"] > math.log(0.1)).any()
 
@@ -446,13 +451,13 @@ async def test_an_offer_has_the_proposals_that_the_round_then_uses():
     """Proposals are made once per round, and counted once."""
     ids = [5, 6, 7, 8] * 4
     library = ProposalLibrary(("lookup", "suffix"), 64, 16)
-    handle, text = library.around(NoDrafter(), "", MAX_ROWS, 0.0), a_text(ids)
+    handle, text = library.of("", MAX_ROWS, 0.0), a_text(ids)
     offer = handle.offer(text)
-    tree = await handle.draft(text, of_mamba(ProposedShape(3)))
+    tree = await drafted(handle, text, of_mamba(ProposedShape(3)))
     assert tree.rows == 4 and tree.values.tolist() == sorted(offer.values.tolist(), reverse=True)[:4]
     append(text, [5, 6])
     handle.offer(text)
     before = {kind: count.of for kind, count in library._pasts[""].chances["greedy"].counts.items()}
-    await handle.draft(text, of_mamba(LevelShape((1, 1))))
+    await drafted(handle, text, of_mamba(LevelShape((1, 1))))
     handle.offer(text)
     assert {kind: count.of for kind, count in library._pasts[""].chances["greedy"].counts.items()} == before

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from time import monotonic
 
 import fakes
 import pytest
 from dendro.answer import Completion, Mode, Speculation, SpeculationStats, build_request
+from dendro.clock import Clock
 from dendro.errors import BadRequest
 from dendro.modes import VerificationMode
 from dendro.shapes import TreeShape
-from dendro.text import Finish, Sampling, Verdict
+from dendro.text import Finish, Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
+from cluster.peers.drafter import NoDrafter
 from cluster.peers.pools import Peers
 from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, RunningRequest, Static
-from cluster.router.account import RoundAccount
 from cluster.router.ingress import Ingress
+from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.sessions import MemorySessions
 
@@ -367,30 +370,38 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
     return Verdict((1,) * emitted, path, (0,) * accepted, finish, length, verify_us, queue_us, texts=2, trimmed=trimmed)
 
 
-def account_of(experience: Experience, running: RunningRequest, stays: bool) -> RoundAccount:
-    """Of a policy that chooses `off` once and then a tree."""
-    policy = ScriptedPolicy([OFF_ARM, CHAIN, CHAIN, CHAIN])
+def speculation_of(
+    experience: Experience, running: RunningRequest, arms: list[Arm], stays: bool = False, clock: Clock = monotonic
+) -> RequestSpeculation:
+    """Of a text without drafters, whose policy chooses these arms."""
+    policy, text = ScriptedPolicy(arms), Text((1, 2, 3), Sampling(), Limits(64))
     policy.stays_off = stays
-    return RoundAccount(SpeculationPlan("auto", policy), experience, running)
+    return RequestSpeculation(SpeculationPlan("fixed", policy), experience, running, text, NoDrafter(), clock=clock)
 
 
-def test_a_tree_for_a_round_that_was_announced_without_one_is_drafted_a_round_later():
+async def announces(speculation: RequestSpeculation, arm: Arm) -> bool:
+    """Whether the current round announces that the next has no tree."""
+    tree = await speculation.draft(Text((1, 2, 3), Sampling(), Limits(64)), arm)
+    return tree.ahead
+
+
+async def test_a_tree_for_a_round_that_was_announced_without_one_is_drafted_a_round_later():
     """The verifier has begun the round by then: a tree would wait for it, and what it computed would be lost."""
     experience = Experience()
     with experience.concurrency.running() as running:
-        account = account_of(experience, running, stays=True)
-        assert account.choose().off and account.stays_off()
-        assert account.choose().off and not account.stays_off()
-        assert account.choose() == CHAIN and not account.stays_off()
-        assert account.choose() == CHAIN
+        speculation = speculation_of(experience, running, [OFF_ARM, CHAIN, CHAIN, CHAIN], stays=True)
+        assert speculation.choose().off and await announces(speculation, OFF_ARM)
+        assert speculation.choose().off and not await announces(speculation, OFF_ARM)
+        assert speculation.choose() == CHAIN and not await announces(speculation, CHAIN)
+        assert speculation.choose() == CHAIN
 
 
-def test_a_tree_is_drafted_at_once_where_no_round_was_announced():
+async def test_a_tree_is_drafted_at_once_where_no_round_was_announced():
     experience = Experience()
     with experience.concurrency.running() as running:
-        account = account_of(experience, running, stays=False)
-        assert account.choose().off and not account.stays_off()
-        assert account.choose() == CHAIN and not account.stays_off()
+        speculation = speculation_of(experience, running, [OFF_ARM, CHAIN])
+        assert speculation.choose().off and not await announces(speculation, OFF_ARM)
+        assert speculation.choose() == CHAIN and not await announces(speculation, CHAIN)
 
 
 def test_the_account_of_a_hand_example():
@@ -404,15 +415,13 @@ def test_the_account_of_a_hand_example():
         (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: the third accepted token and the target's
     ]
     with experience.concurrency.running() as running:
-        account = RoundAccount(
-            SpeculationPlan("fixed", ScriptedPolicy([arm for arm, *_ in rounds])), experience, running, clock
-        )
+        speculation = speculation_of(experience, running, [arm for arm, *_ in rounds], clock=clock)
         for arm, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow
-            assert account.choose() == arm
+            assert speculation.choose() == arm
             clock.now_s += (wall_ms + 0.0005) / 1e3
-            account.learn(arm, tree, found)
-    stats = account.stats
+            speculation.learn(arm, tree, found)
+    stats = speculation.account.stats
     assert stats == pb.SpeculationStats(
         policy="fixed",
         rounds=5,

@@ -13,12 +13,14 @@ from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies import Experience
+from cluster.peers.drafter import NoDrafter
+from cluster.policies import Experience, Static
 from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
 from cluster.policies.experience import Concurrency
 from cluster.policies.marginal import Marginal
 from cluster.policies.stopping import FIRST_H, StopRule
-from cluster.router.stopping import StoppingDrafter
+from cluster.router.request_speculation import RequestSpeculation
+from cluster.router.speculation import SpeculationPlan
 
 CHAIN = MarginalShape(DynamicShape(1, 8, 8))
 ARM = Arm("mamba", CHAIN)
@@ -173,37 +175,41 @@ def test_a_share_of_a_step_with_other_texts_counts_as_the_cost_of_a_row():
     assert together.share_us(shared, verdict(3, 20, 88_000, texts=4), 120_000) == 30_000
 
 
-class ScriptedDrafter:
-    opened = None
-
+class ScriptedDrafters(NoDrafter):
     def __init__(self, tree: DraftTree) -> None:
-        self.tree, self.asked, self.closed = tree, list[Arm](), 0
+        self.tree, self.asked = tree, list[Arm]()
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         self.asked.append(arm)
         return self.tree
 
-    async def close(self, text: Text) -> None:
-        self.closed += 1
-
 
 async def test_the_drafter_is_asked_for_a_shape_with_numbers_and_its_tree_is_learned():
     experience, text = measured(), Text((1, 2, 3), Sampling(), Limits(64))
-    rule, inner = StopRule(experience), ScriptedDrafter(chain(3, 6000))
-    drafter = StoppingDrafter(inner, rule)
-    for _ in range(3):
-        assert (await drafter.draft(text, ARM)).guesses == 3
-        rule.learn(verdict(2, 4, 21_600), 27_600.0)
-    await drafter.close(text)
-    assert all(isinstance(arm.shape, UntilShape) for arm in inner.asked) and inner.closed == 1
+    inner = ScriptedDrafters(chain(3, 6000))
+    with experience.concurrency.running() as running:
+        plan = SpeculationPlan("fixed", Static(ARM), stops=True)
+        speculation = RequestSpeculation(plan, experience, running, text, inner)
+        for _ in range(3):
+            assert speculation.choose() == ARM and (await speculation.draft(text, ARM)).guesses == 3
+            speculation.learn(ARM, inner.tree, verdict(2, 4, 21_600))
+    assert all(isinstance(arm.shape, UntilShape) for arm in inner.asked)
     assert experience.costs.stopped[ARM].level.us == 2000
+
+
+def test_rounds_change_the_rate_of_a_stop_rule():
+    rule = StopRule(measured())
+    for _ in range(3):
+        rule.drafted(chain(3, 6000))
+        rule.learn(verdict(2, 4, 21_600), 27_600.0)
     assert rule.rate == Rate(3.0, 6.0, 82_800.0)
 
 
-async def test_a_late_draft_teaches_no_cost():
-    experience, text = measured(), Text((1, 2, 3), Sampling(), Limits(64))
+def test_a_late_draft_teaches_no_cost():
+    experience = measured()
     rule, late = StopRule(experience), replace(DraftTree.root_only(3), draft_us=60_000, missed=True)
-    await StoppingDrafter(ScriptedDrafter(late), rule).draft(text, ARM)
+    rule.resolved(ARM)
+    rule.drafted(late)
     rule.learn(verdict(1, 1, 20_000), None)
     assert ARM not in experience.costs.stopped and rule.rate == Rate()
 

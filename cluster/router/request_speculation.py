@@ -1,0 +1,140 @@
+"""How one request is speculated on: to the loop, its policy and its drafter in one object."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from dendro.calls import Hello, Opened
+from dendro.clock import Clock
+from dendro.step_sizes import StepSizes
+from dendro.text import Text, Verdict
+from dendro.tree import DraftTree
+from dendro.v1 import generation_pb2 as pb
+
+from cluster.arms import OFF_ARM, Arm
+from cluster.policies import Experience, RunningRequest
+from cluster.policies.prior import Prior
+from cluster.policies.stopping import StopRule
+from cluster.proposers.proposals import Proposals
+from cluster.router.account import RoundAccount
+from cluster.router.ports import DrafterPort
+from cluster.router.speculation import SpeculationPlan
+
+
+class RequestSpeculation:
+    """Owns a request's policy, proposals, stop rule, drafter handles and statistics. Each round calls `choose` for an
+    arm, `draft` for its tree, and `learn` with the verdict, in this order."""
+
+    def __init__(
+        self,
+        plan: SpeculationPlan,
+        experience: Experience,
+        running: RunningRequest,
+        text: Text,
+        drafters: DrafterPort,
+        proposals: Proposals | None = None,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """clock: seconds"""
+        self.notes = Prior()  # statistics of this request's rounds, for later requests of its kind
+        self.account = RoundAccount(plan.name, plan.names_drafters)
+        self._plan = plan
+        self._experience = experience
+        self._running = running
+        self._text = text
+        self._drafters = drafters
+        self._proposals = proposals
+        self._stopping = StopRule(experience) if plan.stops else None
+        self._clock = clock
+        self._hello: Hello | None = None
+        self._arm: Arm = OFF_ARM  # of the current round
+        self._began_s = 0.0  # when the current round began
+        self._disturbed = False  # a prompt was processed when it began
+        self._announced = False  # the verifier may have begun the next round, without a tree
+        self._delayed = False  # the policy chose a tree for the current round, which was announced without one
+
+    @property
+    def arm_name(self) -> str:
+        """The current round's arm, as in the statistics: with its drafter where the target has several."""
+        return self._arm.name(self._plan.names_drafters)
+
+    def learn_hello(self, hello: Hello | None) -> None:
+        """Record what the leased verifier says of its target. May be called again."""
+        if hello is not None and hello is not self._hello:
+            self._hello = hello
+            self._experience.concurrency.learn_target(hello.attends, StepSizes(hello.step_sizes))
+            self.account.stats.step_sizes[:] = hello.step_sizes
+
+    async def prepare(self) -> None:
+        """Open the text at the drafter of the arm that the policy would choose, where the first round has no tree:
+        a later round will likely ask for one. Returns when the opening has begun."""
+        if self._plan.plain_first:
+            await self._drafters.prepare(self._text, self._chosen())
+
+    def choose(self) -> Arm:
+        self._began_s = self._clock()
+        first = self._plan.plain_first and not self.account.stats.rounds
+        chosen = OFF_ARM if first else self._chosen()
+        # A tree would wait until the round that the verifier has begun is done, and its result would be lost.
+        self._delayed = self._announced and not chosen.off
+        self._announced = False
+        self._arm = OFF_ARM if self._delayed else chosen
+        self._disturbed = self._experience.concurrency.opening > 0
+        return self._arm
+
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        """The drafter's tree, merged with the proposals. A round without a tree announces the next one, where that
+        likely has none either (`DraftTree.ahead`). A tree that is chosen for an announced round is drafted a round
+        later."""
+        proposals = None if arm.off else self._proposals
+        if proposals is not None:
+            proposals.propose(text)
+        tree = await self._drafters.draft(text, arm if self._stopping is None else self._stopping.resolved(arm))
+        if self._stopping is not None:
+            self._stopping.drafted(tree)
+        if arm.off:
+            self._announced = not self._delayed and self._plan.policy.stays_off
+            return DraftTree.root_only(text.root, ahead=True) if self._announced else tree
+        if proposals is None:
+            return tree
+        # What a draft that stopped in time left out is not worth its verification: proposals do not fill these rows.
+        rows = tree.rows if arm.shape.stops and not tree.missed else arm.rows
+        return proposals.merged(tree, self._experience.concurrency.sizes.padded(rows) if arm.drafted else rows)
+
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        now_s, first = self._clock(), not self.account.stats.rounds
+        took_us = 1e6 * (now_s - self._began_s)
+        if verdict.refused:
+            self._drafters.strike(arm)
+        self._plan.policy.learn(arm, tree, verdict)
+        self.notes.learn(arm, tree, verdict, self._plan.adaptive)
+        self._running.begun()
+        if not first and self._plan.learns:  # the first also waits for the text to be opened
+            disturbed = self._disturbed or self._experience.concurrency.opening > 0
+            self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
+        if self._stopping is not None:
+            self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
+        self.account.learn(arm, tree, verdict, int(took_us), now_s)
+
+    async def close(self, text: Text) -> None:
+        """Close the text at all drafters. Never raises, and may be called again."""
+        if self._proposals is not None:
+            self._proposals.end(text)
+        await self._drafters.close(text)
+
+    def fill(self, complete: pb.GenerateComplete, target: Opened | None, moves: int) -> None:
+        """Set the statistics of `complete`. target: the first opening at a verifier   moves: to other verifiers"""
+        self.account.fill(complete, self._drafters.openings, target, moves)
+
+    @property
+    def openings(self) -> Mapping[str, Opened]:
+        """The first opening at each drafter that has opened the text, by its name."""
+        return self._drafters.openings
+
+    def _chosen(self) -> Arm:
+        return self._plan.policy.choose(self._offer if self._proposals is not None else None)
+
+    def _offer(self) -> DraftTree:
+        assert self._proposals is not None
+        return self._proposals.offer(self._text)

@@ -1,0 +1,77 @@
+"""Writes an answered turn to its session's record."""
+
+from __future__ import annotations
+
+import logging
+
+from dendro.errors import Conflict, NotFound, PeerLost, one_line
+from dendro.text import Finish, Text
+
+from cluster.router.admission import MAX_REQUEST_ID, Job
+from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
+
+log = logging.getLogger("dendro.router")
+
+
+class TurnWriter:
+    """Writes turns to the records of sessions."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    async def keep(self, job: Job, text: Text, finish: Finish, target: str) -> str:
+        """Write the session's record. Returns its token. Raises PeerLost where it is not known whether the store has
+        it: the client repeats the request, whose id shows whether its turn was written."""
+        earlier = job.record
+        turn = Turn(
+            request=job.request_id,
+            start=len(earlier.tokens) if earlier else 0,
+            prompt=len(job.prompt),
+            end=len(text),
+            seed=job.sampling.seed,
+            finish=finish.value,
+            target=target,
+            mode=job.sampling.mode.value,
+            sample_index=job.sampling.sample_index,
+        )
+        record = Record(
+            tokens=tuple(text.ids),
+            seed=job.sampling.seed,
+            sample_index=job.sampling.sample_index,
+            marks=(*(earlier.marks if earlier else ()), len(text)),
+            version=earlier.version + 1 if earlier else 1,
+            model=job.served.name,
+            tokenizer=job.served.tokenizer.fingerprint,
+            turns=(*(earlier.turns if earlier else ()), turn)[-KEPT_TURNS:],
+        )
+        try:
+            return await self._write(job, record)
+        except PeerLost as error:
+            log.warning("request %s: its turn may not be kept: %s", one_line(job.request_id, MAX_REQUEST_ID), error)
+            raise
+
+    async def _write(self, job: Job, record: Record, again: bool = True) -> str:
+        """Write a record; returns the token that it is stored under. Raises PeerLost where it stays unknown whether the
+        record was written, and Conflict where another request wrote the session first. again: whether a write that the
+        store did not confirm may be retried once."""
+        try:
+            await self._sessions.write(job.session, job.tenant, record)
+        except NotFound:  # the store lost the secret that made the token: a record is whole, so store it under another
+            session = await self._sessions.new_token(job.tenant)
+            await self._sessions.write(session, job.tenant, record)
+            return session
+        except (Conflict, PeerLost):
+            # Another attempt of this request may have written its turn meanwhile, and other turns may have followed. Or
+            # this write was made, and its answer was lost. Or nothing was written. What is stored shows which: a write
+            # that is still on its way fails once another one was made.
+            try:
+                found = await self._sessions.read(job.session, job.tenant)
+            except NotFound:
+                found = None
+            turn = found.turn_of(job.request_id) if found is not None else None
+            if found is not None and turn is not None and found.tokens[: turn.end] == record.tokens:
+                return job.session
+            if not again or (found is not None and found.version >= record.version):
+                raise
+            return await self._write(job, record, again=False)
+        return job.session
