@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +151,8 @@ def present(
     if json is not None:
         json.write_text(as_json(report))
     if markdown is not None:
-        markdown.write_text(as_markdown(report, facts, tables))
+        picture = os.path.relpath(plot, markdown.parent) if plot is not None and draw is not None else ""
+        markdown.write_text(as_markdown(report, facts, tables, picture))
     if plot is not None and draw is not None:
         draw(report, plot)
     if differences:

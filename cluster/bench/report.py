@@ -99,13 +99,14 @@ def show(console: Console, facts: Iterable[str], tables: Iterable[Cells], differ
         console.print(f"DIFFERENT: {line}", style="red", markup=False)
 
 
-def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells]) -> str:
-    """The report as Markdown, under the name of its command."""
+def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells], picture: str = "") -> str:
+    """The report as Markdown, under the name of its command. picture: the path of its plot from there"""
     bench = report["bench"]
     lines = [
         f"# dendro {bench if bench in ('tune', 'predict') else f'bench {bench}'}",
         "",
         *(f"- {fact}" for fact in facts),
+        *(("", f"![The figures of these tables]({picture})") if picture else ()),
     ]
     for title, columns, rows in tables:
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
@@ -129,7 +130,7 @@ def figure_at(path: Path, rows: int, columns: int, width: float, height: float) 
     figure, axes = pyplot.subplots(rows, columns, figsize=(width, height), squeeze=False)
     yield axes
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, bbox_inches="tight")  # whole, with legends that are wider than their axes
     pyplot.close(figure)
 
 
