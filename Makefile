@@ -13,7 +13,7 @@ PYTHON_MINOR = $(shell $(or $(wildcard $(BIN)/python),$(PYTHON)) -c 'import sys;
 PINS = requirements/pins-$(PYTHON_MINOR).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help setup dev demo test check pins clean gpu gpu-dry gpu-wheels
+.PHONY: help setup dev demo test check docs pins clean gpu gpu-dry gpu-wheels
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ check: dev ## ruff, mypy (tests, too), import contracts, generated stubs up to d
 	@$(BIN)/mypy
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	@$(BIN)/python protos/generate.py --check
+
+docs: dev ## docs/ as a site in build/site, strictly: a link that leads nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 pins: $(BIN)/python ## requirements/pins-*.txt written anew, with .venv's versions where they fit pyproject.toml
 	@$(BIN)/python requirements/pin.py
