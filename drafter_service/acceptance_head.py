@@ -1,7 +1,8 @@
-"""A drafter's acceptance head (SpecDec++): the chances that its candidates are the text's next token, learned.
+"""Acceptance heads (SpecDec++): a trained head on a drafter that predicts the chance of each candidate to be the text's
+next token.
 
-One file has the head: tensors, and facts under a key of the header. Only `read_head` reads it, only `write_head` writes
-it. `dendro train head` makes it. The formulas are in `kernels/tree_kernels/acceptance_head`.
+A head is one safetensors file: tensors, and facts under a key of the header. Only `read_head` reads it, only
+`write_head` writes it. `dendro train head` makes it. The formulas are in `kernels/tree_kernels/acceptance_head`.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ from drafter_service.models import DrafterModel
 
 HEAD_FILE = "acceptance_head.safetensors"
 FACTS = "dendro_acceptance_head"
-"""The key of the file's header under which the facts are, as JSON."""
+"""Key of the file's header that holds the facts, as JSON."""
 VERSION = 1
 MOST_BLOCKS, MOST_DEPTHS, WIDEST = 16, 64, 1 << 16
-"""Upper bounds of what a file may ask for."""
+"""Upper bounds of a head's blocks, depths and width."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeadFacts:
-    """What a head was trained for. Raises BadRequest for values that no head can have."""
+    """Sizes of a head, and the drafter that it was trained for. Raises BadRequest for values that no head can have."""
 
     version: int
     drafter: str  # SHA-256 over the drafter's configuration and weights
-    width: int  # of the drafter
-    vocabulary: int  # of the drafter
-    blocks: int  # D
-    tied: bool  # whether all blocks share one set of parameters
-    depths: int  # of the calibration
+    width: int  # the drafter's model width
+    vocabulary: int  # the drafter's vocabulary size
+    blocks: int  # D, residual blocks
+    tied: bool  # True if all blocks share one set of parameters
+    depths: int  # tree depths with a calibration of their own
     candidates: int = RANKED  # K
 
     def __post_init__(self) -> None:
@@ -57,12 +58,12 @@ class HeadFacts:
 
     @property
     def sets(self) -> int:
-        """Sets of parameters of blocks."""
+        """Number of stored parameter sets of blocks; 1 for tied blocks."""
         return min(self.blocks, 1) if self.tied else self.blocks
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The tensors of the file."""
+        """Shape of each tensor in the file, by name."""
         width, numbers = self.width, self.candidates - 1 + LAW_NUMBERS
         shapes: dict[str, tuple[int, ...]] = {name: (width,) for name in ("hidden_scale", "token_scale", "bias")}
         shapes |= {"numbers": (numbers, width), "output": (OUTPUTS, width), "output_bias": (OUTPUTS,)}
@@ -96,8 +97,8 @@ class AcceptanceHead:
     ) -> Tensor:
         """[rows, k] log chances of candidates, at most 0, never increasing along a row.
 
-        hidden [rows, d] of the drafter   logits [rows, V] of the tokens that may be guessed   ids, scores [rows, k]
-        depth [rows] int64, 0 for a root
+        hidden [rows, d] the drafter's hidden rows   logits [rows, V] of the tokens that may be guessed
+        ids, scores [rows, k] of the candidates   depth [rows] int64, 0 for a root
         """
         temperatures = torch.full((len(hidden),), temperature, device=hidden.device)
         law = row_law(logits, ids[:, 0], temperatures)
@@ -108,7 +109,7 @@ class AcceptanceHead:
 
 
 def read_head(path: Path, device: torch.device) -> AcceptanceHead:
-    """The head of a file. Raises BadRequest for one that is missing or damaged, naming the field of its facts."""
+    """Read a head. Raises BadRequest for a file that is missing or damaged, naming the field of its facts."""
     if not path.is_file():
         raise BadRequest("head", f"there is no file {path}; `dendro train head` makes one")
     try:
@@ -131,7 +132,7 @@ def read_head(path: Path, device: torch.device) -> AcceptanceHead:
 
 
 def weights_of(facts: HeadFacts, tensors: Mapping[str, Tensor]) -> HeadWeights:
-    """The weights of a file's tensors. Tied blocks are the same tensors."""
+    """Arrange a file's tensors as weights. Tied blocks share their tensors."""
     sets = [(tensors[f"blocks.{number}.weight"], tensors[f"blocks.{number}.bias"]) for number in range(facts.sets)]
     blocks = tuple(sets[0] if facts.tied else sets[number] for number in range(facts.blocks))
     names = ("hidden_scale", "token_scale", "numbers", "bias", "output", "output_bias", "calibration")
@@ -153,8 +154,8 @@ def _facts(path: Path, header: str) -> HeadFacts:
 
 
 def write_head(path: Path, facts: HeadFacts, tensors: Mapping[str, Tensor]) -> None:
-    """Write a head. Matrices of blocks are stored in bfloat16, which holds their numbers exactly if they were rounded
-    before. Raises what safetensors raises."""
+    """Write a head. Matrices of blocks are stored in bfloat16, exactly if their numbers were rounded to it before.
+    Raises what safetensors raises."""
     stored = {
         name: tensors[name].detach().cpu().to(torch.bfloat16 if _is_matrix(name) else torch.float32).contiguous()
         for name in facts.shapes
@@ -168,7 +169,10 @@ def _is_matrix(name: str) -> bool:
 
 
 def check_head(facts: HeadFacts, model: DrafterModel, fingerprint: str) -> None:
-    """Raise BadRequest, naming the field, for a head of another drafter. fingerprint: of the drafter's weights"""
+    """Raise BadRequest, naming the field, for a head of another drafter.
+
+    fingerprint: SHA-256 over the drafter's configuration and weights
+    """
     for name, own, its in (
         ("width", facts.width, model.hidden_size),
         ("vocabulary", facts.vocabulary, model.vocabulary),

@@ -1,4 +1,4 @@
-"""Confidence: the probability that a drafter's candidate is the text's next token, fitted online."""
+"""Confidence: the estimated probability that a drafter's candidate is the text's next token, fitted online."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from dendro.tree import RANKED
 
 CANDIDATES = RANKED
-"""K: the best candidates of a row, over which confidences are normalised."""
+"""K: number of best candidates of a row over which confidences are normalised."""
 KEPT = 1 - 1 / 4096
-"""Decay of the curvature per token: after 4096 tokens, the weight of a token is 1/e."""
+"""Factor by which the curvature decays per token: after 4096 tokens, the weight of a token is 1/e."""
 SHARPEST = 16.0
 """Upper bound of 1 / tau; the lower bound is its inverse."""
 MOST_UNSEEN = 12.0
@@ -32,6 +32,15 @@ class Calibration:
     Each token of the text moves both parameters by one step of gradient descent on -log c, divided by the curvature
     accumulated so far (the loss is convex in 1 / tau and log n). Immutable: `learn` returns a new value, so that a tree
     keeps the calibration that it started with.
+
+    At first, candidates with scores 2, 1 and 0 have the chances 0.40, 0.15 and 0.05; after 50 tokens that were all the
+    first candidate, the first has 0.73:
+
+    >>> start = learned = Calibration()
+    >>> for _ in range(50):
+    ...     learned = learned.learn([2.0, 1.0, 0.0], rank=0)
+    >>> [[round(math.exp(c), 2) for c in each.confidences([[2.0, 1.0, 0.0]])[0]] for each in (start, learned)]
+    [[0.4, 0.15, 0.05], [0.73, 0.16, 0.03]]
     """
 
     sharpness: float = 1.0  # 1 / tau
@@ -44,7 +53,7 @@ class Calibration:
         return 1.0 / self.sharpness
 
     def confidences(self, scores: Sequence[Sequence[float]]) -> list[list[float]]:
-        """log c of every candidate, in (-inf, 0], never increasing along a row.
+        """Log c of every candidate, in (-inf, 0], never increasing along a row.
 
         scores [rows][k], never increasing along a row. Candidates past the first K have the same normaliser, so that a
         row's confidences do not depend on k once k >= K.
@@ -59,9 +68,10 @@ class Calibration:
         return found
 
     def learn(self, scores: Sequence[float], rank: int) -> Calibration:
-        """The calibration after a row whose next token was its candidate `rank`, or none of them if rank >= K.
+        """The calibration after one more row, whose next token was its candidate number `rank`; none of them if
+        rank >= K.
 
-        scores [k] as in `confidences`; those past the first K are ignored, and so is a row with scores that are not
+        scores [k], never increasing; scores past the first K are ignored, and so is a row with scores that are not
         finite.
         """
         shown = scores[:CANDIDATES]

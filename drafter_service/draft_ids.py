@@ -1,7 +1,7 @@
-"""The token ids of a drafter whose head has some of its target's tokens (FR-Spec, d2t of EAGLE-3).
+"""Token ids of a drafter whose head has only some of its target's tokens (FR-Spec, d2t of EAGLE-3).
 
-Inside its model these are the first ids, in the order of the target's; the target's other tokens follow, in that order
-too, and are read but never guessed. All else, texts, trees, masks and noise, has the target's ids: plans are converted
+Inside the model the tokens of the head come first, in the order of their target ids. The target's other tokens follow
+in the same order; they are read but never guessed. Texts, trees, masks and noise have target ids: plans are converted
 where they enter the runner, and candidates where they leave it.
 """
 
@@ -17,27 +17,34 @@ from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels
 
 
 class DraftIds:
-    """Converts ids. N tokens that are guessed, V that are read."""
+    """Converts between target ids and the model's ids.
+
+    N tokens are guessed, V are read. A model that guesses the target's tokens 2 and 5 of 6 has them as 0 and 1:
+
+    >>> ids = DraftIds(np.array([2, 5]), size=6)
+    >>> ids.inside(np.arange(6)).tolist()
+    [2, 3, 0, 4, 5, 1]
+    """
 
     def __init__(self, guessed: IntArray, size: int) -> None:
-        """guessed: [N] ascending, the target's ids of the tokens that the head has   size: V"""
+        """guessed [N]: target ids of the head's tokens, ascending   size: V"""
         self.guessed = guessed
         self.size = size
         others = np.setdiff1d(np.arange(size), guessed, assume_unique=True)
-        self._inside = np.empty(size + 1, np.int64)  # the model's id of each of the target's
+        self._inside = np.empty(size + 1, np.int64)  # the model's id of each target id
         self._inside[np.concatenate([guessed, others])] = np.arange(size)
-        self._inside[size] = size  # past the embedding, as all of the target's ids from there on
+        self._inside[size] = size  # all target ids from `size` on: past the model's embedding
 
     def below(self, vocabulary: int) -> IntArray:
-        """The target's ids, below `vocabulary`, of tokens that are guessed; the model's own are 0, 1, ..."""
+        """Target ids of the guessed tokens that are below `vocabulary`; the model's ids of them are 0, 1, ..."""
         return self.guessed[: np.searchsorted(self.guessed, vocabulary)]
 
     def inside(self, tokens: IntArray) -> IntArray:
-        """The model's ids of any ids of the target."""
+        """Convert target ids to the model's ids."""
         return self._inside[np.minimum(tokens, self.size)]
 
     def plan(self, plan: DraftPlan) -> DraftPlan:
-        """The plan in the model's ids."""
+        """Convert a plan to the model's ids."""
         return replace(plan, rows=self._rows(plan.rows), masks=[self._mask(mask) for mask in plan.masks])
 
     def _rows(self, rows: Chains | Level | Levels) -> Chains | Level | Levels:
@@ -52,5 +59,5 @@ class DraftIds:
         return np.packbits(allowed[self.guessed], bitorder="little")
 
     def outcome(self, outcome: DraftOutcome) -> DraftOutcome:
-        """The outcome in the target's ids."""
+        """Convert an outcome to target ids."""
         return replace(outcome, candidates=self.guessed[outcome.candidates])

@@ -39,12 +39,12 @@ from drafter_service.texts import Answer, MemoryComplete, Prefilled
 log = logging.getLogger("dendro.drafter")
 
 TREES = 8
-"""Full trees for which there are node slots, kept trees of idle sessions included."""
+"""Number of full trees for which there are node slots, kept trees of idle sessions included."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """The memory of a closed session."""
+    """A copy of a closed session's memory."""
 
     ready: MemoryComplete
     arrays: Arrays
@@ -52,15 +52,15 @@ class _Saved:
 
 @dataclass
 class DrafterCounters:
-    """Totals since the start."""
+    """Totals since the engine was loaded."""
 
     forwards: int = 0
-    rows: int = 0  # tokens through the model
-    trees: int = 0
+    rows: int = 0  # tokens that went through the model
+    trees: int = 0  # trees sent
 
 
 class DrafterEngine:
-    """Implements `dendro.engine.LocalDrafter`."""
+    """A drafter's engine; implements `dendro.engine.LocalDrafter`."""
 
     def __init__(
         self,
@@ -72,8 +72,9 @@ class DrafterEngine:
         kernels: str = "torch",
         structures: DraftStructures | None = None,
     ) -> None:
-        """runner: has `text_slots` and `node_slots` of these limits   kernels: the form of the model
-        structures: compiles those of answers; None: guesses are of any tokens"""
+        """runner: with `text_slots` and `node_slots` slots for the limits of `options` and `hello`
+        kernels: form of the model, eager or fused   structures: compiles the structures of answers; None: any token
+        may be guessed"""
         self.kernels = kernels
         self._structures = structures
         self._hello = hello
@@ -109,7 +110,8 @@ class DrafterEngine:
     ) -> DrafterEngine:
         """Load a checkpoint. Raises BadRequest, naming the field.
 
-        token_bytes: of its tokenizer, for the structures of answers; None: guesses are of any tokens   limits: of these
+        token_bytes: bytes of the tokenizer's tokens, for the structures of answers; None: any token may be guessed
+        limits: of the structures
         """
         device = torch.device(options.device)
         model, checkpoint = load_model(path, options.dtype, device, options.tokenizer, options.form)
@@ -156,7 +158,7 @@ class DrafterEngine:
         return self._thread.fault()
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, open sessions and free slots."""
+        """Counters since the engine was loaded, open sessions and free slots, by name."""
         kept = asdict(self._shelf.counters)
         free = {"free_slots": self.free_slots, "free_nodes": self.free_nodes}
         return asdict(self.counters) | kept | {"sessions": self.sessions} | free
@@ -203,9 +205,9 @@ class DrafterEngine:
     async def open(self, call: OpenCall, noise_ids: IntArray | None = None) -> Opened:
         """Open a text and prefill all of it but the root, from the longest saved state that is found.
 
-        noise_ids: where the text's ids are not the target's: [vocabulary] the target's id whose noise each id has, -1
-        for one that is not guessed.
-        Raises BadRequest, with the field's name, and Overloaded. Cancelling it closes the opening.
+        noise_ids [vocabulary]: for texts whose ids are not the target's, the target id whose noise each id gets; -1 for
+        ids that are not guessed
+        Raises BadRequest, with the field's name, and Overloaded. Cancelling the call closes the opening.
         """
         arrived_s = self._clock()
         self._check(call.update)
@@ -238,9 +240,10 @@ class DrafterEngine:
         return Opened(ready.restored, ready.processed, microseconds(self._clock() - arrived_s))
 
     async def draft(self, call: DraftCall, ahead: int = 0) -> DraftTree:
-        """A full tree of the call's shape. An unfinished earlier call of the opening is answered with its root alone.
+        """Draft a full tree of the call's shape. An unfinished earlier call of the opening is answered with its root
+        alone.
 
-        ahead: how many tokens more, or fewer where negative, the text has in the target's ids.
+        ahead: length of the text in target ids minus its length in the drafter's ids; 0 without a bridge
         Raises NotFound for an opening or text that is not open here, and BadRequest, with the field's name.
         """
         self._check(call.update)
@@ -270,7 +273,7 @@ class DrafterEngine:
         def work(ticket: Ticket) -> None:
             try:
                 self._scheduler.close(ticket, call)
-            except DendroError:  # its text is another one: the opening ends all the same
+            except DendroError:  # the call has another text; the opening ends all the same
                 self._scheduler.forget(call.update.opening)
                 raise
 
@@ -292,7 +295,8 @@ class DrafterEngine:
 
     @torch.inference_mode()
     def _step(self) -> float | None:
-        """Folds, one forward, the answers; while idle, a row of noise. Returns how long to wait for a call."""
+        """Run one step: folds, one forward, the answers; a row of noise while idle. Returns how many seconds to wait
+        for a call, None: until one comes."""
         step = self._scheduler.next()
         if self._folded(step.folds) and step.plan is not None:
             self._forward(step.plan)
@@ -304,7 +308,7 @@ class DrafterEngine:
         self._runner.forget_all()
 
     def _folded(self, folds: Sequence[TextFold]) -> bool:
-        """Run the folds of a step; false where they raise, which ends the step's texts."""
+        """Run the folds of a step. False if they raise, which ends the step's texts."""
         try:
             if folds:
                 self._runner.fold(folds)

@@ -1,7 +1,7 @@
-"""Draft trees while they grow, level by level.
+"""Growth of draft trees, level by level.
 
 Rows are numbered level by level, a parent's children adjacent and best first. The kind of shape decides which rows of a
-level go through the model, the *frontier*; they need not be adjacent.
+level go through the model next, the *frontier*; they need not be adjacent.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ Numbers = Sequence[float]
 
 @dataclass
 class Growth(ABC):
-    """One tree. Its processed rows, which went through the model and have candidates, are numbered in that order.
+    """One growing tree. Its processed rows, which went through the model and have candidates, are numbered in the order
+    of processing.
 
-    Plain lists: levels have few rows, and an operation of numpy costs as much as a loop over a dozen numbers.
+    All data are plain lists: levels have few rows, and an operation of NumPy costs as much as a loop over a dozen
+    numbers.
     """
 
     root: int
@@ -36,12 +38,12 @@ class Growth(ABC):
     tokens: list[int] = field(init=False)
     parents: list[int] = field(init=False)
     values: list[float] = field(init=False)
-    level: int = 0  # of the frontier
+    level: int = 0  # depth of the frontier
     frontier: list[int] = field(default_factory=lambda: [0])  # rows of the next forward, ascending
     place: dict[int, int] = field(default_factory=dict)  # row -> its number among the processed rows
-    above: list[int] = field(default_factory=lambda: [-1])  # of processed rows and the frontier: their parents' numbers
-    candidates: list[Sequence[int]] = field(default_factory=list)  # [k] of each processed row, best first
-    scores: list[Numbers] = field(default_factory=list)  # [k] of these candidates
+    above: list[int] = field(default_factory=lambda: [-1])  # number of the parent of each processed or frontier row
+    candidates: list[Sequence[int]] = field(default_factory=list)  # [processed][k] tokens, best first
+    scores: list[Numbers] = field(default_factory=list)  # [processed][k] scores of the candidates
     first_child: list[int] = field(default_factory=list)  # row of each processed row's best candidate
     children: list[int] = field(default_factory=list)  # number of each processed row's candidates that became rows
 
@@ -55,7 +57,7 @@ class Growth(ABC):
 
     @property
     def finished(self) -> bool:
-        """All remaining rows are leaves, whose candidates are not needed."""
+        """True if all rows without candidates are leaves, which need none."""
         return not self.frontier
 
     def extend(
@@ -63,7 +65,7 @@ class Growth(ABC):
     ) -> None:
         """Add the children of each row of the frontier, which are the first of its candidates.
 
-        candidates [frontier][k], best first   scores [frontier][k] by which they are ordered
+        candidates [frontier][k] tokens, best first   scores [frontier][k] by which candidates are ordered
         confidences [frontier][k] logarithms, at most 0, never increasing along a row
         A row with k below the shape's width, since no other tokens may follow it, has at most k children.
         """
@@ -88,25 +90,38 @@ class Growth(ABC):
 
     @abstractmethod
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
-        """[frontier] number of children of each row. reached [frontier][width] value of each candidate as a row."""
+        """Called by `extend` at each level. Returns the number of children of each frontier row.
+
+        reached [frontier][width]: value that each candidate would have as a row
+        """
 
     def _next(self, first: int) -> list[int]:
-        """The next frontier, from the rows just added: `first` and those after it."""
+        """Called by `extend` unless the tree is at its full depth. Returns the next frontier, chosen from the rows just
+        added: `first` and all after it."""
         return list(range(first, len(self.tokens)))
 
     def child(self, row: int, token: int) -> int | None:
-        """The child of a processed row that has this token, or None."""
+        """Row of the child with this token below a processed row, or None."""
         place = self.place[row]
         children = self.candidates[place][: self.children[place]]
         return self.first_child[place] + children.index(token) if token in children else None
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
-        """Tokens, parents and values, as for `DraftTree`."""
+        """Tokens, parents and values of the finished tree, as `DraftTree` takes them."""
         return np.array(self.tokens, np.int64), np.array(self.parents, np.int64), np.array(self.values, np.float32)
 
 
 class LevelGrowth(Growth):
-    """All rows of a level have the same number of children."""
+    """A tree in which all rows of a level have the same number of children.
+
+    Shape (2, 1): the root gets its 2 best candidates, and each of these its best:
+
+    >>> growth, half = LevelGrowth(9, LevelShape((2, 1))), [math.log(0.5), math.log(0.25)]
+    >>> growth.extend([[5, 7]], [half], [half])
+    >>> growth.extend([[1, 2], [3, 4]], [half, half], [half, half])
+    >>> growth.tokens, growth.parents, [round(math.exp(value), 3) for value in growth.values]
+    ([9, 5, 7, 1, 3], [-1, 0, 0, 1, 2], [1.0, 0.5, 0.25, 0.25, 0.125])
+    """
 
     shape: LevelShape
 
@@ -116,10 +131,21 @@ class LevelGrowth(Growth):
 
 @dataclass
 class NodeGrowth(Growth):
-    """The shape sets the number of children of each row; rows without children are leaves, on any level."""
+    """A tree whose shape gives the number of children of each row; rows without children are leaves, on any level.
+
+    Shape nodes(2,1): the root has 2 children and the first of them has one, so only the first is processed:
+
+    >>> growth, half = NodeGrowth(9, NodeShape((2, 1))), [math.log(0.5), math.log(0.25)]
+    >>> growth.extend([[5, 7]], [half], [half])
+    >>> growth.frontier
+    [1]
+    >>> growth.extend([[1, 2]], [half], [half])
+    >>> growth.tokens, growth.parents
+    ([9, 5, 7, 1], [-1, 0, 0, 1])
+    """
 
     shape: NodeShape
-    in_shape: list[int] = field(default_factory=lambda: [0])  # of each row: which of the shape's rows it is
+    in_shape: list[int] = field(default_factory=lambda: [0])  # [rows] which of the shape's rows each row is
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
         counts = []
@@ -131,14 +157,22 @@ class NodeGrowth(Growth):
         return counts
 
     def _next(self, first: int) -> list[int]:
-        children = self.shape.children  # without the leaves after the last row that has some
+        children = self.shape.children  # rows past its end are leaves
         return [row for row, same in enumerate(self.in_shape[first:], first) if same < len(children) and children[same]]
 
 
 class BeamGrowth(Growth):
-    """Of all candidates of a level, the `beams` of greatest value become rows, under any parents.
+    """A tree in which each level has the `beams` candidates of greatest value, under any parents.
 
-    A row's values do not increase along its candidates, so its kept candidates are its first.
+    Values do not increase along a row's candidates, so the kept ones come first. With 2 beams, the second level has
+    both candidates of the likely first row (0.6 * 0.5 and 0.6 * 0.4) and none of the other (at most 0.2 * 0.5):
+
+    >>> growth = BeamGrowth(9, BeamShape(2, 2))
+    >>> first, second = [math.log(0.6), math.log(0.2)], [[math.log(0.5), math.log(0.4)]] * 2
+    >>> growth.extend([[5, 7]], [first], [first])
+    >>> growth.extend([[1, 2], [3, 4]], second, second)
+    >>> growth.tokens, growth.parents
+    ([9, 5, 7, 1, 2], [-1, 0, 0, 1, 1])
     """
 
     shape: BeamShape
@@ -153,11 +187,24 @@ class BeamGrowth(Growth):
 
 @dataclass
 class DynamicGrowth(Growth):
-    """EAGLE-2: a level's k rows of greatest value get k children each; at the end the `total` best guesses remain.
+    """A tree of EAGLE-2: the k rows of greatest value of a level get k children each, and in the end only the `total`
+    guesses of greatest value remain.
 
-    Once there are `total` guesses, a later one is kept only if its value is above the least of the best `total`. No
-    row's value is above its parent's. So guesses up to that bound do not become rows, rows up to it get no children,
-    and a tree with no new row above it is complete, often long before its last level.
+    Once there are `total` guesses, a later one is kept only if its value exceeds the bound, the least value of the best
+    `total`. No value exceeds its parent's. So candidates up to the bound do not become rows, rows up to it get no
+    children, and the tree is complete once no new row exceeds it, often long before its last level.
+
+    With k = 2 and total = 3, the guesses 5, 7 and 1 have the values 0.6, 0.3 and 0.42; no other exceeds 0.3:
+
+    >>> growth = DynamicGrowth(9, DynamicShape(2, 3, 3))
+    >>> first = [math.log(0.6), math.log(0.3)]
+    >>> second = [[math.log(0.7), math.log(0.2)], [math.log(0.3), math.log(0.2)]]
+    >>> growth.extend([[5, 7]], [first], [first])
+    >>> growth.extend([[1, 2], [3, 4]], second, second)
+    >>> third = [math.log(0.5), math.log(0.2)]  # below 1 at most 0.42 * 0.5, so the third level is the last
+    >>> growth.extend([[6, 8]], [third], [third])
+    >>> growth.finished, [array.tolist() for array in growth.arrays()[:2]]
+    (True, [[9, 5, 7, 1], [-1, 0, 0, 1]])
     """
 
     shape: DynamicShape | UntilShape
@@ -171,7 +218,7 @@ class DynamicGrowth(Growth):
 
     @property
     def _bound(self) -> float:
-        """A later guess is kept only if its value is above this."""
+        """The value that a further guess must exceed to be kept."""
         return self.best[-1] if len(self.best) == self.largest.total else -math.inf
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
@@ -193,8 +240,18 @@ class DynamicGrowth(Growth):
 
 
 class UntilGrowth(DynamicGrowth):
-    """A dynamic tree that gets another level only while the text likely goes through the rows that would get children;
-    guesses of too small a value do not become rows (`UntilShape`). The tree of such a guess alone is the root."""
+    """A dynamic tree that gets another level only while the text likely goes through the rows that would get children
+    (`UntilShape`). Guesses with a chance of at most `least` do not become rows, so a tree may be its root alone.
+
+    Rows with the chances 0.3 and 0.2 are left with a chance of 0.5, which is below an h of 0.6 but not of 0.4:
+
+    >>> for h in (0.6, 0.4):
+    ...     growth, chances = UntilGrowth(9, UntilShape(DynamicShape(2, 3, 3), h)), [math.log(0.3), math.log(0.2)]
+    ...     growth.extend([[5, 7]], [chances], [chances])
+    ...     print(growth.frontier)
+    [1, 2]
+    []
+    """
 
     shape: UntilShape
 
@@ -217,8 +274,8 @@ class FixedForm:
     """The processed rows of a tree whose form does not depend on the candidates, level by level."""
 
     above: tuple[int, ...]  # number of each row's parent, -1 for the root
-    ranks: tuple[int, ...]  # which of its parent's candidates each row is
-    counts: tuple[int, ...]  # rows of each level
+    ranks: tuple[int, ...]  # place of each row among its parent's candidates
+    counts: tuple[int, ...]  # number of processed rows of each level
 
 
 @functools.lru_cache(maxsize=1024)
@@ -235,7 +292,7 @@ def fixed_form(shape: TreeShape) -> FixedForm | None:
 
 
 def growth_of(root: int, shape: TreeShape) -> Growth:
-    """A tree of this shape with only its root."""
+    """Begin a tree of this shape, with only its root."""
     match shape:
         case LevelShape():
             return LevelGrowth(root, shape)
@@ -251,10 +308,8 @@ def growth_of(root: int, shape: TreeShape) -> Growth:
 
 
 def most_processed(max_rows: int, max_depth: int) -> int:
-    """An upper bound of the rows that a tree within these limits puts through the model.
-
-    A dynamic tree may process more rows than it keeps.
-    """
+    """Upper bound of the rows that a tree within these limits puts through the model; a dynamic tree may process more
+    rows than it keeps."""
     steps = min(max_depth, max_rows - 1)
     return max(max_rows - 1, 1 + (steps - 1) * MAX_K, 1)
 
@@ -265,14 +320,16 @@ def greatest(values: Numbers, count: int) -> list[int]:
 
 
 def rerank(values: FloatArray, parents: IntArray, total: int) -> IntArray:
-    """The root and the `total` guesses of greatest value, as ascending rows; each guess's parent is included.
+    """The rows of the root and of the `total` guesses of greatest value, ascending; each guess's parent is included.
 
-    values [rows], at most 0, none above its parent's   parents [rows] row 0 is the root, and a parent comes before its
-    children
+    values [rows], at most 0, none above its parent's   parents [rows], row 0 is the root, parents come first
 
-    Of equal values the earlier row is kept, which of rows numbered level by level is the shallower. A row then comes
-    after all its ancestors, so every prefix of the order is a tree. The value alone does not ensure this, as
-    confidences of exactly 1 are common (docs/design/drafting.md#dynamic-trees).
+    Equal values are ordered by row, so that a row comes after all its ancestors and every prefix of the order is a
+    tree. Confidences of exactly 1, which are common, give a row its parent's value
+    (docs/design/drafting.md#dynamic-trees).
+
+    >>> rerank(np.log([1.0, 0.6, 0.3, 0.6, 0.1]), np.array([-1, 0, 0, 1, 1]), total=2).tolist()
+    [0, 1, 3]
     """
     kept: IntArray = np.sort(np.argsort(-values, kind="stable")[: 1 + total])
     rows = set(kept.tolist())
@@ -281,5 +338,5 @@ def rerank(values: FloatArray, parents: IntArray, total: int) -> IntArray:
 
 
 def ranks(known: dict[int, int], start: int, stop: int, unknown: int) -> npt.NDArray[np.int32]:
-    """The ranks of text positions start..stop-1; `unknown` where none was computed."""
+    """Ranks of the tokens at text positions start..stop-1; `unknown` for tokens without a rank."""
     return np.array([known.get(position, unknown) for position in range(start, stop)], np.int32)

@@ -1,4 +1,4 @@
-"""The noise of a drafter whose token ids are not the target's: each id has that of an id of the target."""
+"""Shared noise for a drafter whose token ids are not the target's: each drafter id gets the noise of a target id."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from tree_kernels.noise import NoiseRows
 
 
 class MappedNoise:
-    """Rows of noise by the drafter's ids; a row is kept until its position is committed, as by `NoiseRows`.
+    """Rows of noise by drafter id, each kept until its position is committed, like those of `NoiseRows`.
 
-    An id that is not to be guessed has minus infinity. Without `rows`, as at temperature 0, the others have zero.
+    An id that must not be guessed has minus infinity. Without `rows`, as at temperature 0, all other ids have zero.
     """
 
     def __init__(self, rows: NoiseRows | None, ids: IntArray) -> None:
-        """rows: of the target's ids   ids: [drafter's vocabulary] the target's id whose noise each has; -1: not guessed
+        """rows: noise by target id   ids [drafter's vocabulary]: target id whose noise each drafter id gets; -1: never
+        guessed
 
-        Raises ValueError where no id may be guessed.
+        Raises ValueError if no id may be guessed.
         """
         if not (ids >= 0).any():
             raise ValueError("no token of the drafter may be guessed")
@@ -34,7 +35,7 @@ class MappedNoise:
         return len(self._made)
 
     def row(self, position: int) -> Tensor:
-        """[drafter's vocabulary] the noise of the token at a position of the target's text. Must not be written to."""
+        """Noise [drafter's vocabulary] of the token at a position of the target's text. Must not be written to."""
         if self._rows is None:
             return self._mask
         if position not in self._made:
@@ -44,7 +45,7 @@ class MappedNoise:
         return self._made[position]
 
     def prepare(self, positions: Iterable[int]) -> None:
-        """Compute these rows."""
+        """Compute the rows of these positions."""
         for position in positions:
             self.row(position)
 

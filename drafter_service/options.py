@@ -1,4 +1,4 @@
-"""How a drafter's engine is set up."""
+"""Options of a drafter's engine."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from dendro.tree import LONGEST_TRACE
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 FORMS = ("auto", "eager", "fused")
-"""How a model computes. eager: torch's operations one by one; fused: one compiled call per forward; auto: fused where
-it can be had."""
+"""Forms of a model. eager: torch's operations one by one; fused: one compiled call per forward; auto: fused if
+available, else eager."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterOptions:
-    """All that an engine does not read from its checkpoint. Raises BadRequest, naming the field."""
+    """Settings of an engine that are not read from its checkpoint. Raises BadRequest, naming the field."""
 
-    name: str  # under which the drafter is served
-    tokenizer: Path | None = None  # the tokenizer's folder, where it is not the checkpoint's
-    dtype: torch.dtype = torch.float32  # of weights and activations
+    name: str  # name under which the drafter is served
+    tokenizer: Path | None = None  # the tokenizer's folder, if not the checkpoint's
+    dtype: torch.dtype = torch.float32  # type of weights and activations
     device: torch.device | str = "cpu"
     form: str = "auto"  # one of FORMS
-    head: Path | None = None  # the file of an acceptance head; None: chances are calibrated scores
-    threads: int = 1  # of the model, on a CPU
-    max_sessions: int = 64  # open texts
-    max_rows: int = MAX_ROWS  # of a tree, the root included
-    max_depth: int = DEFAULT_DEPTH
+    head: Path | None = None  # file of an acceptance head; None: chances are calibrated scores
+    threads: int = 1  # threads of the model's forwards on a CPU
+    max_sessions: int = 64  # most open texts
+    max_rows: int = MAX_ROWS  # most rows of a tree, the root included
+    max_depth: int = DEFAULT_DEPTH  # most levels of a tree below the root
     prefill_chunk: int = LONGEST_TRACE  # tokens of a prompt per forward
     longest_step_s: float = LONGEST_STEP_S  # a longer step counts as hung
 

@@ -1,7 +1,8 @@
-"""The drafter's forwards, planned by the scheduler and run by the runner, as plain arrays.
+"""Plans of the drafter's forwards as plain arrays: made by the scheduler, run by the runner.
 
-A *text slot* holds the memory of a text. A *node slot* holds what a model stores of one node of a tree: a whole state,
-the node's inputs, or its keys and values. Slot 0 of either kind is reserved: the empty text, and no node.
+A *text slot* holds the memory of a text: a state, or keys and values. A *node slot* holds what a model stores of one
+node of a tree: a whole state, the node's inputs, or its keys and values. Slot 0 of either kind is reserved: it is the
+empty text, and no node.
 """
 
 from __future__ import annotations
@@ -24,82 +25,82 @@ NO_NODE = 0
 
 @dataclass(frozen=True, slots=True)
 class Chains:
-    """Consecutive tokens of several texts, one row per text."""
+    """Consecutive tokens of several texts, one row per text: a prefill, or the tokens up to and with a round's root."""
 
     tokens: IntArray  # [rows, time]
     lengths: IntArray  # [rows] tokens of each row without padding, 1 to time
-    starts: IntArray  # [rows] tokens that the source has consumed
-    source: IntArray  # [rows] text slot each row starts from
-    target: IntArray  # [rows] text slot each row ends in; may be its source
-    roots: IntArray  # [rows] node slot of the row's last token, which is not put into the text; lengths are at least 2.
-    # Empty: all tokens are put into the text
+    starts: IntArray  # [rows] tokens that the source slot has consumed
+    source: IntArray  # [rows] text slot from which each row starts
+    target: IntArray  # [rows] text slot in which each row ends; may be its source
+    roots: IntArray  # [rows] node slot for the row's last token, which is not put into the text (lengths are then at
+    # least 2). Empty if all tokens are put into the text.
 
     @property
     def kept(self) -> IntArray:
-        """[rows] number of tokens that go into the text."""
+        """Number of tokens of each row that go into the text, [rows]."""
         return self.lengths - 1 if len(self.roots) else self.lengths
 
     @property
     def count(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model."""
         return int(self.lengths.sum())
 
 
 class Nodes(NamedTuple):
     """Nodes of one tree in the order in which they go through the model, parents first."""
 
-    slots: Sequence[int]
-    above: Sequence[int]  # place of each node's parent among them, -1 for the root
+    slots: Sequence[int]  # node slot of each node
+    above: Sequence[int]  # place of each node's parent among the nodes, -1 for the root
 
 
 @dataclass(frozen=True, eq=False)
 class Level:
-    """New nodes of several trees, tree after tree: one level of each. A root is a level."""
+    """One level of new nodes of each of several trees, tree after tree. A root is a level."""
 
     tokens: IntArray  # [rows]
-    counts: Sequence[int]  # [trees] rows of each tree
+    counts: Sequence[int]  # [trees] new rows of each tree
     texts: Sequence[int]  # [trees] slot of each tree's text
-    starts: Sequence[int]  # [trees] tokens that this text has consumed: the root's position
-    depths: Sequence[int]  # [trees] levels above the new nodes
+    starts: Sequence[int]  # [trees] tokens that the text slot has consumed: the root's position
+    depths: Sequence[int]  # [trees] depth of the new nodes
     trees: Sequence[Nodes]  # [trees] all nodes of each tree so far, the new ones last
 
     @property
     def count(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model."""
         return len(self.tokens)
 
     @cached_property
     def slots(self) -> IntArray:
-        """[rows] node slot of each row."""
+        """Node slot of each row, [rows]."""
         both = zip(self.trees, self.counts, strict=True)
         return np.array([slot for nodes, count in both for slot in nodes.slots[-count:]], np.int64)
 
     @cached_property
     def parents(self) -> IntArray:
-        """[rows] node slot of each row's parent, NO_NODE for a root."""
+        """Node slot of each row's parent, [rows]; NO_NODE for a root."""
         both = zip(self.trees, self.counts, strict=True)
         found = (nodes.slots[at] if at >= 0 else NO_NODE for nodes, count in both for at in nodes.above[-count:])
         return np.fromiter(found, np.int64)
 
     @cached_property
     def text_of_rows(self) -> IntArray:
-        """[rows] slot of each row's text."""
+        """Slot of each row's text, [rows]."""
         return np.repeat(self.texts, self.counts)
 
     @cached_property
     def positions(self) -> IntArray:
-        """[rows] of the tokens in their texts."""
+        """Position of each row's token in its text, [rows]."""
         return np.repeat(np.add(self.starts, self.depths), self.counts)
 
     @cached_property
     def nodes(self) -> IntArray:
-        """[trees, most] node slots of each tree's nodes, the new ones last; padded with NO_NODE at the front."""
+        """Node slots of each tree's nodes, [trees, most], the new ones last; padded with NO_NODE at the front."""
         most = max(len(nodes.slots) for nodes in self.trees)
         return np.array([[NO_NODE] * (most - len(nodes.slots)) + list(nodes.slots) for nodes in self.trees], np.int64)
 
     @cached_property
     def lines(self) -> BoolArray:
-        """[trees, most, most] whether node j is node i or one of its ancestors."""
+        """Ancestor masks [trees, most, most]: True at [tree, i, j] if node j is node i or one of its ancestors."""
         trees, most = self.nodes.shape
         padding = [most - len(nodes.slots) for nodes in self.trees]
         both = zip(padding, self.trees, strict=True)
@@ -119,34 +120,34 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """A level of one tree and all below it, whose form does not depend on the candidates."""
+    """All remaining levels of one tree in one forward, for shapes whose form does not depend on the candidates."""
 
     first: Level
-    nodes: Nodes  # of the whole tree; those of these levels are the last
+    nodes: Nodes  # nodes of the whole tree, the rows of these levels last
     counts: Sequence[int]  # [levels] nodes of each level
-    ranks: Sequence[int]  # [rows] which of its parent's candidates each node is; unused on the first level
+    ranks: Sequence[int]  # [rows] place of each node among its parent's candidates; unused on the first level
 
     @property
     def count(self) -> int:
-        """Tokens that go through the model."""
+        """Number of tokens that go through the model."""
         return sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One forward, and the tokens whose candidates are wanted, in groups that guess the same token of a text."""
+    """One forward, and the tokens after which candidates are wanted. A group of them guesses one position of a text."""
 
     rows: Chains | Level | Levels
     scored: IntArray | None  # [scored] row * time + t of the tokens whose candidates are wanted, ascending; None: all
-    groups: Sequence[int]  # scored tokens of each group, in order
+    groups: Sequence[int]  # [groups] number of scored tokens of each group, in order
     sessions: Sequence[int]  # [groups] number of the session, which sets the ordering and the noise
     positions: Sequence[int]  # [groups] position of the token to be guessed
     width: int  # candidates per scored token
-    masks: Sequence[Bits | None] = ()  # [scored] the tokens that may be guessed there, None: all. Empty: all anywhere
+    masks: Sequence[Bits | None] = ()  # [scored] tokens that may be guessed, None: all. Empty: all after every token
 
     @property
     def depths(self) -> Sequence[int]:
-        """[groups] levels above the scored tokens in their trees; 0 for those of texts."""
+        """Depth of each group's scored tokens in their tree, [groups]; 0 for tokens of texts."""
         match self.rows:
             case Level():
                 return self.rows.depths
@@ -158,9 +159,9 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class TextFold:
-    """The accepted nodes of a text's tree, whose contents go into the text's memory."""
+    """Accepted nodes of a text's tree, whose contents are written into the text's memory."""
 
-    start: int  # tokens that the source has consumed
+    start: int  # tokens that the source slot has consumed
     source: int  # text slot
     target: int  # text slot; may be the source
     path: tuple[int, ...]  # node slots of a path that begins at the root, at least one
@@ -168,7 +169,7 @@ class TextFold:
 
 @dataclass(frozen=True, slots=True)
 class DraftStep:
-    """What the engine runs next: the folds, then the plan, which may overwrite the slots of the folded nodes."""
+    """Work of an engine's next step: the folds, then the plan, which may overwrite the slots of the folded nodes."""
 
     folds: tuple[TextFold, ...]
     plan: DraftPlan | None  # None if nothing waits
@@ -176,15 +177,15 @@ class DraftStep:
 
 @dataclass(frozen=True, slots=True)
 class DraftOutcome:
-    """The candidates of each scored token of a forward."""
+    """The candidates after each scored token of a forward."""
 
     candidates: IntArray  # [scored, width] best first
-    scores: FloatArray  # [scored, width] by which they are ordered: logits / T plus noise, never increasing along a row
+    scores: FloatArray  # [scored, width] logits / T plus noise of the candidates, never increasing along a row
     chances: FloatArray | None = None  # [scored, width] log chances by the acceptance head; None without one
 
     def check(self, rows: slice) -> None:
-        """Raise ValueError where scores of these rows are no numbers; those of removed candidates, which come last, may
-        be minus infinity."""
+        """Raise ValueError if scores of these rows are not finite. Only scores of removed candidates, which come last,
+        may be minus infinity."""
         scores = self.scores[rows]
         if not np.isfinite(scores[:, 0]).all() or np.isnan(scores).any():
             raise ValueError("the scores after the text are not finite")

@@ -29,28 +29,32 @@ NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
 
 CHECKED_TOKENS = 8
-"""Tokens whose logits are checked when a model is loaded."""
+"""Number of tokens whose logits are checked when a model is loaded."""
 
 REMOVED = -1e4
-"""Added to the score of a token that the target does not draw. Finite, so that a guess of it has a probability."""
+"""Number added to the score of a token that the target does not draw. Finite, so that a guess of it has a
+probability."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DraftLaw:
-    """How a session's guesses are ordered: by logits / temperature and what `added_to` has.
+    """The order of a session's guesses: by logits / temperature plus the row of `added_to`.
 
-    Logit bias and the removal of tokens are added like noise, so that any form of ranking applies them; a text at
-    temperature 0 that has some is ranked at temperature 1.
+    Logit bias and the removal of tokens are added like noise, so that any form of ranking applies them. A text at
+    temperature 0 with a bias or removed tokens is ranked at temperature 1.
     """
 
     warp: Warp
     vocabulary: int  # guesses are below it, in the model's ids: the smaller of the drafter's and the target's
-    noise: NoiseRows | MappedNoise | None  # None of the target's own ids where it shares no noise
-    shift: Tensor | None = None  # [vocabulary] float32; None: no bias, and no token is removed
+    noise: NoiseRows | MappedNoise | None  # None if the text shares no noise and has the target's ids
+    shift: Tensor | None = None  # [vocabulary] float32 bias and removal; None: neither
 
     @classmethod
     def of(cls, sampling: Sampling, vocabulary: int, ids: IntArray | None = None) -> DraftLaw:
-        """ids: [vocabulary] ascending, the target's ids of the tokens that are guessed; None: the first ones"""
+        """The law for a drafter with the target's tokenizer.
+
+        ids [vocabulary]: target ids of the guessed tokens, ascending; None: 0, 1, ...
+        """
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         shift = shift_of(sampling, np.arange(vocabulary) if ids is None else ids)
         if not (warp.greedy or sampling.shares_noise):
@@ -64,17 +68,20 @@ class DraftLaw:
 
     @classmethod
     def mapped(cls, sampling: Sampling, noise_ids: IntArray) -> DraftLaw:
-        """Of a drafter with other ids; noise_ids: as of `DrafterEngine.open`, of the tokens that are guessed"""
+        """The law for a drafter with other ids than the target's.
+
+        noise_ids: target id whose noise each guessed token gets, -1 for tokens that must not be guessed
+        """
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         shift = shift_of(sampling, noise_ids.clip(0))
-        if not sampling.shares_noise:  # logits / 1 plus a mask: the order of the logits, of ids that may be guessed
+        if not sampling.shares_noise:  # logits plus a mask: the order of the logits, among ids that may be guessed
             return cls(Warp(sampling.temperature or 1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)
         rows = NoiseRows(sampling.seed, int(noise_ids.max()) + 1, sampling.sample_index)
         return cls(warp, len(noise_ids), MappedNoise(rows, noise_ids), shift)
 
     def added_to(self, position: int) -> Tensor | None:
-        """[vocabulary] float32: what is added to the scores of the token at a position of the target's text; None:
-        nothing."""
+        """Row [vocabulary] float32 that is added to the scores of the token at a position of the target's text; None
+        if nothing is added."""
         noise = None if self.noise is None else self.noise.row(position)
         if self.shift is None or noise is None:
             return noise if self.shift is None else self.shift
@@ -82,10 +89,10 @@ class DraftLaw:
 
 
 def shift_of(sampling: Sampling, ids: IntArray) -> Tensor | None:
-    """What logit bias, banned and allowed ids add to scores, [ids] float32; None where there are none. The other
-    parameters depend on the text, and are not applied to drafts: that can only lower acceptance.
+    """Sum of logit bias and the removal of banned or not allowed ids, [ids] float32; None if a request has neither.
+    Parameters that depend on the text, such as penalties, are not applied to drafts, which can only lower acceptance.
 
-    ids: the target's id of each token that is guessed
+    ids: target id of each guessed token
     """
     if not (sampling.logit_bias or sampling.banned_ids or sampling.allowed_ids):
         return None
@@ -114,7 +121,8 @@ class DraftRunner:
         device: torch.device,
         head: AcceptanceHead | None = None,
     ) -> None:
-        """texts, nodes: number of slots of either kind, slot 0 included   head: of this model, computes chances"""
+        """texts, nodes: number of slots of either kind, slot 0 included   head: computes chances; None: the scheduler
+        calibrates scores"""
         self.model = model
         self.ids = model.draft_ids
         self.head = head
@@ -126,20 +134,20 @@ class DraftRunner:
         self._laws: dict[int, DraftLaw] = {}
 
     def runs_levels(self, session: int) -> bool:
-        """Whether a plan of this session may have `Levels`."""
+        """True if a plan of this session may have `Levels`."""
         return self._fused is not None and not self._laws[session].warp.masks
 
     @property
     def vocabulary(self) -> int:
-        """The token ids of its texts and guesses are below it."""
+        """Bound of the token ids of texts and guesses."""
         return self.model.vocabulary if self.ids is None else self.ids.size
 
     def guessed(self, vocabulary: int) -> int:
-        """Tokens that it guesses for a target of this vocabulary."""
+        """Number of tokens that may be guessed for a target of this vocabulary."""
         return min(vocabulary, self.model.vocabulary) if self.ids is None else len(self.ids.below(vocabulary))
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int, noise_ids: IntArray | None = None) -> None:
-        """Set how a session's guesses are ordered. vocabulary: the target's   noise_ids: as of `DrafterEngine.open`"""
+        """Set the order of a session's guesses. vocabulary: the target's   noise_ids: see `DrafterEngine.open`"""
         if noise_ids is not None:
             of_guesses = noise_ids if self.ids is None else noise_ids[self.ids.guessed]
             if not (of_guesses >= 0).any():
@@ -172,7 +180,7 @@ class DraftRunner:
 
     @on_its_device
     def scores_are_finite(self, seed: int = 0) -> bool:
-        """Whether the logits of a few random tokens are finite. Called before any text."""
+        """True if the logits after a few random tokens are finite. Called before any text is open."""
         tokens = np.random.default_rng(seed).integers(0, self.vocabulary, (1, CHECKED_TOKENS))
         one, none = np.ones(1, np.int64), np.zeros(1, np.int64)
         hidden = self.memory.chain(Chains(tokens, CHECKED_TOKENS * one, none, none, one, none[:0]))
@@ -185,11 +193,11 @@ class DraftRunner:
 
     @on_its_device
     def run(self, plan: DraftPlan) -> DraftOutcome:
-        """One forward."""
+        """Run one forward. Returns the candidates in the target's ids."""
         return self._run(plan) if self.ids is None else self.ids.outcome(self._run(self.ids.plan(plan)))
 
     def _run(self, plan: DraftPlan) -> DraftOutcome:
-        """In the model's ids."""
+        """Run one forward. The plan and the outcome have the model's ids."""
         rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
         compiled = self._fused if not any(law.warp.masks for law in laws) else None
         if isinstance(rows, Levels):
@@ -208,7 +216,7 @@ class DraftRunner:
         return self._order(hidden, laws, plan)
 
     def _order(self, hidden: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
-        """The candidates of each scored row, ordered by the law of its group. hidden [scored, d]"""
+        """Candidates of each scored row, ordered by the law of the row's group. hidden [scored, d]"""
         logits, width = self.model.logits(hidden), _width(laws, plan)
         alike: dict[tuple[Warp, int], list[int]] = {}  # rows by their warp and vocabulary
         group_of = np.repeat(np.arange(len(laws)), plan.groups).tolist()
@@ -231,7 +239,7 @@ class DraftRunner:
         return DraftOutcome(candidates, found, chances)
 
     def _noise(self, groups: list[int], laws: list[DraftLaw], positions: Sequence[int]) -> Tensor | None:
-        """[rows, V] what is added to the scores of each row; None: nothing. groups: of each row"""
+        """Rows [rows, V] that are added to the scores; None if nothing is. groups: group of each row"""
         found = {group: laws[group].added_to(positions[group]) for group in groups}
         noise = {group: row for group, row in found.items() if row is not None}
         if not noise:
@@ -242,19 +250,19 @@ class DraftRunner:
 
 
 def _width(laws: Sequence[DraftLaw], plan: DraftPlan) -> int:
-    """Candidates of each scored row."""
+    """Number of candidates of each scored row: the plan's width, or the smallest vocabulary."""
     return min(plan.width, *(law.vocabulary for law in laws))
 
 
 def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
-    """The order of each group's tokens, without filters and masks."""
+    """The order of each group's tokens, before filters and masks."""
     noise = [law.added_to(place) for law, place in zip(laws, plan.positions, strict=True)]
     return Orders([law.warp.temperature for law in laws], noise, [law.vocabulary for law in laws])
 
 
 def _ordered(laws: Sequence[DraftLaw], plan: DraftPlan) -> tuple[Sequence[int], Sequence[int], Orders]:
-    """The plan's groups, their depths, and the order of their tokens. A plan with masks has groups of single tokens, as
-    each has what it removes added to its scores."""
+    """Groups, depths of the groups and order of their tokens. In a plan with masks each scored token becomes a group,
+    since each has its own removed tokens."""
     orders = _orders(laws, plan)
     if not plan.masks:
         return plan.groups, plan.depths, orders
@@ -272,7 +280,7 @@ def _ordered(laws: Sequence[DraftLaw], plan: DraftPlan) -> tuple[Sequence[int], 
 
 
 def _masked(logits: Tensor, masks: Sequence[Bits | None]) -> Tensor:
-    """logits [rows, V], minus infinity where a mask removes a token."""
+    """Copy of logits [rows, V] with minus infinity for tokens that a row's mask removes."""
     logits = logits.clone()
     for row, mask in zip(logits, masks, strict=True):
         if (removed := removed_by(mask, len(row))) is not None:
@@ -281,8 +289,8 @@ def _masked(logits: Tensor, masks: Sequence[Bits | None]) -> Tensor:
 
 
 def removed_by(mask: Bits | None, vocabulary: int) -> Tensor | None:
-    """[vocabulary] whether each token is removed; None where all are left. A mask that has none of the tokens removes
-    none: the row then has finite scores, and the scheduler drops all its candidates."""
+    """Removed tokens [vocabulary] bool; None if none is removed. A mask that allows no token removes none: the row then
+    has finite scores, and the scheduler drops all its candidates."""
     if mask is None:
         return None
     allowed = np.unpackbits(mask, count=vocabulary, bitorder="little")
@@ -290,9 +298,10 @@ def removed_by(mask: Bits | None, vocabulary: int) -> Tensor | None:
 
 
 def candidates_of(logits: Tensor, warp: Warp, noise: Tensor | None, width: int) -> tuple[Tensor, Tensor]:
-    """The best `width` ids of each row in order, and their scores.
+    """The best `width` ids of each row, best first, and their scores.
 
-    The warp's masks may put a guess first whose score is not the greatest; its score is then set to the greatest.
+    The first guess respects top-k, top-p and min-p, so it may not have the greatest score; its score is then set to the
+    greatest.
     """
     ranking = drafter_ranking(logits, warp, noise, width)
     if warp.masks:

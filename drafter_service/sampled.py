@@ -1,4 +1,4 @@
-"""Trees whose guesses are drawn from the drafter's own law, without replacement, with noise of its own.
+"""Growth of trees whose guesses are drawn from the drafter's law, without replacement, with noise of the drafter's own.
 
 The number of a row's children is decided before they are drawn: by the shape, or in a dynamic tree by the laws and the
 levels above (`DrawnForm`).
@@ -23,7 +23,7 @@ from drafter_service.grow import Growth, Numbers, growth_of
 
 
 def check_drawn_shape(shape: TreeShape) -> None:
-    """Raise BadRequest for a shape whose guesses are chosen by their probabilities, or that draws more children than a
+    """Raise BadRequest for a shape that chooses guesses by their probabilities, or that has more children a row than a
     law has tokens."""
     if not shape.drawable:
         raise BadRequest("shape", f"{shape} chooses guesses by their probabilities; drawn ones must not be chosen")
@@ -32,7 +32,7 @@ def check_drawn_shape(shape: TreeShape) -> None:
 
 
 class DrawnGrowth(Growth):
-    """A dynamic tree of drawn guesses. Unlike one of ranked guesses it is never pruned."""
+    """A dynamic tree of drawn guesses. Unlike a tree of ranked guesses it is never pruned."""
 
     shape: DynamicShape
 
@@ -42,7 +42,7 @@ class DrawnGrowth(Growth):
         self._widths: list[int] = []
 
     def decide(self, laws: Sequence[SparseLaw]) -> None:
-        """Decide the numbers of children of the frontier's rows, before these are drawn from the laws."""
+        """Decide the number of children of each frontier row, before any child is drawn. laws: one per frontier row"""
         self._widths = self._form.widths(laws)
 
     def _counts(self, reached: Sequence[Numbers]) -> Sequence[int]:
@@ -57,25 +57,25 @@ class DrawnGrowth(Growth):
 
 
 def drawn_growth_of(root: int, shape: TreeShape) -> Growth:
-    """As `growth_of`, for drawn guesses."""
+    """Begin a tree of this shape for drawn guesses, with only its root."""
     return DrawnGrowth(root, shape) if isinstance(shape, DynamicShape) else growth_of(root, shape)
 
 
 @dataclass
 class GuessDraws:
-    """Draws the children of one tree's rows, and keeps the laws that they were drawn from."""
+    """Draws the children of one tree's rows, and keeps the laws from which they were drawn."""
 
-    sampling: Sampling  # with the drafter's seed
-    base: int  # length of the text that the round starts from
-    laws: list[ChildLaw] = field(default_factory=list)
+    sampling: Sampling  # the request's parameters with the drafter's seed
+    base: int  # length of the text at the start of the round
+    laws: list[ChildLaw] = field(default_factory=list)  # one per row with children
 
     def drawn(
         self, growth: Growth, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers]
     ) -> tuple[list[Sequence[int]], list[Numbers], list[Numbers]]:
-        """Candidates of the growth's frontier in the order in which they are drawn, their scores, and the logarithms of
-        their probabilities: what `Growth.extend` takes.
+        """Draw the children of a growth's frontier. Returns the arguments of `Growth.extend`: candidates in the order
+        in which they are drawn, their scores, and the logarithms of their probabilities.
 
-        candidates, scores [frontier][k], k at least the shape's width: the likeliest tokens, logits / T
+        candidates [frontier][k]: the likeliest tokens, k at least the shape's width   scores [frontier][k]: logits / T
         """
         tokens, found, chances = list[Sequence[int]](), list[Numbers](), list[Numbers]()
         sampling = self.sampling

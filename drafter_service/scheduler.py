@@ -1,4 +1,4 @@
-"""Plans the drafter's next forward. Handles texts, slots and trees, but no tensors.
+"""The drafter's scheduler: plans the next forward. It handles texts, slots and trees, but no tensors.
 
 A session's life:
 1. `open` gives it a text. Forwards of kind *prompt* prefill all of it but the root.
@@ -37,7 +37,7 @@ from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplet
 log = logging.getLogger("dendro.drafter")
 
 CATCH_UP = 8
-"""Tokens that the memory of an idle session lacks when it is prefilled without waiting for a call."""
+"""Number of tokens lacking in an idle session's memory from which on they are prefilled without waiting for a call."""
 PREFILL_EVERY = 4
 """One in this many forwards is a prefill while both prompts and rounds wait."""
 PREFILL_ROWS = 8
@@ -45,9 +45,10 @@ PREFILL_ROWS = 8
 
 
 class DraftScheduler:
-    """Sessions, slots and the next forward.
+    """Owns sessions and slots, and plans forwards.
 
-    A step of the engine: run what `next` returns, `apply` the outcome, send `answers`, drop what it holds for `closed`.
+    In each step the engine runs what `next` returns, applies the outcome (`apply`), sends `answers`, and drops what it
+    holds for sessions in `closed`.
     """
 
     def __init__(
@@ -62,8 +63,8 @@ class DraftScheduler:
         wake: Callable[[], None] = lambda: None,
     ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
-        chunk: most tokens of a prompt per forward   runs_levels: whether a plan of this session may have `Levels`
-        wake: as of `TextMasks`
+        chunk: most tokens of a prompt per forward   runs_levels: True if a plan of this session may have `Levels`
+        wake: called, from any thread, when a text that was left out of a forward has its masks
         """
         self.name = name
         self.texts = texts
@@ -73,17 +74,17 @@ class DraftScheduler:
         self.clock = clock
         self.runs_levels = runs_levels
         self.text_masks = TextMasks(clock, wake)
-        self.answers: list[tuple[Ticket, Answer]] = []  # to send; the engine clears them
+        self.answers: list[tuple[Ticket, Answer]] = []  # answers to send; the engine clears them
         self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
-        self.calibrations = {kind: Calibration() for kind in ("logits", "noise", "temperature")}  # by `scored_by`
+        self.calibrations = {kind: Calibration() for kind in ("logits", "noise", "temperature")}  # key: `scored_by`
         self.noise_wanted: dict[int, range] = {}  # session -> positions to prepare noise for; drops earlier noise
-        self._sessions: dict[bytes, DrafterText] = {}  # least recently used first
-        self._numbers = 0
-        self._turn = 0
-        self._folds: list[TextFold] = []  # of the next step
+        self._sessions: dict[bytes, DrafterText] = {}  # key: opening; least recently used first
+        self._numbers = 0  # sessions opened so far
+        self._turn = 0  # forwards planned so far
+        self._folds: list[TextFold] = []  # folds of the next step
         self._planned: list[tuple[DrafterText, range]] = []  # rows of each session in the current plan
-        self._masks: Sequence[Bits | None] = ()  # of that plan's scored rows
-        self._kind = ""
+        self._masks: Sequence[Bits | None] = ()  # masks of the current plan's scored rows
+        self._kind = ""  # kind of the current plan: prompt, chain or level
 
     @property
     def sessions(self) -> int:
@@ -101,7 +102,7 @@ class DraftScheduler:
     ) -> DrafterText:
         """Open a text. The caller loads a memory of `restored` of its tokens into the slot of the returned session.
 
-        vocabulary: the target's; ids of the text are below it   structure: of the text's answer
+        vocabulary: the target's; ids of the text are below it   structure: the structure of the text's answer
         Raises Overloaded and BadRequest. An opening that is open already is closed first.
         """
         if call.update.start != 0:
@@ -131,7 +132,7 @@ class DraftScheduler:
     def draft(self, ticket: Ticket, call: DraftCall, ahead: int = 0) -> None:
         """Start a round. An unfinished round of this text is stopped and answered with its root alone.
 
-        ahead: as of `DrafterEngine.draft`
+        ahead: length of the text in the target's ids minus its length in the drafter's
         """
         session = self._follow(call.update)
         session.ahead = ahead
@@ -222,7 +223,7 @@ class DraftScheduler:
         return self._plan_level(growing + singles) if growing or singles else None
 
     def _catch_up(self) -> DraftPlan | None:
-        """A prefill of idle sessions whose memory lags."""
+        """Plan a prefill of idle sessions whose memory lags by CATCH_UP tokens; None if there is none."""
         for session in list(self._sessions.values()):
             if session.lag >= CATCH_UP:
                 self._fold_kept(session)
@@ -245,7 +246,7 @@ class DraftScheduler:
         self._answer_complete()
 
     def _apply(self, session: DrafterText, rows: range, outcome: DraftOutcome, mine: slice) -> None:
-        """Apply a text's part of the outcome. Raises ValueError where its scores are not finite."""
+        """Apply a text's part of the outcome. Raises ValueError if its scores are not finite."""
         draft_round = session.round
         assert draft_round is not None
         outcome.check(mine)
@@ -272,7 +273,7 @@ class DraftScheduler:
         return self._chain_plan([session.round.slots[0] for session in sessions if session.round is not None])
 
     def _chain_plan(self, roots: list[int]) -> DraftPlan:
-        """One row of consecutive text per planned session; scored if there are roots."""
+        """Plan one row of consecutive tokens per planned session, scored if there are roots."""
         lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
         tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
         places, numbers, positions, masks = [], [], [], list[Bits | None]()
@@ -298,7 +299,7 @@ class DraftScheduler:
         return DraftPlan(rows, scored, [1] * len(places), numbers, positions, self._width(), self._masks)
 
     def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
-        """One row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
+        """Plan one row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
         self._kind, level = "level", level_of(sessions)
         self._planned = [(session, session.round.new_rows) for session in sessions if session.round is not None]
         masks = [mask for session in sessions for mask in session.masks(session.base - 1)]
@@ -309,14 +310,14 @@ class DraftScheduler:
         return DraftPlan(level, None, level.counts, numbers, guessed, self._width(), self._masks)
 
     def _plan_levels(self, sessions: list[DrafterText]) -> DraftPlan:
-        """The next level of one session alone; all its levels, where their form is known and one call can run them."""
+        """Plan all remaining levels of one session if their form is known and one call can run them, else the next."""
         plan, (session,) = self._plan_level(sessions), sessions
         assert isinstance(plan.rows, Level) and session.round is not None
         growth, form = session.round.growth, fixed_form(session.round.shape)
         counts = () if form is None else form.counts[growth.level :]
         if form is None or session.round.draws or len(counts) < 2 or not self.runs_levels(session.number):
             return plan
-        if self._masks or (growth.processed and session.structured):  # its form depends on the masks
+        if self._masks or (growth.processed and session.structured):  # masks decide the tree's form
             return plan
         done, count = growth.processed, len(form.above)
         self._planned = [(session, range(done, count))]
@@ -331,7 +332,7 @@ class DraftScheduler:
     # -- a session's memory --------------------------------------------------------------------------------------
 
     def _follow(self, update: TextUpdate) -> DrafterText:
-        """The session of a call, its text updated and state past a cut discarded. Raises NotFound and BadRequest."""
+        """Update the text of a call's session and discard its state past a cut. Raises NotFound and BadRequest."""
         session = self._sessions.get(update.opening)
         if session is None:
             raise NotFound("opening: is not open here")
@@ -343,7 +344,7 @@ class DraftScheduler:
         for draft_round in (session.kept, session.round):
             if draft_round is not None and common < draft_round.base:
                 self._drop_tree(session, draft_round)
-        # Between calls the memory never covers the root, so that a repeated call for the same text can run it again.
+        # The memory never covers the root between calls, so that a repeated call for the same text can run it again.
         if session.covers > min(common, session.base - 1):
             self._release(session)
             usable = session.first_covers <= min(common, session.base - 1)
@@ -358,7 +359,7 @@ class DraftScheduler:
         return session
 
     def _fold_kept(self, session: DrafterText) -> None:
-        """Fold the last tree into the text's memory, if there is one. A fault in it ends this session alone."""
+        """Fold the last tree into the text's memory, if there is one. A fault ends this session alone."""
         if session.kept is None:
             return
         try:
@@ -392,7 +393,7 @@ class DraftScheduler:
     def _reserve(self, session: DrafterText) -> bool:
         """Take all node slots that the round needs, so that a started round can finish; False if there are too few.
 
-        Evicts kept trees as needed, those of the least recently used session first.
+        Evicts kept trees as needed, the least recently used session's first.
         """
         draft_round = session.round
         assert draft_round is not None
@@ -456,7 +457,7 @@ class DraftScheduler:
                 session.closing, session.ended = None, True
 
     def _stop_round(self, session: DrafterText) -> None:
-        """Stop the unfinished round, if there is one; its processed nodes are kept like those of a finished tree."""
+        """Stop the unfinished round, if there is one. Its processed nodes are kept like a finished tree's."""
         draft_round = session.round
         if draft_round is None:
             return

@@ -1,6 +1,6 @@
-"""What the structures of answers allow in the rows of drafts.
+"""Masks of the tokens that an answer's structure allows after each row of a draft.
 
-A drafter only guesses: where a structure cannot be compiled or followed, its guesses are of any tokens.
+Drafts are only guesses: if a structure cannot be compiled or followed, any token may be guessed.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from drafter_service.grow import Growth
 log = logging.getLogger("dendro.drafter")
 
 SLOW_ROW_S = 0.01
+"""Processor seconds of a row's mask beyond which time counts against PATIENCE_S."""
 PATIENCE_S = 0.1
-"""After so much time of a processor above SLOW_ROW_S a row, a text is drafted without its structure."""
+"""Processor seconds, summed over rows beyond SLOW_ROW_S each, after which a text is drafted without its structure."""
 
 
 class DraftStructures:
@@ -37,13 +38,15 @@ class DraftStructures:
         end_ids: Collection[int],
         limits: StructureLimits = LIMITS,
     ) -> None:
-        """name: the drafter's   token_bytes, end_ids: of its tokenizer   vocabulary: its token ids are below it"""
+        """name: the drafter's, for logs   token_bytes, end_ids: of the drafter's tokenizer   vocabulary: bound of its
+        token ids"""
         self._name = name
         self._end_ids = end_ids
         self._grammars = Grammars(token_bytes, vocabulary, limits, PATIENCE)
 
     async def of(self, call: OpenCall) -> DraftStructure | None:
-        """The structure of an opened text's answer; None where guesses are of any tokens. Compiled in a thread."""
+        """Called when a text is opened. Returns the structure of its answer, compiled in a thread; None if any token
+        may be guessed: without a structure, with drawn guesses, or if it cannot be compiled."""
         given, ids = call.parameters, call.update.tokens
         if given.structure is None or given.sampling.draws_guesses:
             return None
@@ -61,20 +64,20 @@ class DraftStructures:
 
 
 class DraftStructure:
-    """The structure of one text's answer: what it allows after each token of the text, and in the tree of a round.
-    Not thread-safe."""
+    """The structure of one text's answer: finds the tokens allowed after each token of the text and each row of a
+    round's tree. Not thread-safe."""
 
     def __init__(self, name: str, text: GrammarText, prompt_length: int) -> None:
         self._name = name
         self._text = text
         self._prompt_length = prompt_length
-        self._lost = False  # the text is none of the structure's, or the masks take too long
-        self._slow_s = 0.0
-        self._spent_s = 0.0  # of a processor, on the last rows
-        self._places: dict[int, GrammarPlace | None] = {}  # by row of the tree; None: nothing may follow
+        self._lost = False  # True once the structure does not allow the text, or masks take too long
+        self._slow_s = 0.0  # processor time beyond SLOW_ROW_S a row
+        self._spent_s = 0.0  # processor time of the last rows' masks
+        self._places: dict[int, GrammarPlace | None] = {}  # key: row of the tree; None: nothing may follow it
 
     def follow(self, ids: Sequence[int]) -> None:
-        """The whole text is now `ids`. After one that the structure does not allow, nothing is masked any more."""
+        """Set the whole text to `ids`. After a text that the structure does not allow, nothing is masked any more."""
         if self._lost or len(ids) < self._prompt_length:
             return
         try:
@@ -89,7 +92,7 @@ class DraftStructure:
 
     @property
     def quick(self) -> bool:
-        """Whether the last rows' masks were found within a moment."""
+        """True if the masks of the last rows took at most WAIT_S of a processor."""
         return self._spent_s <= WAIT_S
 
     def _took(self, seconds: float) -> None:
@@ -99,8 +102,8 @@ class DraftStructure:
             self._give_up(f"its masks take {seconds:.3f} s a row")
 
     def after_text(self, ids: Sequence[int], first: int) -> list[Bits | None]:
-        """The tokens that may follow the text's first `first` + 1 tokens, those and one more, ..., and all `ids`; the
-        last are those of a new tree's root. None: any."""
+        """Masks of the tokens that may follow each prefix of the text, from `first` + 1 tokens to all `ids`; None: any
+        token. The last mask is that of a new tree's root."""
         found: list[Bits | None] = []
         self._places, self._spent_s = {}, 0.0
         for length in range(first + 1, len(ids) + 1):
@@ -115,7 +118,7 @@ class DraftStructure:
         return found
 
     def of_level(self, growth: Growth) -> list[Bits | None]:
-        """The tokens that may follow each row of a tree's frontier; None: any."""
+        """Masks of the tokens that may follow each row of a tree's frontier; None: any token."""
         self._spent_s = 0.0
         for row in growth.frontier:
             if row and not self._lost:
@@ -133,9 +136,10 @@ class DraftStructure:
 
 
 def keep_allowed(masks: Sequence[Bits | None], *lists: list[list[Any]]) -> None:
-    """Remove from each row's candidates those that its mask lacks, and what the further lists have in their places.
+    """Remove from each row the candidates that its mask does not allow, and the entries at their places in the other
+    lists.
 
-    masks [rows]   lists: each [rows][k], the candidates first; changed
+    masks [rows]   lists: candidates, then others, each [rows][k]; changed in place
     """
     for row, mask in enumerate(masks):
         if mask is None:

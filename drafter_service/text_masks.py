@@ -1,5 +1,5 @@
-"""The masks of the texts that wait for a forward, found in threads. A text whose masks are late waits for them alone;
-the others go on."""
+"""Finds the masks of texts that wait for a forward, in threads. A text whose masks are late waits alone; the others go
+on."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from drafter_service.texts import DrafterText, RowMasks
 log = logging.getLogger("dendro.drafter")
 
 LATE_S = 1.0
-"""A text that has waited so long for its masks is drafted without its structure from then on."""
+"""Seconds of waiting for masks after which a text is drafted without its structure for good."""
 
 
 class TextMasks:
-    """Begins the masks of texts, and tells which texts can take part in a forward."""
+    """Begins to find masks of texts, and says which texts can take part in a forward."""
 
     def __init__(self, clock: Clock, wake: Callable[[], None]) -> None:
         """wake: called, from any thread, when a text that was left out has its masks"""
@@ -27,14 +27,15 @@ class TextMasks:
         self._clock = clock
         self._wake = wake
         self.patience_s: float | None = None
-        """Until a text that was left out the last time is drafted without its structure. None: there was none."""
+        """Seconds until a text that the last `ready` left out is drafted without its structure; None if it left out
+        none."""
 
     def ready(self, texts: Collection[DrafterText]) -> set[DrafterText]:
-        """Those whose masks are known after a moment. Texts whose masks took longer the last time are not waited for,
-        so that they delay the others once."""
+        """The texts whose masks are known after a short wait. Texts whose masks took longer the last time are not
+        waited for, so that they delay the others only once."""
         now_s, begun, awaited = self._clock(), [], []
         for text in texts:
-            quick = text.structure is not None and text.structure.quick  # before a thread measures again
+            quick = text.structure is not None and text.structure.quick  # read before a thread measures again
             if (masks := self._begun(text, now_s)) is not None:
                 begun.append(masks.work)
                 awaited += [masks.work] if quick else []
@@ -47,7 +48,8 @@ class TextMasks:
         return set(texts).difference(late)
 
     def _begun(self, text: DrafterText, now_s: float) -> RowMasks | None:
-        """The masks that its round needs, if they are begun here."""
+        """Begin to find the masks that the text's round needs. None if nothing was begun: none are needed, or they are
+        known or on the way."""
         if text.has_masks or text.structure is None or text.round is None:
             return None
         if text.begun is not None and not text.begun.work.done():

@@ -1,4 +1,4 @@
-"""The texts, rounds and answers of a drafter's scheduler."""
+"""Texts, rounds and answers of a drafter's scheduler."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log = logging.getLogger("dendro.drafter")
 
 @dataclass(frozen=True, slots=True)
 class MemoryComplete:
-    """The memory of a closing session is complete: save its slot, then `forget` the opening."""
+    """Says that the memory of a closing session is complete: the engine saves the slot, then `forget`s the opening."""
 
     opening: bytes
-    slot: int
+    slot: int  # text slot
     ids: tuple[int, ...]  # tokens that the slot has consumed
     digest: int
     tenant: str
@@ -37,10 +37,10 @@ class MemoryComplete:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A text is open and prefilled."""
+    """Says that a text is open and prefilled."""
 
     restored: int  # tokens that a saved state covered
-    processed: int
+    processed: int  # tokens that went through the model
 
 
 Answer = DraftTree | Prefilled | MemoryComplete | Exception
@@ -52,25 +52,25 @@ class DraftRound:
 
     ticket: Ticket | None  # None: answered or stopped; the round is kept for its nodes
     shape: TreeShape
-    base: int
+    base: int  # length of the text at the start of the round
     growth: Growth
-    calibration: Calibration  # of the round's start, the same for all its rows
-    slots: list[int] = field(default_factory=list)  # of the rows that go through the model, in order
-    draws: GuessDraws | None = None  # where guesses are drawn, not ranked
+    calibration: Calibration  # the calibration at the start of the round, for all its rows
+    slots: list[int] = field(default_factory=list)  # node slots of the processed rows, in order
+    draws: GuessDraws | None = None  # None: guesses are ranked, not drawn
 
     @property
     def width(self) -> int:
-        """Candidates that each of its rows needs."""
+        """Number of candidates that each processed row needs."""
         return self.shape.width if self.draws is None else LAW_TOKENS
 
     @property
     def new_rows(self) -> range:
-        """The numbers of the rows that go through the model next, among those that do."""
+        """Numbers, among the processed rows, of the rows that go through the model next."""
         return range(self.growth.processed, len(self.growth.above))
 
     def path_of(self, ids: Sequence[int]) -> list[int]:
-        """The numbers of the processed rows that the text `ids` went through after the round's, root first. The token
-        after the last of them is known, too."""
+        """Numbers of the processed rows on the path of the text `ids`, root first. Only rows whose next token the text
+        has are on the path."""
         growth, path, row = self.growth, list[int](), 0
         for token in ids[self.base :]:
             if row not in growth.place:
@@ -85,7 +85,7 @@ class DraftRound:
     def extend(
         self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], chances: Sequence[Numbers]
     ) -> None:
-        """Add the children of the frontier's rows, as `Growth.extend`, and of the levels below it that are given.
+        """Add the children of the frontier's rows, and of further levels if their rows are given (`Growth.extend`).
 
         Raises ValueError for scores of more rows than the tree has.
         """
@@ -101,39 +101,39 @@ class DraftRound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMasks:
-    """What may be guessed after the rows that a round puts through the model next, which a thread finds. Until it is
-    done, nothing else may use the text's structure."""
+    """Masks of the rows that a round puts through the model next, found by a thread. Until it is done, nothing else may
+    use the text's structure."""
 
     work: Future[list[Bits | None]]
     of: DraftRound
-    processed: int  # rows of its tree that had gone through the model
+    processed: int  # rows of the tree that had gone through the model when the work began
     begun_s: float
 
 
 @dataclass(eq=False)
 class DrafterText:
-    """One opening. `slot` has consumed `ids[:covers]`; a tree's nodes continue from there."""
+    """One opening of a text. `slot` has consumed `ids[:covers]`; a tree's nodes continue from there."""
 
-    number: int
+    number: int  # the session's number at the runner
     opening: bytes
     parameters: RequestParameters
     vocabulary: int  # the target's: ids of the text are below it
-    structure: DraftStructure | None = None  # of its answer; None: guesses are of any tokens
+    structure: DraftStructure | None = None  # structure of the answer; None: any token may be guessed
     text: PeerText = field(default_factory=PeerText)
     slot: int = EMPTY_TEXT
-    covers: int = 0
+    covers: int = 0  # tokens that `slot` has consumed
     first_slot: int = EMPTY_TEXT  # the memory at the end of opening, from which a text restarts after a deep cut
-    first_covers: int = 0
-    round: DraftRound | None = None
-    kept: DraftRound | None = None
+    first_covers: int = 0  # tokens that `first_slot` has consumed
+    round: DraftRound | None = None  # the unfinished round
+    kept: DraftRound | None = None  # the last finished or stopped round, whose nodes are kept
     traced: int | None = None  # length of the text at the last tree answered; None: no tree yet
-    ranks: dict[int, int] = field(default_factory=dict)  # text position -> rank of its token
+    ranks: dict[int, int] = field(default_factory=dict)  # text position -> rank of the token there
     opened: tuple[Ticket, int] | None = None  # the caller of `open`, and the number of restored tokens
-    ahead: int = 0  # tokens that the text has more, or fewer where negative, in the target's ids
+    ahead: int = 0  # length of the text in the target's ids minus its length in these ids
     closing: Ticket | None = None
-    ended: bool = False  # its memory is being saved
-    begun: RowMasks | None = None  # the last ones, of this round or of one before
-    structured: bool = field(init=False)  # its answer has a structure, even if it is drafted without it by now
+    ended: bool = False  # True while the memory is being saved
+    begun: RowMasks | None = None  # the masks begun last, for this round or an earlier one
+    structured: bool = field(init=False)  # True if the answer has a structure, even one that is no longer followed
 
     def __post_init__(self) -> None:
         self.structured = self.structure is not None
@@ -143,7 +143,8 @@ class DrafterText:
         return len(self.text.tokens)
 
     def is_drafted(self, chunk: int) -> bool:
-        """Whether its tree can begin or go on with the next forward, of up to `chunk` tokens, once it `has_masks`."""
+        """True if the tree can begin or go on in the next forward, once the text `has_masks`. chunk: most tokens of a
+        text in a forward"""
         if self.round is None:
             return False
         return bool(self.round.growth.processed) or (self.opened is None and self.base - self.covers <= chunk)
@@ -155,27 +156,27 @@ class DrafterText:
         scores: Sequence[float],
         calibrations: MutableMapping[str, Calibration],
     ) -> None:
-        """Record the rank of its token at `position` among a row's candidates, and fit its calibration to it."""
+        """Record the rank of the text's token at `position` among a row's candidates, and fit the calibration to it."""
         token, shown = self.text.ids[position], candidates[:CANDIDATES]
         rank = shown.index(token) if token in shown else CANDIDATES
         self.ranks[position] = rank
         sampling = self.parameters.sampling
-        # Allowed ids and structures may remove some candidates; drawn ones are in another order than their scores.
+        # Not fitted where candidates were removed, or drawn: drawn ones are in another order than their scores.
         removed = self.structured and len(shown) < CANDIDATES
         if not sampling.allowed_ids and not sampling.draws_guesses and not removed:
             calibrations[self.scored_by] = calibrations[self.scored_by].learn(scores, rank)
 
     @property
     def has_masks(self) -> bool:
-        """Whether the masks of the rows that its round puts through the model next are known, or there are none."""
+        """True if the masks of the rows that the round puts through the model next are known or not needed."""
         if self.structure is None or self.round is None:
             return True
         begun, of = self.begun, (self.round, self.round.growth.processed)
         return begun is not None and (begun.of, begun.processed) == of and begun.work.done()
 
     def masks(self, first: int) -> list[Bits | None]:
-        """What may be guessed after the rows that its round puts through the model next: the text's tokens from `first`
-        on, and then levels of the tree. Only while it `has_masks`."""
+        """Masks of the rows that the round puts through the model next: the text's tokens from `first` on, or the
+        tree's frontier. Called only while the text `has_masks`."""
         assert self.round is not None and self.has_masks
         if self.structure is not None and self.begun is not None:
             try:
@@ -188,19 +189,19 @@ class DrafterText:
 
     @property
     def lag(self) -> int:
-        """Tokens before the root that an idle text's memory lacks; 0 if it is busy."""
+        """Number of tokens before the root that an idle text's memory lacks; 0 if the text is busy."""
         idle = self.round is None and self.closing is None
         return self.base - 1 - self.covers if idle else 0
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether a caller waits and the memory does not reach up to the root."""
+        """True if a caller waits and the memory does not reach up to the root."""
         waits = self.opened is not None or self.closing is not None or self.round is not None
         return waits and self.covers < self.base - 1
 
     @property
     def waiting(self) -> list[Ticket]:
-        """Of the callers that wait for it."""
+        """Tickets of the callers that wait for this text."""
         tickets = [
             self.round.ticket if self.round is not None else None,
             self.opened[0] if self.opened is not None else None,
@@ -214,12 +215,12 @@ class DrafterText:
 
     @property
     def scored_by(self) -> str:
-        """What its candidates' scores have beside logits, by which they are calibrated."""
+        """Kind of the candidates' scores, each with its own calibration: `logits`, `noise` or `temperature`."""
         return "logits" if self.greedy else "noise" if self.parameters.sampling.shares_noise else "temperature"
 
 
 def level_of(sessions: Sequence[DrafterText]) -> Level:
-    """The next level of each session's tree; a root is one."""
+    """The next level of each session's tree, which may be its root."""
     rounds = [session.round for session in sessions if session.round is not None]
     grown = [(each.growth, each.slots) for each in rounds]
     return Level(
@@ -233,5 +234,6 @@ def level_of(sessions: Sequence[DrafterText]) -> Level:
 
 
 def check_tokens(session: DrafterText, update: TextUpdate) -> None:
+    """Raise BadRequest if a token of the update lies outside the session's vocabulary."""
     if update.tokens and not 0 <= min(update.tokens) <= max(update.tokens) < session.vocabulary:
         raise BadRequest("update.tokens", f"a token lies outside the vocabulary of {session.vocabulary}")

@@ -1,4 +1,4 @@
-"""A tree of the drafter's ids as a tree of the target's: every branch's text is encoded by the target's tokenizer."""
+"""Translates a tree of drafter ids into a tree of target ids: the target's tokenizer encodes every branch's text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from drafter_service.bridge.vocabularies import NO_TOKEN, VocabularyMap
 from drafter_service.grow import rerank
 
 LONGEST_TAIL = 16
-"""Tokens of the committed text that are encoded with a branch, at most."""
+"""Most tokens of the committed text that are encoded together with a branch."""
 SPACES = b"\t\n\r "
 
 
@@ -23,12 +23,12 @@ SPACES = b"\t\n\r "
 class Branch:
     """A path of drafted tokens from below the root to a leaf."""
 
-    text: bytes  # up to its last complete character
-    ends: tuple[tuple[int, int], ...]  # of each row: bytes from the branch's start to its end, and the row
+    text: bytes  # the branch's bytes up to its last complete character
+    ends: tuple[tuple[int, int], ...]  # one pair per row: bytes from the branch's start to the row's end, and the row
     control: tuple[int, int] | None = None  # the target's control token after the text, and its drafted row
 
     def row_at(self, end: int) -> int:
-        """The first row at whose end there are `end` bytes."""
+        """The first row at whose end the branch has at least `end` bytes."""
         return next((row for reached, row in self.ends if reached >= end), self.ends[-1][1])
 
 
@@ -40,7 +40,10 @@ class _Node:
     below: dict[int, _Node] = field(default_factory=dict)
 
     def chance(self, values: Sequence[float], most: float) -> float:
-        """Log of the chance that the row is reached: the sum over its drafted rows, at most that of its parent."""
+        """Log of the chance that the row is reached: the sum over its drafted rows, at most `most`.
+
+        values: log chances of the drafted rows   most: log chance of the parent
+        """
         return min(math.log(sum(math.exp(values[row]) for row in self.rows)), most)
 
 
@@ -52,11 +55,12 @@ def target_tree(
     drafter: ByteCodec,
     vocabulary: VocabularyMap,
 ) -> DraftTree:
-    """The tree of all branches' tokens, with at most the shape's rows and depth: those of greatest value.
+    """Translate a tree into the target's ids. The rows of greatest value are kept, within the shape's rows and depth.
 
-    drafted: in the drafter's ids   ids: the target's text, whose last token is the root
+    drafted: tree of drafter ids   ids: the text in target ids, whose last token is the root
 
-    A branch is encoded after the newest tokens of the text, if these are encoded as they are in the text, else alone.
+    A branch is encoded together with the newest tokens of the text. If the tokenizer then encodes these tokens in
+    another way than the text has them, the branch is encoded alone.
     """
     branches = branches_of(drafted, drafter, vocabulary)
     tail, data = tail_of(ids, target)
@@ -68,7 +72,7 @@ def target_tree(
 
 
 def branches_of(drafted: DraftTree, drafter: ByteCodec, vocabulary: VocabularyMap) -> list[Branch]:
-    """The branches of a tree that have any text. A branch ends at a token without bytes."""
+    """The tree's branches with text or a control token. A branch ends at a token without bytes."""
     return [branch for branch in _branches(drafted, drafter, vocabulary) if branch.text or branch.control]
 
 
@@ -91,7 +95,11 @@ def _branches(drafted: DraftTree, drafter: ByteCodec, vocabulary: VocabularyMap)
 
 
 def complete(text: bytes) -> int:
-    """The length of the text without the beginning of a UTF-8 character at its end."""
+    """Length of the text without an incomplete UTF-8 character at its end.
+
+    >>> complete("né".encode()), complete("né".encode()[:2])
+    (3, 1)
+    """
     for back in range(1, min(len(text), 3) + 1):
         byte = text[-back]
         if byte & 0xC0 != 0x80:  # begins a character, of one to four bytes
@@ -101,7 +109,7 @@ def complete(text: bytes) -> int:
 
 
 def tail_of(ids: Sequence[int], target: ByteCodec) -> tuple[list[int], bytes]:
-    """The newest tokens of the text and their bytes, from a place on where the target's tokenizer splits texts."""
+    """The newest tokens of the text and their bytes, beginning where the target's tokenizer splits texts."""
     tail: list[int] = []
     data = b""
     for token in reversed(ids[-LONGEST_TAIL:]):
@@ -114,7 +122,7 @@ def tail_of(ids: Sequence[int], target: ByteCodec) -> tuple[list[int], bytes]:
 
 
 def _add(top: _Node, branch: Branch, ids: Sequence[int], target: ByteCodec, depth: int) -> None:
-    """Add a branch's tokens below the root, down to a depth; the last one where it is settled."""
+    """Add a branch's target tokens below the root, down to a depth; the last token only if it is settled."""
     kept = ids if _last_is_settled(branch, ids, target) else ids[:-1]
     node, end = top, 0
     for token in kept[:depth]:
@@ -127,8 +135,8 @@ def _add(top: _Node, branch: Branch, ids: Sequence[int], target: ByteCodec, dept
 
 
 def _last_is_settled(branch: Branch, ids: Sequence[int], target: ByteCodec) -> bool:
-    """Whether the last token of a branch is likely to stay as it is when the text goes on: where a control token
-    follows, or it is one drafted token, which the drafter chose instead of longer ones."""
+    """True if the last token of a branch likely stays the same when the text goes on: if a control token follows, or if
+    it is exactly one drafted token, which the drafter preferred to longer ones."""
     if branch.control is not None or not ids:
         return True
     starts = [0, *(end for end, _ in branch.ends)]
@@ -137,7 +145,7 @@ def _last_is_settled(branch: Branch, ids: Sequence[int], target: ByteCodec) -> b
 
 
 def _numbered(top: _Node, root: int, drafted: DraftTree, shape: TreeShape) -> DraftTree:
-    """The tree level by level, a row's children adjacent and best first, of at most the shape's rows."""
+    """Number the nodes level by level, a row's children adjacent and best first, and keep at most the shape's rows."""
     values = drafted.values.tolist()
     tokens, parents, chances, level = [root], [-1], [0.0], [(0, top)]
     while level:

@@ -1,4 +1,4 @@
-"""A tokenizer whose texts are bytes: the bytes of each token id, and the ids of any bytes."""
+"""A tokenizer on bytes: the bytes of each token id, and token ids for any bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORD = re.compile(r" ?\S+|\s")
 class ByteCodec:
     """Encodes bytes to ids and back, without special tokens and without the space that some tokenizers put first.
 
-    `encode` of a text's part therefore gives ids that stand for the part's bytes, wherever it is cut.
+    So any part of a text can be encoded: the ids stand for exactly the part's bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer, vocabulary: int) -> None:
@@ -26,32 +26,32 @@ class ByteCodec:
         form = json.loads(tokenizer.to_str())
         self.vocabulary = vocabulary
         self.bytes_of = {token: found for token, found in token_bytes(form).items() if token < vocabulary and found}
-        """The bytes of each id; ids that stand for no bytes are missing."""
+        """Bytes by id; ids without bytes are missing."""
         self.control = {token: text for token, text in control_tokens(form).items() if token < vocabulary}
         self.head = _head(tokenizer)
-        """Special tokens that it puts before a text, such as BOS."""
+        """Special tokens that the tokenizer puts before a text, such as BOS."""
         special = {each["content"] for each in form.get("added_tokens") or () if each.get("special")}
         plain = literal(form, special) | BARE
         self._plain = Tokenizer.from_str(json.dumps(continuing(plain)))
         by_words = splits_words(form)
         self._marked = Tokenizer.from_str(json.dumps(plain)) if by_words else None
-        """Encodes a word with the space before it, where words are split off: the text's own spaces are lost there."""
+        """Encodes a word with the space before it, for tokenizers that split off words and so lose a text's spaces."""
         first = tokenizer.encode(PROBE, add_special_tokens=False).ids
         self.prefixes = self.decode(first) == b" " + PROBE.encode()
-        """Whether it puts a space before a text."""
-        # Of equal bytes the last id: in SentencePiece's vocabularies byte tokens come first.
+        """True if the tokenizer puts a space before a text."""
+        # The last of several ids with equal bytes: in SentencePiece's vocabularies byte tokens come first.
         self.id_of = {found: token for token, found in sorted(self.bytes_of.items())}
 
     def decode(self, ids: Iterable[int]) -> bytes:
-        """The bytes of ids; those of control tokens are empty."""
+        """Bytes of these ids together; control tokens have none."""
         return b"".join(self.bytes_of.get(token, b"") for token in ids)
 
     def encode(self, data: bytes) -> list[int]:
-        """The ids of bytes. Bytes that are no UTF-8 become the tokens of single bytes, where it has them."""
+        """Encode bytes. Bytes that are not UTF-8 become tokens of single bytes, if the vocabulary has them."""
         return self.encode_all([data])[0]
 
     def encode_all(self, parts: Sequence[bytes]) -> list[list[int]]:
-        """The ids of each part, which is encoded alone."""
+        """Encode each part separately."""
         if self._marked is not None:
             return [self._by_words(part, self._marked) for part in parts]
         pieces: list[tuple[int, bytes | str]] = []
@@ -68,7 +68,7 @@ class ByteCodec:
         return found
 
     def _by_words(self, data: bytes, marked: Tokenizer) -> list[int]:
-        """The ids of bytes; those of bytes without tokens, such as line breaks, are missing."""
+        """Encode bytes word by word; bytes without tokens, such as line breaks, are dropped."""
         found: list[int] = []
         for piece in _pieces(data):
             for word in WORD.findall(piece) if isinstance(piece, str) else ():

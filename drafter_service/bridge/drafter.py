@@ -1,4 +1,4 @@
-"""A drafter's engine behind bridges: takes calls in the ids of targets and answers in them."""
+"""A drafter's engine behind bridges: calls and trees have the token ids of targets."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class _BridgedText:
     bridge: Bridge
     translation: Translation
     text: PeerText = field(default_factory=PeerText)
-    translated: bool = False  # as far as it was opened
+    translated: bool = False  # True once the opened text is translated
 
     def follow(self, update: TextUpdate) -> TextUpdate:
-        """Apply an update of the target's text. Returns that of the drafter's. Raises NotFound as `PeerText` does, and
-        for a text that is being opened."""
+        """Apply an update of the target's text. Returns the update of the drafter's text. Raises NotFound for an update
+        that does not fit the text, and while the text is being opened."""
         if not self.translated:
             raise NotFound("opening: is not ready")
         _check_base(update)
@@ -40,8 +40,8 @@ class _BridgedText:
         return TextUpdate.of(update.opening, tokens, start)
 
     def opened(self, update: TextUpdate, marks: tuple[int, ...]) -> tuple[TextUpdate, tuple[int, ...]]:
-        """The drafter's update and marks of a text that is opened. A mark is kept where the text up to it is a
-        beginning of the whole text in the drafter's ids, too."""
+        """Translate a text that is opened, and its marks. A mark is kept if the text up to it is a prefix of the whole
+        text in the drafter's ids, too."""
         _check_base(update)
         self.text.follow(update)
         found, ids = [], self.text.ids
@@ -61,14 +61,14 @@ def _check_base(update: TextUpdate) -> None:
 
 
 class BridgedDrafter:
-    """Implements `dendro.engine.LocalDrafter`. A text is bridged where its target's tokenizer has a bridge here; calls
-    of other texts are passed on unchanged.
+    """Implements `dendro.engine.LocalDrafter`. Calls of a text whose target's tokenizer has a bridge here are
+    translated; others are passed on unchanged.
 
     `Opened` and `Closed` count tokens of the drafter. A tree of a bridged text has no trace of ranks.
     """
 
     def __init__(self, engine: DrafterEngine, bridges: Mapping[str, Bridge], clock: Clock = time.monotonic) -> None:
-        """bridges: by the fingerprint of the target's tokenizer"""
+        """bridges: one per tokenizer of a target, by the tokenizer's fingerprint"""
         self.engine = engine
         self._clock = clock
         self._bridges = dict(bridges)
@@ -104,7 +104,7 @@ class BridgedDrafter:
         return await self.engine.hello()
 
     async def open(self, call: OpenCall) -> Opened:
-        """As of the engine. Cancelling it closes the opening."""
+        """Open a text at the engine (`DrafterEngine.open`). Cancelling the call closes the opening."""
         bridge = self._bridges.get(call.parameters.tokenizer)
         if bridge is None:
             return await self.engine.open(call)
@@ -125,7 +125,7 @@ class BridgedDrafter:
             raise
 
     async def draft(self, call: DraftCall) -> DraftTree:
-        """As of the engine; the tree has at most the shape's rows and depth."""
+        """Draft a tree at the engine (`DrafterEngine.draft`), and translate it within the shape's rows and depth."""
         text = self._texts.get(call.update.opening)
         if text is None:
             return await self.engine.draft(call)
@@ -136,14 +136,14 @@ class BridgedDrafter:
         try:
             drafted = await self.engine.draft(replace(call, update=update), call.update.base - update.base)
         except BaseException:
-            text.translation.unchanged = min(text.translation.unchanged, update.start)  # the engine may lack them
+            text.translation.unchanged = min(text.translation.unchanged, update.start)  # the engine may lack these ids
             raise
         began_s = self._clock()
         tree = text.bridge.tree(drafted, newest, call.shape)
         return replace(tree, draft_us=drafted.draft_us + microseconds(took_s + self._clock() - began_s))
 
     async def close(self, call: CloseCall) -> Closed:
-        """As of the engine."""
+        """Close an opening at the engine (`DrafterEngine.close`)."""
         text = self._texts.pop(call.update.opening, None)
         if text is None:
             return await self.engine.close(call)

@@ -1,4 +1,4 @@
-"""The kinds of bridges: how a tree of the drafter's ids becomes one of the target's."""
+"""Kinds of bridges, which differ in how a tree of drafter ids becomes a tree of target ids."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ BridgeKind = Literal["string", "intersection"]
 
 
 class Bridge(ABC):
-    """Between the tokenizers of one target and one drafter. Without state: serves any number of texts."""
+    """A bridge between the tokenizers of one target and one drafter. It has no state and serves any number of texts."""
 
     kind: BridgeKind
 
     def __init__(self, target: ByteCodec, drafter: ByteCodec, tokenizer: str) -> None:
-        """tokenizer: the fingerprint of the target's. Raises CheckpointError where no token can be guessed."""
+        """tokenizer: fingerprint of the target's tokenizer. Raises CheckpointError if no token can be guessed."""
         self.tokenizer = tokenizer
         self.target = target
         self.drafter = drafter
@@ -37,28 +37,29 @@ class Bridge(ABC):
         return f"{self.kind}; {shared} of the drafter's {whole} tokens are tokens of the target, too"
 
     def translation(self) -> Translation:
-        """A new text."""
+        """Begin the translation of a new text."""
         return Translation(self.target, self.drafter, self.vocabulary.controls)
 
     @property
     @abstractmethod
     def noise_ids(self) -> IntArray:
-        """[drafter's vocabulary] the target's id whose noise each guess gets; NO_TOKEN for ids that are not guessed."""
+        """Target id whose noise a guess of each drafter id gets, [drafter's vocabulary]; NO_TOKEN for ids that are not
+        guessed."""
 
     @abstractmethod
     def tree(self, drafted: DraftTree, ids: Sequence[int], shape: TreeShape) -> DraftTree:
-        """The tree in the target's ids, with at most the shape's rows and depth.
+        """Called with each drafted tree. Returns the tree in target ids, with at most the shape's rows and depth.
 
-        drafted: in the drafter's ids   ids: the target's text, whose last token is the root
+        drafted: tree of drafter ids   ids: the text in target ids, whose last token is the root
         """
 
 
 class StringBridge(Bridge):
-    """The drafted text is encoded by the target's tokenizer (SLEM, Timor et al. 2025).
+    """Encodes the drafted text by the target's tokenizer (SLEM, Timor et al. 2025).
 
-    A guess gets the noise of the target's token that begins its bytes, at the position that its depth would have if
-    every token of the drafter were one of the target. Deeper in a branch of longer or shorter tokens it is that of
-    another position: such a guess is as good as one drawn without shared noise.
+    A guess gets the noise of the target token that begins its bytes, at the position that the guess would have if every
+    drafter token were one target token. Below tokens of other lengths that is the wrong position; such a guess is as
+    good as one made without shared noise.
     """
 
     kind: BridgeKind = "string"
@@ -72,9 +73,9 @@ class StringBridge(Bridge):
 
 
 class IntersectionBridge(Bridge):
-    """The drafter guesses only tokens whose bytes are a token of the target, too (TLI, Timor et al. 2025).
+    """Lets the drafter guess only tokens whose bytes are a token of the target, too (TLI, Timor et al. 2025).
 
-    A guess gets the noise of that token at its position, as one of a drafter with the target's tokenizer does.
+    A guess gets the noise of that target token at the guess's position, as if the drafter had the target's tokenizer.
     """
 
     kind: BridgeKind = "intersection"

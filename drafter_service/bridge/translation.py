@@ -1,9 +1,9 @@
-"""A text of the target's ids as ids of the drafter, as it grows.
+"""Translates a growing text from target ids to drafter ids.
 
-The text's bytes are cut into segments at places that depend on these bytes alone, and each segment is encoded alone. So
+The text's bytes are cut into segments at places that depend on the bytes alone, and each segment is encoded alone. So
 the drafter's ids are a function of the text: replicas agree on them, and so do the names of saved states. The last
-segment is open: it is encoded again with every token, all others never. Its start is a boundary of both tokenizations,
-the *sync point* from which the drafter's ids may change.
+segment is open: it is encoded again with every new token, closed segments never. The open segment's start is a boundary
+of both tokenizations, the *sync point*; drafter ids before it no longer change.
 """
 
 from __future__ import annotations
@@ -18,26 +18,32 @@ from dendro.text import Tokens
 from drafter_service.bridge.byte_codec import ByteCodec
 
 BOUNDARY = re.compile(rb"[0-9A-Za-z](?=[\t\n\r ])")
-"""A segment ends after a letter or digit that a space follows. Pre-tokenisers split there, and no token of a
-SentencePiece vocabulary crosses it, so whole texts are encoded alike. Where one is not, guesses are worse."""
+"""End of a segment: after a letter or digit that a space follows. Pre-tokenizers split there, and no token of a
+SentencePiece vocabulary crosses it, so a text has the same tokens whole and in segments. If a tokenizer gives others,
+only guesses are worse."""
 LONGEST_SEGMENT = 256
-"""Bytes after which a segment without such a place ends, between two characters: what a token encodes again at most."""
+"""Bytes after which a segment without a BOUNDARY ends, between two characters: the most that a new token makes to be
+encoded again."""
 STEP_TOKENS = 64
-"""Tokens of the target between two places from which a text that was cut is translated again."""
+"""Target tokens between two kept places. A text that was cut is translated again from the last place before the cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
     """A place in the target's text, and the translation up to it."""
 
-    read: int  # tokens of the target
-    closed: int  # tokens of the drafter in closed segments
-    open: bytes  # the open segment
-    begun: bool  # whether the text has any bytes yet
+    read: int  # target tokens before the place
+    closed: int  # drafter tokens in closed segments
+    open: bytes  # bytes of the open segment
+    begun: bool  # True if the text has any bytes before the place
 
 
 def closed_segments(data: bytes) -> tuple[list[bytes], bytes]:
-    """The closed segments of bytes that begin at a segment's start, and the open one, which may be empty."""
+    """Split bytes that begin at a segment's start into closed segments and the open one, which may be empty.
+
+    >>> closed_segments(b"one two, three")
+    ([b'one'], b' two, three')
+    """
     found, start = list[bytes](), 0
     while True:
         match = BOUNDARY.search(data, start, start + LONGEST_SEGMENT + 1)
@@ -45,7 +51,7 @@ def closed_segments(data: bytes) -> tuple[list[bytes], bytes]:
             stop = match.end()
         elif len(data) - start > LONGEST_SEGMENT:
             stop = start + LONGEST_SEGMENT
-            while stop > start + LONGEST_SEGMENT - 3 and data[stop] & 0xC0 == 0x80:  # inside a character
+            while stop > start + LONGEST_SEGMENT - 3 and data[stop] & 0xC0 == 0x80:  # a continuation byte
                 stop -= 1
         else:
             return found, data[start:]
@@ -54,10 +60,10 @@ def closed_segments(data: bytes) -> tuple[list[bytes], bytes]:
 
 
 class Translation:
-    """One text. `tokens` are the drafter's ids; at least one, as a drafter's text has a root."""
+    """Translation of one text. `tokens` are the drafter ids; at least one, as a drafter's text has a root."""
 
     def __init__(self, target: ByteCodec, drafter: ByteCodec, controls: Mapping[int, int]) -> None:
-        """controls: the drafter's id of each control token of the target that both have. The others are left out."""
+        """controls: drafter id by target id of each control token that both have; other control tokens are left out"""
         self._target = target
         self._drafter = drafter
         self._controls = controls
@@ -65,10 +71,10 @@ class Translation:
         self._places = [self._place]
         self.tokens = Tokens(drafter.head)
         self.unchanged = 0
-        """The drafter's first ids that are as they were when `unchanged` was last set to the text's length."""
+        """Number of first drafter ids that have not changed since the caller set `unchanged` to their number."""
 
     def follow(self, ids: Sequence[int], common: int) -> None:
-        """Translate the text `ids`, whose first `common` tokens are those of the last one."""
+        """Translate the text `ids`, whose first `common` tokens equal those of the text translated before."""
         if common < self._place.read:
             del self._places[bisect_right([place.read for place in self._places], common) :]
             self._place = self._places[-1]
@@ -82,7 +88,7 @@ class Translation:
         self._replace(first, made + self._drafter.encode(place.open))
 
     def _read(self, place: _Place, ids: Sequence[int], made: list[int]) -> _Place:
-        """The place after these tokens. Appends the ids of segments that they close."""
+        """The place after these tokens. Appends the drafter ids of segments that they close to `made`."""
         before, begun, data = len(made), place.begun, place.open
         for number, token in enumerate(ids, place.read):
             found = self._target.bytes_of.get(token)
@@ -98,13 +104,14 @@ class Translation:
         return _Place(place.read + len(ids), place.closed + len(made) - before, data, begun)
 
     def _first(self, found: bytes) -> bytes:
-        """A text's first bytes, without the space that the target's tokenizer puts first, and with the drafter's."""
+        """A text's first bytes: without the space that the target's tokenizer puts first, with one if the drafter's
+        tokenizer puts one."""
         if self._target.prefixes:
             found = found.removeprefix(b" ")
         return b" " + found if self._drafter.prefixes else found
 
     def _close(self, data: bytes, made: list[int], every: bool) -> bytes:
-        """Encode the closed segments of `data`, with `every` the open one too; returns the open one's bytes."""
+        """Encode the closed segments of `data`, and with `every` the open one. Returns the bytes that stay open."""
         segments, rest = closed_segments(data)
         for ids in self._drafter.encode_all([*segments, rest] if every else segments):
             made += ids

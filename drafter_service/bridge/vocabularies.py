@@ -1,4 +1,4 @@
-"""How a drafter's tokens compare with a target's, by their bytes."""
+"""Maps a drafter's tokens to a target's tokens by their bytes."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyMap:
-    """The target's tokens for the drafter's."""
+    """Target ids that correspond to drafter ids."""
 
-    same: IntArray  # [drafter's vocabulary] target's id of the same bytes, or control token of the same text; NO_TOKEN
-    first: IntArray  # [drafter's vocabulary] target's id that begins these bytes; NO_TOKEN where there is none
-    controls: dict[int, int]  # target's id -> drafter's id of control tokens that both have
+    same: IntArray  # [drafter's vocabulary] target id of the same bytes, or control token of the same text; or NO_TOKEN
+    first: IntArray  # [drafter's vocabulary] target id that begins the token's bytes; NO_TOKEN if there is none
+    controls: dict[int, int]  # target id -> drafter id of control tokens that both have
 
     @classmethod
     def of(cls, target: ByteCodec, drafter: ByteCodec) -> VocabularyMap:
-        """Compare two tokenizers. Of drafter's tokens with equal bytes only one has a `same` token."""
+        """Compare two tokenizers. Only one of several drafter tokens with equal bytes gets a `same` token."""
         same = np.full(drafter.vocabulary, NO_TOKEN, np.int64)
         for found, token in drafter.id_of.items():
             same[token] = target.id_of.get(found, NO_TOKEN)

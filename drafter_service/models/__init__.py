@@ -1,4 +1,4 @@
-"""The drafter models, registered under the `model_type` of their configuration."""
+"""Drafter models, registered under the `model_type` of their configuration."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ log = logging.getLogger("dendro.drafter")
 
 
 class DrafterModel(Protocol):
-    """A drafter model: creates memories, which turn tokens into hidden rows, and computes logits of hidden rows."""
+    """A drafter model. Its memories turn tokens into hidden rows, of which the model computes logits."""
 
     @property
     def form(self) -> str:
-        """eager or fused."""
+        """Form of the model's forwards: `eager` or `fused`."""
         ...
 
     @property
     def vocabulary(self) -> int:
-        """V, tokens that it guesses."""
+        """V, the number of tokens that can be guessed."""
         ...
 
     @property
     def draft_ids(self) -> DraftIds | None:
-        """The ids of its tokens where it guesses some of the target's; None: they are the target's."""
+        """Conversion of token ids, for a model that guesses only some of the target's tokens; else None."""
         ...
 
     @property
     def hidden_size(self) -> int:
-        """d, numbers of a hidden row."""
+        """d, the width of a hidden row."""
         ...
 
     @property
@@ -55,19 +55,21 @@ class DrafterModel(Protocol):
         ...
 
     def memory(self, texts: int, nodes: int) -> DrafterMemory:
-        """A memory with this many text slots and node slots, slot 0 of either kind included."""
+        """Called once per runner. Returns a memory with this many text slots and node slots, slot 0 of either kind
+        included."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, d] -> [rows, V] float32."""
+        """Called with the scored rows of a forward. hidden [rows, d]. Returns logits [rows, V] float32."""
         ...
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, d] -> [rows, d] float32: what the model's head multiplies."""
+        """Called for an acceptance head. hidden [rows, d]. Returns the head's input [rows, d] float32, after the final
+        norm."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding for any ids >= 0 [...]."""
+        """Called for an acceptance head. tokens [...], any ids >= 0. Returns rows of the embedding [..., d]."""
         ...
 
 
@@ -78,7 +80,7 @@ def _of_the_library(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.de
 
 
 HYBRIDS = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2")
-"""Kinds with layers that attend and layers with mixers."""
+"""Model types with attention layers and layers with mixers."""
 MODELS: dict[str, Callable[[Checkpoint, torch.dtype, torch.device], DrafterModel]] = {
     "llama": LlamaModel.of,
     "mamba": Mamba1Model.of,
@@ -98,7 +100,7 @@ def load_model(
 ) -> tuple[DrafterModel, Checkpoint]:
     """Load a drafter. Raises BadRequest with the reason if the checkpoint cannot be used, or not in this form.
 
-    tokenizer: the folder with the tokenizer, if it is not the checkpoint's   form: one of FORMS
+    tokenizer: folder of the tokenizer, if not the checkpoint's   form: one of FORMS
     """
     if form not in FORMS:
         raise BadRequest("form", f"must be one of {', '.join(FORMS)}, got {form!r}")
@@ -122,16 +124,16 @@ def load_model(
 
 
 def described_form(model: DrafterModel, kind: str, device: torch.device, wanted: str) -> str:
-    """The form of a model that was loaded with `form=wanted`; after a colon, why it is not fused."""
+    """Form of a model that was loaded with `form=wanted`; for an eager one also the reason, after a colon."""
     if model.form != "eager":
         return model.form
     return f"eager: {'this form is configured' if wanted == 'eager' else why_not_fused(kind, device)}"
 
 
 def why_not_fused(kind: str, device: torch.device) -> str:
-    """Why a drafter of this `model_type` has no fused form on this device; empty if it has one.
+    """Reason why a drafter of this `model_type` has no fused form on this device; empty if it has one.
 
-    Compiles its kernels where they are not in the cache.
+    Compiles the form's kernels if they are not in the cache.
     """
     if kind not in FUSED:
         return f"there is no fused form of a {kind} drafter"

@@ -1,7 +1,7 @@
-"""Mamba drafters whose forwards are one compiled call each, on a CPU; the models of `mamba.py` are the reference.
+"""Mamba drafters that run a forward in one compiled call on a CPU. The models of `mamba.py` are the reference.
 
-Weights are packed and activations are float32 for any dtype of the checkpoint. Saved memories are those of the
-reference's, so either form continues what the other saved.
+Weights are packed, and activations are float32 for any dtype of the checkpoint. Memories are saved in the reference's
+format, so each form continues texts that the other saved.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from drafter_service.plan import NO_NODE, Chains, Level, Levels, TextFold
 
 CPU = torch.device("cpu")
 NONE = -1
-"""The end of a sequence that is written to no slot."""
+"""Slot number for the end of a sequence that is written to no slot."""
 STEPS = {
     shapes.INNER: shapes.INNER_STEP,
     shapes.MIXED: shapes.MIXED_STEP,
     shapes.PICKED: shapes.PICKED_STEP,
     shapes.STEPS: shapes.STEPS_STEP,
 }
-"""The word with the bytes of a row, by the word with a part of the scratch memory."""
+"""Word of a call with the bytes of a row, by the word with the part of the scratch memory that has these rows."""
 SPARE_ROWS = 4
-"""Rows of channels in the spare part."""
+"""Number of rows of channels in the scratch memory's spare part."""
 SCRATCH = (shapes.NORMED, shapes.READ, *STEPS)
-"""The parts of the scratch memory that have rows."""
+"""Words of the parts of the scratch memory that have rows."""
 SCRATCH_WORDS = [*SCRATCH, shapes.SPARE]
 
 
@@ -72,7 +72,7 @@ class FusedEnds:
         self.table.words[0, word : word + 1].view(np.float32)[0] = value
 
     def set_steps(self, hidden: int, steps: Mapping[int, int]) -> None:
-        """Set the bytes of a row of the result, and of each part of the scratch memory by its word."""
+        """Set the bytes of a row of the result, and of a row of each part of the scratch memory. steps: by word"""
         words = self.table.words[0]
         self.hidden_step = words[shapes.HIDDEN_STEP] = hidden
         channels = int(words[shapes.CHANNELS])
@@ -81,15 +81,15 @@ class FusedEnds:
             words[step] = self.steps[word]
 
     def lend_scratch(self, call: Ints, rows: int, *more: int) -> list[int]:
-        """Set a call's scratch memory for so many rows. Returns the addresses of further parts of `more` bytes a row.
-        All of it may be used until the next call."""
+        """Set a call's scratch memory for `rows` rows. Returns the addresses of further parts of `more` bytes a row.
+        The memory may be used until the next call."""
         sizes = [rows * self.steps[word] for word in SCRATCH] + [SPARE_ROWS * self.steps[shapes.MIXED]]
         found = self.scratch.parts((*sizes, *(rows * step for step in more)), rows)
         call[SCRATCH_WORDS] = found[: len(SCRATCH_WORDS)]
         return found[len(SCRATCH_WORDS) :]
 
     def begin(self, call: Ints, tokens: Ints) -> Tensor:
-        """Set a call's rows and scratch memory; returns its result [rows, d], which the call writes.
+        """Set a call's rows and scratch memory. Returns the tensor [rows, d] into which the call writes its result.
 
         The caller keeps `tokens` alive until the call has ended.
         """
@@ -100,7 +100,7 @@ class FusedEnds:
         return hidden[:, : self.width]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, d] float32 -> [rows, V] float32."""
+        """Logits [rows, V] float32 of hidden [rows, d] float32."""
         return self.scored(hidden)[0]
 
     def scored(self, hidden: Tensor) -> tuple[Tensor, Ints]:
@@ -119,7 +119,7 @@ class FusedEnds:
 
 
 class FusedMamba2Model(FusedEnds):
-    """A Mamba-2; its node slots hold inputs."""
+    """A Mamba-2 in its fused form; its node slots hold inputs."""
 
     max_length = Mamba2Model.max_length
 
@@ -160,10 +160,11 @@ class FusedMamba2Model(FusedEnds):
 
 
 class OneCallLevels(ABC):
-    """The levels of a `FusedMemory`."""
+    """Runs the levels of a `FusedMemory`, one or more in a call."""
 
     def __init__(self, model: FusedEnds, layers: Table, count: int, table: int, entry: int) -> None:
-        """layers: of this memory   count, table: the words of a call with the table of rows   entry: its words a row"""
+        """layers: table of the layers with this memory's stores   count, table: words of a call with the number and the
+        address of the rows' entries   entry: words of an entry"""
         self._ends = model
         self._layers = layers
         self._call = model.table.words[0].copy()
@@ -179,10 +180,10 @@ class OneCallLevels(ABC):
 
     @abstractmethod
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
-        """Fill the table [rows, entry] of new nodes.
+        """Called before each call for a level. Fills the table [rows, entry] of new nodes.
 
         places: number of each row in its level   slots, parents: node slots of the rows and of their parents
-        texts: slots of their texts
+        texts: slots of the rows' texts
         """
 
     def level(self, rows: Level) -> Tensor:
@@ -229,14 +230,14 @@ class OneCallLevels(ABC):
     def _ranked(
         self, counts: Sequence[int], groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
     ) -> RankedGuesses:
-        """The levels that `_levels` is prepared for. counts: rows of each"""
+        """Run the levels for which `_levels` is prepared. counts: rows of each level"""
         ends, step = self._ends, self._ends.head.step
         self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
         self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
         return RankedGuesses(*self._levels.run(counts, groups, depths, orders, width, logits, step))
 
     def _forward(self, tokens: Ints) -> Tensor:
-        """Hidden [rows, d] of the rows that the call's tables describe."""
+        """Hidden rows [rows, d] of the rows that the call's tables describe."""
         hidden = self._ends.begin(self._call, tokens)
         self._ends.kernels.functions["forward"](self._address)
         return hidden
@@ -250,7 +251,7 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
         shape, layers = model.shape.state, len(model.layers.words)
         heads, width, size = shape.recurrent
         back, channels = shape.conv
-        # Empty instead of zeroed: memory is then allocated only when it is first written.
+        # Memory that is empty instead of zeroed is allocated only when it is first written.
         states = torch.empty(layers, texts, size, heads * width)
         tails = torch.empty(layers, texts, back, channels)
         self._nodes = [
@@ -306,7 +307,10 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
 
 
 def _placed(hidden: Tensor, places: Ints, texts: int, time: int) -> Tensor:
-    """Rows of chains [rows, d] as [texts, time, d]; zero where a text has no token. places: ids of the rows in it"""
+    """Arrange rows of chains [rows, d] as [texts, time, d], zero where a text has no token.
+
+    places [rows]: text * time + t of each row
+    """
     if texts == 1:
         return hidden[None]
     made = hidden.new_zeros(texts * time, hidden.shape[1])
@@ -315,7 +319,7 @@ def _placed(hidden: Tensor, places: Ints, texts: int, time: int) -> Tensor:
 
 
 class FusedMamba1Model(FusedEnds):
-    """A Mamba-1; its node slots hold states."""
+    """A Mamba-1 in its fused form; its node slots hold states."""
 
     max_length = Mamba1Model.max_length
 
@@ -357,7 +361,7 @@ class FusedMamba1Model(FusedEnds):
 
 
 class FusedStateMemory(OneCallLevels, StateSlots):
-    """A state in every slot; the reference is `StateMemory`."""
+    """Text slots and node slots with states; the reference is `StateMemory`."""
 
     def __init__(self, model: FusedMamba1Model, texts: int, nodes: int) -> None:
         layers, slots = len(model.layers.words), texts + nodes
@@ -392,4 +396,4 @@ class FusedStateMemory(OneCallLevels, StateSlots):
 
 
 FUSED: Mapping[str, Callable[[Any], Any]] = {"mamba": FusedMamba1Model, "mamba2": FusedMamba2Model}
-"""The fused form of a loaded model, by its `model_type`."""
+"""Makes the fused form of a loaded model, by `model_type`."""

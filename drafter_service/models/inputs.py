@@ -21,7 +21,8 @@ from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 
 class NodeMixer(Protocol):
-    """A layer's Mamba-2 mixer, with the projections around it; `Mamba2Mixer` has the contracts."""
+    """A layer's Mamba-2 mixer, with the projections around it. Called once per layer in each forward; `Mamba2Mixer` has
+    the contracts of its methods."""
 
     @property
     def A(self) -> Tensor: ...
@@ -46,7 +47,7 @@ class InputSlots(SavedTexts):
     def __init__(
         self, mixers: Sequence[NodeMixer], texts: int, nodes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """dtype: of the activations"""
+        """dtype: type of the activations"""
         shape, count = mixers[0].shape, len(mixers)
         self._memory = NodeStates(shape, count, texts, nodes, dtype, device)
         super().__init__(self._memory.texts, count * shape.state.bytes_of(torch.float32), count * shape.node_bytes)
@@ -54,12 +55,13 @@ class InputSlots(SavedTexts):
         self._factors = torch.stack([mixer.A for mixer in mixers])[:, None, None]  # [layers, 1, 1, H]
 
     def of_chain(self, rows: Chains) -> Mix:
-        """Runs a plan's chains; each layer writes its part of the text slots and root nodes."""
+        """Prepare a plan's chains. The returned function runs a layer, which writes its part of the text slots and root
+        nodes."""
         memory, device = self._memory, self._device
         source, kept = torch.from_numpy(rows.source).to(device), torch.from_numpy(rows.kept).to(device)
         target, root = as_slots(rows.target, device), None
         if len(rows.roots):
-            # The roots' taps point to the inputs at the ends of their texts, which this chain writes.
+            # Taps of the roots point to the inputs at the ends of their texts, which this chain writes.
             memory.hang(rows.roots, rows.target, np.full_like(rows.roots, NO_NODE))
             root = Root(torch.arange(len(rows.roots), device=device), *memory.slots(rows.roots))
 
@@ -69,7 +71,7 @@ class InputSlots(SavedTexts):
         return mix
 
     def of_level(self, rows: Level) -> Mix:
-        """Runs a level; each layer writes its part of the new nodes' slots."""
+        """Prepare a level. The returned function runs a layer, which writes its part of the new nodes' slots."""
         memory, device = self._memory, self._device
         written = rows.slots
         taps = memory.hang(written, rows.text_of_rows, rows.parents)
@@ -106,7 +108,7 @@ class InputSlots(SavedTexts):
 
 
 class InputMemory(InputSlots):
-    """The memory of a Mamba-2."""
+    """Memory of a Mamba-2 drafter."""
 
     def __init__(self, model: Backbone[Mamba2Mixer], texts: int, nodes: int) -> None:
         super().__init__([mixer for _, mixer in model.layers], texts, nodes, model.dtype, model.device)

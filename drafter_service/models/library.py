@@ -1,8 +1,8 @@
-"""A drafter that is transformers' own model, with our attention and mixers: hybrids, and Transformers that have no form
-of their own here.
+"""Drafters that are transformers' own models with our attention and mixers: hybrids, and Transformers without a form of
+their own here.
 
-The library's model is kept: embeddings, norms, projections, MLPs, experts and multipliers. Its attention reads the keys
-and values of `KeyMemory`, and its mixers the states of `InputSlots` (Mamba-2) or `MixedStates` (Mamba-1), through the
+The library's model keeps its embeddings, norms, projections, MLPs, experts and multipliers. Attention reads the keys
+and values of `KeyMemory`, mixers read the states of `InputSlots` (Mamba-2) or `MixedStates` (Mamba-1), both through the
 `LibraryForward` that is set before each call.
 """
 
@@ -37,13 +37,13 @@ from drafter_service.models.states import MixedStates
 from drafter_service.plan import Chains, Level, TextFold
 
 ATTENTION = "dendro_drafter"
-"""Our attention's name in transformers. No mask function is registered under it, so that models pass no mask."""
+"""Name of our attention in transformers. No mask function is registered under it, so models pass no mask."""
 
 Mixer = LibraryMamba1 | LibraryMamba2
 
 
 class KeyShape(NamedTuple):
-    """What a layer that attends has of every token."""
+    """Shape of a token's keys in an attention layer; its values have the same."""
 
     kv_heads: int  # K
     width: int  # D
@@ -51,17 +51,17 @@ class KeyShape(NamedTuple):
 
 @dataclass(slots=True)
 class LibraryForward:
-    """The current forward of a model, which its attention and mixers read."""
+    """The current forward of a model, read by the model's attention and mixers."""
 
     parts: Sequence[Rows] = ()
-    kept: KeptKeys | None = None  # None: a probe, which records the shape of each layer that attends
-    mix: Callable[[int, Any, Tensor], Tensor] | None = None
-    form: tuple[int, ...] = ()  # of the rows: rows and T of chains, rows of a level
-    probed: list[KeyShape] = field(default_factory=list)
+    kept: KeptKeys | None = None  # None: a probe, which records the shape of each attention layer
+    mix: Callable[[int, Any, Tensor], Tensor] | None = None  # runs a mixer; None: a probe
+    form: tuple[int, ...] = ()  # shape of the rows: (rows, T) of chains, (rows,) of a level
+    probed: list[KeyShape] = field(default_factory=list)  # key shape of each attention layer
 
 
 class AttentionSeat:
-    """The place of a layer that attends: its number among these layers, and the forwards."""
+    """State of an attention layer: the layer's number among the attention layers, and the current forward."""
 
     __slots__ = ("forward", "number")
 
@@ -79,8 +79,11 @@ def attend_memory(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, H, rows, D], key and value [1, K, rows, D] -> [1, rows, H, D]. Raises CheckpointError in a probe for a
-    layer of a kind that is not supported."""
+    """Attend to texts and nodes in memory. Called by transformers for each attention layer of a forward.
+
+    query [1, H, rows, D]   key, value [1, K, rows, D]   returns [1, rows, H, D]
+    Raises CheckpointError in a probe for a layer of a kind that is not supported.
+    """
     seat: AttentionSeat = module.dendro_seat  # type: ignore[assignment]  # `LibraryDrafter.of` sets it
     forward = seat.forward
     keys = torch.stack((key[0], value[0])).permute(2, 0, 1, 3) if key.shape == value.shape else None
@@ -112,9 +115,9 @@ AttentionInterface.register(ATTENTION, attend_memory)
 class LibraryDrafter:
     """A language model of transformers with attention, or with attention and mixers."""
 
-    library: PreTrainedModel  # without the head
+    library: PreTrainedModel  # the model without its head
     forward: LibraryForward
-    mixers: tuple[Mixer, ...]  # of one kind and of equal shapes
+    mixers: tuple[Mixer, ...]  # all of one kind and of equal shapes
     head: Tensor  # [V, d]
     head_bias: Tensor | None
     logit_scale: float
@@ -160,7 +163,7 @@ class LibraryDrafter:
 
     @property
     def positions(self) -> int:
-        # Nodes of a tree may lie past the longest text.
+        # A tree's nodes may lie past the longest text.
         return self.max_length + MAX_ROWS
 
     @property
@@ -175,8 +178,8 @@ class LibraryDrafter:
         return LibraryMemory(self, texts, nodes) if self.mixers else KeyMemory(self, texts, nodes)
 
     def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
-        """Hidden [rows, d] after the last norm, of tokens [rows] at these positions; stores their keys and values in
-        `kept`, and runs the mixers by `forward.mix`."""
+        """Hidden rows [rows, d] after the last norm, of tokens [rows] at these positions. Stores their keys and values
+        in `kept`, and runs the mixers by `forward.mix`."""
         self.forward.parts, self.forward.kept = parts, kept
         tokens = torch.where(tokens < self._embedding.num_embeddings, tokens, FOREIGN)
         hidden: Tensor = self.library(
@@ -185,7 +188,7 @@ class LibraryDrafter:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, d] -> [rows, V] float32."""
+        """Logits [rows, V] float32 of hidden [rows, d]."""
         return F.linear(hidden, self.head, self.head_bias).float() * self.logit_scale
 
     @property
@@ -193,11 +196,11 @@ class LibraryDrafter:
         return self.head.shape[1]
 
     def normed(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, d] -> [rows, d] float32: the library's model norms its rows itself."""
+        """Input of the head [rows, d] float32: the hidden rows, which the library's model has already normed."""
         return hidden.float()
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Rows of the embedding for any ids >= 0 [...]. Ids of the target past this embedding are fed as FOREIGN."""
+        """Rows of the embedding [..., d] for any ids >= 0 [...]. Target ids past the embedding are fed as FOREIGN."""
         rows: Tensor = self._embedding(torch.where(tokens < self._embedding.num_embeddings, tokens, FOREIGN))
         return rows
 
@@ -207,7 +210,8 @@ class LibraryDrafter:
 
 
 class LibraryMemory:
-    """Text slots with keys, values and states; node slots with keys, values and inputs (Mamba-1: states)."""
+    """Memory of a `LibraryDrafter`: text slots with keys, values and states; node slots with keys, values and inputs
+    (Mamba-1: states)."""
 
     def __init__(self, model: LibraryDrafter, texts: int, nodes: int) -> None:
         self._forward = model.forward
@@ -254,7 +258,7 @@ class LibraryMemory:
 
 
 def _library_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The configuration as transformers reads it, with its defaults for missing keys. Raises CheckpointError."""
+    """Configuration as transformers reads it, with transformers' defaults for missing keys. Raises CheckpointError."""
     try:
         config: PreTrainedConfig = AutoConfig.for_model(**decoded(checkpoint.config))
     except Exception as error:  # transformers validates fields with exceptions of several types
@@ -265,7 +269,7 @@ def _library_config(checkpoint: Checkpoint) -> PreTrainedConfig:
 
 
 def _library_model(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Raises CheckpointError for a tensor that is missing or has another shape."""
+    """Make transformers' model. Raises CheckpointError for a tensor that is missing or has another shape."""
     logging.disable_progress_bar()  # a replica's log is no terminal
     kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     try:
@@ -289,7 +293,7 @@ def _library_model(checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torc
 
 
 def _seat(checkpoint: Checkpoint, model: PreTrainedModel, forward: LibraryForward) -> tuple[Mixer, ...]:
-    """Let the model's attention and mixers read `forward`; returns the mixers in order."""
+    """Let the model's attention and mixers read `forward`. Returns the mixers in order."""
     mixers: list[Mixer] = []
     for module in model.modules():
         module.dendro_seat = AttentionSeat(forward)
@@ -304,7 +308,7 @@ def _seat(checkpoint: Checkpoint, model: PreTrainedModel, forward: LibraryForwar
 
 def _replace_forward(module: nn.Module, forward: LibraryForward, number: int, mixer: Mixer) -> None:
     def run(self: nn.Module, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
-        """hidden_states [1, rows, d] -> the same shape"""
+        """Run the mixer. hidden_states and the result are [1, rows, d]"""
         if forward.mix is None:  # a probe
             return torch.zeros_like(hidden_states)
         u = hidden_states[0].unflatten(0, forward.form)
@@ -315,7 +319,8 @@ def _replace_forward(module: nn.Module, forward: LibraryForward, number: int, mi
 
 @torch.inference_mode()
 def _probe(checkpoint: Checkpoint, model: PreTrainedModel, forward: LibraryForward) -> KeyShape:
-    """Number the layers that attend, in order; returns what each has of a token. Raises CheckpointError."""
+    """Number the attention layers, in order, by a forward of one token. Returns their common key shape. Raises
+    CheckpointError."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     try:
         model.base_model(input_ids=token, position_ids=token, use_cache=False)

@@ -1,4 +1,4 @@
-"""A Llama, Qwen2 or Qwen3 drafter: its memory of a text is the keys and values of every token.
+"""Llama, Qwen2 and Qwen3 drafters, whose memory of a text is the keys and values of every token.
 
 Qwen2 and Qwen2.5 are Llamas with biases of queries, keys and values. Qwen3 norms the queries and keys of each head, and
 its configuration sets the heads' width.
@@ -30,15 +30,16 @@ LEAST_ROOM = 64
 ROPES = ("default", "linear", "llama3", "yarn")
 """Types of rotary embeddings whose angles depend on the position alone."""
 LENGTH_DEPENDENT = ("dynamic", "longrope")
-"""Rotary embeddings that change as a text grows, so that cached keys would have to be rotated again."""
+"""Types of rotary embeddings that change as a text grows, so that cached keys would have to be rotated again."""
 
 PLAIN = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-"""The supported values of configuration keys that change the model's function."""
+"""Supported values of configuration keys that change the model's function."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LlamaLayer:
-    """d model width, H heads of D channels, K of them with keys and values, F hidden width."""
+    """Weights of a layer. d model width, H query heads and K key-value heads of D channels, F hidden width of the
+    MLP."""
 
     attention_norm: Tensor  # [d]
     qkv: Tensor  # [d, (H + 2 K) D]
@@ -52,7 +53,7 @@ class LlamaLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows of a forward that belong to one text; arguments of `attend`."""
+    """Rows of a forward that belong to one text, and what they attend to."""
 
     rows: slice
     text: Tensor  # [layers, tokens, 2, K, D] keys and values of the text
@@ -113,7 +114,7 @@ class LlamaModel(Ends):
             return checkpoint.tensor(name, *shape).to(device, dtype)
 
         def projection(prefix: str, outs: dict[str, int], inner: int) -> Tensor:
-            """[inner, sum of outs] contiguous, which makes products of few rows faster."""
+            """Joined weights [inner, sum of outs], contiguous, which makes products of few rows faster."""
             parts = [take(f"{prefix}.{name}.weight", out, inner) for name, out in outs.items()]
             return torch.cat(parts).t().contiguous()
 
@@ -154,7 +155,7 @@ class LlamaModel(Ends):
             heads=heads,
             kv_heads=kv_heads,
             width=width,
-            # Nodes of a tree may lie past the longest text.
+            # A tree's nodes may lie past the longest text.
             turns=_turns(checkpoint, library, positions + MAX_ROWS).to(device),
             max_length=positions,
         )
@@ -163,7 +164,7 @@ class LlamaModel(Ends):
         return KeyMemory(self, texts, nodes)
 
     def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
-        """Hidden [rows, d] of tokens [rows] at these positions; stores their keys and values in `kept`."""
+        """Hidden rows [rows, d] of tokens [rows] at these positions. Stores their keys and values in `kept`."""
         hidden = self.embed(tokens)
         cosine, sine = self.turns.index_select(0, positions)[:, :, None].unbind(1)  # [rows, 1, D] each
         rotary_heads = self.heads + self.kv_heads
@@ -200,19 +201,19 @@ class KeptKeys:
     """Stores the keys and values of a forward's rows: [rows, 2, K, D] for each layer."""
 
     def __init__(self, store: Tensor, slots: Any) -> None:
-        """store [layers, slots, 2, K, D]   slots: index of the rows in it."""
+        """store [layers, slots, 2, K, D]   slots: index of the rows among the store's slots"""
         self._store, self._slots = store, slots
 
     def take(self, layer: int, keys: Tensor) -> None:
         self._store[layer, self._slots] = keys
 
     def nodes(self, layer: int, part: Rows, keys: Tensor) -> Tensor:
-        """[n, 2, K, D] keys and values that a part of the rows attends to besides its text."""
+        """Keys and values [n, 2, K, D] that a part of the rows attends to besides its text."""
         return keys[part.rows] if part.nodes is None else self._store[layer].index_select(0, part.nodes)
 
 
 def attend(queries: Tensor, text: Tensor, nodes: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """Attention over a whole text and some nodes, without a copy of the text.
+    """Attend to a whole text and some nodes, without a copy of the text.
 
     queries [rows, H, D]   text [tokens, 2, K, D], nodes [n, 2, K, D] keys and values
     mask [rows, n] float32, added to the scores of the nodes   scale: factor of the scores
@@ -231,10 +232,12 @@ def attend(queries: Tensor, text: Tensor, nodes: Tensor, mask: Tensor, scale: fl
 
 
 class KeyModel(Protocol):
-    """A model with layers that attend, all of equal shapes."""
+    """A model with attention layers, all of equal shapes. `KeyMemory` calls `through` once per forward."""
 
     @property
-    def key_layers(self) -> int: ...
+    def key_layers(self) -> int:
+        """Number of attention layers."""
+        ...
 
     @property
     def kv_heads(self) -> int: ...
@@ -249,7 +252,7 @@ class KeyModel(Protocol):
 
     @property
     def positions(self) -> int:
-        """The number of positions that rows may have."""
+        """Number of positions that rows may have."""
         ...
 
     @property
@@ -259,14 +262,15 @@ class KeyModel(Protocol):
     def device(self) -> torch.device: ...
 
     def through(self, tokens: Tensor, positions: Tensor, parts: Sequence[Rows], kept: KeptKeys) -> Tensor:
-        """Hidden [rows, d] of tokens [rows] at these positions; stores their keys and values in `kept`."""
+        """Hidden rows [rows, d] of tokens [rows] at these positions. Stores their keys and values in `kept`."""
         ...
 
 
 class KeyMemory:
-    """Text slots with the keys and values of all tokens, in buffers that double; node slots with those of one token.
+    """Memory of attention layers: text slots with the keys and values of all tokens, in buffers that grow by doubling;
+    node slots with the keys and values of one token.
 
-    A slot keeps its buffer when it is reused, so that memory never shrinks.
+    A slot keeps its buffer when it is reused, so memory never shrinks.
     """
 
     def __init__(self, model: KeyModel, texts: int, nodes: int) -> None:
@@ -276,7 +280,7 @@ class KeyMemory:
         none = torch.empty(self._layers, 0, *self._token, dtype=model.dtype, device=model.device)
         self._texts = [none] * texts  # [layers, room, 2, K, D] each; slot 0 stays empty
         self._nodes = none.new_empty(self._layers, nodes, *self._token)
-        self._nodes[:, NO_NODE] = 0  # pads trees: masked, but must be finite
+        self._nodes[:, NO_NODE] = 0  # padding of trees, which is masked but must be finite
 
     @property
     def layout(self) -> str:
@@ -353,7 +357,11 @@ class KeyMemory:
 
 
 def _room_of(tokens: int) -> int:
-    """Tokens of the smallest buffer for so many tokens: LEAST_ROOM times a power of two."""
+    """Size, in tokens, of the smallest buffer that holds `tokens`: LEAST_ROOM times a power of two.
+
+    >>> [_room_of(tokens) for tokens in (1, 64, 65, 300)]
+    [64, 64, 128, 512]
+    """
     room = LEAST_ROOM
     while room < tokens:
         room *= 2
@@ -361,7 +369,7 @@ def _room_of(tokens: int) -> int:
 
 
 def _library(kind: str) -> tuple[Any, Any]:
-    """The configuration and rotary embedding classes of transformers for a model type."""
+    """Configuration class and rotary embedding class of transformers for a model type."""
     from transformers import LlamaConfig, Qwen2Config, Qwen3Config
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -375,7 +383,7 @@ def _library(kind: str) -> tuple[Any, Any]:
 
 
 def _library_config(checkpoint: Checkpoint) -> Any:
-    """The configuration as transformers reads it, with its defaults for missing keys. Raises CheckpointError."""
+    """Configuration as transformers reads it, with transformers' defaults for missing keys. Raises CheckpointError."""
     try:
         config = _library(checkpoint.facts.model_type)[0](**checkpoint.config)
     except Exception as error:  # transformers validates fields with exceptions of several types
@@ -388,7 +396,7 @@ def _library_config(checkpoint: Checkpoint) -> Any:
 
 
 def _turns(checkpoint: Checkpoint, config: Any, positions: int) -> Tensor:
-    """[positions, 2, D] cosine and sine, computed by transformers from the configuration's rope parameters."""
+    """Cosine and sine [positions, 2, D], computed by transformers from the configuration's rope parameters."""
     parameters = config.rope_parameters or {}
     kind = parameters.get("rope_type", "default")
     if kind in LENGTH_DEPENDENT:

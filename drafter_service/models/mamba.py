@@ -25,7 +25,7 @@ MAMBA2_DEFAULTS = {"state_size": 128, "layer_norm_epsilon": 1e-5, "conv_kernel":
 
 
 class Mamba1Model(Backbone[Mamba1Mixer]):
-    """A Mamba-1; its node slots hold states."""
+    """A Mamba-1 drafter; its node slots hold states."""
 
     max_length = NO_END
 
@@ -39,7 +39,7 @@ class Mamba1Model(Backbone[Mamba1Mixer]):
 
 
 class Mamba2Model(Backbone[Mamba2Mixer]):
-    """A Mamba-2; its node slots hold inputs."""
+    """A Mamba-2 drafter; its node slots hold inputs."""
 
     max_length = NO_END
 
@@ -55,12 +55,12 @@ class Mamba2Model(Backbone[Mamba2Mixer]):
 def _parts(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, make: Callable[[Checkpoint, int], Any]
 ) -> dict[str, Any]:
-    """A backbone's fields."""
+    """Read the fields of a `Backbone` from a checkpoint. make: shapes and maker of a mixer"""
     config, keys = checkpoint.config, ("hidden_size", "num_hidden_layers", "vocab_size")
     width, count, vocabulary = (whole(checkpoint.path, config, key) for key in keys)
     if config.get("hidden_act", "silu") not in ("silu", "swish"):
         raise CheckpointError(f"{checkpoint.path}: hidden_act {config['hidden_act']!r} is not supported")
-    if config.get("rescale_prenorm_residual"):  # of initial weights; transformers applies it to loaded ones, too
+    if config.get("rescale_prenorm_residual"):  # initialisation, which transformers applies to loaded weights, too
         raise CheckpointError(f"{checkpoint.path}: rescale_prenorm_residual True is not supported in a drafter")
 
     def take(name: str, *shape: int) -> Tensor:
@@ -148,7 +148,8 @@ def _biases(config: Mapping[str, Any], conv: int, inner: int, outer: int) -> dic
 
 
 def time_step_limit(config: Mapping[str, Any]) -> tuple[float, float]:
-    """The least and the greatest step of a Mamba-2 by its configuration; transformers writes infinity as an object."""
+    """The least and the greatest dt of a Mamba-2's configuration, in which transformers writes infinity as an
+    object."""
     low, high = config.get("time_step_limit") or (0.0, math.inf)
     return _number(low), _number(high)
 

@@ -1,6 +1,6 @@
-"""The interface of a model's memory of texts and of the nodes of trees.
+"""Ports of a model's memory of texts and of the nodes of trees.
 
-A memory runs a plan's rows and folds nodes into texts; what a node slot holds depends on the model.
+A memory runs a plan's rows and folds nodes into texts. The content of a node slot depends on the model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RankedGuesses(NamedTuple):
     """The best tokens of rows, best first."""
 
     ids: Ids  # [rows, width]
-    scores: Scores  # [rows, width] by which they are ordered
+    scores: Scores  # [rows, width] scores by which the tokens are ordered
     chances: Chances | None  # [rows, width] log chances by the acceptance head; None without one
 
 
@@ -30,7 +30,7 @@ class DrafterMemory(Protocol):
 
     @property
     def layout(self) -> str:
-        """The format of what `save` returns, as one word; part of a saved state's name."""
+        """Name, one word, of the format of what `save` returns; part of a saved state's name."""
         ...
 
     def text_bytes(self, longest: int) -> int:
@@ -43,27 +43,28 @@ class DrafterMemory(Protocol):
         ...
 
     def save(self, text: int, tokens: int) -> Arrays:
-        """A text slot that has consumed `tokens` tokens, as plain arrays."""
+        """Called when a session closes. Returns the content of a text slot that has consumed `tokens` tokens."""
         ...
 
     def check(self, arrays: Arrays, tokens: int) -> None:
-        """Raise ValueError or TypeError unless `save` could return these arrays after `tokens` tokens."""
+        """Called before `load`. Raises ValueError or TypeError unless `save` could return these arrays after `tokens`
+        tokens."""
         ...
 
     def load(self, text: int, arrays: Arrays) -> None:
-        """Write what `save` returned into a text slot."""
+        """Called when a session continues a saved state. Writes what `save` returned into a text slot."""
         ...
 
     def chain(self, rows: Chains) -> Tensor:
-        """Hidden [rows, T, d] of a plan's chains; writes their text slots and root nodes."""
+        """Run a plan's chains. Returns hidden rows [rows, T, d]; writes the chains' text slots and root nodes."""
         ...
 
     def level(self, rows: Level) -> Tensor:
-        """Hidden [rows, d] of new nodes; writes their slots."""
+        """Run a level of new nodes. Returns hidden rows [rows, d]; writes the nodes' slots."""
         ...
 
     def fold(self, folds: Sequence[TextFold]) -> None:
-        """Fold accepted nodes into the memories of their texts; all targets differ."""
+        """Called before a forward. Writes accepted nodes into their texts' slots; all target slots differ."""
         ...
 
 
@@ -78,21 +79,24 @@ class FusedMemory(DrafterMemory, Protocol):
     def guesses(
         self, rows: Level, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
     ) -> RankedGuesses:
-        """The `width` best tokens of each row; writes the new nodes' slots.
+        """Run a level and rank its tokens. Returns the `width` best of each row; writes the new nodes' slots.
 
-        groups: numbers of adjacent rows whose tokens have the same order; depths, orders: of each group
+        groups: numbers of adjacent rows whose tokens have the same order   depths, orders: one per group
         """
         ...
 
     def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> RankedGuesses:
-        """The `width` best tokens of all levels' rows; writes the new nodes' slots.
+        """Run levels and rank their tokens. Returns the `width` best of each row; writes the new nodes' slots.
 
-        depths, orders: of each level; width: more than any of `rows.ranks`
+        depths, orders: one per level   width: more than any of `rows.ranks`
         """
         ...
 
     def guesses_of_hidden(
         self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
     ) -> RankedGuesses:
-        """The `width` best tokens of hidden rows [rows, d], as of `guesses`."""
+        """Rank the tokens of hidden rows [rows, d] of a chain. Returns the `width` best of each row.
+
+        groups, depths, orders: as for `guesses`
+        """
         ...

@@ -1,4 +1,5 @@
-"""transformers' mixers with a drafter's memory: their projections and norms, and our convolution and recurrence."""
+"""Mixers of transformers with a drafter's memory: the library's projections and norms, our convolution and
+recurrence."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ class LibraryMamba2:
         return self._out(self.scan.chain(inputs, dt, memory, source, kept, target, root), gate)
 
     def _out(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y [..., H, P] float32, gate [..., I] -> [..., d]"""
+        """Gated norm and output projection. y [..., H, P] float32, gate [..., I]; returns [..., d]"""
         out: Tensor = self.module.out_proj(gated_norm(self.module.norm, y.flatten(-2), gate).to(gate.dtype))
         return out
 
@@ -73,7 +74,7 @@ class LibraryMamba1:
 
     @classmethod
     def of(cls, module: Any) -> LibraryMamba1:
-        """Takes the bias from the module's dt_proj, as it is added in float32."""
+        """Wrap a module, whose dt_proj loses its bias, since we add it in float32."""
         weight, bias = convolution(module.conv1d)
         dtype = module.conv1d.weight.dtype
         scan = Mamba1Scan(weight.to(dtype), bias.to(dtype), A=-torch.exp(module.A_log.float()), D=module.D.float())

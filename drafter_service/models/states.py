@@ -18,10 +18,10 @@ from drafter_service.plan import NO_NODE, Chains, Level, TextFold
 
 
 class SavedTexts:
-    """What memories of recurrent models have in common: texts are saved and loaded as slots of `States`."""
+    """Base of memories of recurrent models: texts are saved and loaded as slots of `States`."""
 
     def __init__(self, saved: States, text_bytes: int, node_bytes: int) -> None:
-        """saved: its first slots are those of texts   text_bytes, node_bytes: of one slot"""
+        """saved: states, text slots first   text_bytes, node_bytes: bytes of one slot"""
         self._saved = saved
         self._text_bytes = text_bytes
         self.node_bytes = node_bytes
@@ -44,7 +44,7 @@ class SavedTexts:
 
 
 class StateSlots(SavedTexts):
-    """Text slots and after them node slots, each with a state."""
+    """Slots with a state each: text slots, then node slots."""
 
     def __init__(self, states: States, texts: int) -> None:
         """texts: number of text slots"""
@@ -53,13 +53,14 @@ class StateSlots(SavedTexts):
         self._first_node = texts
 
     def fold(self, folds: Sequence[TextFold]) -> None:
-        """Copy the last node's state to the text."""
+        """Copy the state of each path's last node to the text slot."""
         for fold in folds:
             self._saved.copy(self._first_node + fold.path[-1], fold.target)
 
 
 class StepMixer(Protocol):
-    """A layer's Mamba-1 mixer, with the projections around it; `Mamba1Mixer` has the contracts."""
+    """A layer's Mamba-1 mixer, with the projections around it. Called once per layer in each forward; `Mamba1Mixer` has
+    the contracts of its methods."""
 
     @property
     def shape(self) -> StateShape: ...
@@ -74,17 +75,18 @@ Mix = Callable[[int, StepMixer, Tensor], Tensor]
 
 
 class MixedStates(StateSlots):
-    """A state in every slot, and the runs of the mixers that read and write them."""
+    """Slots with a state each, and the runs of mixers that read and write them."""
 
     def __init__(
         self, mixers: Sequence[StepMixer], texts: int, nodes: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """dtype: of the activations"""
+        """dtype: type of the activations"""
         super().__init__(States([mixer.shape for mixer in mixers], texts + nodes, dtype, device), texts)
         self._device = device
 
     def of_chain(self, rows: Chains) -> Mix:
-        """Runs a plan's chains; each layer writes its part of the text slots and root nodes."""
+        """Prepare a plan's chains. The returned function runs a layer, which writes its part of the text slots and root
+        nodes."""
         states, device = self._saved, self._device
         source = torch.from_numpy(rows.source).to(device)
         stops = [(torch.from_numpy(rows.kept).to(device), as_slots(rows.target, device))]
@@ -97,7 +99,7 @@ class MixedStates(StateSlots):
         return mix
 
     def of_level(self, rows: Level) -> Mix:
-        """Runs a level; each layer writes its part of the new nodes' slots."""
+        """Prepare a level. The returned function runs a layer, which writes its part of the new nodes' slots."""
         states, device = self._saved, self._device
         above = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
         source, target = torch.from_numpy(above).to(device), as_slots(self._first_node + rows.slots, device)
@@ -109,7 +111,7 @@ class MixedStates(StateSlots):
 
 
 class StateMemory(MixedStates):
-    """The memory of a Mamba-1."""
+    """Memory of a Mamba-1 drafter."""
 
     def __init__(self, model: Backbone[Mamba1Mixer], texts: int, nodes: int) -> None:
         super().__init__([mixer for _, mixer in model.layers], texts, nodes, model.dtype, model.device)
