@@ -37,6 +37,9 @@ from cluster.command_options import (
     TargetName,
     given_config,
     numbers_of,
+    output,
+    sampling,
+    speculative,
     text_and_number,
 )
 from cluster.config import Config
@@ -52,6 +55,7 @@ from cluster.showing import (
     tour,
     visible,
 )
+from cluster.slow_commands import add_measuring, bench, train
 from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
 from cluster.tables import page
 from cluster.versions import print_version
@@ -63,8 +67,6 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-train = typer.Typer(help="Train models.", no_args_is_help=True)
-bench = typer.Typer(help="Measure, side by side and in one run.", no_args_is_help=True)
 app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
 
@@ -209,40 +211,40 @@ def generate(
     model: TargetName = "",
     session: Annotated[str, typer.Option(help="Continue this session.")] = "",
     keep_session: Annotated[bool, typer.Option("--keep-session", help="Begin a session; prints its token.")] = False,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option("--top-k", help="0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option("--top-p", help="1 keeps all.")] = 1.0,
-    min_p: Annotated[float, typer.Option("--min-p", help="0 keeps all.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Default: the session's, or drawn and reported.")] = None,
+    temperature: Annotated[float, sampling(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, sampling("--top-k", help="0 keeps all.")] = 0,
+    top_p: Annotated[float, sampling("--top-p", help="1 keeps all.")] = 1.0,
+    min_p: Annotated[float, sampling("--min-p", help="0 keeps all.")] = 0.0,
+    seed: Annotated[int | None, sampling(help="Default: the session's, or drawn and reported.")] = None,
     repetition_penalty: Annotated[
-        float, typer.Option("--repetition-penalty", help="Of tokens of the prompt and the answer, as a factor.")
+        float, sampling("--repetition-penalty", help="Of tokens of the prompt and the answer, as a factor.")
     ] = 1.0,
     presence_penalty: Annotated[
-        float, typer.Option("--presence-penalty", help="Subtracted from logits of tokens of the answer.")
+        float, sampling("--presence-penalty", help="Subtracted from logits of tokens of the answer.")
     ] = 0.0,
     frequency_penalty: Annotated[
-        float, typer.Option("--frequency-penalty", help="The same, for each time that the answer has the token.")
+        float, sampling("--frequency-penalty", help="The same, for each time that the answer has the token.")
     ] = 0.0,
     logit_bias: Annotated[
-        list[str] | None, typer.Option("--logit-bias", metavar="ID:BIAS", help="Added to a token's logit; repeatable.")
+        list[str] | None, sampling("--logit-bias", metavar="ID:BIAS", help="Added to a token's logit; repeatable.")
     ] = None,
     logit_bias_texts: Annotated[
         list[str] | None,
-        typer.Option("--logit-bias-text", metavar="TEXT:BIAS", help="The same, of the token with a text; repeatable."),
+        sampling("--logit-bias-text", metavar="TEXT:BIAS", help="The same, of the token with a text; repeatable."),
     ] = None,
     banned_ids: Annotated[
-        list[int] | None, typer.Option("--ban", metavar="ID", help="A token that is not drawn; repeatable.")
+        list[int] | None, sampling("--ban", metavar="ID", help="A token that is not drawn; repeatable.")
     ] = None,
     allowed_ids: Annotated[
-        list[int] | None, typer.Option("--allow", metavar="ID", help="Draw only tokens given so; repeatable.")
+        list[int] | None, sampling("--allow", metavar="ID", help="Draw only tokens given so; repeatable.")
     ] = None,
     bad_words: Annotated[
         list[str] | None,
-        typer.Option("--bad-word", metavar="ID,ID,...", help="Tokens that are not completed in order; repeatable."),
+        sampling("--bad-word", metavar="ID,ID,...", help="Tokens that are not completed in order; repeatable."),
     ] = None,
     bad_word_texts: Annotated[
         list[str] | None,
-        typer.Option(
+        sampling(
             "--bad-word-text",
             metavar="TEXT",
             help="A text whose tokens are not completed, alone and after a space; repeatable.",
@@ -250,54 +252,54 @@ def generate(
     ] = None,
     mode: Annotated[
         str,
-        typer.Option(
+        speculative(
             help="coupled, greedy, or, where the configuration lists it, naive, multi-step, block or lenient (lossy)."
         ),
     ] = "coupled",
-    lenience: Annotated[float | None, typer.Option(help="Of --mode lenient, between 0 and 1.")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens")] = 128,
+    lenience: Annotated[float | None, speculative(help="Of --mode lenient, between 0 and 1.")] = None,
+    max_new_tokens: Annotated[int, sampling("--max-new-tokens", help="Tokens of the answer, at most.")] = 128,
     min_new_tokens: Annotated[
-        int, typer.Option("--min-new-tokens", help="Before so many tokens, none that ends the answer is drawn.")
+        int, sampling("--min-new-tokens", help="Before so many tokens, none that ends the answer is drawn.")
     ] = 0,
     stop_ids: Annotated[
-        list[int] | None, typer.Option("--stop-id", metavar="ID", help="A token that ends the answer; repeatable.")
+        list[int] | None, sampling("--stop-id", metavar="ID", help="A token that ends the answer; repeatable.")
     ] = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(
+        sampling(
             help="End the answer at this string; its text ends before it. May be given several times. In bash, "
             "$'\\n' is a line break.",
             show_default=False,
         ),
     ] = None,
-    include_stop: Annotated[bool, typer.Option("--include-stop", help="End the text after the stop string.")] = False,
+    include_stop: Annotated[bool, output("--include-stop", help="End the text after the stop string.")] = False,
     json_schema: JsonSchemaOption = None,
     regex: RegexOption = None,
     grammar: GrammarOption = None,
     choices: ChoicesOption = None,
     show_special_tokens: Annotated[
-        bool, typer.Option("--show-special-tokens", help="Print special tokens, too, such as the end of text.")
+        bool, output("--show-special-tokens", help="Print special tokens, too, such as the end of text.")
     ] = False,
     literal_prompt: Annotated[
-        bool, typer.Option("--literal-prompt", help="Read texts of special tokens in the prompt as ordinary text.")
+        bool, output("--literal-prompt", help="Read texts of special tokens in the prompt as ordinary text.")
     ] = False,
-    echo: Annotated[bool, typer.Option("--echo", help="Print the prompt, too, with its log-probabilities.")] = False,
-    n: Annotated[int, typer.Option("--n", "-n", help="So many answers, each with a sample index of its own.")] = 1,
+    echo: Annotated[bool, output("--echo", help="Print the prompt, too, with its log-probabilities.")] = False,
+    n: Annotated[int, output("--n", "-n", help="So many answers, each with a sample index of its own.")] = 1,
     logprobs: Annotated[
-        int | None, typer.Option(help="Print each token's log-probability, and those of so many likeliest, 0 to 20.")
+        int | None, output(help="Print each token's log-probability, and those of so many likeliest, 0 to 20.")
     ] = None,
     speculation: Annotated[
         str,
-        typer.Option(
+        speculative(
             help="auto: a policy picks the shape of every round. off: no trees. Or a shape for every round: 3,2,1, "
             "nodes(2,1), beam(4,3), dynamic(6,5,24), until(0.6,8), until(auto,8) or, without a drafter, proposed(7). "
             "Changes no token."
         ),
     ] = "auto",
-    policy: Annotated[str, typer.Option(help="The policy of auto. Default: the server's.")] = "",
+    policy: Annotated[str, speculative(help="The policy of auto. Default: the server's.")] = "",
     max_nodes: Annotated[
         int | None,
-        typer.Option(
+        speculative(
             "--max-nodes",
             help="The most guesses of a round. auto leaves larger trees out; a larger shape is refused. Default: the "
             "target's limit.",
@@ -305,7 +307,7 @@ def generate(
     ] = None,
     draft_deadline_ms: Annotated[
         int | None,
-        typer.Option(
+        speculative(
             "--draft-deadline-ms",
             help="The longest a round waits for its draft; a round whose draft is late is plain decoding. Can only "
             "shorten the server's own limit.",
@@ -314,7 +316,7 @@ def generate(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Of the whole answer, with the calls that fail. Not of --local.")
     ] = TIMEOUT_S,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object for each answer.")] = False,
+    json: Annotated[bool, output("--json", help="One JSON object for each answer.")] = False,
 ) -> None:
     """Stream an answer; its rounds alternate between two colours."""
     options: Options = {
@@ -415,74 +417,7 @@ def demo(
     console.print(f"All {len(started)} processes that were started have ended.")
 
 
-ELSEWHERE = {"ignore_unknown_options": True, "allow_extra_args": True}
-
-
-def _run_from(module: str, function: str, context: typer.Context) -> None:
-    """Run a command that is defined, with its options and help, in a module that is slow to import."""
-    command = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    command.command()(getattr(importlib.import_module(module), function))
-    command(args=context.args, prog_name=context.command_path)
-
-
-@train.command("demo", context_settings=ELSEWHERE, add_help_option=False)
-def train_demo(context: typer.Context) -> None:
-    """Train the demo's models on Python's standard library: a small Llama, three drafters distilled from it, and a
-    second target, a Mamba-2."""
-    _run_from("cluster.demo.train", "main", context)
-
-
-@train.command("drafter", context_settings=ELSEWHERE, add_help_option=False)
-def train_drafter(context: typer.Context) -> None:
-    """Train a drafter for a target of a configuration on your own texts: a Mamba, a Mamba-2 or a Llama, distilled from
-    the target."""
-    _run_from("cluster.training.command", "drafter", context)
-
-
-@train.command("head", context_settings=ELSEWHERE, add_help_option=False)
-def train_head(context: typer.Context) -> None:
-    """Train an acceptance head for a drafter of a configuration: the chances that its guesses come true, learned from
-    the target's answers to your texts."""
-    _run_from("cluster.training.head_command", "head", context)
-
-
-MEASURING = {
-    "certify": "Check that answers have the target's own tokens whatever the speculation. Exit status 1 where a check "
-    "fails.",
-    "tune": "Find the fastest trees for a target, its drafters and this machine, and compare them with the configured "
-    "arms.",
-    "predict": "Predict what each configured arm gives over no speculation here, and where a round's time is lost.",
-}
-"""Help of the commands of modules of their names."""
-
-BENCHES = {
-    "speed": ("speed_command", "Compare speeds with transformers and with speculation off."),
-    "load": ("load_command", "Measure many concurrent clients, next to transformers' batches."),
-    "context": ("context_command", "Measure what a longer context costs a round."),
-    "trees": ("trees_command", "Compare arms, and the policies that choose among them, on recorded answers."),
-    "stopping": ("stopping_command", "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule."),
-    "verify": ("verify_command", "Compare verification modes: coupled, multi-step, block and naive."),
-    "tree-scan": ("tree_scan_command", "Measure what a tree costs a state-space layer."),
-    "kernels": ("kernels_command", "Measure this processor's products of few rows, next to torch's."),
-    "drafter": ("drafter_command", "Measure drafters: levels, drafts, sessions, and long texts."),
-    "targets": ("many_targets_command", "Measure one drafter that serves two targets at once."),
-    "bridge": ("bridge_command", "Measure a drafter of another tokenizer through each bridge."),
-    "structured": ("structured_command", "Measure answers to random JSON schemas, and the time of their masks."),
-}
-"""Module and help of each `dendro bench`."""
-
-
-def _add(group: typer.Typer, name: str, module: str, function: str, text: str) -> None:
-    def run(context: typer.Context) -> None:
-        _run_from(module, function, context)
-
-    group.command(name, help=text, context_settings=ELSEWHERE, add_help_option=False)(run)
-
-
-for _name, _text in MEASURING.items():
-    _add(app, _name, f"cluster.{_name}.command", _name, _text)
-for _name, (_module, _text) in BENCHES.items():
-    _add(bench, _name, f"cluster.bench.{_module}", f"bench_{_name.replace('-', '_')}", _text)
+add_measuring(app)
 
 
 def main() -> None:

@@ -5,22 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
 from dendro.errors import BadRequest
 from dendro.structure import Structure
 
+from cluster.command_options import structure
+
 JsonSchemaOption = Annotated[
     Path | None,
-    typer.Option("--json-schema", metavar="FILE", help="The answer is JSON, in one line, that this schema accepts."),
+    structure("--json-schema", metavar="FILE", help="The answer is JSON, in one line, that this schema accepts."),
 ]
-RegexOption = Annotated[str | None, typer.Option(help="The whole answer matches this regular expression.")]
+RegexOption = Annotated[str | None, structure(help="The whole answer matches this regular expression.")]
 GrammarOption = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="The answer is a sentence of this grammar: Lark syntax, from `start` on."),
+    structure(metavar="FILE", help="The answer is a sentence of this grammar: Lark syntax, from `start` on."),
 ]
 ChoicesOption = Annotated[
     list[str] | None,
-    typer.Option("--choices", metavar="TEXT", help="The answer is one of these; repeatable."),
+    structure("--choices", metavar="TEXT", help="The answer is one of these; repeatable."),
 ]
 
 

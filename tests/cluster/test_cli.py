@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -51,6 +52,31 @@ def test_help_of_generate_names_every_option():
         assert f"--{option} " in output
     for option in ("policy", "max-nodes", "draft-deadline-ms"):
         assert f"--{option} " in output
+
+
+def panels(*words: str) -> dict[str, list[str]]:
+    """The groups of a command's help by title, with the names in the first column of each, in their order."""
+    output = CliRunner().invoke(cli.app, [*words, "--help"], env={"COLUMNS": "200"}).stdout
+    parts = re.split(r"╭─ (.+?) ─+╮", output)[1:]
+    titles, texts = parts[::2], parts[1::2]
+    return {
+        title: re.findall(r"^│ (?:\*  *)?-{0,2}([a-z][\w-]*) ", text, re.MULTILINE)
+        for title, text in zip(titles, texts, strict=True)
+    }
+
+
+def test_help_of_generate_is_in_groups():
+    """An option that is in no group is of the call itself: where it goes, and the session that it continues."""
+    found = panels("generate")
+    assert set(found) == {"Arguments", "Options", "Sampling", "Structure", "Speculation", "Output"}
+    options = {"address", "local", "config", "model", "session", "keep-session", "timeout", "help"}
+    assert set(found["Options"]) == options
+    assert set(found["Structure"]) == {"json-schema", "regex", "grammar", "choices"}
+
+
+def test_help_of_bench_shows_those_of_ones_own_pair_first():
+    (_, own, bundled) = panels("bench").values()
+    assert own == ["speed", "load"] and len(bundled) >= 10
 
 
 DRAFTER_OPTIONS = (

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster import cli
+from cluster import cli, slow_commands
 from cluster.tables import PLAIN_WIDTH, folding_table, page
 
 COLUMNS = ("drafter", "target", "why")
@@ -53,7 +53,7 @@ def test_output_that_is_no_terminal_has_a_width_of_its_own(monkeypatch):
 COMMANDS = (
     *("serve", "config", "check", "generate", "demo", "certify", "tune", "predict"),
     *("train demo", "train drafter", "train head"),
-    *(f"bench {name}" for name in cli.BENCHES),
+    *(f"bench {name}" for name in slow_commands.BENCHES),
 )
 
 
