@@ -1,4 +1,4 @@
-"""The loss of a training step, on text or against a teacher."""
+"""Losses of training steps, on text or against a teacher."""
 
 from __future__ import annotations
 
@@ -18,29 +18,32 @@ from drafter_service.training.vocabulary import draft_embedding
 
 # Share of the text's next token in a drafter's loss: it teaches the tail that the kept log-probabilities omit.
 HARD_SHARE = 0.1
-DRAFTER_ROWS = 8  # of a drafter's training step
+DRAFTER_ROWS = 8  # rows of a drafter's training step, over all processes
 
 
 class Labelled(Protocol):
     """Rows with a teacher's outputs."""
 
     def batch(self, step: int, rows: int, seed: int) -> tuple[Tensor, Tensor, TeacherRows]:
-        """Of a step of so many rows those of this process: inputs, labels and the teacher's outputs for them."""
+        """Called once per step, with the rows of all processes. Returns this process's share of the batch: inputs,
+        labels, teacher outputs."""
         ...
 
 
 class StudentLoss(nn.Module):
-    """The loss of rows, as one module: processes that train together average the gradients of a module's forward."""
+    """The loss of rows as one module, because accelerate averages the gradients of a module's forward over
+    processes."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, compile_forward: bool) -> None:
         super().__init__()
         self.model = model
         self._device = device
         forward = StudentForward(model)
-        self._forward = (compiled(forward) if compile_forward else forward,)  # in a tuple: its parameters are `model`'s
+        self._forward = (compiled(forward) if compile_forward else forward,)  # a tuple hides `model`'s parameters
 
     def forward(self, inputs: Tensor, labels: Tensor, teacher: TeacherRows | None, hard_share: float) -> Tensor:
-        """Nats per token of inputs and labels [rows, length]; with a teacher, of those that it labelled."""
+        """Loss in nats per token of inputs and labels [rows, length]; with a teacher, over the tokens that it
+        labelled."""
         labels = labels.to(self._device)
         if teacher is not None:
             teacher = teacher.to(self._device)
@@ -61,7 +64,7 @@ def text_loss(
     compile_forward: bool = True,
     processes: Accelerator | None = None,
 ) -> Callable[[int], Tensor]:
-    """The loss of step s on the text's next tokens; of several `processes`, on the share that `rows` has."""
+    """Make the loss of a step on the text's next tokens; with `processes`, on this process's share of `rows`."""
     loss = _prepared(StudentLoss(model, device, compile_forward), processes)
 
     def batch_loss(step: int) -> Tensor:
@@ -79,8 +82,8 @@ def distillation_loss(
     step_rows: int = DRAFTER_ROWS,
     processes: Accelerator | None = None,
 ) -> Callable[[int], Tensor]:
-    """The loss of step s against the teacher, on `step_rows` rows in an order of `seed`; of several `processes`, on the
-    share that `rows` has."""
+    """Make the loss of a step against the teacher, on `step_rows` rows in the order of `seed`; with `processes`, on
+    this process's share of them."""
     loss = _prepared(StudentLoss(model, device, compile_forward), processes)
 
     def batch_loss(step: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What an acceptance head learns from: a target's answers, and what a drafter makes of every position of them.
+"""Training examples of an acceptance head: a target's answers, and a drafter's candidates at every position of them.
 
 The target draws each token with Gumbel noise, and the drafter orders its candidates by the same noise, as when they
 serve (docs/design/noise.md#shared-noise). Further draws of the noise at the same positions give more labels: all are
@@ -29,30 +29,31 @@ from drafter_service.training.saving import replacing
 from drafter_service.training.stepping import SteppedText
 
 FEEDS = ("text", "mixed")
-"""What the drafter has consumed before a row. text: the target's tokens alone, as on a tree's rows that count, whose
-parents are on the text's path. mixed: SpecDec++'s token mixing, in which drafted tokens replace the target's."""
+"""Feeds: the tokens that the drafter has consumed before a row. text: only the target's tokens, as on the rows of a
+tree that the text reaches. mixed: SpecDec++'s token mixing, in which drafted tokens replace some of the target's."""
 TEXT, MIXED = FEEDS
 FROM_TARGET = 0.15
-"""r: the share of an answer's tokens that are the target's own in a mixture; the others are drafted and have losses."""
+"""r: share of a mixture's tokens that are the target's own; the others are drafted and have losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleLaw:
-    """How examples are drawn."""
+    """Parameters by which examples are drawn."""
 
-    warps: tuple[Warp, ...]  # the rows of a chunk are divided among them
-    draws: int = 4  # of the noise, at each position; one at temperature 0
-    feed: str = TEXT
+    warps: tuple[Warp, ...]  # the rows of a chunk are divided among the warps
+    draws: int = 4  # draws of the noise at each position; one at temperature 0
+    feed: str = TEXT  # one of FEEDS
     from_target: float = FROM_TARGET
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """A drafted text, simulated from its target's tokens and the drafter's first candidates. All [rows, positions]."""
+    """A drafted text, simulated from the target's tokens and the drafter's first candidates. Tensors are
+    [rows, positions]."""
 
-    drafted: Tensor  # bool: the token at the position was drafted, and has a loss
-    depth: Tensor  # int64: drafted tokens before it, since the last that was the target's or was rejected
-    fed: Tensor  # int64: what the drafter consumes at the position if the feed is MIXED
+    drafted: Tensor  # bool: True if the token at the position was drafted, and has a loss
+    depth: Tensor  # int64: number of drafted tokens since the last that was the target's or was rejected
+    fed: Tensor  # int64: the token that the drafter consumes at the position if the feed is MIXED
 
 
 def mixed(target: Tensor, guesses: Tensor, from_target: float, generator: torch.Generator) -> Mixture:
@@ -70,7 +71,7 @@ def mixed(target: Tensor, guesses: Tensor, from_target: float, generator: torch.
 
 @torch.inference_mode()
 def hidden_rows(drafter: DrafterModel, texts: Tensor) -> Tensor:
-    """Hidden [rows, tokens, d] after each token of texts [rows, tokens] of one length."""
+    """Hidden rows [rows, tokens, d] after each token of texts [rows, tokens] of one length."""
     rows, length = texts.shape
     none, own = np.zeros(rows, np.int64), np.arange(1, 1 + rows)
     chains = Chains(texts.numpy(), np.full(rows, length), none, np.full(rows, EMPTY_TEXT), own, none[:0])
@@ -79,19 +80,19 @@ def hidden_rows(drafter: DrafterModel, texts: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Teacher:
-    """The target of examples."""
+    """The target that answers in examples."""
 
     model: PreTrainedModel
-    vocabulary: int  # ids of its tokenizer, from 0 on
+    vocabulary: int  # bound of the tokenizer's ids
     end_ids: frozenset[int]
 
 
 @torch.inference_mode()
 def write_answers(teacher: Teacher, prompts: Tensor, length: int, law: ExampleLaw, seed: int) -> tuple[Tensor, Tensor]:
-    """Answers to prompts [rows, tokens] int64.
+    """Generate answers to prompts [rows, tokens] int64.
 
-    returns texts [rows, tokens + length], and [rows, length, draws] the target's token by every draw of the noise, of
-    which the text has the first
+    Returns texts [rows, tokens + length], and the target's token by every draw of the noise [rows, length, draws]. The
+    text has the token of the first draw.
     """
     device = next(teacher.model.parameters()).device
     stepped, new, written, drawn = SteppedText(teacher.model), prompts, [prompts], list[Tensor]()
@@ -111,11 +112,11 @@ def write_answers(teacher: Teacher, prompts: Tensor, length: int, law: ExampleLa
 
 
 Part = tuple[slice, Warp, Tensor | None]
-"""Rows of one warp, and their noise; None at temperature 0."""
+"""Rows with one warp, the warp, and the rows' noise; None at temperature 0."""
 
 
 def _noise(law: ExampleLaw, rows: int, position: int, vocabulary: int, seed: int) -> list[list[Part]]:
-    """The noise of every draw at an answer's position, by the rows of each warp."""
+    """Noise at a position of the answer: for every draw, one part per warp."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + position) % (1 << 62))
     shares = np.array_split(np.arange(rows), len(law.warps))
     found: list[list[Part]] = []
@@ -133,14 +134,14 @@ def _noise(law: ExampleLaw, rows: int, position: int, vocabulary: int, seed: int
 def examples_of(
     drafter: DrafterModel, texts: Tensor, drawn: Tensor, law: ExampleLaw, teacher: Teacher, seed: int
 ) -> AcceptanceRows:
-    """The rows of a drafter on a target's answers. texts, drawn: of `write_answers` with the same law and seed
+    """A drafter's rows on a target's answers; rows after the first end of text are left out.
 
-    Rows after the first end of text are left out.
+    texts, drawn: results of `write_answers` with the same law and seed
     """
     length, first = drawn.shape[1], texts.shape[1] - drawn.shape[1]
     known = min(teacher.vocabulary, drafter.vocabulary)
     ranked = _every_position(drafter, texts, length, law, known, teacher.vocabulary, seed)
-    guesses = torch.stack([each.ids[0][:, 0] for each in ranked], 1)  # by the draw that the text has
+    guesses = torch.stack([each.ids[0][:, 0] for each in ranked], 1)  # candidates of the draw that the text has
     mixture = mixed(texts[:, first:], guesses, law.from_target, torch.Generator().manual_seed(seed))
     if law.feed == MIXED:
         fed = torch.cat([texts[:, :first], mixture.fed], 1)
@@ -167,20 +168,20 @@ def examples_of(
 
 
 class _Position(NamedTuple):
-    """What a drafter says of a position of every text."""
+    """A drafter's outputs at one position of every text."""
 
-    normed: Tensor  # [rows, d]
+    normed: Tensor  # [rows, d] input of the drafter's head
     logits: Tensor  # [rows, known]
-    ids: list[Tensor]  # of every draw, [rows, K]
-    scores: list[Tensor]  # of every draw, [rows, K]
+    ids: list[Tensor]  # [draws] of [rows, K] candidates
+    scores: list[Tensor]  # [draws] of [rows, K] scores of the candidates
 
 
 def _every_position(
     drafter: DrafterModel, texts: Tensor, length: int, law: ExampleLaw, known: int, vocabulary: int, seed: int
 ) -> list[_Position]:
-    """The candidates of the last `length` positions of texts, each by the text before it.
+    """The drafter's outputs at the last `length` positions of texts, each after the text before the position.
 
-    known: tokens that may be guessed; vocabulary: the target's, for which noise is drawn
+    known: bound of the ids that may be guessed   vocabulary: the target's, for which noise is drawn
     """
     hidden, found = hidden_rows(drafter, texts[:, :-1])[:, -length:], list[_Position]()
     for at in range(length):
@@ -202,13 +203,13 @@ def _temperatures(law: ExampleLaw, rows: int) -> Tensor:
 
 
 def _before_the_end(answers: Tensor, end_ids: frozenset[int]) -> Tensor:
-    """[rows, positions] whether no end of text is before the position."""
+    """True at positions before which the answer has no end of text, [rows, positions]."""
     ends = torch.isin(answers, torch.tensor(sorted(end_ids), dtype=torch.int64))
     return (ends.cumsum(1) - ends.long()) == 0
 
 
 class ExampleFolder:
-    """Chunks of rows on disk, `00000.npz` and so on, each whole or absent, with the seconds that each took."""
+    """A folder of chunks of rows, `00000.npz` and so on, each whole or absent, with the seconds that it took."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -232,7 +233,7 @@ class ExampleFolder:
         return found
 
     def read(self, chunks: slice = slice(None)) -> AcceptanceRows:
-        """The rows of some chunks."""
+        """Read the rows of these chunks."""
         parts = []
         for file in self._files()[chunks]:
             with np.load(file) as arrays:

@@ -22,26 +22,28 @@ from drafter_service.confidence import CANDIDATES, Calibration
 DEPTHS = 6
 """Depths with a calibration of their own; deeper rows share the last."""
 PRIOR_ROWS = 20.0
-"""Rows that the common calibration weighs as much as, in that of one depth."""
+"""Weight, in rows, of the calibration of all depths in the calibration of one."""
 BATCH_ROWS = 512
+"""Rows of a training step."""
 BINS = 15
+"""Bins of equal mass of the calibration error."""
 LEAST = 1e-6
-"""Chances are kept this far from 0 and 1 in losses."""
+"""Least distance of chances from 0 and 1 in losses."""
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRows:
     """Rows of drafts whose next token is known."""
 
-    hidden: Tensor  # [R, d] what the drafter's own head multiplies
+    hidden: Tensor  # [R, d] input of the drafter's own head
     first: Tensor  # [R] int64 first candidates
-    scores: Tensor  # [R, K] float32
-    entropy: Tensor  # [R]
-    log_prob: Tensor  # [R] of the first candidate
+    scores: Tensor  # [R, K] float32 scores of the candidates
+    entropy: Tensor  # [R] entropy of the drafter's law, in nats
+    log_prob: Tensor  # [R] the first candidate's log-probability in that law
     temperature: Tensor  # [R]
     depth: Tensor  # [R] int64
-    rank: Tensor  # [R] int64: which candidate is the target's token; K or more for none
-    drafted: Tensor  # [R] bool: whether the next token was drafted; others have no loss
+    rank: Tensor  # [R] int64: place of the target's token among the candidates; K or more if it is none
+    drafted: Tensor  # [R] bool: True if the next token was drafted; other rows have no loss
 
     def __len__(self) -> int:
         return len(self.rank)
@@ -55,7 +57,7 @@ class AcceptanceRows:
 
     @property
     def labels(self) -> Tensor:
-        """[R, K] 1 where the candidate is the target's token."""
+        """Labels [R, K]: 1 where the candidate is the target's token, else 0."""
         return (self.rank[:, None] == torch.arange(self.scores.shape[1])).float()
 
 
@@ -63,7 +65,7 @@ class HeadModel(nn.Module):
     """A head's parameters: D residual blocks, which share one set of parameters if `tied`."""
 
     def __init__(self, width: int, blocks: int, tied: bool, embed: Callable[[Tensor], Tensor]) -> None:
-        """embed: rows [R, d] of the drafter's embedding of ids [R]; it is not trained"""
+        """embed: the drafter's embedding, which is not trained: rows [R, d] of ids [R]"""
         super().__init__()
         self.blocks = blocks
         self.embed = embed
@@ -77,7 +79,7 @@ class HeadModel(nn.Module):
         self.output_bias = nn.Parameter(torch.tensor([math.log(start.sharpness), start.unseen, -3.0]))
 
     def weights(self, calibration: Tensor | None = None) -> HeadWeights:
-        """calibration [depths, OUTPUTS]; None: zero"""
+        """The head's weights as inference uses them. calibration [depths, OUTPUTS]; None: zero"""
         sets = [(linear.weight.T, linear.bias) for linear in self._linears]
         return HeadWeights(
             hidden_scale=self.hidden_scale,
@@ -91,13 +93,13 @@ class HeadModel(nn.Module):
         )
 
     def outputs(self, rows: AcceptanceRows) -> Tensor:
-        """[R, OUTPUTS] before calibration."""
+        """Outputs [R, OUTPUTS] before calibration."""
         law = RowLaw(rows.entropy, rows.log_prob)
         numbers = row_numbers(rows.scores, law, rows.temperature, rows.depth, CANDIDATES)
         return head_outputs(self.weights(), rows.hidden.float(), self.embed(rows.first).float(), numbers)
 
     def tensors(self, calibration: Tensor) -> dict[str, Tensor]:
-        """What `write_head` stores."""
+        """Tensors, by name, as `write_head` takes them."""
         names = ("hidden_scale", "token_scale", "numbers", "bias", "output", "output_bias")
         made = {name: getattr(self, name).detach() for name in names} | {"calibration": calibration}
         for number, linear in enumerate(self._linears):
@@ -112,7 +114,9 @@ class HeadModel(nn.Module):
 
 
 def acceptance_loss(chances: Tensor, labels: Tensor, drafted: Tensor, rejection_weight: float) -> Tensor:
-    """L = - sum [P log s + w (1 - P) log(1 - s)] / (w sum (1 - P) + sum P), over the candidates of drafted rows.
+    """Binary cross-entropy of acceptance, with weight w on rejections, over the candidates of drafted rows:
+
+        L = - sum [P log s + w (1 - P) log(1 - s)] / (w sum (1 - P) + sum P)
 
     chances [R, k] log s   labels [R, k] P, 0 to 1   drafted [R] bool
     """
@@ -123,7 +127,7 @@ def acceptance_loss(chances: Tensor, labels: Tensor, drafted: Tensor, rejection_
 
 
 def head_loss(model: HeadModel, rows: AcceptanceRows, rejection_weight: float, seed: int) -> Callable[[int], Tensor]:
-    """The loss of step s, on BATCH_ROWS rows that depend on the seed and s."""
+    """Make the loss of a step, on BATCH_ROWS rows drawn by the seed and the step."""
 
     def batch_loss(step: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
@@ -135,7 +139,8 @@ def head_loss(model: HeadModel, rows: AcceptanceRows, rejection_weight: float, s
 
 
 def outcome_losses(chances: Tensor, rank: Tensor) -> Tensor:
-    """[R] - log chance of what happened: a candidate, or none of the first CANDIDATES. chances [R, k] log"""
+    """Negative log chance [R] of each row's outcome: that a candidate is the next token, or none of the first
+    CANDIDATES. chances [R, k]: log chances   rank [R]: place of the next token among the candidates"""
     shown = chances[:, :CANDIDATES]
     none = torch.log1p(-shown.exp().sum(1, keepdim=True).clamp(max=1 - LEAST))
     every = torch.cat([shown, none], 1)
@@ -143,8 +148,9 @@ def outcome_losses(chances: Tensor, rank: Tensor) -> Tensor:
 
 
 def fit_calibration(outputs: Tensor, rows: AcceptanceRows) -> Tensor:
-    """[DEPTHS, OUTPUTS] to add to the outputs by depth: those of the least - log chance, and near the common one where
-    rows are few. A weight of rejections other than 1 biases chances; this removes it. outputs [R, OUTPUTS]"""
+    """Fit the calibration [DEPTHS, OUTPUTS] that is added to the outputs of each depth, by the least sum of
+    `outcome_losses`; where rows are few it stays near the calibration of all depths. It removes the bias that a weight
+    of rejections other than 1 gives chances. outputs [R, OUTPUTS]"""
 
     def fitted(chosen: Tensor, start: Tensor, prior: float) -> Tensor:
         moved = start.clone().requires_grad_()
@@ -171,7 +177,8 @@ def fit_calibration(outputs: Tensor, rows: AcceptanceRows) -> Tensor:
 
 
 def online_chances(warm: AcceptanceRows, rows: AcceptanceRows) -> Tensor:
-    """[R, K] log chances that a drafter without a head gives, fitted as it goes, after it has seen the rows `warm`."""
+    """Log chances [R, K] that a drafter without a head gives, by its online calibration, which has learned the rows
+    `warm` before."""
     calibrations = {True: Calibration(), False: Calibration()}
     found: list[list[float]] = []
     for part, kept in ((warm, False), (rows, True)):
@@ -185,18 +192,18 @@ def online_chances(warm: AcceptanceRows, rows: AcceptanceRows) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How good chances are on some rows."""
+    """Losses and calibration errors of chances on some rows."""
 
     rows: int
-    first_loss: float  # log loss, in nats, of whether the first candidate is the next token
-    loss: float  # - log chance of the candidate that is, or of none
-    first_error: float  # calibration error of the first candidate's chance, in BINS bins of equal mass
-    error: float  # the same of all candidates'
+    first_loss: float  # log loss in nats for the event that the first candidate is the next token
+    loss: float  # mean of `outcome_losses`, in nats
+    first_error: float  # calibration error of the first candidate's chance
+    error: float  # calibration error of all candidates' chances
     accepted: float  # share of rows whose first candidate is the next token
 
 
 def quality_of(chances: Tensor, rows: AcceptanceRows) -> Quality:
-    """chances [R, K] log"""
+    """Measure log chances [R, K] on rows."""
     first, hit = chances[:, 0].exp(), (rows.rank == 0).float()
     bounded = first.clamp(LEAST, 1 - LEAST)
     return Quality(
@@ -210,7 +217,11 @@ def quality_of(chances: Tensor, rows: AcceptanceRows) -> Quality:
 
 
 def calibration_error(chances: Tensor, labels: Tensor) -> float:
-    """The mean distance between chance and share of labels, over BINS bins of equal mass. Both [n]"""
+    """Mean distance between mean chance and mean label over BINS bins of equal mass. chances, labels [n]
+
+    >>> round(calibration_error(torch.full((30,), 0.9), torch.ones(30)), 3)
+    0.1
+    """
     order = chances.argsort()
     bins = [part for part in order.tensor_split(BINS) if len(part)]
     apart = [(chances[part].mean() - labels[part].mean()).abs().item() * len(part) for part in bins]

@@ -1,4 +1,4 @@
-"""A teacher's labels: the log-probabilities of the likeliest next tokens, along streams of text."""
+"""Labels of a teacher: log-probabilities of the likeliest next tokens, along streams of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from drafter_service.training.saving import replacing
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Texts one after another, with the teacher's outputs for the token after each token."""
+    """Concatenated texts with the teacher's log-probabilities of the token after each token."""
 
     tokens: np.ndarray  # [tokens]
     ids: np.ndarray  # [tokens, K]
@@ -30,16 +30,16 @@ ARRAYS = ("tokens", "ids", "log_probs")
 
 
 def joined(chunks: Sequence[Chunk]) -> Chunk:
-    """Their texts in one chunk."""
+    """Join the texts of several chunks in one."""
     return Chunk(*(np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ARRAYS))
 
 
 class TeacherFolder:
-    """Chunks with the teacher's outputs: folders `00000` and so on, each whole or absent.
+    """A folder of chunks with the teacher's outputs: folders `00000` and so on, each whole or absent.
 
-    A chunk has the arrays of `Chunk`; ids are uint16, or uint32 for a large vocabulary. `facts.json` has whether the
-    teacher generated it (`own`), its labelled tokens, and the seconds that it took, which a resumed run counts as
-    spent.
+    A chunk has the arrays of `Chunk`; ids are uint16, or uint32 for a large vocabulary. The chunk's `facts.json` says
+    whether the teacher generated the text (`own`), how many tokens are labelled, and how many seconds the chunk took,
+    which a resumed run counts as spent.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -50,22 +50,23 @@ class TeacherFolder:
         return len(self._chunks())
 
     def seconds(self, counted: Callable[[int], bool] = lambda chunk: True) -> float:
-        """That the chunks took whose numbers are counted."""
+        """Seconds that the chunks took. counted: True for the numbers of chunks that count"""
         return float(sum(facts["seconds"] for chunk, facts in self._facts().items() if counted(chunk)))
 
     def own_share(self) -> float:
-        """The share of the chunks that the teacher generated."""
+        """Share of the chunks that the teacher generated."""
         return float(np.mean([facts["own"] for facts in self._facts().values()]))
 
     def labelled(self) -> int:
-        """Labelled tokens."""
+        """Number of labelled tokens."""
         return int(sum(facts["labelled"] for facts in self._facts().values()))
 
     def has(self, chunk: int) -> bool:
         return self._path(chunk).exists()
 
     def add(self, chunk: int, labelled: Chunk, own: bool, seconds: float) -> None:
-        """Raises NotSaved on a full disk."""
+        """Write a chunk. own: True if the teacher generated it   seconds: that it took. Raises NotSaved on a full
+        disk."""
         count = int(np.isfinite(labelled.log_probs[:, 0]).sum())
         with replacing(self._path(chunk)) as partial:
             partial.mkdir()
@@ -74,7 +75,7 @@ class TeacherFolder:
             (partial / "facts.json").write_text(json.dumps({"own": own, "labelled": count, "seconds": seconds}))
 
     def read(self) -> list[Chunk]:
-        """All chunks, mapped from the disk."""
+        """Map all chunks from the disk. Raises ValueError if there is none."""
         if not len(self):
             raise ValueError(f"no teacher outputs in {self.folder}")
         return [Chunk(*(np.load(path / f"{name}.npy", mmap_mode="r") for name in ARRAYS)) for path in self._chunks()]
@@ -86,17 +87,17 @@ class TeacherFolder:
         return sorted(path for path in self.folder.iterdir() if path.name.isdigit())
 
     def _facts(self) -> dict[int, dict[str, Any]]:
-        """By the chunk's number."""
+        """Facts of each chunk, by number."""
         return {int(chunk.name): json.loads((chunk / "facts.json").read_text()) for chunk in self._chunks()}
 
 
 class LabelledRows:
-    """Windows of a teacher's chunks, of equal length. Where they begin, and their order, depend on the seed and the
-    epoch."""
+    """Windows of equal length over a teacher's chunks. Their beginnings and order depend on the seed and the epoch."""
 
     def __init__(self, chunks: Sequence[Chunk], length: int, apart: int, share: Share = ALONE) -> None:
-        """length: of a window   apart: tokens from a window's first to the next one's, `length` in a stream of texts,
-        `length` + 1 where the chunks' texts are windows. Raises ValueError where no chunk is that long."""
+        """length: tokens of a window   apart: tokens from the start of a window to the start of the next: `length` in a
+        stream of texts, `length` + 1 if each text of a chunk is a window. Raises ValueError if no chunk has more than
+        `length` tokens."""
         self._chunks = chunks
         self._length = length
         self._apart = apart
@@ -109,12 +110,12 @@ class LabelledRows:
         self._order = self._shifts = np.empty(0, np.int64)
 
     def __len__(self) -> int:
-        """Windows of an epoch."""
+        """Number of windows of an epoch."""
         return int(self._ends[-1])
 
     def batch(self, step: int, rows: int, seed: int) -> tuple[Tensor, Tensor, TeacherRows]:
-        """Inputs and labels [rows, length] int64 and the teacher's outputs for the labels; of several processes, this
-        one's share of the rows."""
+        """This process's share of a step's batch: inputs and labels [rows, length] int64, and the teacher's outputs for
+        the labels."""
         epoch, place = divmod(step, max(1, len(self) // rows))
         if self._epoch != (seed, epoch):
             self._begin(seed, epoch)

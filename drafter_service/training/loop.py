@@ -27,7 +27,7 @@ from drafter_service.training.saving import replacing
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How long to train: seconds of training, or steps."""
+    """Length of a training run: seconds of training, or steps."""
 
     seconds: float | None = None
     steps: int | None = None
@@ -37,7 +37,7 @@ class Budget:
             raise ValueError("a budget is either seconds or steps")
 
     def spent(self, seconds: float, steps: int) -> float:
-        """The fraction of the budget that is used up; training ends at 1."""
+        """Fraction of the budget that is used up; training ends at 1."""
         if self.steps is not None:
             return steps / self.steps
         assert self.seconds is not None
@@ -46,19 +46,23 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The settings of the optimisers and their schedule."""
+    """Settings of the optimisers and their schedule."""
 
     budget: Budget
     matrix_rate: float = 4e-3  # Muon, for the matrices inside the layers
     other_rate: float = 2e-3  # AdamW, for embeddings, norms, biases and state-space parameters
     matrix_decay: float = 0.05
-    warm_up: float = 0.02  # of the budget
-    final_rate: float = 0.02  # of the peak rate, reached on a cosine
+    warm_up: float = 0.02  # fraction of the budget in which rates rise
+    final_rate: float = 0.02  # share of the peak rate that is left at the end, reached on a cosine
     clip: float = 1.0
     save_every_s: float = 45.0
 
     def rate(self, spent: float) -> float:
-        """The factor on both learning rates when a fraction `spent` of the budget is used up."""
+        """Factor on both learning rates when a fraction `spent` of the budget is used up.
+
+        >>> [round(Recipe(Budget(steps=100)).rate(spent), 3) for spent in (0.01, 0.02, 0.51, 1.0)]
+        [0.5, 1.0, 0.51, 0.02]
+        """
         if spent < self.warm_up:
             return max(spent, 1e-3) / self.warm_up
         cooled = (min(spent, 1.0) - self.warm_up) / (1 - self.warm_up)
@@ -71,7 +75,7 @@ class Progress:
 
     step: int
     spent: float  # fraction of the budget
-    seconds: float  # of training, over all runs
+    seconds: float  # seconds of training, over all resumed runs
     loss: float  # nats per token, running mean
     tokens_per_s: float
 
@@ -101,12 +105,12 @@ def compiled(module: nn.Module) -> Callable[..., Any]:
 
 
 def has_bf16_products(device: torch.device) -> bool:
-    """GPUs have them, and CPUs that have the instructions."""
+    """True if the device multiplies in bfloat16: GPUs, and CPUs with the instructions."""
     return device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bf16 products where the device has them; fp32 elsewhere."""
+    """Context in which products are bfloat16 if the device has such products, else float32."""
     return torch.autocast(device.type, dtype=torch.bfloat16) if has_bf16_products(device) else nullcontext()
 
 
@@ -154,7 +158,7 @@ class Trainer:
         processes: Accelerator | None = None,
         seed: int = 0,
     ) -> None:
-        """seed: of what the model draws itself in a forward, its dropout"""
+        """seed: of the model's dropout"""
         self.model = model
         self.batch_loss = batch_loss
         self.tokens_per_step = tokens_per_step
@@ -191,7 +195,7 @@ class Trainer:
         return Trained(self.step, self.step * self.tokens_per_step, self.seconds, self.mean_loss)
 
     def _spent(self) -> float:
-        """The fraction of the budget that is used up, the same for all processes."""
+        """Fraction of the budget that is used up, equal in all processes."""
         spent = self.recipe.budget.spent(self.seconds, self.step)
         if self.processes is None:
             return spent
@@ -220,7 +224,7 @@ class Trainer:
         torch.manual_seed((self.seed * 1_000_003 + self.step * count + place) % (1 << 63))
 
     def _save(self) -> None:
-        """A kill in between, or a full disk, which raises NotSaved, leaves the previous state."""
+        """Save the state. A kill meanwhile, or a full disk, which raises NotSaved, leaves the previous state."""
         if self.processes is not None and not self.processes.is_main_process:
             return
         state = {

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 256  # positions
-DEVICE_CHUNK = 4096  # on an accelerator, where each operation has a price of its own
+CHUNK = 256  # positions whose scores exist at a time
+DEVICE_CHUNK = 4096  # positions on an accelerator, where each operation has a price of its own
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherRows:
-    """The teacher's largest log-probabilities at every position; the remaining mass is one more outcome."""
+    """The teacher's K largest log-probabilities at every position; the remaining mass is one more outcome."""
 
     ids: Tensor  # [..., positions, K] integer
     log_probs: Tensor  # [..., positions, K] floating; minus infinity at a position without labels
@@ -28,11 +28,11 @@ class TeacherRows:
         return TeacherRows(self.ids.to(device), self.log_probs.to(device))
 
     def with_ids(self, places: Tensor) -> TeacherRows:
-        """The same with other ids. places [ids]: the new id of each"""
+        """A copy with other ids. places [ids]: new id by old id"""
         return TeacherRows(places[self.ids.long()], self.log_probs)
 
     def labelled(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, TeacherRows]:
-        """The positions that have labels, of hidden [..., width], of labels [...], and of these rows."""
+        """Select the positions that the teacher labelled from hidden [..., width], labels [...] and these rows."""
         known = self.log_probs[..., 0].isfinite()
         return hidden[known], labels[known], TeacherRows(self.ids[known], self.log_probs[known])
 
@@ -43,8 +43,8 @@ class _ProjectedLoss(torch.autograd.Function):
     CE(teacher) = - sum_k t_k log p_k - r log(1 - sum_k p_k), with t the teacher's K kept probabilities, r = 1 - sum t,
     p the student's. Its gradient in score j is p_j - t_j for a kept j and p_j (1 - r / (1 - sum_k p_k)) for another.
 
-    Ids past the projection are of tokens that the student cannot guess. They are left out of both sums: the student
-    learns the law of the others, weighted by their probability.
+    Ids past the projection belong to tokens that the student cannot guess and are left out of both sums: the student
+    learns the law of the other tokens, weighted by their probability.
     """
 
     @staticmethod
@@ -119,7 +119,7 @@ def projected_loss(
     hidden [..., width]   projection [vocabulary, width]   labels [...]
     Without a teacher: cross-entropy of the labels. With one: `hard_share` of that, the rest against the teacher.
     """
-    flat = hidden.reshape(-1, hidden.shape[-1])  # below: torch gives `apply` no types
+    flat = hidden.reshape(-1, hidden.shape[-1])  # torch gives `apply` below no types
     if teacher is None:
         loss = _ProjectedLoss.apply(flat, projection, labels.reshape(-1), None, None, 1.0)  # type: ignore[no-untyped-call]
     else:

@@ -1,7 +1,7 @@
 """Muon whose steps are whitened in float32, for processors without bfloat16 products.
 
-torch.optim.Muon whitens in bfloat16. A processor that has no such products emulates them: of a training step of the
-demo's drafter on an AMD EPYC without them, that took three fifths.
+torch.optim.Muon whitens in bfloat16. A processor without such products emulates them, which took three fifths of a
+training step of the demo's drafter on an AMD EPYC.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""a, b, c of the iteration X <- a X + (b G + c G G) X with G = X X^T (Jordan et al. 2024, "Muon"): five of them bring
-every singular value that is not tiny near 1, to between about 0.7 and 1.2."""
+"""Coefficients a, b, c of the iteration X <- a X + (b G + c G G) X with G = X X^T (Jordan et al. 2024, "Muon"). Five
+iterations bring every singular value that is not tiny to between about 0.7 and 1.2."""
 ITERATIONS = 5
 
 
@@ -39,7 +39,7 @@ class Float32Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients. Raises ValueError for a closure, which this training has no use for."""
+        """Apply the gradients. Raises ValueError for a closure: none is supported."""
         if closure is not None:
             raise ValueError("closure: none is supported")
         for group in self.param_groups:

@@ -11,13 +11,17 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of the processes that train a model together, and so its share of the rows of a step."""
+    """One process of several that train a model together, and its share of the rows of a step.
+
+    >>> Share(process=1, processes=4).of(8)
+    slice(2, 4, None)
+    """
 
     process: int = 0
     processes: int = 1
 
     def of(self, rows: int) -> slice:
-        """Its rows, a whole part of them. Raises ValueError for a number of rows that cannot be shared equally."""
+        """The process's part of `rows` rows. Raises ValueError for a number that cannot be shared equally."""
         if rows % self.processes:
             raise ValueError(f"{rows} rows cannot be shared by {self.processes} processes")
         own = rows // self.processes
@@ -53,8 +57,8 @@ class TokenRows:
         self._shift = 0
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The inputs and labels of one step, or this process's share of them: two [rows, length] int64 tensors, the
-        second one token ahead."""
+        """This process's share of a step's inputs and labels: two [rows, length] int64 tensors, the second one token
+        ahead."""
         steps_per_epoch = self.windows // self.rows
         epoch, place = divmod(step, steps_per_epoch)
         if epoch != self._epoch:

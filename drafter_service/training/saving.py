@@ -12,7 +12,7 @@ from dendro.errors import DendroError
 from safetensors import SafetensorError
 
 FULL_BYTES = 1 << 20
-"""A disk with less free space, where a write has just failed, is called full. Not every writer names the reason."""
+"""Free bytes below which a disk counts as full after a write has failed, since not every writer names the reason."""
 
 
 class NotSaved(DendroError):
@@ -21,10 +21,10 @@ class NotSaved(DendroError):
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a path beside `path` to write a file or a folder to; it becomes `path` where the block ends normally.
+    """Yield a path beside `path` to write a file or a folder to. It becomes `path` if the block ends normally.
 
-    Raises NotSaved where writing fails, as on a full disk. A kill leaves the old `path`; the rest is removed by the
-    next call.
+    Raises NotSaved if writing fails, for example on a full disk. A kill leaves the old `path`; the next call removes
+    the rest.
     """
     partial = path.with_name(f"{path.name}.partial")
     _remove(partial)

@@ -1,7 +1,8 @@
-"""The selective scans over whole sequences, parallel in time, for training.
+"""Selective scans over whole sequences, parallel in time, for training.
 
-Both cut the sequence into chunks. States at the chunks' borders come from a short loop over chunks; all else is done
-for every chunk at once. `*_by_steps` are the recurrences of docs/design/scan.md#mamba-1, slow references for the tests.
+Both scans cut the sequence into chunks. States at the chunks' borders come from a short loop over chunks; all else is
+computed for every chunk at once. `*_by_steps` are the recurrences of docs/design/scan.md#mamba-1, slow references for
+the tests.
 
 Letters: R rows, L positions, D channels, H heads, P head width, N state width. All tensors fp32.
 """
@@ -19,7 +20,10 @@ MAMBA2_CHUNK = 64  # positions; its scores are a matrix product
 
 
 def mamba1_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """x, dt [R, L, D]   A [D, N] (negative)   B, C [R, L, N]   returns y [R, L, D], without the skip term."""
+    """Run the scan of Mamba-1 one position after another.
+
+    x, dt [R, L, D]   A [D, N] (negative)   B, C [R, L, N]   returns y [R, L, D], without the skip term
+    """
     state = x.new_zeros(x.shape[0], x.shape[2], A.shape[1])
     outputs = []
     for t in range(x.shape[1]):
@@ -29,7 +33,7 @@ def mamba1_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor)
 
 
 def mamba1_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = MAMBA1_CHUNK) -> Tensor:
-    """The same as `mamba1_scan_by_steps`: the steps of a chunk one after another, for all chunks at once, twice.
+    """Run `mamba1_scan_by_steps` for all chunks at once, one position of each chunk after another, twice.
 
     The first pass starts every chunk from zero and keeps its last state; these are carried over the borders; the second
     starts every chunk from the state that enters it. Decays are products of numbers below one, so nothing overflows.
@@ -57,7 +61,8 @@ class _Mamba1Scan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """With G_t the gradient of the state after t, a_t = exp(dt_t A): G_t = C_t dy_t + a_{t+1} G_{t+1}."""
+        """Gradients by the recurrence G_t = C_t dy_t + a_{t+1} G_{t+1}, where G_t is the gradient of the state after t,
+        and a_t = exp(dt_t A)."""
         x, dt, A, B, C, entering, decay = ctx.saved_tensors
         dt_, x_, B_, C_, dy = (_in_chunks(values, ctx.chunk) for values in (dt, x, B, C, grads[0]))
         inputs = dt_ * x_
@@ -68,7 +73,7 @@ class _Mamba1Scan(torch.autograd.Function):
         def from_output(t: int) -> Tensor:
             return dy[:, :, t, :, None] * C_[:, :, t, None]
 
-        # As in forward, in reverse: the gradient leaving each chunk at its start, the one entering it, then all steps.
+        # Forward's passes in reverse: the gradient leaving each chunk at its start, the one entering it, all steps.
         leaving = torch.zeros_like(entering)
         for t in reversed(range(ctx.chunk)):
             leaving = decayed(leaving + from_output(t), t)
@@ -95,7 +100,7 @@ class _Mamba1Scan(torch.autograd.Function):
 
 
 def _mamba1_states(state: Tensor, dt: Tensor, inputs: Tensor, A: Tensor, B: Tensor) -> list[Tensor]:
-    """The states after every step of all chunks, each [R, chunks, D, N], from those that enter them.
+    """States after every step of all chunks, each [R, chunks, D, N], from the states that enter the chunks.
 
     state [R, chunks, D, N]   dt, inputs (dt x) [R, chunks, chunk, D]   A [D, N]   B [R, chunks, chunk, N]
     """
@@ -107,7 +112,10 @@ def _mamba1_states(state: Tensor, dt: Tensor, inputs: Tensor, A: Tensor, B: Tens
 
 
 def mamba2_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """x [R, L, H, P]   dt [R, L, H]   A [H] (negative)   B, C [R, L, N] (one group)   returns y [R, L, H, P]."""
+    """Run the scan of Mamba-2 one position after another.
+
+    x [R, L, H, P]   dt [R, L, H]   A [H] (negative)   B, C [R, L, N] (one group)   returns y [R, L, H, P]
+    """
     state = x.new_zeros(*x.shape[:1], *x.shape[2:], B.shape[-1])
     outputs = []
     for t in range(x.shape[1]):
@@ -120,7 +128,7 @@ def mamba2_scan_by_steps(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor)
 # Fused with its surroundings, its gradient has NaN or does not compile (torch 2.13).
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch gives it no types
 def mamba2_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: int = MAMBA2_CHUNK) -> Tensor:
-    """The same as `mamba2_scan_by_steps` by matrix products: inside a chunk it is attention with decaying weights."""
+    """Run `mamba2_scan_by_steps` by matrix products: inside a chunk it is attention with decaying weights."""
     length, heads = x.shape[1:3]
     inputs = _in_chunks(dt[..., None] * x, chunk)  # [R, chunks, chunk, H, P]
     log_decay = (_in_chunks(dt, chunk) * A).cumsum(2)  # [R, chunks, chunk, H], from the border
@@ -143,7 +151,7 @@ def mamba2_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk: i
 
 
 def _in_chunks(values: Tensor, chunk: int) -> Tensor:
-    """[R, L, ...] to [R, chunks, chunk, ...], the last chunk filled up with zeros."""
+    """Reshape [R, L, ...] to [R, chunks, chunk, ...], the last chunk filled up with zeros."""
     missing = -values.shape[1] % chunk
     if missing:
         values = F.pad(values, (0, 0) * (values.ndim - 2) + (0, missing))
@@ -151,9 +159,10 @@ def _in_chunks(values: Tensor, chunk: int) -> Tensor:
 
 
 def _carry(last: Tensor, decay: Tensor) -> Tensor:
-    """The state that enters each chunk, from its last state when started from zero and its whole decay.
+    """The state that enters each chunk.
 
-    last [R, chunks, ...]   decay [R, chunks, ...] (broadcasts)   returns [R, chunks, ...]
+    last [R, chunks, ...]: each chunk's last state when started from zero   decay [R, chunks, ...] (broadcasts): each
+    chunk's whole decay   returns [R, chunks, ...]
     """
     state = torch.zeros_like(last[:, 0])
     entering = []

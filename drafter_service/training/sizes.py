@@ -1,4 +1,4 @@
-"""The drafters that can be trained, by kind and by size."""
+"""Kinds and sizes of drafters that can be trained."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ StudentKind = Literal["mamba", "mamba2", "llama"]
 STUDENT_KINDS: tuple[StudentKind, ...] = get_args(StudentKind)
 
 WIDE = 384
-"""From this width on heads have 64 channels and a Mamba-2's states 128 entries, as in published models; below, 32 and
-64."""
+"""Width from which on heads have 64 channels and a Mamba-2's states 128 entries, as in published models. Below it they
+have 32 and 64."""
 
 
 @dataclass(frozen=True, slots=True)
 class StudentSize:
-    """Width and layers. Raises ValueError for a width that heads do not divide."""
+    """Width and layers of a drafter. Raises ValueError for a width that heads do not divide."""
 
     width: int
     layers: int
-    inner: int | None = None  # of a Llama's MLP; None: 8/3 of the width, rounded up to a multiple of 32
+    inner: int | None = None  # width of a Llama's MLP; None: 8/3 of the width, rounded up to a multiple of 32
 
     def __post_init__(self) -> None:
         if self.layers < 1 or self.width < 1 or self.width % self.head:
@@ -73,7 +73,7 @@ SIZES: Mapping[StudentKind, Mapping[str, StudentSize]] = {
         "370m": StudentSize(1024, 24),
     },
 }
-"""By name. The names count parameters with a vocabulary of 50,000; a larger one adds its embedding."""
+"""Sizes by kind and name. Names count parameters with a vocabulary of 50,000; a larger one adds its embedding."""
 
 
 def student_config(kind: StudentKind, size: StudentSize, tokens: Mapping[str, Any]) -> PreTrainedConfig:
@@ -90,7 +90,7 @@ def student_config(kind: StudentKind, size: StudentSize, tokens: Mapping[str, An
     if kind == "mamba":
         return MambaConfig(state_size=16, **shared)
     if kind == "mamba2":
-        head = 64 if size.width >= WIDE else 32  # of twice the width
+        head = 64 if size.width >= WIDE else 32  # channels of a head; the heads have twice the width
         heads = 2 * size.width // head
         return Mamba2Config(head_dim=head, num_heads=heads, state_size=size.states, n_groups=1, chunk_size=64, **shared)
     heads = size.width // size.head
@@ -105,7 +105,7 @@ def student_config(kind: StudentKind, size: StudentSize, tokens: Mapping[str, An
 
 
 def new_model(config: PreTrainedConfig, seed: int, device: torch.device) -> PreTrainedModel:
-    """A model with random weights that the seed determines."""
+    """Make a model with random weights, which the seed determines."""
     torch.manual_seed(seed)
     model: PreTrainedModel
     if isinstance(config, MambaConfig):

@@ -13,19 +13,19 @@ from transformers import PreTrainedModel
 log = logging.getLogger("dendro.training")
 
 CACHES = ("past_key_values", "cache_params")
-"""Names of the cache in forwards and their outputs: of attention and hybrids, and of pure state-space models."""
+"""Names of the cache in forwards and their outputs: in models with attention, and in pure state-space models."""
 CHECKED_STEPS = 3
-"""The first steps with a cache, which are compared with the forward of the whole text: without mamba-ssm's kernels some
-of the library's hybrids step wrongly (Bamba with two groups, transformers 5.23)."""
+"""Number of first steps with a cache that are compared with the forward of the whole text. Without mamba-ssm's kernels
+some hybrids of transformers step wrongly (Bamba with two groups, transformers 5.23)."""
 APART = 0.1
-"""The total variation distance of next-token probabilities, a mean over the rows, above which the cache counts as
-wrong. Rounding to bfloat16 moves logits by about a hundredth."""
+"""Total variation distance of next-token probabilities, averaged over the rows, above which the cache counts as wrong.
+Rounding to bfloat16 moves logits by about a hundredth."""
 
 
 class SteppedText:
-    """Rows of text of equal length at a model, with the cache that the model's own forward returns.
+    """Runs a model on rows of text of equal length, with the cache that the model's own forward returns.
 
-    A model that returns none, or a wrong one, computes the whole text again at every step.
+    If the model returns no cache, or a wrong one, it computes the whole text again at every step.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -34,11 +34,11 @@ class SteppedText:
         self._options: dict[str, Any] = {"logits_to_keep": 1} if last_only else {}
         self._caches: dict[str, Any] = {}
         self._text: Tensor | None = None  # [rows, tokens]
-        self._steps = 0  # with a cache
+        self._steps = 0  # steps so far with a cache
         self._cached = True
 
     def feed(self, tokens: Tensor) -> Tensor:
-        """Append tokens [rows, new]; returns the logits of the next token, [rows, V] float32."""
+        """Append tokens [rows, new]. Returns the logits of the next token [rows, V] float32."""
         self._text = tokens if self._text is None else torch.cat([self._text, tokens], 1)
         if not self._cached:
             return self._whole(self._text)
@@ -55,7 +55,7 @@ class SteppedText:
         return last
 
     def _apart(self, logits: Tensor, text: Tensor) -> float:
-        """The mean total variation distance between the rows' step and the forward of their whole text."""
+        """Mean total variation distance between the rows' step and the forward of their whole text."""
         return (logits.softmax(-1) - self._whole(text).softmax(-1)).abs().sum(-1).mean().item() / 2
 
     def _whole(self, text: Tensor) -> Tensor:

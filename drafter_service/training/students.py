@@ -1,6 +1,6 @@
-"""The drafters' training forwards: Hugging Face's modules and parameters, our parallel scans.
+"""Training forwards of drafters: transformers' modules and parameters with our parallel scans.
 
-Hugging Face's own Mamba forwards loop over time on a machine without its CUDA kernels.
+Mamba forwards of transformers loop over time on a machine without CUDA kernels.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from drafter_service.training.scans import mamba1_scan, mamba2_scan
 
 
 def causal_conv(x: Tensor, conv: nn.Conv1d) -> Tensor:
-    """Depthwise causal convolution [R, L, D] -> [R, L, D], as shifted products: torch.compile fuses these."""
+    """Depthwise causal convolution [R, L, D] -> [R, L, D], as shifted products, which torch.compile fuses."""
     weight, width = conv.weight, conv.weight.shape[-1]  # [D, 1, width], the last tap is the current position
     padded = F.pad(x, (0, 0, width - 1, 0))
     y = sum(padded[:, tap : tap + x.shape[1]] * weight[:, 0, tap] for tap in range(width))
@@ -28,7 +28,7 @@ def causal_conv(x: Tensor, conv: nn.Conv1d) -> Tensor:
 
 
 def _mamba1_mixer(mixer: MambaMixer, hidden: Tensor) -> Tensor:
-    """docs/design/scan.md#mamba-1 for whole rows: [R, L, width] -> [R, L, width]."""
+    """Run a Mamba-1 mixer on whole rows: [R, L, width] -> [R, L, width] (docs/design/scan.md#mamba-1)."""
     x, gate = mixer.in_proj(hidden).chunk(2, dim=-1)
     x = F.silu(causal_conv(x.float(), mixer.conv1d))
     low_rank, B, C = mixer.x_proj(x).split([mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size], dim=-1)
@@ -39,7 +39,7 @@ def _mamba1_mixer(mixer: MambaMixer, hidden: Tensor) -> Tensor:
 
 
 def _mamba2_mixer(mixer: Mamba2Mixer, hidden: Tensor) -> Tensor:
-    """docs/design/scan.md#mamba-2 for whole rows, one group: [R, L, width] -> [R, L, width]."""
+    """Run a Mamba-2 mixer of one group on whole rows: [R, L, width] -> [R, L, width] (docs/design/scan.md#mamba-2)."""
     inner, states = mixer.intermediate_size, mixer.ssm_state_size
     gate, xBC, dt = mixer.in_proj(hidden).split([inner, mixer.conv_dim, mixer.num_heads], dim=-1)
     x, B, C = F.silu(causal_conv(xBC.float(), mixer.conv1d)).split([inner, states, states], dim=-1)
@@ -52,7 +52,7 @@ def _mamba2_mixer(mixer: Mamba2Mixer, hidden: Tensor) -> Tensor:
 
 
 class StudentForward(nn.Module):
-    """Token ids [R, L] to the last hidden states [R, L, width] (before the output projection) of a drafter."""
+    """Training forward of a drafter: token ids [R, L] to hidden states [R, L, width] after the final norm."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

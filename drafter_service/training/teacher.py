@@ -1,9 +1,9 @@
-"""The teacher's outputs: computed once and read by every student, or computed during a student's training.
+"""Outputs of a teacher: computed once and read by every student, or computed during a student's training.
 
-Its largest log-probabilities are computed one chunk of rows at a time. Every fourth chunk is text that the teacher
-generated after a few real tokens, because a draft is accepted where the drafter agrees with the target on the target's
-own text. On disk each label is used several times; computed during the training, every step has new text, and the
-teacher costs a few times the student.
+The teacher's largest log-probabilities are computed one chunk of rows at a time. Every fourth chunk is text that the
+teacher generated after a few real tokens, because a draft is accepted where the drafter agrees with the target on the
+target's own text. Labels on disk are used several times each. Labels computed during the training are of new text in
+every step, and the teacher then costs a few times the student.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from drafter_service.training.losses import TeacherRows
 from drafter_service.training.rows import ALONE, Share, TokenRows, token_dtype
 from drafter_service.training.stepping import CHECKED_STEPS, SteppedText
 
-KEPT = 32  # log-probabilities per position
+KEPT = 32  # log-probabilities that are kept of a position
 CHUNK_ROWS = 256
 ROW_TOKENS = 256
 OWN_TEXT_STARTS = (16, 128)  # fewest and most real tokens at the start of a generated row
@@ -38,10 +38,10 @@ FORWARD_LOGITS = 1 << 26  # float32 numbers that a forward's logits may have; 25
 
 @dataclass(frozen=True, slots=True)
 class TeacherText:
-    """What the teacher reads and writes."""
+    """Text that the teacher reads, and the form of the text that it writes."""
 
     corpus: np.ndarray  # [tokens], real text
-    vocabulary: int  # ids of the tokenizer that the model has, from 0 on; logits past them are left out
+    vocabulary: int  # bound of the tokenizer's ids that the model has; logits past it are left out
     end_ids: frozenset[int] = frozenset()
     answers: np.ndarray | None = None  # positions in the corpus where answers begin; None: own text begins anywhere
     chunk_rows: int = CHUNK_ROWS
@@ -55,20 +55,20 @@ class TeacherText:
 
 
 def is_own(chunk: int) -> bool:
-    """Whether the teacher generates the text of a chunk."""
+    """True if the teacher generates the text of the chunk with this number."""
     return chunk % OWN_TEXT_EVERY == 1
 
 
 def _process(chunk: int, share: Share) -> bool:
-    """Whether the chunk is the process's: they take turns at generated chunks, and turns at the others."""
+    """True if the process makes the chunk: processes take turns at generated chunks, and turns at the others."""
     own = (chunk + OWN_TEXT_EVERY - 2) // OWN_TEXT_EVERY  # generated chunks before this one
     return (own if is_own(chunk) else chunk - own) % share.processes == share.process
 
 
 @torch.inference_mode()
 def write_own_text(model: PreTrainedModel, starts: Tensor, given: Tensor, text: TeacherText, seed: int) -> Tensor:
-    """Rows that the model generates, each after the first `given` tokens of its start. Where the model ends a text, the
-    row goes on with the start's tokens.
+    """Generate rows, each after the first `given` tokens of its start. After the model ends a text, the row goes on
+    with the start's tokens.
 
     starts [rows, length] int64, real text   given [rows] int64, at least `text.given[0]`   returns [rows, length] int64
     Rows cycle through OWN_TEXT_TEMPERATURES; the noise is Gumbel noise from `seed`.
@@ -85,7 +85,7 @@ def write_own_text(model: PreTrainedModel, starts: Tensor, given: Tensor, text: 
         while written.shape[1] < length:
             logits = stepped.feed(new)[:, : text.vocabulary]
             noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
-            token = (logits + temperature * noise).argmax(-1)  # the same as logits / temperature + noise
+            token = (logits + temperature * noise).argmax(-1)  # argmax of logits / temperature + noise
             position = written.shape[1]
             token = torch.where(real | (given > position), starts[:, position], token)
             real |= torch.isin(token, ends) & (given <= position)
@@ -95,8 +95,8 @@ def write_own_text(model: PreTrainedModel, starts: Tensor, given: Tensor, text: 
 
 
 def _own_starts(text: TeacherText, rows: np.ndarray, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """The starts of generated rows, [rows, length], and how many tokens of each are given: those of `rows`, or, where
-    it is known where answers begin, the text before and after random ones of these."""
+    """Starts of generated rows [rows, length], and the number of given tokens of each [rows]. The starts are `rows`, or
+    text around the beginnings of random answers if the corpus's answers are known."""
     fewest, most = text.given
     given = rng.integers(fewest, most + 1, len(rows))
     length = rows.shape[1]
@@ -110,10 +110,10 @@ def _own_starts(text: TeacherText, rows: np.ndarray, rng: np.random.Generator) -
 
 
 class Labeller:
-    """Labels the chunks of a text. Chunk c depends on the seed and c alone.
+    """Makes and labels the chunks of a text. A chunk depends on the seed and its number alone.
 
-    Logits are those of the model's own forward, with what it does after its head; compiling it takes a minute on a CPU
-    and saves 3 % (the demo target).
+    Logits come from the model's own forward, with what it does after its head. It is not compiled: that takes a minute
+    on a CPU and saves 3 % (the demo target).
     """
 
     def __init__(self, model: PreTrainedModel, text: TeacherText, seed: int) -> None:
@@ -133,7 +133,7 @@ class Labeller:
             tokens = write_own_text(self._model, starts, given, self.text, self._seed * 1_000_003 + chunk)
         ids, log_probs = _largest(self._model, tokens[:, :-1].to(self._device), self.text.vocabulary)
         dtype = token_dtype(self.text.vocabulary)
-        last = [(0, 0), (0, 1), (0, 0)]  # of a row: the token after it is another row's
+        last = [(0, 0), (0, 1), (0, 0)]  # a row's last token has no label: the token after it is another row's
         ids, log_probs = np.pad(ids, last), np.pad(log_probs, last, constant_values=-np.inf)
         return Chunk(
             tokens.cpu().numpy().astype(dtype).ravel(),
@@ -148,9 +148,10 @@ def write_teacher_outputs(
     on_chunk: Callable[[float, int], None],
     share: Share = ALONE,
 ) -> None:
-    """Add a process's chunks to the folder until the budget (in seconds, or in chunks) is spent; chunks 0 and 1 always.
+    """Add a process's chunks to the folder until the budget (in seconds, or in chunks) is spent. Chunks 0 and 1 are
+    always made.
 
-    `on_chunk(fraction of the budget, chunks in the folder)` is called after each. Raises NotSaved on a full disk.
+    `on_chunk(fraction of the budget, chunks in the folder)` is called after each chunk. Raises NotSaved on a full disk.
     """
     seconds = folder.seconds(partial(_process, share=share))
     for chunk in _own_chunks(share):
@@ -173,8 +174,8 @@ def _own_chunks(share: Share) -> Iterator[int]:
 class LiveRows:
     """Rows that the teacher labels when a step needs them: always new text, and nothing on disk.
 
-    A group of chunks, one in OWN_TEXT_EVERY of them generated, is labelled at the first step that needs it; a resumed
-    run labels its last group again. Each of several processes has groups of its own.
+    A group of OWN_TEXT_EVERY chunks, one of them generated, is labelled at the first step that needs it. A resumed run
+    labels its last group again. Each process has groups of its own.
     """
 
     def __init__(self, labeller: Labeller, share: Share = ALONE) -> None:
@@ -184,8 +185,8 @@ class LiveRows:
         self._rows: LabelledRows | None = None
 
     def batch(self, step: int, rows: int, seed: int) -> tuple[Tensor, Tensor, TeacherRows]:
-        """Inputs and labels [rows, length] int64 and the teacher's outputs for the labels; of several processes, this
-        one's share of the rows."""
+        """This process's share of a step's batch: inputs and labels [rows, length] int64, and the teacher's outputs for
+        the labels."""
         own = self._share.of(rows)
         own_rows = own.stop - own.start
         group, place = divmod(step, self._steps(own_rows))
@@ -197,13 +198,13 @@ class LiveRows:
         return self._rows.batch(place, own_rows, seed + group)
 
     def tokens(self, steps: int, rows: int) -> int:
-        """Labelled for so many steps, by all processes."""
+        """Number of tokens that all processes together label for `steps` steps of `rows` rows."""
         own_rows = rows // self._share.processes
         groups = -(-steps // self._steps(own_rows)) * self._share.processes
         return groups * OWN_TEXT_EVERY * self._labeller.text.chunk_rows * self._labeller.text.row_tokens
 
     def _steps(self, own_rows: int) -> int:
-        """Of a group."""
+        """Number of steps that a group of chunks is enough for."""
         steps = OWN_TEXT_EVERY * self._labeller.text.chunk_rows // own_rows
         if not steps:
             raise ValueError(f"{own_rows} rows of a step are more than a group's")
@@ -212,15 +213,15 @@ class LiveRows:
 
 @torch.inference_mode()
 def rows_within(model: PreTrainedModel, text: TeacherText, seconds: float) -> int:
-    """How many rows of own text the model writes in about so many seconds, by the fastest of TIMED_STEPS steps of each
-    number, as other work may delay a step: `text.chunk_rows`, or its half, quarter and so on."""
+    """Most rows of own text that the model writes in about `seconds`: `text.chunk_rows`, or its half, quarter and so
+    on. Each number of rows is judged by the fastest of TIMED_STEPS steps, as other work may delay a step."""
     device = next(model.parameters()).device
     rows, prompt = text.chunk_rows, torch.from_numpy(text.corpus[: text.given[0]].astype(np.int64)).to(device)
     while rows > 1:
         stepped = SteppedText(model)
         with autocast(device):
             stepped.feed(prompt.expand(rows, -1))
-            for _ in range(CHECKED_STEPS):  # slower than the others
+            for _ in range(CHECKED_STEPS):  # slower than later steps
                 stepped.feed(prompt[-1:].expand(rows, -1))
             fastest = min(_timed(stepped, prompt[-1:].expand(rows, -1)) for _ in range(TIMED_STEPS))
         if fastest * text.row_tokens <= seconds:

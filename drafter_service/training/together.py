@@ -1,5 +1,5 @@
-"""Several processes that train one model together, one a GPU: accelerate joins them, torch's elastic launcher starts
-and ends them."""
+"""Training by several processes together, one per GPU: accelerate joins them, torch's elastic launcher starts and ends
+them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 LONGEST_WAIT = timedelta(days=7)
-"""For another process: tokenizing the data is one process's work, and may take hours."""
+"""Longest time that a process waits for another: one process tokenizes the data for all, which may take hours."""
 
 
 DENDRO_ERRORS = ("BadRequest", "NotSaved")
-"""Their words are a sentence for the user."""
+"""Names of errors whose words are a sentence for the user."""
 
 
 class TrainingFailed(DendroError):
@@ -28,8 +28,8 @@ class TrainingFailed(DendroError):
 
 
 def train_together(processes: int, work: Callable[..., None], *arguments: Any) -> None:
-    """Call `work(process, arguments ...)` in so many new processes of this machine, with the `Accelerator` that joins
-    them; on GPUs, one each.
+    """Call `work(accelerator, arguments ...)` in `processes` new processes of this machine, one per GPU if there are
+    GPUs. The `Accelerator` joins them.
 
     `work` and the arguments are pickled. Raises TrainingFailed with the words of the first process that fails.
     """
@@ -59,7 +59,8 @@ def _joined(work: Callable[..., None], *arguments: Any) -> None:
 
 
 def _words(message: Any) -> str:
-    """Of a failure: an exception's, which the launcher has as `Class: words` beside the traceback, or a signal's."""
+    """Words of a process's failure. The launcher has an exception as `Class: words` beside the traceback, a signal as
+    text."""
     if not isinstance(message, dict):
         return str(message)
     kind, _, words = str(message["message"]).partition(": ")

@@ -1,7 +1,7 @@
-"""Drafters that guess the most frequent of their target's tokens and read all of them.
+"""Draft vocabularies: a drafter guesses the most frequent of its target's tokens and reads all of them.
 
-The head has a row for each guessed token, which its embedding shares. The embedding of another token is its row of low
-rank times a basis that these tokens share: rare tokens are many, and each is seen too seldom for a row of its own.
+The head has a row for each guessed token, shared with the token's embedding. The embedding of any other token is a row
+of low rank times a basis that these tokens share: they are many, and each is seen too seldom for a row of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from drafter_service.draft_ids import DraftIds
 from drafter_service.training.labels import Chunk
 
 OF_VOCABULARY = (f".{OTHERS_ROWS}", f".{OTHERS_BASIS}")
-"""In the names of a model's parameters that are in that file."""
+"""Ends of the names of a model's parameters that are stored in the file of the draft vocabulary."""
 RANK = 16
+"""Rank of the embeddings of tokens that are not guessed."""
 
 
 def most_frequent(chunks: list[Chunk], vocabulary: int, count: int, always: frozenset[int]) -> np.ndarray:
-    """The tokens that a teacher likeliest writes, by the sum of their probabilities where it has labelled, and those of
-    `always`: [count] int64, ascending. Of equal ones the lower id is taken, which tokenizers give to the shorter."""
+    """The `count` tokens with the largest sums of probabilities in a teacher's labels, those of `always` first:
+    [count] int64, ascending. The lower of equal ids is taken, which tokenizers give to the shorter token."""
     mass = np.zeros(vocabulary)
     for chunk in chunks:
         np.add.at(mass, chunk.ids, np.exp(chunk.log_probs.astype(np.float32)))
@@ -35,13 +36,14 @@ def most_frequent(chunks: list[Chunk], vocabulary: int, count: int, always: froz
 
 
 class DraftEmbedding(nn.Module):
-    """The embedding of a drafter that guesses N of the target's V tokens. Takes the target's ids."""
+    """Embedding, by target id, of a drafter that guesses N of the target's V tokens."""
 
     ids: Tensor
     places: Tensor
 
     def __init__(self, weight: nn.Parameter, ids: Tensor, others_rows: Tensor, others_basis: Tensor) -> None:
-        """weight [N, d]: the head's   ids [N] int64, ascending   others_rows [V - N, r]   others_basis [r, d]"""
+        """weight [N, d]: of the head   ids [N] int64, ascending: target ids of the guessed tokens
+        others_rows [V - N, r], others_basis [r, d]: of the other tokens"""
         super().__init__()
         self.weight = weight
         self.others_rows = nn.Parameter(others_rows)
@@ -49,10 +51,10 @@ class DraftEmbedding(nn.Module):
         size = len(ids) + len(others_rows)
         places = torch.from_numpy(DraftIds(ids.cpu().numpy(), size).inside(np.arange(size)))
         self.register_buffer("ids", ids, persistent=False)
-        self.register_buffer("places", places.to(ids.device), persistent=False)  # of the target's ids
+        self.register_buffer("places", places.to(ids.device), persistent=False)  # key: target id
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[...] -> [..., d]"""
+        """Embeddings [..., d] of target ids [...]."""
         places, guessed = self.places[tokens], len(self.ids)
         own = F.embedding(places.clamp(max=guessed - 1), self.weight)
         others = F.embedding((places - guessed).clamp(min=0), self.others_rows) @ self.others_basis
@@ -60,15 +62,16 @@ class DraftEmbedding(nn.Module):
 
 
 def draft_embedding(model: PreTrainedModel) -> DraftEmbedding | None:
-    """The embedding of a drafter that guesses some of the tokens; None of one that guesses all."""
+    """The embedding of a drafter with a draft vocabulary; None for a drafter that guesses all tokens."""
     found = model.get_input_embeddings()
     return found if isinstance(found, DraftEmbedding) else None
 
 
 def guess(model: PreTrainedModel, ids: np.ndarray, rows: Tensor) -> PreTrainedModel:
-    """Make a new model of N tokens, whose head is its embedding, guess these of the target's tokens.
+    """Give a new model of N tokens, whose head is its embedding, a draft vocabulary.
 
-    ids [N] int64, ascending   rows [V, d]: what the embeddings of the target's tokens are to resemble
+    ids [N] int64, ascending: target ids of the guessed tokens   rows [V, d]: embeddings of the target's tokens, which
+    those of tokens that are not guessed begin with, at low rank
     """
     others = np.setdiff1d(np.arange(len(rows)), ids)
     weight = model.get_input_embeddings().weight
@@ -90,7 +93,7 @@ def save_vocabulary(embedding: DraftEmbedding, file: Path) -> None:
 
 
 def with_vocabulary(model: PreTrainedModel, file: Path) -> PreTrainedModel:
-    """A loaded checkpoint's model with its draft vocabulary, where there is such a file."""
+    """Give a loaded checkpoint's model its draft vocabulary, if there is such a file."""
     if file.is_file():
         tensors = load_file(file)
         weight = model.get_input_embeddings().weight
