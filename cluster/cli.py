@@ -23,7 +23,7 @@ from typing import Annotated, Any, TypeVar
 
 import psutil
 import typer
-from dendro.answer import Options, Speculation, build_request, collect_samples
+from dendro.answer import build_request, collect_samples
 from dendro.arguments import seconds_of, text_of
 from dendro.client import TIMEOUT_S, Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
@@ -34,15 +34,10 @@ from cluster.command_options import (
     ConfigOption,
     JsonFile,
     Local,
-    TargetName,
     given_config,
-    numbers_of,
-    output,
-    sampling,
-    speculative,
-    text_and_number,
 )
 from cluster.config import Config
+from cluster.request_options import options_given, takes_request_options
 from cluster.running import descendants, local_client, running_cluster, survivors
 from cluster.showing import (
     RoundsPrinter,
@@ -56,7 +51,6 @@ from cluster.showing import (
     visible,
 )
 from cluster.slow_commands import add_measuring, bench, train
-from cluster.structure_options import ChoicesOption, GrammarOption, JsonSchemaOption, RegexOption, structure_given
 from cluster.tables import page
 from cluster.versions import print_version
 
@@ -203,161 +197,25 @@ def check(
 
 
 @app.command()
+@takes_request_options
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue.")],
     address: Annotated[str, typer.Option(help="A running cluster, host:port. Default: one is started.")] = "",
     local: Local = False,
     config: ConfigOption = None,
-    model: TargetName = "",
-    session: Annotated[str, typer.Option(help="Continue this session.")] = "",
-    keep_session: Annotated[bool, typer.Option("--keep-session", help="Begin a session; prints its token.")] = False,
-    temperature: Annotated[float, sampling(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, sampling("--top-k", help="0 keeps all.")] = 0,
-    top_p: Annotated[float, sampling("--top-p", help="1 keeps all.")] = 1.0,
-    min_p: Annotated[float, sampling("--min-p", help="0 keeps all.")] = 0.0,
-    seed: Annotated[int | None, sampling(help="Default: the session's, or drawn and reported.")] = None,
-    repetition_penalty: Annotated[
-        float, sampling("--repetition-penalty", help="Of tokens of the prompt and the answer, as a factor.")
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float, sampling("--presence-penalty", help="Subtracted from logits of tokens of the answer.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, sampling("--frequency-penalty", help="The same, for each time that the answer has the token.")
-    ] = 0.0,
-    logit_bias: Annotated[
-        list[str] | None, sampling("--logit-bias", metavar="ID:BIAS", help="Added to a token's logit; repeatable.")
-    ] = None,
-    logit_bias_texts: Annotated[
-        list[str] | None,
-        sampling("--logit-bias-text", metavar="TEXT:BIAS", help="The same, of the token with a text; repeatable."),
-    ] = None,
-    banned_ids: Annotated[
-        list[int] | None, sampling("--ban", metavar="ID", help="A token that is not drawn; repeatable.")
-    ] = None,
-    allowed_ids: Annotated[
-        list[int] | None, sampling("--allow", metavar="ID", help="Draw only tokens given so; repeatable.")
-    ] = None,
-    bad_words: Annotated[
-        list[str] | None,
-        sampling("--bad-word", metavar="ID,ID,...", help="Tokens that are not completed in order; repeatable."),
-    ] = None,
-    bad_word_texts: Annotated[
-        list[str] | None,
-        sampling(
-            "--bad-word-text",
-            metavar="TEXT",
-            help="A text whose tokens are not completed, alone and after a space; repeatable.",
-        ),
-    ] = None,
-    mode: Annotated[
-        str,
-        speculative(
-            help="coupled, greedy, or, where the configuration lists it, naive, multi-step, block or lenient (lossy)."
-        ),
-    ] = "coupled",
-    lenience: Annotated[float | None, speculative(help="Of --mode lenient, between 0 and 1.")] = None,
-    max_new_tokens: Annotated[int, sampling("--max-new-tokens", help="Tokens of the answer, at most.")] = 128,
-    min_new_tokens: Annotated[
-        int, sampling("--min-new-tokens", help="Before so many tokens, none that ends the answer is drawn.")
-    ] = 0,
-    stop_ids: Annotated[
-        list[int] | None, sampling("--stop-id", metavar="ID", help="A token that ends the answer; repeatable.")
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        sampling(
-            help="End the answer at this string; its text ends before it. May be given several times. In bash, "
-            "$'\\n' is a line break.",
-            show_default=False,
-        ),
-    ] = None,
-    include_stop: Annotated[bool, output("--include-stop", help="End the text after the stop string.")] = False,
-    json_schema: JsonSchemaOption = None,
-    regex: RegexOption = None,
-    grammar: GrammarOption = None,
-    choices: ChoicesOption = None,
-    show_special_tokens: Annotated[
-        bool, output("--show-special-tokens", help="Print special tokens, too, such as the end of text.")
-    ] = False,
-    literal_prompt: Annotated[
-        bool, output("--literal-prompt", help="Read texts of special tokens in the prompt as ordinary text.")
-    ] = False,
-    echo: Annotated[bool, output("--echo", help="Print the prompt, too, with its log-probabilities.")] = False,
-    n: Annotated[int, output("--n", "-n", help="So many answers, each with a sample index of its own.")] = 1,
-    logprobs: Annotated[
-        int | None, output(help="Print each token's log-probability, and those of so many likeliest, 0 to 20.")
-    ] = None,
-    speculation: Annotated[
-        str,
-        speculative(
-            help="auto: a policy picks the shape of every round. off: no trees. Or a shape for every round: 3,2,1, "
-            "nodes(2,1), beam(4,3), dynamic(6,5,24), until(0.6,8), until(auto,8) or, without a drafter, proposed(7). "
-            "Changes no token."
-        ),
-    ] = "auto",
-    policy: Annotated[str, speculative(help="The policy of auto. Default: the server's.")] = "",
-    max_nodes: Annotated[
-        int | None,
-        speculative(
-            "--max-nodes",
-            help="The most guesses of a round. auto leaves larger trees out; a larger shape is refused. Default: the "
-            "target's limit.",
-        ),
-    ] = None,
-    draft_deadline_ms: Annotated[
-        int | None,
-        speculative(
-            "--draft-deadline-ms",
-            help="The longest a round waits for its draft; a round whose draft is late is plain decoding. Can only "
-            "shorten the server's own limit.",
-        ),
-    ] = None,
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Of the whole answer, with the calls that fail. Not of --local.")
     ] = TIMEOUT_S,
-    json: Annotated[bool, output("--json", help="One JSON object for each answer.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="One JSON object for each answer.", rich_help_panel="Output")
+    ] = False,
+    **given: Any,
 ) -> None:
     """Stream an answer; its rounds alternate between two colours."""
-    options: Options = {
-        "model": model,
-        "session": session,
-        "keep_session": keep_session,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "logit_bias": dict(numbers_of("--logit-bias", each, ":", int, float) for each in logit_bias or ())
-        | dict(text_and_number("--logit-bias-text", each) for each in logit_bias_texts or ()),
-        "banned_ids": banned_ids or (),
-        "allowed_ids": allowed_ids or (),
-        "bad_words": [
-            *(numbers_of("--bad-word", each, ",", *[int] * (each.count(",") + 1)) for each in bad_words or ()),
-            *(bad_word_texts or ()),
-        ],
-        "mode": mode,
-        "lenience": lenience,
-        "max_new_tokens": max_new_tokens,
-        "min_new_tokens": min_new_tokens,
-        "stop_ids": stop_ids or (),
-        "stop": stop or (),
-        "include_stop": include_stop,
-        "structure": structure_given(json_schema, regex, grammar, choices),
-        "show_special_tokens": show_special_tokens,
-        "literal_prompt": literal_prompt,
-        "echo": echo,
-        "logprobs": logprobs,
-        "n": n,
-        "speculation": Speculation.parse(speculation, policy, max_nodes, draft_deadline_ms),
-    }
-
+    options = options_given(given)
     seconds_of("--timeout", timeout)
     request = build_request(prompt, **options)  # what it refuses is refused before a cluster is started
-    if keep_session and not address and (local or not given_config(config).redis.url):
+    if options.get("keep_session") and not address and (local or not given_config(config).redis.url):
         raise BadRequest(
             "--keep-session", "needs a store that outlives the command: give --address, or a --config with redis.url"
         )
@@ -365,7 +223,7 @@ def generate(
     async def run() -> None:
         async with _client(config, address, local, timeout) as client:
             write = on_output()
-            if json or n > 1:
+            if json or request.n > 1:
                 for one in collect_samples([event async for event in client.send(request)]):
                     write(f"{as_json(one) if json else sample_text(one)}\n", "")
                 return

@@ -4,7 +4,6 @@ options with numbers are read."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,12 +19,6 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help=_CONFIG, sho
 TargetName = Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)]
 Local = Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", show_default=False)]
-
-sampling: Callable[..., Any] = partial(typer.Option, rich_help_panel="Sampling")
-structure: Callable[..., Any] = partial(typer.Option, rich_help_panel="Structure")
-output: Callable[..., Any] = partial(typer.Option, rich_help_panel="Output")
-speculative: Callable[..., Any] = partial(typer.Option, rich_help_panel="Speculation")
-"""`typer.Option`s in the groups that the help of `generate` shows."""
 
 
 def given_config(path: Path | None) -> Config:

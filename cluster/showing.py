@@ -17,13 +17,13 @@ from dendro.answer import (
     EchoedPrompt,
     Event,
     OpeningStats,
-    Options,
     Round,
     SpeculationStats,
     collect_stream,
 )
 from dendro.client import Asking
 from dendro.logprobs import TokenLogprobs
+from dendro.options import Options
 from rich.console import Console
 from rich.text import Text as RichText
 

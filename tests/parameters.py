@@ -13,27 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from dendro.calls import RequestParameters
-from dendro.logprobs import MAX_ECHOED, MAX_TOP_LOGPROBS
 from dendro.modes import VerificationMode
-from dendro.samples import MAX_SAMPLES
-from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES
-from dendro.text import (
+from dendro.options import (
     LARGEST_SHIFT,
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASED_IDS,
+    MAX_ECHOED,
     MAX_LISTED_IDS,
+    MAX_SAMPLES,
     MAX_STOP_IDS,
+    MAX_TOP_LOGPROBS,
+    MAX_WORD_BYTES,
     REPETITION_PENALTIES,
     SMALLEST_TEMPERATURE,
-    Limits,
-    Sampling,
 )
+from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES
+from dendro.text import Limits, Sampling
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, processed, tokens_of
 
-from cluster.router.words import MAX_WORD_BYTES
 from verifier_service.requests import processors_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "parameters.md"

@@ -27,9 +27,11 @@ from random import Random
 import grpc.aio
 import numpy as np
 import tiny_models
-from dendro.answer import Mode, Options, Speculation, build_request, complete_from
+from dendro.answer import build_request, complete_from
 from dendro.client import CHANNEL_OPTIONS
 from dendro.errors import DendroError
+from dendro.options import Options
+from dendro.speculation import Mode, Speculation
 from dendro.text import Finish
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1.generation_pb2_grpc import GenerationServiceStub

@@ -25,7 +25,8 @@ import grpc.aio
 from dendro.answer import build_request
 from dendro.calls import OpenCall, Opened, VerifyCall
 from dendro.client import CHANNEL_OPTIONS, MAX_MESSAGE_BYTES
-from dendro.logprobs import MAX_ECHOED, EchoedLogprobs, TokenLogprobs
+from dendro.logprobs import EchoedLogprobs, TokenLogprobs
+from dendro.options import MAX_ECHOED
 from dendro.servicer import VERIFIER_REPLICA, serve_engine
 from dendro.text import Verdict
 from fakes import END, VOCABULARY, FakeVerifier, RemotePool

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dendro.answer import Speculation
+from dendro.speculation import Speculation
 
 from cluster.bench.measurement import Begin, Step
 from cluster.bench.report import Cells, Report, Row, machine_facts, number, target_fact

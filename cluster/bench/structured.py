@@ -11,10 +11,12 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from dendro.answer import Completion, Options, Speculation
+from dendro.answer import Completion
 from dendro.client import Asking
 from dendro.grammars import Grammars, GrammarText
+from dendro.options import Options
 from dendro.shapes import LevelShape
+from dendro.speculation import Speculation
 from dendro.structure import Structure
 from dendro.text import Finish
 from dendro.tree import DraftTree

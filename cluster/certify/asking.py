@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dendro.answer import Completion, Speculation
+from dendro.answer import Completion
 from dendro.client import Asking
 from dendro.errors import EngineFailed
+from dendro.speculation import Speculation
 
 from cluster.bench.measurement import Step
 

@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from dendro.answer import Speculation
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.client import Asking
 from dendro.engine import started
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape
+from dendro.speculation import Speculation
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
-from dendro.answer import Completion, Options, Speculation
+from dendro.answer import Completion
 from dendro.client import Asking
 from dendro.errors import BadRequest, EngineFailed
 from dendro.grammars import INSTALL
-from dendro.logprobs import MAX_TOP_LOGPROBS
+from dendro.options import MAX_TOP_LOGPROBS, Options
+from dendro.speculation import Speculation
 from dendro.structure import Structure
 from torch import Tensor
 from tree_kernels.warp import Processors, processed

@@ -15,10 +15,11 @@ from dendro.grammars import Grammar, Grammars
 from dendro.logprobs import check_echo, check_logprobs
 from dendro.long_work import LONG, PART, off_loop
 from dendro.modes import VerificationMode
+from dendro.options import SEED_BITS
 from dendro.samples import count_of_answers
 from dendro.structure import Structure, structure_from
-from dendro.text import SEED_BITS, Limits, Sampling, StopStrings, Text, Tokens, check_choice
-from dendro.token_lists import edits_from, mode_from, stop_ids_from
+from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
+from dendro.token_lists import edits_from, mode_from, numbers_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
 from tree_layers.checkpoint import Facts
 
@@ -438,19 +439,8 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
     else:
         seed = record.seed if record else secrets.randbits(SEED_BITS)
     index = fields.sample_index if fields.HasField("sample_index") else (record.sample_index if record else 0)
-    return Sampling(
-        temperature=fields.temperature,
-        top_k=fields.top_k,
-        top_p=fields.top_p if fields.HasField("top_p") else 1.0,
-        min_p=fields.min_p,
-        seed=seed,
-        sample_index=index,
-        repetition_penalty=fields.repetition_penalty if fields.HasField("repetition_penalty") else 1.0,
-        presence_penalty=fields.presence_penalty,
-        frequency_penalty=fields.frequency_penalty,
-        **edits_from(fields),
-        **mode_from(fields),
-    )
+    numbers = numbers_from(fields) | {"seed": seed, "sample_index": index}
+    return Sampling(**numbers, **edits_from(fields), **mode_from(fields))
 
 
 def _limits(request: pb.GenerateRequest, prompt: int, end: int, least: int) -> Limits:

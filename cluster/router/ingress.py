@@ -452,13 +452,13 @@ def _text_of(job: Job, answer: AnswerText) -> Text:
         job.sampling,
         # Text needs room for a token, which a complete answer in `held` does not leave; it is ended later.
         replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
-        job.tenant,
-        job.marks,
-        answer if job.stops.strings else None,
-        len(job.held),
-        job.logprobs,
-        job.echo_from,
-        job.structure,
+        tenant=job.tenant,
+        marks=job.marks,
+        stopping=answer if job.stops.strings else None,
+        held=len(job.held),
+        logprobs=job.logprobs,
+        echo_from=job.echo_from,
+        structure=job.structure,
     )
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dendro.arguments import shown
+from dendro.declared import check_count
 from dendro.errors import BadRequest
 from dendro.long_work import off_loop
-from dendro.text import LARGEST_SHIFT, MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, Sampling, check_count
+from dendro.options import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_WORD_BYTES, SHIFT
+from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.tokenizer import Tokenizer
 
-MAX_WORD_BYTES = 1024
-"""Bytes of a text in UTF-8."""
 WORD_WORK = 64
 """Tokens of other work that cost about as much as encoding a short text."""
 
@@ -51,10 +51,7 @@ def _with_words(sampling: Sampling, words: list[str], biases: dict[str, float], 
         if len(ids) != 1:
             raise BadRequest(_name("logit_bias", text), f"has {len(ids)} tokens of this target; a bias is of one")
         _check_known("logit_bias", text, tokenizer)
-        if not -LARGEST_SHIFT <= bias <= LARGEST_SHIFT:
-            raise BadRequest(
-                _name("logit_bias", text), f"must lie in [{-LARGEST_SHIFT:g}, {LARGEST_SHIFT:g}]; got {bias}"
-            )
+        SHIFT.check(_name("logit_bias", text), bias)
         if ids[0] in tokens:
             raise BadRequest(_name("logit_bias", text), f"is the token {ids[0]}, which has a bias already")
         tokens[ids[0]] = bias

@@ -19,7 +19,8 @@ import torch
 from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.engine import LocalVerifier, started
 from dendro.errors import BadRequest
-from dendro.logprobs import MAX_TOP_LOGPROBS, TokenLogprobs
+from dendro.logprobs import TokenLogprobs
+from dendro.options import MAX_TOP_LOGPROBS
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from dendro.logprobs import MAX_TOP_LOGPROBS
+from dendro.options import MAX_TOP_LOGPROBS
 
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS, Acceptance
 from cluster.training.answering import TEMPERATURES

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from dendro.logprobs import MAX_TOP_LOGPROBS
+from dendro.options import MAX_TOP_LOGPROBS
 from torch import Tensor
 from transformers import PreTrainedModel
 

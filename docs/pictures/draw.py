@@ -64,7 +64,8 @@ class RoundRecorder:
 
 async def recorded() -> DrawnRound:
     """The round that accepts the most guesses with a fork on its path; of equals the first."""
-    from dendro.answer import Speculation, build_request
+    from dendro.answer import build_request
+    from dendro.speculation import Speculation
     from dendro.state import MemoryStates
 
     from cluster.api.local import LocalClient

@@ -6,27 +6,20 @@ import dataclasses
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from types import MappingProxyType
-from typing import Any, TypedDict, cast
+from typing import Any, Unpack, cast
 
 from dendro.arguments import fill_number, ids_of, items_of, pairs_of, shown, switch_of, text_of, texts_of
+from dendro.declared import JsonType, Option
 from dendro.errors import BadRequest, EngineFailed
 from dendro.logprobs import TokenLogprobs
+from dendro.options import OPTIONS, Options
+from dendro.speculation import Mode, Speculation
 from dendro.structure import Structure, fill_structure
 from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
 
 REASON_KEY = "dendro-reason"
 """Trailing metadata of a router's own errors; those of gRPC and of a gateway do not have it."""
-
-
-class Mode(StrEnum):
-    """Whether and how an answer is speculated on."""
-
-    AUTO = "auto"  # a policy picks a shape for every round
-    OFF = "off"
-    FIXED = "fixed"  # every round has the request's shape
 
 
 MODES = {
@@ -101,33 +94,6 @@ class DrafterStats:
     drafted_tokens: int  # guesses of its rounds
     accepted_tokens: int
     opening: OpeningStats | None  # None: it did not open the text
-
-
-@dataclass(frozen=True, slots=True)
-class Speculation:
-    """How an answer is speculated on; does not change its tokens. The server refuses contradictory fields by name.
-
-    >>> Speculation.parse("auto", max_nodes=8) == Speculation(max_nodes=8)
-    True
-    >>> Speculation.parse("3,2,1") == Speculation(Mode.FIXED, "3,2,1")
-    True
-    """
-
-    mode: Mode = Mode.AUTO
-    shape: str = ""  # with FIXED: "(3,2,1)", "small:(3,2,1)", "dynamic(6,5,24)", "until(0.6,8)", "proposed(7)", ...
-    policy: str = ""  # with AUTO, the policy that picks the shapes; empty: the server's
-    max_nodes: int | None = None  # the most guesses in a round; None: the target's limit
-    deadline_ms: int | None = None  # the longest that a round waits for its draft; None: the server's limit
-
-    @classmethod
-    def parse(
-        cls, text: str, policy: str = "", max_nodes: int | None = None, deadline_ms: int | None = None
-    ) -> Speculation:
-        """Read `auto` (or an empty text), `off` or a shape. Does not check the shape: the server refuses bad ones."""
-        word = text.strip()
-        if word in ("", Mode.AUTO, Mode.OFF):
-            return cls(Mode(word or Mode.AUTO), "", policy, max_nodes, deadline_ms)
-        return cls(Mode.FIXED, text, policy, max_nodes, deadline_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,115 +203,66 @@ class ModelInfo:
     drafters: tuple[str, ...]
 
 
-Biases = Mapping[int, float] | Mapping[str, float] | Mapping[int | str, float]
-NO_BIAS: Mapping[int, float] = MappingProxyType({})
-
-
-class Options(TypedDict, total=False):
-    """A request's options besides its prompt. Absent ones get the server's default."""
-
-    model: str  # the target's name; default: the first
-    temperature: float | None  # default 0: greedy
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None  # default: the session's, or one that the server draws and reports
-    sample_index: int | None
-    n: int | None  # answers, each with a sample index of its own; default 1
-    repetition_penalty: float | None  # of tokens of the prompt and the answer; default 1: none
-    presence_penalty: float | None  # of tokens of the answer; default 0
-    frequency_penalty: float | None  # the same, for each time that the answer has the token; default 0
-    logit_bias: Biases  # added to the logits of these ids, or of tokens with these texts
-    banned_ids: Sequence[int]  # tokens that are not drawn
-    allowed_ids: Sequence[int]  # the only tokens that are drawn; default: all
-    bad_words: Sequence[str | Sequence[int]]  # sequences of tokens, or texts, that the answer does not complete
-    mode: str  # the verification mode: "coupled" (default), "greedy", "naive", "multi-step", "block" or "lenient"
-    lenience: float | None  # of mode "lenient", which is lossy
-    max_new_tokens: int | None
-    min_new_tokens: int | None  # no token that ends the answer is drawn before it has so many
-    stop_ids: Sequence[int]  # tokens that end the answer; the drawn one is its last
-    ignore_end: bool  # continue past the end-of-text token
-    stop: str | Sequence[str]  # the answer ends with the token that completes one of these in its text
-    include_stop: bool  # the text ends after the stop string, not before it
-    structure: Structure | None  # what the answer's text must be; default: any text
-    echo: bool  # the answer comes with the prompt, and with `logprobs` its log-probabilities
-    show_special_tokens: bool  # in texts; default: they give none
-    literal_prompt: bool  # texts of special tokens in the prompt are ordinary text
-    logprobs: int | None  # report each token's log-probability, and those of so many likeliest tokens at its place
-    session: str  # continue this session
-    keep_session: bool  # start a session
-    speculation: Speculation | str  # a text for `Speculation.parse`; default "auto"
-    request_id: str  # default: random
-
-
-def build_request(
-    prompt: str | Sequence[int],
-    *,
-    model: str = "",
-    temperature: float | None = None,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    seed: int | None = None,
-    sample_index: int | None = None,
-    n: int | None = None,
-    repetition_penalty: float | None = None,
-    presence_penalty: float | None = None,
-    frequency_penalty: float | None = None,
-    logit_bias: Biases = NO_BIAS,
-    banned_ids: Sequence[int] = (),
-    allowed_ids: Sequence[int] = (),
-    bad_words: Sequence[str | Sequence[int]] = (),
-    mode: str = "",
-    lenience: float | None = None,
-    max_new_tokens: int | None = None,
-    min_new_tokens: int | None = None,
-    stop_ids: Sequence[int] = (),
-    ignore_end: bool = False,
-    stop: str | Sequence[str] = (),
-    include_stop: bool = False,
-    structure: Structure | None = None,
-    echo: bool = False,
-    show_special_tokens: bool = False,
-    literal_prompt: bool = False,
-    logprobs: int | None = None,
-    session: str = "",
-    keep_session: bool = False,
-    speculation: Speculation | str = "auto",
-    request_id: str = "",
-) -> pb.GenerateRequest:
+def build_request(prompt: str | Sequence[int], **options: Unpack[Options]) -> pb.GenerateRequest:
     """The request's message. Raises BadRequest, naming it, for an argument that its field cannot hold, and for stop
     strings that no server accepts, which may be longer than a message; the server checks the rest."""
-    stops = StopStrings.of(texts_of("stop", stop), switch_of("include_stop", include_stop))
-    request = pb.GenerateRequest(
-        request_id=text_of("request_id", request_id) or secrets.token_hex(16),
-        model=text_of("model", model),
-        ignore_end=switch_of("ignore_end", ignore_end),
-        session=text_of("session", session),
-        keep_session=switch_of("keep_session", keep_session),
-        stop=stops.strings,
-        include_stop=stops.included,
-        echo=switch_of("echo", echo),
-        show_special_tokens=switch_of("show_special_tokens", show_special_tokens),
-        literal_prompt=switch_of("literal_prompt", literal_prompt),
-    )
-    if structure is not None:
-        if not isinstance(structure, Structure):
-            raise BadRequest("structure", f"must be a Structure; got {shown(structure)}")
-        fill_structure(request.structure, structure)
+    given: dict[str, Any] = {"speculation": "auto", **options}
+    request = pb.GenerateRequest()
+    request.sampling.SetInParent()
     if isinstance(prompt, str):
         request.text = text_of("prompt", prompt)
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)
-    _extend(request.sampling.banned_ids, "banned_ids", banned_ids)
-    _extend(request.sampling.allowed_ids, "allowed_ids", allowed_ids)
-    _extend(request.stop_ids, "stop_ids", stop_ids)
+    for name, value in given.items():
+        if name not in OPTIONS:
+            raise TypeError(f"a request has no option {name!r}")
+        if name in _SPECIAL:
+            _SPECIAL[name](request, value)
+        else:
+            _fill(request, OPTIONS[name], value)
+    StopStrings.of(request.stop, request.include_stop)
+    request.request_id = request.request_id or secrets.token_hex(16)
+    return request
+
+
+def _fill(request: pb.GenerateRequest, option: Option, value: Any) -> None:
+    """Write the value of an option that is one field, of the request or of its sampling."""
+    name = option.name
+    message: Any = request.sampling if name in pb.Sampling.DESCRIPTOR.fields_by_name else request
+    match option.json_type:
+        case JsonType.BOOLEAN:
+            setattr(message, name, switch_of(name, value))
+        case JsonType.STRING:
+            setattr(message, name, text_of(name, value))
+        case JsonType.ARRAY:
+            _extend(getattr(message, name), name, value)
+        case _:
+            if value is not None:
+                fill_number(message, name, value)
+
+
+def _fill_stop(request: pb.GenerateRequest, stop: Any) -> None:
+    request.stop.extend(StopStrings.of(texts_of("stop", stop), False).strings)
+
+
+def _fill_structure(request: pb.GenerateRequest, structure: Any) -> None:
+    if structure is None:
+        return
+    if not isinstance(structure, Structure):
+        raise BadRequest("structure", f"must be a Structure; got {shown(structure)}")
+    fill_structure(request.structure, structure)
+
+
+def _fill_bad_words(request: pb.GenerateRequest, bad_words: Any) -> None:
     for index, word in enumerate(items_of("bad_words", bad_words)):
         if isinstance(word, str):
             request.bad_word_texts.append(text_of(f"bad_words[{index}]", word))
         else:
             _extend(request.sampling.bad_words.add().ids, f"bad_words[{index}]", word)
+
+
+def _fill_logit_bias(request: pb.GenerateRequest, logit_bias: Any) -> None:
     for token, bias in pairs_of("logit_bias", logit_bias):
         try:
             if isinstance(token, str):
@@ -356,7 +273,9 @@ def build_request(
             raise
         except Exception:  # protobuf's, or of the value's own class
             raise BadRequest(f"logit_bias[{shown(token)}]", f"{shown(bias)} is no bias of a token id") from None
-    request.sampling.mode = text_of("mode", mode)
+
+
+def _fill_speculation(request: pb.GenerateRequest, speculation: Any) -> None:
     options = Speculation.parse(speculation) if isinstance(speculation, str) else speculation
     if not isinstance(options, Speculation):
         raise BadRequest("speculation", f"must be a text or a Speculation; got {shown(options)}")
@@ -365,28 +284,19 @@ def build_request(
     request.speculation.mode = MODES[options.mode]
     request.speculation.shape = text_of("speculation.shape", options.shape)
     request.speculation.policy = text_of("speculation.policy", options.policy)
-    numbers = (
-        (request.sampling, "temperature", temperature),
-        (request.sampling, "top_k", top_k),
-        (request.sampling, "top_p", top_p),
-        (request.sampling, "min_p", min_p),
-        (request.sampling, "seed", seed),
-        (request.sampling, "sample_index", sample_index),
-        (request.sampling, "repetition_penalty", repetition_penalty),
-        (request.sampling, "presence_penalty", presence_penalty),
-        (request.sampling, "frequency_penalty", frequency_penalty),
-        (request.sampling, "lenience", lenience),
-        (request, "max_new_tokens", max_new_tokens),
-        (request, "min_new_tokens", min_new_tokens),
-        (request, "logprobs", logprobs),
-        (request, "n", n),
-        (request.speculation, "speculation.max_nodes", options.max_nodes),
-        (request.speculation, "speculation.deadline_ms", options.deadline_ms),
-    )
-    for message, name, value in numbers:
+    for name, value in (("max_nodes", options.max_nodes), ("deadline_ms", options.deadline_ms)):
         if value is not None:
-            fill_number(message, name.removeprefix("speculation."), value, name)
-    return request
+            fill_number(request.speculation, name, value, f"speculation.{name}")
+
+
+_SPECIAL: Mapping[str, Callable[[pb.GenerateRequest, Any], None]] = {
+    "stop": _fill_stop,
+    "structure": _fill_structure,
+    "bad_words": _fill_bad_words,
+    "logit_bias": _fill_logit_bias,
+    "speculation": _fill_speculation,
+}
+"""Writes the options whose values are several fields, or are checked before they are copied."""
 
 
 def sendable(request: pb.GenerateRequest, limit: int) -> pb.GenerateRequest:

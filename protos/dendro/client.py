@@ -32,12 +32,9 @@ from dendro.answer import (
     DrafterStats,
     EchoedPrompt,
     Event,
-    Mode,
     ModelInfo,
     OpeningStats,
-    Options,
     Round,
-    Speculation,
     SpeculationStats,
     Started,
     build_request,
@@ -51,9 +48,11 @@ from dendro.arguments import ascii_of, seconds_of
 from dendro.attempts import Attempts
 from dendro.daemon_threads import in_thread
 from dendro.destinations import Channels, Destination, Destinations, LookUp, look_up
+from dendro.options import Options
 from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
 from dendro.samples import one_answer
+from dendro.speculation import Mode, Speculation
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 

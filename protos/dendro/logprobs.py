@@ -12,12 +12,9 @@ import numpy.typing as npt
 
 from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
+from dendro.options import MAX_ECHOED, MAX_TOP_LOGPROBS, OPTIONS
 from dendro.v1 import generation_pb2
 
-MAX_TOP_LOGPROBS = 20
-"""The most likeliest tokens that a request may ask for at each place."""
-MAX_ECHOED = 1 << 17
-"""The most log-probabilities of a prompt, those of likeliest tokens included."""
 NUMBER_BYTES = 4
 _FLOAT, _ID = np.dtype("<f4"), np.dtype("<u4")
 """On the wire between router and verifier."""
@@ -111,8 +108,8 @@ NOT_ECHOED = EchoedLogprobs.of(())
 def check_logprobs(top: int | None) -> None:
     """Raise BadRequest for a number of likeliest tokens that no request may ask for. None: it asks for no
     log-probabilities."""
-    if top is not None and not 0 <= top <= MAX_TOP_LOGPROBS:
-        raise BadRequest("logprobs", f"must lie in 0 to {MAX_TOP_LOGPROBS}; got {top}")
+    if top is not None:
+        OPTIONS["logprobs"].check(top)
 
 
 def check_echo(field: str, tokens: int, top: int | None) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dendro.errors import BadRequest
+from dendro.options import OPTIONS
 from dendro.v1 import generation_pb2 as pb
-
-MAX_SAMPLES = 16
-"""The most answers that a request may ask for."""
 
 
 def count_of_answers(request: pb.GenerateRequest) -> int:
     """How many answers a request asks for. Raises BadRequest for a number of answers that no server gives, and for
     several where there can be only one."""
-    if request.HasField("n") and not 1 <= request.n <= MAX_SAMPLES:
-        raise BadRequest("n", f"must lie in 1 to {MAX_SAMPLES}; got {request.n}")
+    if request.HasField("n"):
+        OPTIONS["n"].check(request.n)
     if request.n <= 1:
         return 1
     for name in ("session", "keep_session"):

@@ -4,35 +4,19 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import math
 import sys
 from array import array
-from collections.abc import Collection, Iterable, Sequence, Sized
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Protocol, Self
 
+from dendro.declared import check_count
 from dendro.errors import BadRequest
 from dendro.logprobs import TokenLogprobs
 from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
+from dendro.options import MAX_BAD_WORD_TOKENS, MAX_STOP_BYTES, MAX_STOP_STRINGS, OPTIONS, SamplingNumbers
 from dendro.structure import Structure
-
-SEED_BITS = 64
-SMALLEST_TEMPERATURE = 1e-6
-"""Below it, logits divided by the temperature could overflow float32."""
-REPETITION_PENALTIES = (0.01, 100.0)
-"""The least and the greatest repetition penalty."""
-LARGEST_SHIFT = 100.0
-"""The greatest magnitude of a presence penalty, a frequency penalty and a logit bias."""
-MAX_BIASED_IDS = 1024
-MAX_LISTED_IDS = 4096
-"""The most ids of `banned_ids` and of `allowed_ids`."""
-MAX_BAD_WORDS = 1024
-MAX_BAD_WORD_TOKENS = 64
-MAX_STOP_IDS = 1024
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 1024
-"""Bytes of a stop string in UTF-8."""
 
 
 class Finish(StrEnum):
@@ -46,22 +30,13 @@ class Finish(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class Sampling(SamplingNumbers):
     """Sampling parameters and the seed of the noise. Temperature 0 is greedy and uses no noise.
 
     Raises BadRequest for numbers out of range, both in clients' requests and in calls to peers. Whether ids lie in the
     target's vocabulary is checked by `check_choice`.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0  # 1: all
-    min_p: float = 0.0  # 0: all
-    seed: int = 0  # 64 bits
-    sample_index: int = 0
-    repetition_penalty: float = 1.0  # of tokens of the prompt and of the answer; 1: none
-    presence_penalty: float = 0.0  # of tokens of the answer
-    frequency_penalty: float = 0.0  # the same, for each time that the answer has the token
     logit_bias: tuple[tuple[int, float], ...] = ()  # ids, each once, and what is added to their logits
     banned_ids: tuple[int, ...] = ()
     allowed_ids: tuple[int, ...] = ()  # empty: all
@@ -71,34 +46,14 @@ class Sampling:
 
     def __post_init__(self) -> None:
         self._check_mode()
-        if not (self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature < math.inf):
-            raise BadRequest(
-                "temperature",
-                f"must be 0 (greedy), or a finite number of at least {SMALLEST_TEMPERATURE:g}; got {self.temperature}",
-            )
-        if self.top_k < 0:
-            raise BadRequest("top_k", f"must be at least 0 (0 keeps all); got {self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise BadRequest("top_p", f"must lie in (0, 1]; got {self.top_p}")
-        if not 0 <= self.min_p < 1:
-            raise BadRequest("min_p", f"must lie in [0, 1); got {self.min_p}")
-        if not 0 <= self.seed < 1 << SEED_BITS:
-            raise BadRequest("seed", f"must be an unsigned {SEED_BITS}-bit number; got {self.seed}")
-        if not 0 <= self.sample_index < 1 << 32:
-            raise BadRequest("sample_index", f"must be an unsigned 32-bit number; got {self.sample_index}")
-        least, most = REPETITION_PENALTIES
-        if not least <= self.repetition_penalty <= most:
-            raise BadRequest("repetition_penalty", f"must lie in [{least:g}, {most:g}]; got {self.repetition_penalty}")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_shift(name, getattr(self, name))
-        check_count("logit_bias", self.logit_bias, MAX_BIASED_IDS)
+        self.check_numbers()
+        OPTIONS["logit_bias"].check_entries(self.logit_bias)
         for token, bias in self.logit_bias:
-            _check_shift(f"logit_bias[{token}]", bias)
+            OPTIONS["logit_bias"].check(bias, f"[{token}]")
         if len(dict(self.logit_bias)) < len(self.logit_bias):
             raise BadRequest("logit_bias", "has an id twice")
-        check_count("banned_ids", self.banned_ids, MAX_LISTED_IDS)
-        check_count("allowed_ids", self.allowed_ids, MAX_LISTED_IDS)
-        check_count("bad_words", self.bad_words, MAX_BAD_WORDS)
+        for name in ("banned_ids", "allowed_ids", "bad_words"):
+            OPTIONS[name].check_entries(getattr(self, name))
         for index, word in enumerate(self.bad_words):
             check_count(f"bad_words[{index}]", word, MAX_BAD_WORD_TOKENS)
             if not word:
@@ -111,8 +66,7 @@ class Sampling:
         if greedy and mode in (VerificationMode.NAIVE, VerificationMode.MULTI_STEP, VerificationMode.BLOCK):
             raise BadRequest("mode", f"is {mode}, which draws tokens; at temperature 0 use greedy or coupled")
         if mode is VerificationMode.LENIENT:
-            if not 0 < self.lenience < 1:
-                raise BadRequest("lenience", f"must lie in (0, 1) in mode lenient; got {self.lenience}")
+            OPTIONS["lenience"].check(self.lenience)
         elif self.lenience != 1:
             raise BadRequest("lenience", f"is {self.lenience}, but the mode is {mode}; it belongs to lenient")
 
@@ -146,17 +100,6 @@ class Sampling:
         return replace(self, seed=draft_seed(self.seed)) if self.mode in LISTED_MODES else self
 
 
-def check_count(field: str, values: Sized, most: int) -> None:
-    """Raise BadRequest for a field with more than `most` values. Call it before they are copied."""
-    if len(values) > most:
-        raise BadRequest(field, f"has {len(values)} entries; at most {most}")
-
-
-def _check_shift(field: str, value: float) -> None:
-    if not -LARGEST_SHIFT <= value <= LARGEST_SHIFT:
-        raise BadRequest(field, f"must lie in [{-LARGEST_SHIFT:g}, {LARGEST_SHIFT:g}]; got {value}")
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """An answer ends at `max_length` tokens of text, or at an end-of-text or stop token, none of which is drawn while
@@ -170,7 +113,7 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 <= self.min_length <= self.max_length:
             raise BadRequest("min_length", f"is {self.min_length}; must lie in 0 to max_length, {self.max_length}")
-        check_count("stop_ids", self.stop_ids, MAX_STOP_IDS)
+        OPTIONS["stop_ids"].check_entries(self.stop_ids)
 
     def ending(self, end_ids: Collection[int]) -> frozenset[int]:
         """The tokens that end an answer; end_ids: the target's end-of-text tokens."""
@@ -397,6 +340,7 @@ class Text:
         prompt: Sequence[int],
         sampling: Sampling,
         limits: Limits,
+        *,
         tenant: str = "",
         marks: tuple[int, ...] = (),
         stopping: Stopping | None = None,

@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from google.protobuf.message import Message
+
+from dendro.declared import check_count
 from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
 from dendro.modes import VerificationMode
-from dendro.text import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIASED_IDS,
-    MAX_LISTED_IDS,
-    MAX_STOP_IDS,
-    Sampling,
-    check_count,
-)
+from dendro.options import MAX_BAD_WORD_TOKENS, OPTIONS, SAMPLING_NUMBERS
+from dendro.text import Sampling
 from dendro.v1 import generation_pb2
+
+_FIELDS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
+
+
+def numbers_from(message: Message) -> dict[str, Any]:
+    """The numbers that a peer's Sampling or a client's has. Absent ones are left out."""
+    declared = message.DESCRIPTOR.fields_by_name
+    given = (name for name in SAMPLING_NUMBERS if not declared[name].has_presence or message.HasField(name))
+    return {name: getattr(message, name) for name in given}
 
 
 def edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
     """The fields of a Sampling that are lists of tokens, of a peer's message or a client's. Their lengths are checked
     before they are copied."""
-    check_count("logit_bias", message.logit_bias, MAX_BIASED_IDS)
-    check_count("banned_ids", message.banned_ids, MAX_LISTED_IDS)
-    check_count("allowed_ids", message.allowed_ids, MAX_LISTED_IDS)
+    for name in _FIELDS:
+        OPTIONS[name].check_entries(getattr(message, name))
     words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
-    check_count("bad_words", words, MAX_BAD_WORDS)
     for index, word in enumerate(words):
         check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
     return {
@@ -48,11 +51,8 @@ def mode_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str
 
 def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:
     """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
-    check_count("stop_ids", message.stop_ids, MAX_STOP_IDS)
+    OPTIONS["stop_ids"].check_entries(message.stop_ids)
     return tuple(message.stop_ids)
-
-
-_FIELDS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
 
 
 class ListMessages:

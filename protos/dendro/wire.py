@@ -31,10 +31,11 @@ from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_lin
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.logprobs import echoed_from, echoed_message, fill_logprobs, logprobs_from
 from dendro.long_work import PART
+from dendro.options import SAMPLING_NUMBERS
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.token_lists import LISTS, edits_from, mode_from, stop_ids_from
+from dendro.token_lists import LISTS, edits_from, mode_from, numbers_from, stop_ids_from
 from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
 
 _FINISH_MESSAGE = {
@@ -168,15 +169,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         lease=call.lease,
         ahead=call.ahead,
         sampling=calls_pb2.Sampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-            sample_index=sampling.sample_index,
-            repetition_penalty=sampling.repetition_penalty,
-            presence_penalty=sampling.presence_penalty,
-            frequency_penalty=sampling.frequency_penalty,
+            **{name: getattr(sampling, name) for name in SAMPLING_NUMBERS},
             mode=sampling.mode,
             lenience=sampling.lenience if sampling.mode.lossy else None,
         ),
@@ -209,19 +202,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     if message.prompt_tokens > update.base:
         raise BadRequest("prompt_tokens", f"is {message.prompt_tokens} for a text of {update.base} tokens")
-    sampling = Sampling(
-        temperature=raw.temperature,
-        top_k=raw.top_k,
-        top_p=raw.top_p,
-        min_p=raw.min_p,
-        seed=raw.seed,
-        sample_index=raw.sample_index,
-        repetition_penalty=raw.repetition_penalty,
-        presence_penalty=raw.presence_penalty,
-        frequency_penalty=raw.frequency_penalty,
-        **edits_from(raw),
-        **mode_from(raw),
-    )
+    sampling = Sampling(**numbers_from(raw), **edits_from(raw), **mode_from(raw))
     limits = Limits(message.max_length, message.ignore_end, message.min_length, stop_ids_from(message))
     parameters = RequestParameters(
         sampling=sampling,

@@ -13,11 +13,11 @@ import other_tokenizers
 import pytest
 import tiny_models
 import yaml
-from dendro.answer import Speculation
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.engine import started
 from dendro.errors import BadRequest, NotFound
 from dendro.shapes import TreeShape
+from dendro.speculation import Speculation
 from dendro.state import MemoryStates
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
-from dendro.answer import Mode, SpeculationStats
+from dendro.answer import SpeculationStats
 from dendro.errors import BadRequest
 from dendro.grammars import INSTALL
 from dendro.shapes import OFF, LevelShape
+from dendro.speculation import Mode
 from dendro.text import Sampling
 from parameters import PARAMETERS
 

@@ -14,6 +14,8 @@ import psutil
 import pytest
 from cases import few_of
 from dendro.answer import SpeculationStats
+from dendro.declared import OptionGroup
+from dendro.options import OPTIONS
 from dendro.text import Sampling
 from edge import END, EdgePeers, ingress, plain_answer
 from typer.testing import CliRunner, Result
@@ -23,6 +25,7 @@ from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.config import DEMO_MODELS
 from cluster.demo import real_pair
+from cluster.request_options import PARTS
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -52,6 +55,27 @@ def test_help_of_generate_names_every_option():
         assert f"--{option} " in output
     for option in ("policy", "max-nodes", "draft-deadline-ms"):
         assert f"--{option} " in output
+    for option in GENERATE_OPTIONS:
+        assert f"--{option} " in output
+
+
+GENERATE_OPTIONS = (
+    *("model", "keep-session", "min-p", "repetition-penalty", "presence-penalty", "frequency-penalty", "logit-bias"),
+    *(
+        "logit-bias-text",
+        "ban",
+        "allow",
+        "bad-word",
+        "bad-word-text",
+        "mode",
+        "lenience",
+        "max-new-tokens",
+        "n",
+        "stop",
+    ),
+    *("min-new-tokens", "stop-id", "include-stop", "json-schema", "regex", "grammar", "choices", "show-special-tokens"),
+    *("stop", "literal-prompt", "echo", "logprobs", "config", "timeout"),
+)
 
 
 def panels(*words: str) -> dict[str, list[str]]:
@@ -72,6 +96,10 @@ def test_help_of_generate_is_in_groups():
     options = {"address", "local", "config", "model", "session", "keep-session", "timeout", "help"}
     assert set(found["Options"]) == options
     assert set(found["Structure"]) == {"json-schema", "regex", "grammar", "choices"}
+    for name, declared in OPTIONS.items():
+        if declared.flags is None and name not in PARTS:
+            panel = "Options" if declared.group is OptionGroup.REQUEST else declared.group.capitalize()
+            assert name.replace("_", "-") in found[panel]
 
 
 def test_help_of_bench_shows_those_of_ones_own_pair_first():

@@ -13,7 +13,7 @@ import other_tokenizers
 import pytest
 import tiny_models
 from cut_heads import cut_head
-from dendro.answer import Speculation
+from dendro.speculation import Speculation
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tree_layers.checkpoint import SAFE

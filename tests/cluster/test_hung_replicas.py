@@ -17,9 +17,10 @@ import psutil
 import pytest
 import torch
 from dendro import serving
-from dendro.answer import Options, Round
+from dendro.answer import Round
 from dendro.client import AsyncClient
 from dendro.errors import PeerLost
+from dendro.options import Options
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases
 from dendro.state import NoStates

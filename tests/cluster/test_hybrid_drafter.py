@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny_hybrids
-from dendro.answer import Options
+from dendro.options import Options
 from tree_layers.checkpoint import read_facts
 
 from cluster.config import Config

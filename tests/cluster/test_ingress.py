@@ -16,9 +16,10 @@ import grpc.aio
 import pytest
 import redis
 import redis.asyncio
-from dendro.answer import REASON_KEY, Mode, Round, Speculation
+from dendro.answer import REASON_KEY, Round
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, PeerLost
+from dendro.speculation import Mode, Speculation
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models
-from dendro.answer import Options
+from dendro.options import Options
 
 from cluster.config import Config
 from cluster.running import local_client

@@ -8,8 +8,8 @@ import pytest
 import tiny_mamba
 import tiny_models
 import torch
-from dendro.answer import Speculation
 from dendro.errors import BadRequest
+from dendro.speculation import Speculation
 
 from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints

@@ -11,7 +11,8 @@ import tiny_models
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.internal.v1 import verifier_pb2
-from dendro.text import SMALLEST_TEMPERATURE, Limits, Sampling, Tokens
+from dendro.options import SMALLEST_TEMPERATURE
+from dendro.text import Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import verifier_call_from, verifier_call_message
 from edge import EdgePeers, ingress

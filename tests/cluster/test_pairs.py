@@ -7,7 +7,7 @@ from pathlib import Path
 import published
 import pytest
 import yaml
-from dendro.answer import Speculation
+from dendro.speculation import Speculation
 from published import COMMON, PAGE, PAIRS, UNRELATED, PublishedPair
 from tree_layers.checkpoint import read_facts
 from tree_layers.tokens import read_tokens

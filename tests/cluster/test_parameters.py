@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from dendro.answer import Options, build_request
+from dendro.answer import build_request
 from dendro.errors import BadRequest
-from dendro.text import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_LISTED_IDS, MAX_STOP_IDS, Finish
+from dendro.options import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_LISTED_IDS, MAX_STOP_IDS, Options
+from dendro.text import Finish
 from dendro.v1 import generation_pb2 as pb
 from edge import END, VOCABULARY, EdgePeers, ingress, resume_of
 from parameters import EACH, PAGE, PARAMETERS, written

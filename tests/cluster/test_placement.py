@@ -8,8 +8,8 @@ import signal
 import sys
 
 import pytest
-from dendro.answer import Options
 from dendro.errors import NotFound
+from dendro.options import Options
 from dendro.serving import Leases
 from fakes import FakeVerifier, new_text, plain
 from sockets import end, process, until, verifier_at

@@ -38,7 +38,7 @@ def of_mamba(shape: TreeShape) -> Arm:
 
 
 def a_text(ids, tenant: str = "", prompt: int | None = None) -> Text:
-    text = Text(ids[: prompt or len(ids)], Sampling(), Limits(10_000), tenant)
+    text = Text(ids[: prompt or len(ids)], Sampling(), Limits(10_000), tenant=tenant)
     if text.ids != list(ids):
         append(text, ids[len(text) :])
     return text

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import grpc.aio
 import pytest
-from dendro.answer import Options
 from dendro.client import CHANNEL_OPTIONS
+from dendro.options import Options
 from dendro.text import Finish
 from random_requests import OTHER, WAYS, Cases, remote, settings
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from dendro.answer import Completion, Options
+from dendro.answer import Completion
 from dendro.client import Asking
+from dendro.options import Options
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish
 from random_requests import WAYS, Cases

@@ -12,8 +12,8 @@ from dendro import attempts as attempts_module
 from dendro.answer import build_request
 from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest, EngineFailed, PeerLost
+from dendro.options import MAX_SAMPLES
 from dendro.progress import RequestProgress
-from dendro.samples import MAX_SAMPLES
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 from edge import EdgePeers, config, ingress, plain_answer, plain_logprobs, resume_of

@@ -9,11 +9,12 @@ from time import monotonic
 
 import fakes
 import pytest
-from dendro.answer import Completion, Mode, Speculation, SpeculationStats, build_request
+from dendro.answer import Completion, SpeculationStats, build_request
 from dendro.clock import Clock
 from dendro.errors import BadRequest
 from dendro.modes import VerificationMode
 from dendro.shapes import TreeShape
+from dendro.speculation import Mode, Speculation
 from dendro.text import Finish, Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb

@@ -8,7 +8,8 @@ from itertools import combinations, product
 
 import pytest
 from dendro.errors import BadRequest
-from dendro.text import MAX_STOP_BYTES, MAX_STOP_STRINGS, Finish, StopStrings, Verdict
+from dendro.options import MAX_STOP_BYTES, MAX_STOP_STRINGS
+from dendro.text import Finish, StopStrings, Verdict
 from edge import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st

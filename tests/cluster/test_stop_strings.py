@@ -16,7 +16,8 @@ import tiny_mamba
 from dendro.answer import Completion
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
-from dendro.text import MAX_STOP_BYTES, Finish, Sampling
+from dendro.options import MAX_STOP_BYTES
+from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from edge import END, ByteTokenizer, EdgePeers, ingress, plain_answer, resume_of

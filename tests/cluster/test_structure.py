@@ -17,9 +17,11 @@ import jsonschema
 import other_tokenizers
 import pytest
 import tiny_models
-from dendro.answer import Completion, Options, Speculation, build_request
+from dendro.answer import Completion, build_request
 from dendro.errors import BadRequest, Conflict
 from dendro.modes import VerificationMode
+from dendro.options import Options
+from dendro.speculation import Speculation
 from dendro.state import NoStates
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish, Limits, Sampling, check_choice
@@ -31,10 +33,10 @@ from cluster.api.local import LocalClient
 from cluster.bench.schemas import random_schema
 from cluster.config import Config, demo_config
 from cluster.engines import load_drafter
+from cluster.request_options import structure_given
 from cluster.router.ingress import Ingress
 from cluster.running import local_client, local_ingress
 from cluster.sessions import MemorySessions
-from cluster.structure_options import structure_given
 from drafter_service.engine import DrafterEngine
 
 PROMPT = "config = json.loads("

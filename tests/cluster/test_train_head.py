@@ -16,8 +16,8 @@ import tiny_models
 import torch
 import yaml
 from cut_heads import cut_head
-from dendro.answer import Options
 from dendro.errors import BadRequest
+from dendro.options import Options
 from tiny_heads import make_head
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import tiny_models
 import torch
-from dendro.answer import Options, Speculation
+from dendro.options import Options
+from dendro.speculation import Speculation
 
 from cluster.config import Config
 from cluster.running import local_client

@@ -12,10 +12,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import tiny_models
-from dendro.answer import Options, Speculation, build_request
+from dendro.answer import build_request
 from dendro.drawn_form import has_drawn_form
 from dendro.errors import BadRequest
 from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
+from dendro.options import Options
+from dendro.speculation import Speculation
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 from edge import EdgePeers, config, ingress

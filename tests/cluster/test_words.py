@@ -8,8 +8,9 @@ import edge
 import pytest
 from dendro.answer import build_request
 from dendro.errors import BadRequest
+from dendro.options import MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_WORD_BYTES
 from dendro.structure import Structure, StructureForm
-from dendro.text import MAX_BAD_WORDS, MAX_BIASED_IDS, Finish
+from dendro.text import Finish
 from edge import END, EdgePeers, ingress, resume_of
 from other_tokenizers import STYLES, loaded, templated
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -18,7 +19,6 @@ from cluster.api.local import LocalClient
 from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
 from cluster.router.tokenizer import CheckpointTokenizer
-from cluster.router.words import MAX_WORD_BYTES
 from cluster.sessions import MemorySessions
 
 

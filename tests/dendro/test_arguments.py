@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 from dendro import client as client_module
-from dendro.answer import Options, Speculation, build_request
+from dendro.answer import build_request
 from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest
+from dendro.options import Options
+from dendro.speculation import Speculation
 from dendro.structure import Structure, StructureForm
 from hypothesis import given, settings
 from hypothesis import strategies as st

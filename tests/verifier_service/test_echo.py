@@ -12,7 +12,8 @@ import torch
 from dendro.calls import RequestParameters
 from dendro.engine import started
 from dendro.errors import BadRequest
-from dendro.logprobs import MAX_ECHOED, TokenLogprobs
+from dendro.logprobs import TokenLogprobs
+from dendro.options import MAX_ECHOED
 from dendro.text import Limits, Sampling
 from dendro.tree import DraftTree
 from exactness import bitwise_or_skip

@@ -13,7 +13,8 @@ import torch
 from dendro.calls import RequestParameters
 from dendro.engine import started
 from dendro.errors import BadRequest
-from dendro.logprobs import MAX_TOP_LOGPROBS, TokenLogprobs
+from dendro.logprobs import TokenLogprobs
+from dendro.options import MAX_TOP_LOGPROBS
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 from exactness import bitwise_or_skip
