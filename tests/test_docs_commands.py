@@ -1,0 +1,244 @@
+"""Every command of the documentation is one that its program accepts, and every code block runs.
+
+Those that need neither Kubernetes, nor an accelerator, nor more than half a minute are run, in their shortest form,
+by tests marked `slow`. All others are parsed: by the command line's own parser, with the files that they name.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import doctest
+import importlib
+import inspect
+import json
+import re
+import textwrap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import documented
+import pytest
+import typer
+import yaml
+from dendro.client import Client
+from documented import PAGES, ROOT, DocumentedCommand, FencedBlock, blocks, commands
+from typer.testing import CliRunner
+
+from cluster import cli, slow_commands
+from cluster.config import DEMO_MODELS, Config
+from cluster.running import running
+
+COMMANDS = commands()
+OURS = [each for each in COMMANDS if each.words[0] == "dendro"]
+
+OTHER_PROGRAMS = {
+    "docker": "builds images",
+    "helm": "installs on Kubernetes",
+    "kubectl": "asks Kubernetes",
+    "grpcurl": "is another project's client",
+    "protoc": "is another project's compiler",
+}
+"""Programs that no test of this file starts, each with the reason."""
+READERS = {
+    *("cluster.yaml", "demo-target.yaml", "prompts.jsonl", "schema.json", "code/", "chats.jsonl", "texts/", "texts"),
+    *("models/big", "CHECKPOINT", "target-mamba2", "tests/cluster/test_largest.py", "tests/dendro/test_chain.py"),
+    "tests/drafter_service/test_mistral.py",
+}
+"""Files and folders that the reader has, or has made by following the page."""
+WRITTEN = {"json_file", "json", "markdown", "plot", "output", "out"}
+"""Parameters whose files a command writes."""
+
+
+UsageError = typer.BadParameter.__mro__[1]
+"""Raised by a parser; typer has it from click, or from its own copy of it."""
+
+
+def parsed(words: tuple[str, ...]) -> dict[str, Any]:
+    """The arguments of a command of `dendro` by name, read by its own parser without running it. Raises UsageError."""
+    if words[0] in ("train", "bench", *slow_commands.MEASURING):
+        command, words = slow_command(words)
+    else:
+        command, words = typer.main.get_command(cli.app).commands.get(words[0]), words[1:]
+    if command is None:
+        raise UsageError("there is no such command")
+    return command.make_context("dendro", list(words)).params
+
+
+def slow_command(words: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
+    """A command of a module that is slow to import, and its arguments."""
+    found = []
+
+    def noted(module: str, function: str, context: typer.Context) -> None:
+        app = typer.Typer(add_completion=False)
+        app.command()(getattr(importlib.import_module(module), function))
+        found.append((typer.main.get_command(app), tuple(context.args)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slow_commands, "_run_from", noted)
+        CliRunner().invoke(cli.app, list(words))
+    return found[0] if found else (None, words)
+
+
+def missing(words: tuple[str, ...]) -> list[str]:
+    """Files that the parsed command reads and that neither the repository nor the reader has."""
+    given = parsed(words)
+    paths = [
+        str(each)
+        for name, value in given.items()
+        if name not in WRITTEN
+        for each in (value if isinstance(value, list | tuple) else [value])
+        if isinstance(each, Path)
+    ]
+    return [path for path in paths if not {path, f"{path}/"} & READERS and not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("command", OURS, ids=str)
+def test_dendros_parser_accepts_every_command_and_its_files_exist(command: DocumentedCommand):
+    if command.words[1] != "--version":
+        assert not missing(command.words[1:])
+
+
+def test_every_other_command_starts_a_program_that_is_there():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in COMMANDS:
+        program, *rest = command.words
+        if program == "make":
+            assert set(rest) <= targets, command
+        elif program.endswith("python"):
+            assert rest[0] == "-m" and importlib.util.find_spec(rest[1]) is not None, command
+            assert not [each for each in rest[2:] if "/" in each and each not in READERS and not (ROOT / each).exists()]
+        elif program != "dendro":
+            assert program in OTHER_PROGRAMS, command
+
+
+def test_what_is_no_command_is_refused():
+    for words in ("generate --nowhere x", "bench speed --colour", "nothing", "tune --prompt-file"):
+        with pytest.raises(UsageError):
+            parsed(tuple(words.split()))
+    assert missing(("check", "nowhere.yaml")) == ["nowhere.yaml"]
+    assert missing(("bench", "speed", "nowhere.yaml")) == ["nowhere.yaml"]
+
+
+def test_the_words_of_a_line_are_those_of_a_shell():
+    assert doctest.testmod(documented) == doctest.TestResults(failed=0, attempted=1)
+
+
+YAML = [block for page in PAGES for block in blocks(page) if block.language == "yaml"]
+
+
+@pytest.mark.parametrize("block", YAML, ids=lambda block: block.page)
+def test_every_configuration_of_the_documentation_is_accepted(block: FencedBlock):
+    given = yaml.safe_load(block.text)
+    given = given.get("cluster", given)  # of the chart's values
+    if not set(given) & set(Config.model_fields):
+        pytest.skip("is part of another file")
+    given.setdefault("targets", {"big": {"checkpoint": "models/big"}})
+    Config.of(given, Path("/nowhere"))
+
+
+# What is run. The server is the demo pair in this process; each answer has few tokens.
+CONFIG = {
+    "targets": {"big": {"checkpoint": str(DEMO_MODELS / "target")}},
+    "drafters": {"small": {"checkpoint": str(DEMO_MODELS / "mamba2")}},
+    "router": {"default_new_tokens": 24},
+}
+RUN = ("generate", "check", "config", "--version")
+"""Commands that take less than half a minute in their shortest form."""
+
+
+@contextmanager
+def in_a_thread(context) -> Iterator:
+    """The value of an asynchronous context manager whose event loop is in another thread."""
+    entered: Future = Future()
+    leave = asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def hold() -> None:
+        try:
+            async with context as value:
+                entered.set_result(value)
+                await leave.wait()
+        except BaseException as error:
+            if not entered.done():
+                entered.set_exception(error)
+            raise
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(hold(),))
+    thread.start()
+    try:
+        yield entered.result(timeout=90)
+    finally:
+        loop.call_soon_threadsafe(leave.set)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="module")
+def address():
+    with in_a_thread(running(Config.of(CONFIG, ROOT), local=True)) as found:
+        yield found
+
+
+@pytest.fixture
+def readers_folder(tmp_path, monkeypatch):
+    """A folder with the reader's files."""
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(CONFIG))
+    (tmp_path / "schema.json").write_text('{"type": "object", "properties": {"a": {"type": "boolean"}}}')
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words: str) -> str:
+    done = CliRunner().invoke(cli.app, list(words))
+    assert done.exit_code == 0, done.output + str(done.exception)
+    return done.output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [each for each in OURS if each.words[1] in RUN], ids=str)
+def test_a_quick_command_runs(command: DocumentedCommand, address, readers_folder):
+    words = [address if word == "127.0.0.1:9000" else word for word in command.words[1:]]
+    if words[0] == "generate":
+        words += ["--max-new-tokens", "4"]
+    if words[0] == "config":  # what every node reads needs a Redis and a port
+        shared = {"redis": {"url": "redis://127.0.0.1:6379"}, "grpc": {"port": 9000}}
+        Path("cluster.yaml").write_text(yaml.safe_dump(CONFIG | shared))
+    if "TOKEN" in words:
+        kept = run("generate", "a", "--address", address, "--keep-session", "--max-new-tokens", "2", "--json")
+        words[words.index("TOKEN")] = json.loads(kept)["session"]
+    run(*words)
+
+
+class EagerClient(Client):
+    """A client whose calls run where they are written, though nothing reads their events."""
+
+    def generate(self, *args, **options):
+        return iter(list(super().generate(*args, **options)))
+
+
+PYTHON = [
+    block
+    for page in PAGES
+    for block in blocks(page)
+    if block.language == "python" and re.search(r"\bclient\b", block.text)
+]
+
+
+def test_code_blocks_of_the_client_are_found():
+    assert len(PYTHON) > 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}: {block.text.splitlines()[-1]}")
+def test_a_code_block_of_the_client_runs(block: FencedBlock, address):
+    text = textwrap.dedent(block.text).replace("127.0.0.1:9000", address)
+    code = compile(text, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    with EagerClient(address, proxy=False) as client:
+        names = {"client": client, "Structure": importlib.import_module("dendro.structure").Structure}
+        done = eval(code, names)
+        if inspect.isawaitable(done):
+            asyncio.run(done)
