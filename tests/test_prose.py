@@ -29,7 +29,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = ("cluster/policies", "drafter_service")
+ROOMS = ("cluster/policies", "drafter_service", "verifier_service")
 """Folders and files without a fault. Another is added once it has none."""
 PACKAGES = (
     *(("protos/", "dendro"), ("kernels/", "tree_kernels"), ("kernels/", "tree_layers")),

@@ -22,17 +22,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SLOT_BYTES = 1 << 20
-"""Bytes of one worker's part of an exchange; a longer tensor takes several exchanges."""
+"""Bytes of a worker's part of an exchange; a longer tensor takes several exchanges."""
 LINE_BYTES = 64
-"""Bytes of a cache line; each flag has its own."""
+"""Bytes of a cache line; each flag has one of its own."""
 SHARED_FOLDER = Path("/dev/shm")
 
 EAGER_TURNS = 200
 """Polls of another worker's flag before the first yield of the CPU: a few tens of microseconds."""
 PATIENT_S, PAUSE_S = 0.002, 0.0001
-"""After PATIENT_S the wait sleeps for PAUSE_S between polls, and checks each time that the other workers are alive."""
+"""Seconds of polling before a wait begins to sleep, and seconds of each sleep. After a sleep the wait checks that the
+other workers are alive."""
 FROZEN_S = 60.0
-"""A worker that does not answer for so long within a step counts as lost."""
+"""Seconds without an answer within a step after which a worker counts as lost."""
 
 
 class WorkerLost(RuntimeError):
@@ -46,22 +47,27 @@ class Collectives(Protocol):
     size: int
 
     def sum(self, part: Tensor) -> Tensor:
-        """The sum over all workers of tensors of one shape, added in float32 in the order of ranks and rounded once."""
+        """Called with tensors of one shape. Returns their sum over all workers, added in float32 in the order of ranks
+        and rounded once."""
         ...
 
     def gather(self, part: Tensor, width: int) -> Tensor:
-        """All workers' columns side by side, in the order of ranks: [..., width]. Each worker has the next
-        `shard_width(width)` columns or, at the end, the remaining ones."""
+        """Called with each worker's columns (`shard_of`). Returns all columns side by side, in the order of ranks:
+        [..., width]."""
         ...
 
 
 def shard_width(width: int, size: int) -> int:
-    """Columns of a shard. The last shards may have fewer, or none."""
+    """Number of columns of a shard. The last shards may have fewer, or none."""
     return -(-width // size)
 
 
 def shard_of(width: int, rank: int, size: int) -> tuple[int, int]:
-    """First and end column of a worker's shard."""
+    """First and end column of a worker's shard.
+
+    >>> [shard_of(10, rank, size=4) for rank in range(4)]
+    [(0, 3), (3, 6), (6, 9), (9, 10)]
+    """
     each = shard_width(width, size)
     return min(rank * each, width), min((rank + 1) * each, width)
 
@@ -80,13 +86,14 @@ def _padded(part: Tensor, width: int, size: int) -> Tensor:
 class SharedMemory:
     """Workers on one machine exchange parts in shared memory, by polling.
 
-    An exchange: write the own part, set the own flag to the number of the exchange, wait for all flags. Two sets of
-    parts alternate: a worker that sets its flag for the next exchange has read the parts of the last, so a set is free
-    when its turn comes again. Relies on x86, where stores become visible in program order; not used elsewhere.
+    In an exchange a worker writes its part, sets its flag to the number of the exchange, and waits for all flags. Two
+    sets of parts alternate: a worker that sets its flag for the next exchange has read the parts of the last, so a set
+    is free when its turn comes again. This relies on x86, where stores become visible in program order; other machines
+    use `ProcessGroup`.
     """
 
     def __init__(self, rank: int, size: int, memory: mmap.mmap, check: Callable[[], None]) -> None:
-        """check: raises WorkerLost when another worker of the group is gone; called while waiting."""
+        """check: called while waiting; raises WorkerLost if another worker of the group is gone"""
         self.rank = rank
         self.size = size
         self._check = check
@@ -115,7 +122,8 @@ class SharedMemory:
         return torch.cat([torch.cat(column).view(mine.shape) for column in columns], -1)[..., :width]
 
     def _exchange(self, mine: Tensor) -> list[Tensor]:
-        """All workers' flat tensors of one length. The views are valid until the exchange after the next."""
+        """Exchange flat tensors of one length. Returns views of all workers' tensors, valid until the exchange after
+        the next."""
         self._turn += 1
         places = self._parts[self._turn & 1, :, : mine.numel() * mine.element_size()]
         views = [place.view(mine.dtype) for place in places]
@@ -144,13 +152,14 @@ class SharedMemory:
 
 
 def can_share_memory(device: torch.device) -> bool:
-    """Whether workers on this machine may exchange parts in shared memory."""
+    """True if workers on this machine may exchange parts in shared memory."""
     return device.type == "cpu" and SHARED_FOLDER.is_dir() and platform.machine() in ("x86_64", "AMD64")
 
 
 @contextlib.contextmanager
 def new_memory(size: int) -> Iterator[tuple[mmap.mmap, Path]]:
-    """Memory for a group, and the path by which other processes on this machine open it until the context ends."""
+    """Create a group's memory. Yields it and its path, by which other processes on this machine open it until the
+    context ends."""
     path = SHARED_FOLDER / f"dendro-{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -162,7 +171,7 @@ def new_memory(size: int) -> Iterator[tuple[mmap.mmap, Path]]:
 
 
 def join_memory(path: Path, size: int) -> mmap.mmap | None:
-    """The memory of a group; None where this worker is on another machine."""
+    """Open a group's memory; None if this worker is on another machine."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -174,7 +183,7 @@ def join_memory(path: Path, size: int) -> mmap.mmap | None:
 
 
 _gather: Callable[[Tensor, Tensor], object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""One function: torch 2.13 has it by its new name too, and warns at the old one."""
+"""Gathers equal parts of all processes. torch 2.13 renamed the function, and warns at the old name."""
 
 
 class ProcessGroup:

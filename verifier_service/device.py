@@ -100,7 +100,7 @@ class StepBuffers:
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step of one kind is padded to."""
+    """Padded sizes of a step, and its kind of drawing."""
 
     rows: int
     drawn: int  # rows whose logits are needed
@@ -116,7 +116,7 @@ class Drawn:
     emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
     lengths: Tensor  # [texts] how many of them are valid; 0 for one that is walked on the host
     raw: dict[int, Tensor] = field(default_factory=dict)  # by draw that asks for log-probabilities: its rows' logits
-    rows: Tensor = field(default_factory=lambda: torch.zeros(0))  # of a step with echoes: the logits of wanted rows
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0))  # logits of wanted rows, in a step with echoes
     scores: dict[int, Tensor] = field(default_factory=dict)  # by draw that is walked on the host: its rows' logits
     failed: dict[int, DendroError] = field(default_factory=dict)  # by draw; MasksPending: its masks were not ready
 
@@ -144,7 +144,7 @@ class DeviceRunner(StepRunner):
         self._graphs = graphs
         self._recorded: dict[StepShape, tuple[RecordedStep, Drawn]] = {}
         self._failures: Counter[StepShape] = Counter()
-        self._ran: set[StepShape] = set()  # their kernels are compiled
+        self._ran: set[StepShape] = set()  # shapes whose kernels are compiled
 
     @on_its_device
     def warm_up(self) -> None:
@@ -212,14 +212,14 @@ class DeviceRunner(StepRunner):
         )
 
     def _logprobs(self, draw: Draw, walked: Walk, raw: Tensor) -> tuple[TokenLogprobs, ...]:
-        """raw: the logits [rows, vocabulary] of the draw's tree"""
+        """Log-probabilities of a walk's tokens. raw [rows, vocabulary]: logits of the draw's tree"""
         top = draw.logprobs or 0
         pairs = zip(walked.path, walked.tokens, strict=True)
         return tuple(token_logprobs(raw[row : row + 1], token, top) for row, token in pairs)
 
     def _walked_on_host(self, plan: StepPlan, scores: Mapping[int, Tensor]) -> dict[int, Walk | DendroError]:
-        """The walks of these draws, by their number; copies what they accept to its place. scores: logits of a draw's
-        rows, with the effect of its history"""
+        """Walks of the draws that need the host, by the draws' numbers; copies the keys of accepted rows to their
+        homes. scores: logits of each draw's rows, with the effect of its history"""
         walks: dict[int, Walk | DendroError] = {}
         for number, rows in scores.items():
             draw = replace(plan.draws[number], history=None, wanted=0)
@@ -234,10 +234,10 @@ class DeviceRunner(StepRunner):
         return walks
 
     def prepare(self, session: int, position: int) -> None:
-        """Noise is computed within the step."""
+        """Do nothing: noise is computed within the step."""
 
     def forget(self, sessions: Sequence[int]) -> None:
-        """No noise is kept."""
+        """Do nothing: no noise is kept."""
 
     # The arrays
 
@@ -319,7 +319,7 @@ class DeviceRunner(StepRunner):
             whole["first"][number], whole["count"][number] = draw.wanted, rows_walked
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """For forwards without drawing: those of checks, and of workers other than the leader."""
+        """Prepare a forward without drawing: one of a check, or of a worker other than the leader."""
         if self.crew is not None:
             self.crew.broadcast(replace(plan, draws=(), echoes=()))
         inputs, _ = self._upload(replace(plan, draws=(), echoes=()), self._shape_of(replace(plan, draws=(), echoes=())))
@@ -347,15 +347,14 @@ class DeviceRunner(StepRunner):
         plan: StepPlan | None = None,
         masks: Sequence[BegunMasks | None] = (),
     ) -> Drawn:
-        """Everything from rows to copied keys. Without synchronisation, unless some draws of `plan` have a history. A
-        graph needs no plan: none of its step's draws has one, and none of its texts asks for log-probabilities.
+        """Run a step, from rows to copied keys. Nothing synchronises, unless some draws of `plan` have a history.
 
-        masks: of the structure of each of the plan's draws, as begun by `StepMasks`; a draw without them in time is in
-        `failed`"""
+        plan: None for a graph's step, in which no draw has a history and no text asks for log-probabilities
+        masks: one per draw of the plan, begun by `StepMasks`; a draw whose masks are late is in `failed`"""
         given, real = (each.device for each in inputs)
         logits = self.target.logits(*self._seen(given))
         self.masks.wait(masks)
-        usable = logits.amax(1).isfinite()  # of raw logits; as `usable` in walk.py
+        usable = logits.amax(1).isfinite()  # True for usable rows of raw logits (`walk.usable`)
         raw, scores, failed = dict[int, Tensor](), dict[int, Tensor](), dict[int, DendroError]()
         for number, draw in enumerate(plan.draws if plan is not None else ()):
             mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
@@ -390,7 +389,7 @@ class DeviceRunner(StepRunner):
         return Drawn(paths, picked[paths], lengths, raw, rows, scores, failed)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
-        """Replay a step's graph, which is recorded first if needed; run the step where it cannot be recorded."""
+        """Replay a step's graph, recorded first if needed. Run the step if it cannot be recorded."""
         if shape.alone and self._graphs is not None and not self._settled(shape):
             self._record(self._graphs, shape, inputs)
         self._ran.add(shape)
@@ -401,7 +400,7 @@ class DeviceRunner(StepRunner):
         return drawn
 
     def _settled(self, shape: StepShape) -> bool:
-        """Whether a shape's step is recorded, or all attempts to record it failed."""
+        """True if a shape's step is recorded, or all attempts to record it failed."""
         return shape in self._recorded or self._failures[shape] >= ATTEMPTS
 
     def _record(self, graphs: Graphs, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> None:
@@ -420,13 +419,13 @@ class DeviceRunner(StepRunner):
 
 
 def _with_history(draw: Draw, history: History, logits: Tensor, masks: BegunMasks | None) -> Tensor:
-    """logits [rows, V] of a draw, with the effect of its text's history and structure."""
+    """Logits [rows, V] of a draw with the effect of the text's history and structure. logits [rows, V]: raw"""
     allowed = [masks.result().allowed(row) for row in range(draw.tree.rows)] if masks is not None else ()
     return history.scores(logits, draw.paths(), allowed)
 
 
 def _walk(draw: Draw, found: Ints, width: int) -> Walk:
-    """found: a downloaded row of visited rows, emitted tokens and their number, side by side."""
+    """Make a walk from a download. found: visited rows, emitted tokens and their number, side by side"""
     length = int(found[-1])
     path = (found[:length] - draw.wanted).tolist()
     ranks = (draw.tree.children(int(draw.tree.parents[row])).index(row) for row in path[1:])

@@ -57,7 +57,7 @@ NOISE_PAUSE_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """The memory of a closed text; no arrays where it could not be copied."""
+    """A copy of a closed text's memory; without arrays if it could not be copied."""
 
     tenant: str
     ids: Sequence[int]
@@ -295,8 +295,8 @@ class VerifierEngine:
     # The engine's thread
 
     def _step(self) -> float | None:
-        """One step of the model, if any is wanted, and its answers; then the memory of closed texts. While idle, a row
-        of noise. Returns how long to wait for calls before the next."""
+        """Run one step of the model, if one is wanted, and answer; then copy the memory of closed texts. While idle,
+        compute a row of noise. Returns how many seconds to wait for calls before the next step."""
         plan, paused, self._paused = self.scheduler.next(), self._paused, False
         if closed := self.scheduler.take_closed():
             self.runner.forget(closed)
@@ -309,7 +309,7 @@ class VerifierEngine:
                 outcome = self.runner.run(plan)
             except BaseException as error:  # a panic of a native library is no Exception
                 log.exception("verifier: a step of %d rows failed", len(plan.tokens))
-                if self.runner.crew is not None:  # its workers are no longer in step
+                if self.runner.crew is not None:  # the workers are no longer in step
                     self._lose(str(error))
                 else:
                     self.scheduler.fail(error)
@@ -337,8 +337,8 @@ class VerifierEngine:
         return 0.0
 
     def _restore(self, session: VerifierText, saved: Saved) -> bool:
-        """Restore a saved memory, or copy another text's; false where that fails, which is logged: the text is then
-        computed."""
+        """Restore a saved memory, or copy another text's. False if that fails, which is logged: the text is then
+        prefilled."""
         assert session.memory.place is not None
         try:
             arrays = self.runner.save(saved.source, saved.length) if saved.source is not None else saved.arrays
@@ -356,13 +356,13 @@ class VerifierEngine:
         if session.memory.place is not None and ids:
             try:
                 arrays = self.runner.save(session.memory.place, len(ids))
-            except BaseException:  # as above
+            except BaseException:  # a panic of a native library is no Exception
                 log.exception("verifier: the memory of a closed text could not be copied")
         self.scheduler.gone(ask.call.update.opening)
         ask.ticket.settle(_Left(session.parameters.tenant, ids, digest, arrays))
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and what is held now."""
+        """Counters since the engine was loaded, and numbers of pages and texts held now, by name."""
         memory = self.scheduler.memory
         return {
             **asdict(self.scheduler.counters),
@@ -390,7 +390,7 @@ class VerifierEngine:
         """Number of open texts, those that wait for memory included."""
         return len(self.scheduler.sessions)
 
-    # For checks: the target's own logits, without a session
+    # -- the target's own logits, for checks, without a session
 
     def logits_of(self, ids: Sequence[int], tree: DraftTree) -> torch.Tensor:
         """Logits [rows, vocabulary] float32, on the host, of every row of a tree whose root is the last token of the
@@ -422,7 +422,7 @@ def _pool_pages(
                 f"the states of max_sessions = {options.max_sessions} texts take {taken / 1e6:.0f} MB, "
                 f"{-bytes_left / 1e6:.0f} MB more than {options.memory_fraction} of what is free",
             )
-        if target.token_bytes:  # without attention, pages only count tokens
+        if target.token_bytes:  # pages of a target without attention only count tokens
             room = bytes_left // (target.token_bytes * PAGE)
             pages = room if crew is None else crew.pages(options.memory_fraction, room, states_bytes)
     if pages < 1 or options.max_length < 2:

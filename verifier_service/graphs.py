@@ -1,4 +1,4 @@
-"""Graphs of steps on an accelerator: recorded once, replayed from then on, all in one pool of memory."""
+"""Graphs of steps on an accelerator: recorded once, then replayed, all in one pool of memory."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ Result = TypeVar("Result")
 
 
 class RecordedStep(Protocol):
-    """A recorded step; `replay` runs it again on the contents of the same addresses."""
+    """A recorded step."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Called instead of the step. Runs it again on the current contents of the same addresses."""
+        ...
 
 
 class Graphs(Protocol):
     """Records steps."""
 
     def record(self, step: Callable[[], Result]) -> tuple[RecordedStep, Result]:
-        """Run a step once without recording, then record it. Returns the recording, and the tensors that each replay
-        writes.
+        """Called once per shape of step. Runs the step once without recording, then records it. Returns the recording
+        and the tensors that each replay writes.
 
-        Raises RuntimeError where the step cannot be recorded; the device is then as before.
+        Raises RuntimeError if the step cannot be recorded; the device is then unchanged.
         """
         ...
 

@@ -14,7 +14,7 @@ Found = TypeVar("Found")
 
 
 def guarded(work: Callable[[], Found]) -> Found | DendroError:
-    """The result of one text's part of a step, or the error that ends this text alone."""
+    """Run one text's part of a step. Returns its result, or the error that ends this text alone."""
     try:
         return work()
     except DendroError as error:

@@ -1,4 +1,4 @@
-"""How long a step waits for rounds that are expected soon, so that it has the rows of more texts."""
+"""Delays a step for rounds that are expected soon, so that it has the rows of more texts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def worth_waiting(
 ) -> float:
     """Seconds to delay the next step for rounds that are expected soon; mostly 0.
 
-    size: rows of the last step, padded   ended_s: when its answers were sent
+    size: padded rows of the last step   ended_s: time at which the last step's answers were sent
+
+    One text waits since 1.000 s, another was answered then and usually returns after 2 ms. Each step alone takes 10 ms,
+    both texts in one step 11 ms: waiting pays for up to 0.75 * (10 + 10 - 11) = 6.75 ms.
     """
     if not costs.known or len(sessions) < 2:
         return 0.0

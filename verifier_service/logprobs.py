@@ -15,8 +15,8 @@ from verifier_service.walk import Draw, Echo, Walker, usable
 
 
 def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
-    """Log-probabilities after a row, by a softmax in float32: of a token, and of the `top` tokens with the greatest
-    logits, of equal ones the lower id first.
+    """Log-probabilities after a row, by a softmax in float32, of a token and of the `top` tokens with the greatest
+    logits; of equal logits the lower id comes first.
 
     logits [1, V]: one row at a time, so that the bits do not depend on other rows
     """
@@ -28,8 +28,12 @@ def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
 
 
 def likeliest_tokens(logits: Tensor, top: int) -> Tensor:
-    """The ids of the greatest logits [V], at most `top`, of equal ones the lower id first. (torch.topk has no order of
-    equal numbers, and sorting the vocabulary takes longer.)"""
+    """Ids of the `top` greatest logits [V], greatest first; of equal logits the lower id comes first. (torch.topk does
+    not order equal numbers, and sorting the vocabulary takes longer.)
+
+    >>> likeliest_tokens(torch.tensor([1.0, 3.0, 2.0, 3.0]), top=3).tolist()
+    [1, 3, 2]
+    """
     top = min(top, len(logits))
     if not top:
         return torch.zeros(0, dtype=torch.int64, device=logits.device)
@@ -39,9 +43,9 @@ def likeliest_tokens(logits: Tensor, top: int) -> Tensor:
 
 
 def echo_logprobs(echo: Echo, logits: Callable[[int], Tensor]) -> tuple[TokenLogprobs, ...]:
-    """Log-probabilities of the tokens after these rows. logits: as in `walk_with_logprobs`
+    """Log-probabilities of the known tokens after these rows. logits: returns a row of the step's logits [1, V]
 
-    Raises BadRequest where logits are not finite."""
+    Raises BadRequest if logits are not finite."""
     found = []
     for row, token in enumerate(echo.tokens, echo.wanted):
         here = logits(row)
@@ -54,7 +58,8 @@ def echo_logprobs(echo: Echo, logits: Callable[[int], Tensor]) -> tuple[TokenLog
 def walk_with_logprobs(
     walker: Walker, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None
 ) -> tuple[Walk, tuple[TokenLogprobs, ...]]:
-    """A walk (`Walker.walk`) and the log-probabilities of its tokens; none where the draw does not ask for them."""
+    """Walk a tree (`Walker.walk`). Returns the walk and the log-probabilities of its tokens; none if the draw does not
+    ask for them."""
     if draw.logprobs is None:
         return walker.walk(draw, logits, masks), ()
     visited: list[Tensor] = []

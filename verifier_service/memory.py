@@ -1,12 +1,12 @@
-"""The texts' pages in the pool: they grow with the texts and are shared by equal beginnings. Plain numbers.
+"""Assigns KV cache pages to texts: texts take pages as they grow, and share pages of equal prefixes. Plain numbers.
 
 A page full of committed tokens is published under a hash of these tokens and all before them, salted by tenant; a text
-that begins alike holds the same page. Shared pages are never written: a text that is cut inside one releases it and
-computes that page's tokens again on a page of its own, which has the same bits.
+with the same prefix holds the same page. Shared pages are never written: a text that is cut inside one releases it and
+computes the page's tokens again on a page of its own, with the same bits.
 
-Where all layers of the model have a sliding window, a text releases the pages that none of its rows will see again.
-Where a model has states, a text that holds pages has a place for states too (`recurrent.py`), and shares nothing: a
-page does not contain the state after it.
+If all layers of the model have a sliding window, a text releases the pages that none of its rows will see again. If the
+model has states, a text that holds pages also has a place for states (`recurrent.py`) and shares nothing, since a page
+does not contain the state after it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from verifier_service.recurrent import StatePool, TextStates
 
 @dataclass(slots=True)
 class TextMemory:
-    """What one text holds: pages by position, and the tokens whose keys are on them."""
+    """Memory of one text: pages by position, and the tokens whose keys are on them."""
 
-    salt: bytes
-    pages: list[int] = field(default_factory=list)  # 0, the zero page, for one that was released as out of sight
+    salt: bytes  # start of the tenant's hash chains
+    pages: list[int] = field(default_factory=list)  # page numbers; 0, the zero page, for pages released as out of sight
     unseen: int = 0  # number of leading pages that were released as out of sight
-    consumed: list[int] = field(default_factory=list)
-    names: list[bytes] = field(default_factory=list)  # of the leading pages that are published
-    place: TextStates | None = None  # of its states, where the target has any
+    consumed: list[int] = field(default_factory=list)  # tokens whose keys are in place
+    names: list[bytes] = field(default_factory=list)  # hash names of the leading pages that are published
+    place: TextStates | None = None  # place of the text's states; None for targets without states
 
 
 def most_pages(tokens: int, window: int | None, slack: int, rows: int) -> int:
-    """The most pages that a text of so many tokens holds at once, where a step computes `rows` of them. window, slack:
-    as in `PageTable`."""
+    """Most pages that a text of `tokens` tokens holds at once. rows: most rows of a step   window, slack: see
+    `PageTable`"""
     whole = pages_for(tokens)
     return whole if window is None else min(whole, pages_for(window + slack + rows) + 1)
 
 
 def salt_of(tenant: str) -> bytes:
-    """The start of a tenant's hash chains: no tenant shares, or can time, another's pages."""
+    """Start of a tenant's hash chains, so that no tenant shares, or can time, another's pages."""
     return hashlib.blake2b(tenant.encode(), digest_size=16, person=b"dendro.pages").digest()
 
 
@@ -57,9 +57,9 @@ class PageTable:
         slack: int = 0,
         places: StatePool | None = None,
     ) -> None:
-        """share: whether texts that begin alike hold the same pages. window: positions that a row sees, itself among
-        them, where every layer has a sliding window; slack: tokens by which a text may be cut and still hold the pages
-        that its next rows see. places: for states; as many as texts that hold pages at once."""
+        """share: True if texts with equal prefixes hold the same pages   window: positions that a row sees, itself
+        among them, if every layer has a sliding window; else None   slack: tokens by which a text may be cut and still
+        hold the pages that its next rows see   places: for states, as many as texts that hold pages at once"""
         self.book = PageBook(pages)
         self.places = places
         self._share = share and places is None
@@ -70,13 +70,13 @@ class PageTable:
 
     @property
     def held(self) -> int:
-        """Pages that texts hold now."""
+        """Number of pages that texts hold now."""
         return self.book.pages - self.book.free
 
     def adopt(self, text: TextMemory, ids: Sequence[int]) -> int:
-        """Give an empty text the published pages of its beginning; returns how many tokens they cover.
+        """Give an empty text the published pages of its prefix. Returns the number of tokens that they cover.
 
-        ids: the tokens that may be consumed: all but the root.
+        ids: tokens that may be consumed, all but the root
         """
         assert not text.pages and not text.consumed
         if not self._share:
@@ -96,7 +96,7 @@ class PageTable:
         return len(text.consumed)
 
     def grow(self, text: TextMemory, tokens: int) -> bool:
-        """Let a text hold so many tokens; false, without a change, where too few pages are free."""
+        """Let a text hold `tokens` tokens. False, without a change, if too few pages are free."""
         lacking = max(pages_for(tokens) - len(text.pages), 0)
         if lacking > self.book.free:
             return False
@@ -107,8 +107,8 @@ class PageTable:
         return True
 
     def restore(self, text: TextMemory, ids: Sequence[int], tokens: int) -> bool:
-        """Mark these tokens as consumed by an empty text, the last `tokens` of them as inputs after a checkpoint.
-        False, without a change, where there is no room, or where the next row would start from an older checkpoint."""
+        """Mark these ids as consumed by an empty text, the last `tokens` of them as inputs after a checkpoint. False,
+        without a change, if there is no room, or if the next row would start from an older checkpoint."""
         assert self.places is not None and not text.consumed
         block, rest = divmod(len(ids) - tokens, self.places.extent.block)
         if rest or not 0 <= block <= self.places.extent.oldest(len(ids)) or not self.grow(text, len(ids)):
@@ -119,8 +119,8 @@ class PageTable:
         return True
 
     def append(self, text: TextMemory, ids: Sequence[int]) -> None:
-        """Mark these next tokens, whose keys are now in place, as consumed; full pages are published, and those out of
-        sight released."""
+        """Mark the next tokens, whose keys are now in place, as consumed. Publishes full pages, and releases pages out
+        of sight."""
         text.consumed += ids
         if text.place is not None:
             text.place.append(len(text.consumed))
@@ -136,7 +136,7 @@ class PageTable:
             text.unseen = seen
 
     def _seen_from(self, position: int) -> int:
-        """The first page that a row at this position, or after it, sees."""
+        """Index of the first page that a row at this position, or after it, sees."""
         return 0 if self._window is None else max(position - self._window + 1, 0) // PAGE
 
     def _publish(self, text: TextMemory) -> None:
@@ -147,11 +147,11 @@ class PageTable:
             text.names.append(name)
 
     def cut(self, text: TextMemory, length: int) -> None:
-        """Forget what was consumed past `length` tokens.
+        """Forget the tokens consumed past the first `length`.
 
-        The text's own pages are overwritten later. Published pages are released, also the one that `length` lies in,
-        whose first tokens are then computed again. Everything is forgotten where the next rows would see a page that
-        was released as out of sight, or a state that was overwritten.
+        The text's own pages are overwritten later. Published pages are released, also the one in which `length` lies,
+        whose first tokens are then computed again. Everything is forgotten if the next rows would see a page that was
+        released as out of sight, or a state that was overwritten.
         """
         if length >= len(text.consumed):
             return

@@ -30,11 +30,11 @@ Message = TypeVar("Message")
 
 
 class BadFrame(RuntimeError):
-    """What arrived is none of the expected messages."""
+    """The received frame is none of the expected messages."""
 
 
 def receive(stream: Connection, *kinds: type[Message], limit: int = MAX_FRAME_BYTES) -> Message:
-    """The next message, of one of these classes. Raises BadFrame, and EOFError or OSError where the stream ends."""
+    """Receive the next message, of one of these classes. Raises BadFrame; EOFError or OSError if the stream ends."""
     try:
         frame = stream.recv_bytes(limit)
     except OSError as error:
@@ -45,14 +45,14 @@ def receive(stream: Connection, *kinds: type[Message], limit: int = MAX_FRAME_BY
 
 
 def packed(message: object) -> bytes:
-    """A message as bytes."""
+    """Write a message as bytes."""
     arrays: list[bytes] = []
     head = json.dumps([type(message).__name__, _plain(message, arrays)]).encode()
     return b"".join((len(head).to_bytes(HEAD_BYTES, "little"), head, *arrays))
 
 
 def unpacked(frame: bytes, *kinds: type[Message]) -> Message:
-    """The message that `packed` made. Raises BadFrame where it is none of these classes."""
+    """Read what `packed` wrote. Raises BadFrame if it is none of these classes."""
     arrays = HEAD_BYTES + int.from_bytes(frame[:HEAD_BYTES], "little")
     try:
         name, values = json.loads(frame[HEAD_BYTES:arrays])
@@ -68,7 +68,7 @@ def unpacked(frame: bytes, *kinds: type[Message]) -> Message:
 
 
 def _plain(value: Any, arrays: list[bytes]) -> Any:
-    """A field as JSON has it; arrays go to `arrays`."""
+    """The form of a field in JSON; arrays are appended to `arrays`."""
     if is_dataclass(value):
         return [_plain(getattr(value, each.name), arrays) for each in fields(value)]
     if isinstance(value, np.ndarray):
@@ -102,12 +102,12 @@ class _Arrays:
 
 
 Reader = Callable[[Any, _Arrays], Any]
-"""Makes a field from what JSON has; raises ValueError where that is something else."""
+"""Makes a field from its form in JSON. Raises ValueError for anything else."""
 
 
 @cache
 def _reader(kind: Any) -> Reader:
-    """The reader of fields of this annotation. Floats have none: only draws have some, and those are not sent."""
+    """Reader of fields with this annotation. Floats have none: only draws have floats, and draws are not sent."""
     origin, args = get_origin(kind), get_args(kind)
     if origin is UnionType:
         (other,) = (_reader(arg) for arg in args if arg is not type(None))

@@ -1,4 +1,4 @@
-"""Trees whose guesses were drawn from the drafter's law: their check, and their walks."""
+"""Checks and walks of trees in modes whose tokens are not those of plain decoding."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from tree_kernels.warp import Warp, warp
 
 
 def check_laws(tree: DraftTree, sampling: Sampling, base: int, vocabulary: int) -> None:
-    """Raise BadRequest for a tree that the request's mode cannot verify: laws where guesses are not drawn, none where
-    they are, children that are not the first draws of their row's law, a tree where the mode needs a chain.
+    """Raise BadRequest for a tree that the request's mode cannot verify: with laws although its guesses are not drawn,
+    without laws although they are, with children that are not the first draws of their row's law, or with branches in a
+    mode that needs a chain.
 
-    base: length of the text that the round starts from
+    base: length of the text at the start of the round
 
-    A law that was chosen after its draws cannot be detected: therefore these modes must be listed.
+    A law that was chosen after its draws cannot be detected, so a cluster serves these modes only if its configuration
+    lists them.
     """
     if not sampling.draws_guesses:
         if tree.laws:
@@ -45,9 +47,9 @@ def check_laws(tree: DraftTree, sampling: Sampling, base: int, vocabulary: int) 
 def walk_by_mode(
     tree: DraftTree, base: int, settings: Warp, sampling: Sampling, scores: Callable[[int], Tensor]
 ) -> Walk:
-    """The walk of a request in a mode whose tokens are not those of plain decoding.
+    """Walk a tree in a mode whose tokens are not those of plain decoding.
 
-    scores: a row of the tree -> [1, vocabulary] float32 logits, before the temperature
+    scores: returns logits [1, vocabulary] float32 of a row of the tree, before the temperature
     """
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     if not sampling.draws_guesses:
@@ -64,6 +66,6 @@ def walk_by_mode(
 
 
 def _numbers(row: Tensor) -> Floats:
-    """[1, n] as [n] float64 on the host."""
+    """Copy a row [1, n] to the host as [n] float64."""
     numbers: Floats = row[0].cpu().numpy().astype(np.float64)
     return numbers

@@ -1,4 +1,4 @@
-"""How a verifier's engine is set up."""
+"""Options of a verifier's engine."""
 
 from __future__ import annotations
 
@@ -13,25 +13,26 @@ from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifierOptions:
-    """All that an engine does not read from its checkpoint. Raises BadRequest, naming the field.
+    """Settings of an engine that are not read from its checkpoint. Raises BadRequest, naming the field.
 
-    Pages for keys and values are for `pool_tokens` tokens of all open texts, or for a share of the device's free memory
-    once the weights are loaded (`memory_fraction`); by default for `max_sessions` texts of `max_length`.
+    The KV cache has pages for `pool_tokens` tokens of all open texts, or as many as fit into a share of the device's
+    memory that is free once the weights are loaded (`memory_fraction`); by default for `max_sessions` texts of
+    `max_length`.
     """
 
-    name: str  # under which the target is served
-    tokenizer: Path | None = None  # the tokenizer's folder, where it is not the checkpoint's
+    name: str  # name under which the target is served
+    tokenizer: Path | None = None  # the tokenizer's folder, if not the checkpoint's
     dtype: torch.dtype = torch.bfloat16
     device: torch.device | str = "cpu"
-    threads: int = 1  # of large products, on a CPU
-    max_length: int = 2048  # tokens of a text, prompt and answer
-    max_sessions: int = 16  # texts that hold memory at once
-    max_waiting: int = 64  # texts more that may wait for memory
-    max_rows: int = MAX_ROWS  # of a tree, the root included
-    max_depth: int = DEFAULT_DEPTH
-    pool_tokens: int | None = None
-    memory_fraction: float | None = None
-    share_prefixes: bool = True  # among texts of one tenant; never for a target with states
+    threads: int = 1  # threads of large products on a CPU
+    max_length: int = 2048  # most tokens of a text, prompt and answer
+    max_sessions: int = 16  # most texts that hold memory at once
+    max_waiting: int = 64  # most texts that wait for memory
+    max_rows: int = MAX_ROWS  # most rows of a tree, the root included
+    max_depth: int = DEFAULT_DEPTH  # most levels of a tree below the root
+    pool_tokens: int | None = None  # tokens in the KV cache
+    memory_fraction: float | None = None  # share of the free memory for the KV cache
+    share_prefixes: bool = True  # share pages among texts of one tenant; never for a target with states
     prefill_chunk: int = 256  # rows of a step, and so of a chunk of a prompt
     tensor_parallel: int = 1  # workers with a shard of the target each, the engine's process included
     longest_step_s: float = LONGEST_STEP_S  # a longer step counts as hung

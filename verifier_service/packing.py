@@ -1,4 +1,4 @@
-"""A step's plan from the rows that its texts share."""
+"""Makes a step's plan from its texts' shares of rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verifier_service.walk import Draw, Echo
 
 
 def packed(shares: Sequence[StepShare], capacity: Capacity) -> StepPlan:
-    """The plan of a step with these rows of texts, in this order."""
+    """Make the plan of a step with these shares, in this order."""
     parts, draws, echoes = [], [], []
     start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
     alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]

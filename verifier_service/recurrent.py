@@ -1,9 +1,9 @@
-"""A text's slots in the memory of a state-space target, and a step's rows over them. Plain numbers.
+"""Assigns slots in the memory of a state-space target to texts, and a step's rows to these slots. Plain numbers.
 
 A text has a *place*: a ring for the inputs of its newest tokens, and a few checkpoints of its states. A row at position
 p starts from the checkpoint at `block * (p // block - 1)` and takes the inputs since, in order of position
 (docs/design/scan.md#checkpoints). The checkpoint is at least a block behind the row, and a block holds the deepest
-tree: so every row of a tree starts inside the committed text, and its bits depend only on its path.
+tree. So every row of a tree starts inside the committed text, and its bits depend only on its path.
 
 All rows of a step write scratch slots, in order. Accepted rows are then copied into the rings, in the same way for
 prompts, decode steps and trees.
@@ -21,74 +21,82 @@ from dendro.tree import DraftTree
 Ints = npt.NDArray[np.int64]
 
 NOT_KEPT = -1
-"""The target of a checkpoint that only its own step needs."""
+"""Target of a checkpoint that only its own step needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """The size of a place."""
+    """The size of a place.
+
+    Blocks of 16 tokens, trees of depth 8, texts cut by at most 9 tokens: the ring holds 48 tokens, and 3 checkpoints
+    are kept. The next row after 100 tokens starts from the checkpoint after 5 blocks, at 80:
+
+    >>> extent = Extent.of(block=16, slack=9, depth=8)
+    >>> extent, extent.oldest(100)
+    (Extent(block=16, ring=48, checkpoints=3), 5)
+    """
 
     block: int  # tokens of a block: R of docs/design/scan.md#checkpoints
-    ring: int  # tokens
-    checkpoints: int
+    ring: int  # tokens whose inputs the ring holds
+    checkpoints: int  # number of checkpoints that are kept
 
     @classmethod
     def of(cls, block: int, slack: int, depth: int) -> Extent:
-        """Of a text that is computed again when it is cut by more than `slack` tokens."""
+        """Size of the place of a text that is computed again when it is cut by more than `slack` tokens."""
         # The next row is at most `slack` before the last token, and takes inputs of less than two blocks before it.
         return cls(block, -(-(2 * block + slack) // block) * block, (depth + slack - 1) // block + 2)
 
     @classmethod
     def of_whole(cls, block: int, tokens: int, depth: int) -> Extent:
-        """Of a place that holds a whole text of up to so many tokens."""
+        """Size of a place that holds a whole text of up to `tokens` tokens."""
         return cls(block, -(-tokens // block) * block + block, (tokens + depth) // block + 1)
 
     def oldest(self, length: int) -> int:
-        """The checkpoint, as a number of blocks, that the next row after so many tokens starts from; later rows start
-        from the same or newer ones."""
+        """Number of the checkpoint, in blocks, from which the next row after `length` tokens starts. Later rows start
+        from this or newer ones."""
         return max(length // self.block - 1, 0)
 
 
 @dataclass(slots=True)
 class TextStates:
-    """One text's part of the memory, and what it holds."""
+    """One text's place in the memory, and what it holds."""
 
     extent: Extent
-    first_token: int  # slot of the ring
-    first_state: int  # slot of the checkpoints
+    first_token: int  # first slot of the ring
+    first_state: int  # first slot of the checkpoints
     folded: int = 0  # the newest valid checkpoint: the state after `folded` blocks
     lowest: int = 0  # the oldest checkpoint that was not overwritten
     written: int = 0  # tokens written to the ring so far
 
     def token_slots(self, positions: Ints) -> Ints:
-        """Where the inputs of committed tokens are kept."""
+        """Ring slots of the inputs of committed tokens at these positions."""
         return self.first_token + positions % self.extent.ring
 
     def state_slot(self, block: int) -> int:
-        """Where the state after so many blocks is kept; 0, the zero state, before the text."""
+        """Slot of the state after `block` blocks; 0, the zero state, before the text."""
         return self.first_state + block % self.extent.checkpoints if block > 0 else 0
 
     def fold_to(self, block: int) -> None:
-        """Checkpoints up to this one are being written."""
+        """Record that checkpoints up to this block are being written."""
         self.folded = max(self.folded, block)
         self.lowest = max(self.lowest, block - self.extent.checkpoints + 1)
 
     def append(self, tokens: int) -> None:
-        """The text has now consumed so many tokens in all."""
+        """Record that the text has consumed `tokens` tokens in all."""
         self.written = max(self.written, tokens)
 
     def can_cut(self, length: int) -> bool:
-        """Whether all that a text of this length needs is still held."""
+        """True if the place still holds the checkpoint and inputs that a text of this length needs."""
         block = self.extent.oldest(length)
         return (not block or block >= self.lowest) and block * self.extent.block >= self.written - self.extent.ring
 
     def base_of(self, length: int) -> int:
-        """The checkpoint that is saved with a text of this length, beside the inputs since: the one that its next row
-        starts from, or an older one."""
+        """Number, in blocks, of the checkpoint that is saved with a text of this length, beside the inputs since: the
+        one from which the next row starts, or an older one."""
         return min(self.extent.oldest(length), self.folded)
 
     def restore(self, block: int, length: int) -> None:
-        """This checkpoint and the inputs after it, up to this length, are restored."""
+        """Record that this checkpoint and the inputs after it, up to `length` tokens, are restored."""
         self.folded = self.lowest = block
         self.written = length
 
@@ -119,24 +127,25 @@ class StatePool:
 
 
 def place_of(index: int, extent: Extent) -> TextStates:
-    """The place of this number, where all have one extent; slot 0 belongs to none."""
+    """The place with this number among places of one extent; slot 0 belongs to none."""
     return TextStates(extent, 1 + index * extent.ring, 1 + index * extent.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
-    """The layout of the memory: the texts' places, one for the runner's own checks, and scratch for a step's rows."""
+    """Layout of the memory: the texts' places, one place for the runner's own checks, and scratch for a step's rows."""
 
-    extent: Extent
-    places: int
-    whole: Extent  # of the runner's own place
+    extent: Extent  # size of a text's place
+    places: int  # number of texts' places
+    whole: Extent  # size of the runner's own place
     scratch: int  # the first token slot for a step's rows
     tokens: int  # token slots in all
     states: int  # state slots in all
 
     @classmethod
     def of(cls, places: int, block: int, depth: int, step_rows: int) -> Arrangement:
-        """For so many texts, blocks of so many tokens, trees of this depth and steps of so many rows."""
+        """Lay out the memory. places: number of texts   block: tokens of a block   depth: of the deepest tree
+        step_rows: most rows of a step"""
         extent = Extent.of(block, depth + 1, depth)  # a dropped verdict cuts a text by a path
         whole = Extent.of_whole(block, step_rows, depth)
         scratch = 1 + places * extent.ring + whole.ring
@@ -151,7 +160,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoldOf:
-    """A checkpoint advanced by a block."""
+    """Computation of a checkpoint from the one a block earlier."""
 
     source: int  # slot of the states; -1 - f for the result of the step's fold f
     columns: Ints  # [block] slots of the block's inputs
@@ -163,19 +172,19 @@ class RecurrentRows:
     """A step's rows, or one text's of them, for a target with states."""
 
     columns: Ints  # [rows, 2 * block] slots of the inputs at positions from the row's checkpoint on; 0 where none is
-    own: Ints  # [rows] the column of the row's own input
-    homes: Ints  # [rows] the slot of its position in its text's ring
-    sources: Ints  # [rows] the checkpoint that it starts from, as in `FoldOf.source`
+    own: Ints  # [rows] column of the row's own input
+    homes: Ints  # [rows] slot of the row's position in its text's ring
+    sources: Ints  # [rows] checkpoint from which the row starts, numbered like `FoldOf.source`
     folds: tuple[FoldOf, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _InputSlots:
-    """The slots of the inputs of one text's tokens during a step."""
+    """Slots of the inputs of one text's tokens during a step."""
 
     place: TextStates
     committed: Ints  # [n] positions of rows of this step, in any order
-    scratch: int  # slot of the first of them
+    scratch: int  # slot of the first of these rows
     order: Ints = field(init=False)
 
     def __post_init__(self) -> None:
@@ -195,10 +204,10 @@ class _InputSlots:
 def recurrent_rows(
     place: TextStates, committed: Ints, root: int, tree: DraftTree | None, scratch: int, folds: int = 0
 ) -> RecurrentRows:
-    """One text's rows of a step: committed ones at these positions, then a tree's, whose root stands at `root`.
+    """One text's rows of a step: committed ones at these positions, then a tree's, whose root is at position `root`.
+    Records in `place` which checkpoints the step writes.
 
-    scratch: the slot of the first of these rows   folds: how many folds of the step come before these. Records in
-    `place` which checkpoints the step writes.
+    scratch: slot of the first of these rows   folds: number of the step's folds that come before this text's
     """
     block = place.extent.block
     positions = committed
@@ -247,7 +256,7 @@ def recurrent_rows(
 
 
 def pack_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:
-    """The rows of several texts as one step, in this order."""
+    """Join the rows of several texts in one step, in this order."""
     return RecurrentRows(
         columns=np.concatenate([part.columns for part in parts]),
         own=np.concatenate([part.own for part in parts]),
@@ -258,8 +267,12 @@ def pack_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:
 
 
 def last_writers(source: Ints, target: Ints) -> tuple[Ints, Ints]:
-    """A copy without the rows whose target a later row has too: a long chunk of a prompt goes round its ring more than
-    once."""
+    """Drop copies whose target a later copy has, too: a long chunk of a prompt goes round its ring more than once.
+
+    >>> source, target = last_writers(np.array([7, 8, 9]), np.array([1, 2, 1]))
+    >>> source.tolist(), target.tolist()
+    ([8, 9], [2, 1])
+    """
     _, first = np.unique(target[::-1], return_index=True)
     rows = np.sort(len(target) - 1 - first)
     return source[rows], target[rows]

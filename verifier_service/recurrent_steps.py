@@ -1,4 +1,4 @@
-"""A step's rows as the mixers of a model take them: tensors on its device."""
+"""Converts a step's rows to tensors, in the form that the mixers of a model take."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ def on_device(device: torch.device, array: Ints) -> torch.Tensor:
 
 
 def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch.device) -> RecurrentStep:
-    """A step's rows for its mixers, written to slots from `scratch` on; rows of padding have no path."""
+    """Convert a step's rows for the model's mixers. Inputs are written to slots from `scratch` on; rows of padding have
+    no path."""
     tensor = partial(on_device, device)
     missing = (0, padded - len(rows.columns))
     groups = []

@@ -1,4 +1,4 @@
-"""The calls, limits, texts and counters of a verifier's scheduler."""
+"""Calls, limits, texts and counters of a verifier's scheduler."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ Call = OpenCall | VerifyCall | CloseCall
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The limits of an engine, computed when it is loaded."""
+    """Limits of an engine, computed when it is loaded."""
 
     vocabulary: int
-    max_length: int  # tokens of a text
-    max_rows: int  # rows of a tree
-    max_depth: int
-    max_sessions: int  # texts that hold pages at once
-    max_waiting: int  # texts that may wait for a place behind them
-    step_rows: int  # rows of a step
-    sizes: tuple[int, ...]  # numbers of rows that a step is padded to
+    max_length: int  # most tokens of a text
+    max_rows: int  # most rows of a tree
+    max_depth: int  # most levels of a tree below the root
+    max_sessions: int  # most texts that hold pages at once
+    max_waiting: int  # most texts that wait for a place behind them
+    step_rows: int  # most rows of a step
+    sizes: tuple[int, ...]  # numbers of rows to which steps are padded
     prefill_rows: int  # rows of a step reserved for prompts; beside few rows of trees, the size of the whole step
-    pages: int  # for texts
+    pages: int  # pages for texts
     share_prefixes: bool
     first_scratch: int  # the first slot for guesses
     end_ids: frozenset[int]
-    window: int | None = None  # positions that a row sees at most, where every layer has a sliding window
-    saves: bool = False  # a text's whole memory is small, and is saved when it is closed
-    recurrent: Arrangement | None = None  # of the memory of a target with states
+    window: int | None = None  # most positions that a row sees, if every layer has a sliding window; else None
+    saves: bool = False  # True if a text's whole memory is small, and is saved when the text is closed
+    recurrent: Arrangement | None = None  # layout of the states' memory; None for a target without states
 
     def pages_of(self, tokens: int) -> int:
-        """The most pages that a text of so many tokens, guesses included, holds at once."""
+        """Most pages that a text of `tokens` tokens, guesses included, holds at once."""
         return most_pages(tokens, self.window, self.slack, self.step_rows + self.max_depth)
 
     @property
     def slack(self) -> int:
-        """The most tokens by which a dropped verdict shortens a text."""
+        """Most tokens by which a dropped verdict shortens a text."""
         return self.max_depth + 1
 
     @property
@@ -71,7 +71,7 @@ class Capacity:
             raise BadRequest("text", f"has a token outside the vocabulary of {self.vocabulary}")
 
     def knows(self, tokens: Sequence[int]) -> bool:
-        """Whether all of these ids are of the vocabulary."""
+        """True if all of these ids are in the vocabulary."""
         return not tokens or 0 <= min(tokens) <= max(tokens) < self.vocabulary
 
     def check_opening(self, update: TextUpdate, parameters: RequestParameters) -> None:
@@ -106,12 +106,12 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """A state-space text's memory after `length` tokens."""
+    """Memory of a state-space text after `length` tokens."""
 
     length: int
-    tokens: int  # number of newest tokens whose inputs it holds
+    tokens: int  # number of newest tokens whose inputs the memory holds
     arrays: Mapping[str, Array]
-    source: TextStates | None = None  # of an open text that begins alike: the arrays are copied from there
+    source: TextStates | None = None  # the place of an open text with the same prefix, from which arrays are copied
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,39 +120,39 @@ class PendingCall:
 
     call: Call
     ticket: Ticket
-    saved: Saved | None = None  # the stored memory of a text that is opened
-    structure: GrammarText | None = None  # of a text that is opened
+    saved: Saved | None = None  # stored memory of a text that is opened
+    structure: GrammarText | None = None  # structure of the answer of a text that is opened
 
 
 @dataclass(slots=True, eq=False)
 class VerifierText:
-    """One opening of one text."""
+    """One opening of a text."""
 
-    number: int
+    number: int  # the session's number at the runner
     parameters: RequestParameters
     warp: Warp
     text: PeerText
     memory: TextMemory
-    opening: PendingCall | None = None  # until the prompt is consumed
-    asks: deque[PendingCall] = field(default_factory=deque)  # verifications, in order of arrival
-    ahead: PendingCall | None = None  # of `asks`, the round that is begun before its call
-    early: Verdict | None = None  # of a round whose call has not arrived
-    leaving: bool = False  # it was closed, and its memory is being saved
-    admitted: bool = False  # it may hold pages; until then it waits
-    answered: float | None = None  # time of its last verdict; None where no round is expected next
-    rows: int = 1  # of its last tree
-    away_s: float = 0.0  # smoothed time from a verdict to its router's next round
-    counted: bool = False  # already counted as `waited`
-    restored: int = 0  # tokens that were restored or shared when it was admitted
-    saved: Saved | None = None  # its stored memory, until it is admitted
-    history: History | None = None  # where its parameters change logits before the temperature
-    structure: GrammarText | None = None  # of its answer; verifications keep up with the text, and are ahead of it
-    masks: Future[Any] | None = None  # of a step that it was left out of: until they are done, it takes part in none
-    echoed: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position, of tokens from `echo_from` on
+    opening: PendingCall | None = None  # the open call, until the prompt is consumed
+    asks: deque[PendingCall] = field(default_factory=deque)  # calls to verify, in order of arrival
+    ahead: PendingCall | None = None  # the round in `asks` that is begun before its call
+    early: Verdict | None = None  # verdict of a round whose call has not arrived
+    leaving: bool = False  # True once the text was closed, while its memory is being saved
+    admitted: bool = False  # True once the text may hold pages; until then it waits
+    answered: float | None = None  # time of the last verdict; None if no round is expected next
+    rows: int = 1  # rows of the last tree
+    away_s: float = 0.0  # smoothed time from a verdict to the router's next round
+    counted: bool = False  # True once counted as `waited`
+    restored: int = 0  # tokens that were restored or shared on admission
+    saved: Saved | None = None  # the stored memory, until admission
+    history: History | None = None  # history for parameters that change logits before the temperature; None: none do
+    structure: GrammarText | None = None  # the answer's structure, kept at the text's end or a verdict ahead of it
+    masks: Future[Any] | None = None  # late masks; until they are done, the text takes part in no step
+    echoed: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position: log-probabilities from `echo_from` on
 
     @classmethod
     def opened(cls, number: int, ask: PendingCall, call: OpenCall, text: PeerText, capacity: Capacity) -> VerifierText:
-        """A text that is being opened."""
+        """Make a text for an open call."""
         parameters, sampling = call.parameters, call.parameters.sampling
         warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
         memory = TextMemory(salt_of(parameters.tenant))
@@ -174,7 +174,7 @@ class VerifierText:
         )
 
     def drop(self, ask: PendingCall) -> bool:
-        """Remove a call from those that wait for a step. Returns whether it was the round begun ahead."""
+        """Remove a call from those that wait for a step. Returns True if it was the round begun ahead."""
         self.asks.remove(ask)
         was_ahead = ask is self.ahead
         if was_ahead:
@@ -187,22 +187,22 @@ class VerifierText:
         self.ahead = self.opening = None
 
     def follow(self, update: TextUpdate) -> int:
-        """Update the text to a call's. Returns the length of what the old and the new text have in common."""
+        """Update the text to a call's. Returns the length of the common prefix of the old and the new text."""
         common = self.text.follow(update)
         if self.history is not None:
             self.history.follow(self.text.ids, common)
         return common
 
     def follow_structure(self) -> None:
-        """Bring the answer's structure up to the text. Raises BadRequest where that allows no more tokens."""
+        """Bring the answer's structure up to the text. Raises BadRequest if the structure is complete."""
         if self.structure is not None:
             self.structure.follow(self.text.ids)
             if self.structure.complete:
                 raise BadRequest("structure", "is complete: no token may follow the answer's last")
 
     def before_stuck(self, walked: Walk) -> Walk:
-        """The walk, ended before a row from which the structure allows no token. Raises BadRequest where that is its
-        root. Other rows and other trees change neither the tokens before such a row nor that it is refused."""
+        """Cut a walk before a row after which the structure allows no token. Raises BadRequest if that row is the root.
+        The tokens before such a row, and the refusal, do not depend on the rest of the tree or on other trees."""
         stuck = self.structure.stuck if self.structure is not None else frozenset()
         kept = next((place for place, row in enumerate(walked.path) if row in stuck), len(walked.path))
         if not kept:
@@ -214,46 +214,46 @@ class VerifierText:
         return Walk(walked.path[:kept], walked.tokens[:kept], walked.ranks[: kept - 1])
 
     def completed(self, verdict: Verdict) -> Verdict:
-        """A round's verdict, ended where it completes the answer's structure."""
+        """Cut a verdict after the token that completes the answer's structure, if one does."""
         count = self.structure.take(verdict.tokens) if self.structure is not None else None
         return verdict if count is None else verdict.cut(count, Finish.STRUCTURE)
 
     @property
     def trimmed(self) -> bool:
-        """Whether guesses of its trees may be left out of a step: not where they were drawn, which would change the law
-        of what is emitted."""
+        """True if guesses of the text's trees may be left out of a step. Drawn guesses may not: dropping them would
+        bias the output."""
         return not self.parameters.sampling.draws_guesses
 
     def least_rows(self, tree: DraftTree) -> int:
-        """The fewest rows of a tree that a step must have."""
+        """Least number of a tree's rows that a step must have."""
         return 1 if self.trimmed else tree.rows
 
     @property
     def lacking(self) -> int:
-        """Committed tokens before the root that the memory has not consumed."""
+        """Number of committed tokens before the root that the memory has not consumed."""
         return len(self.text.ids) - 1 - len(self.memory.consumed)
 
     @property
     def shareable(self) -> list[int]:
-        """The tokens whose memory may be another text's: all but the root, and while it is opened, those before the
-        first row whose log-probabilities are asked for."""
+        """Tokens whose memory may be shared with other texts: all but the root; while the text is opened, only those
+        before the first row whose log-probabilities are asked for."""
         first = self.parameters.echo_from if self.opening is not None else None
         return self.text.ids[: min(len(self.text.ids), first or len(self.text.ids)) - 1]
 
     @property
     def masked(self) -> bool:
-        """Whether no thread computes its masks."""
+        """True if no thread is computing the text's masks."""
         return self.masks is None or self.masks.done()
 
     @property
     def waits(self) -> bool:
-        """Whether a call waits for it."""
+        """True if a call for the text waits."""
         return self.opening is not None or bool(self.asks)
 
 
 def longest_saved(session: VerifierText, others: Iterable[VerifierText]) -> Saved | None:
-    """The longest memory that a state-space text can go on from: its stored one, or that of another open text of its
-    tenant which is a beginning of it, or which it is a beginning of; None where there is neither."""
+    """The longest memory from which a state-space text can go on: its stored memory, or that of another open text of
+    its tenant, where one text is a prefix of the other. None if there is neither."""
     best, session.saved = session.saved, None
     most = len(session.shareable)
     if best is not None and best.length > most:
@@ -271,7 +271,8 @@ def longest_saved(session: VerifierText, others: Iterable[VerifierText]) -> Save
 
 
 def processors_of(parameters: RequestParameters, end_ids: frozenset[int]) -> Processors:
-    """What a request does to logits before the temperature. end_ids: the target's end-of-text tokens"""
+    """Processors of logits before the temperature, from a request's parameters. end_ids: the target's end-of-text
+    tokens"""
     sampling, limits = parameters.sampling, parameters.limits
     return Processors(
         repetition_penalty=sampling.repetition_penalty,
@@ -288,18 +289,18 @@ def processors_of(parameters: RequestParameters, end_ids: frozenset[int]) -> Pro
 
 @dataclass(slots=True)
 class VerifierCounters:
-    """Counters since the start; they never decrease."""
+    """Counters since the engine was loaded; they never decrease."""
 
     steps: int = 0
-    step_us: int = 0  # from the choice of a step's rows to its answers
-    forward_us: int = 0  # of that, the model's forward
-    rows: int = 0
-    guesses: int = 0  # of them, rows of trees below a root
+    step_us: int = 0  # time of steps, each from the choice of its rows to its answers
+    forward_us: int = 0  # time of the model's forwards, part of `step_us`
+    rows: int = 0  # rows of steps, without padding
+    guesses: int = 0  # rows of steps that are guesses
     trimmed: int = 0  # guesses that were sent and left out of the step
     waited: int = 0  # texts that had to wait to be admitted
     refused: int = 0  # texts refused because the queue was full
     ahead: int = 0  # rounds that were begun before their calls
-    unclaimed: int = 0  # of them, rounds whose verdict no call asked for: the next call had another tree
+    unclaimed: int = 0  # rounds begun ahead whose verdict no call asked for: the next call had another tree
     preempted: int = 0  # preemptions: a text's pages went to an older one, and it is computed again
 
 
@@ -308,13 +309,13 @@ class StepShare:
     """One text's rows of a step."""
 
     session: VerifierText
-    prefill: int  # committed rows, after those consumed
-    ask: PendingCall | None  # with its tree
-    tree: DraftTree | None = None  # the part of it in the step
+    prefill: int  # number of committed rows, which follow the consumed tokens
+    ask: PendingCall | None  # the call that the step answers; None: only committed rows
+    tree: DraftTree | None = None  # the part of the call's tree that is in the step
 
     @property
     def echoed(self) -> range:
-        """Positions of its committed rows whose next tokens' log-probabilities are asked for."""
+        """Positions of the committed rows for whose next tokens log-probabilities are asked."""
         first = self.session.parameters.echo_from if self.session.opening is not None else None
         start = len(self.session.memory.consumed)
         stop = start + self.prefill
@@ -322,5 +323,5 @@ class StepShare:
 
     @property
     def is_root(self) -> bool:
-        """Whether its only row is the root."""
+        """True if the share's only row is the root."""
         return not self.prefill and self.tree is not None and self.tree.rows == 1

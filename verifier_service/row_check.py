@@ -16,21 +16,21 @@ _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Seen(NamedTuple):
-    """A tensor that a module was called with, or returned."""
+    """An input or output tensor of a module."""
 
-    place: str
-    rows: Tensor | None  # [rows] int64, a digest of each row's bits; None where the tensor is not of the step's rows
+    place: str  # the module's name, or that of its input
+    rows: Tensor | None  # [rows] int64, a digest of each row's bits; None if the tensor does not have the step's rows
 
 
 class RowTrace:
-    """A digest of each row of every module's inputs and outputs in one forward, in the order of the calls."""
+    """Digests of each row of every module's inputs and outputs in one forward, in the order of the calls."""
 
     def __init__(self) -> None:
         self._seen: list[_Seen] = []
 
     @contextmanager
     def of(self, model: nn.Module, rows: int) -> Iterator[None]:
-        """Trace the forwards inside the context, whose steps have so many rows."""
+        """Trace the forwards inside the context, whose steps have `rows` rows."""
 
         def note(place: str, found: Any) -> None:
             for each in found if isinstance(found, tuple | list) else (found,):
@@ -51,10 +51,10 @@ class RowTrace:
             yield
 
     def first_difference(self, other: RowTrace, rows: Tensor) -> str:
-        """The first place where this trace's rows [k] differ from the other's first k rows.
+        """Name of the first place where this trace's rows [k] differ from the other's first k rows.
 
-        A module's input is the place where the results of all modules before it are equal: then their parent's own
-        computation differs.
+        If the place is a module's input, the results of all modules before it are equal, so the computation between
+        the modules, by their parent, differs.
         """
         for mine, its in zip(self._seen, other._seen, strict=False):
             if mine.place != its.place:
@@ -67,7 +67,7 @@ class RowTrace:
 
 
 def _traced(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules but the model itself and the parts of experts, whose rows are sorted by expert."""
+    """All modules but the model itself and parts of experts, whose rows are sorted by expert."""
     apart = {
         id(part) for module in model.modules() if is_experts(module) for part in module.modules() if part is not module
     }
@@ -75,7 +75,8 @@ def _traced(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _digests(x: Tensor, rows: int) -> Tensor | None:
-    """[rows] int64 of x [rows, ...] or [1, rows, ...]; equal bits have equal digests."""
+    """Digests [rows] int64 of the rows of x [rows, ...] or [1, rows, ...]; equal bits have equal digests. None for
+    other shapes."""
     if x.dim() > 1 and len(x) == 1 != rows:
         x = x[0]
     if not x.dim() or len(x) != rows or not x.numel():

@@ -1,4 +1,4 @@
-"""A step as plain arrays: rows of texts, their positions, the keys that each sees and the slots of its own."""
+"""A step as plain arrays: rows of texts, their positions, the slots of the keys that each sees, and its own slot."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ NO_ROWS: Ints = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Far:
-    """Rows [start, stop) of a plan, and the pages of their text with far keys of any of them, in order."""
+    """Rows [start, stop) of a plan, which belong to one text, and the text's pages with far keys of any of them."""
 
     start: int
     stop: int
-    pages: tuple[int, ...]
-    first: int  # the index of the first page in the text
+    pages: tuple[int, ...]  # page numbers by position
+    first: int  # index of the first of these pages in the text
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,18 +37,18 @@ class StepPlan:
 
     tokens: Ints  # [rows]
     positions: Ints  # [rows]
-    slots: Ints  # [rows] where the row's key and value are written: a scratch slot for a guess, else its home
-    homes: Ints  # [rows] the slot of its position in its text: where an accepted guess is copied to
+    slots: Ints  # [rows] slot to which the row's key and value are written: a scratch slot for a guess, else its home
+    homes: Ints  # [rows] slot of the row's position in its text, to which an accepted guess is copied
     near: Ints  # [rows, 2 * near] slots of the keys at near * (p // near - 1) + column; 0 where there is none
     far: tuple[Far, ...]
     wanted: Ints  # [k] rows whose logits are needed
     draws: tuple[Draw, ...]
-    recurrent: RecurrentRows | None = None  # of a target with states
+    recurrent: RecurrentRows | None = None  # the rows for mixers; None for a target without states
     echoes: tuple[Echo, ...] = ()
 
     @property
     def certain(self) -> npt.NDArray[np.bool_]:
-        """[rows] true for rows that are not guesses."""
+        """True for rows that are not guesses, [rows]."""
         certain: npt.NDArray[np.bool_] = self.slots == self.homes
         return certain
 
@@ -58,11 +58,11 @@ class StepOutcome:
     """The result of a plan."""
 
     walks: tuple[Walk | DendroError, ...]  # one per draw; an error ends its text alone
-    forward_us: int  # of the model, attention included
-    run_us: int  # of all of the step's work in the model's thread
-    cold: bool = False  # kernels were compiled or recorded: later steps of its shape take less time
-    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by draw; of a walk's tokens
-    echoed: tuple[tuple[TokenLogprobs, ...] | DendroError, ...] = ()  # by echo; as `walks`
+    forward_us: int  # time of the model's forward, attention included
+    run_us: int  # time of all of the step's work in the model's thread
+    cold: bool = False  # True if kernels were compiled or recorded: later steps of this shape take less time
+    logprobs: Mapping[int, tuple[TokenLogprobs, ...]] = field(default_factory=dict)  # by draw: one per token of a walk
+    echoed: tuple[tuple[TokenLogprobs, ...] | DendroError, ...] = ()  # one per echo; an error ends its text alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,13 +74,17 @@ class TextRows:
     slots: Ints
     homes: Ints
     near: Ints
-    pages: tuple[int, ...]  # with far keys of any of the rows
-    first_page: int
+    pages: tuple[int, ...]  # pages with far keys of any of the rows
+    first_page: int  # index of the first of these pages in the text
     recurrent: RecurrentRows | None = None
 
 
 def first_near(positions: Ints, near: int) -> Ints:
-    """The position of the first near column of rows at these positions; below 0 in the first block."""
+    """Position of the first near column of rows at these positions; below 0 in the first block.
+
+    >>> first_near(np.array([5, 16, 40]), near=16).tolist()
+    [-16, 0, 16]
+    """
     return near * (positions // near - 1)
 
 
@@ -93,11 +97,12 @@ def text_rows(
     near: int,
     window: int | None = None,
 ) -> TextRows:
-    """Committed rows, at these positions of a text, then the rows of a tree whose root is the text's last token.
+    """Rows of one text in a step: committed ones at these positions, then those of a tree whose root is the text's last
+    token.
 
-    pages: of the text, by position. Keys of guesses go to slots from `scratch` on, in order; all others to their
-    homes. The keys that a row sees must be in place already, or be of rows of the same step. window: the widest sliding
-    window; None where a layer sees all.
+    pages: the text's pages by position   scratch: first slot for keys of guesses, which are used in order; all other
+    keys go to their homes   window: the widest sliding window; None if a layer sees all positions
+    The keys that a row sees must be in place already, or belong to rows of the same step.
     """
     root = len(ids) - 1
     tokens = np.array([ids[position] for position in committed.tolist()], np.int64)
@@ -127,10 +132,10 @@ def text_rows(
 def root_rows(
     texts: Sequence[tuple[Sequence[int], Sequence[int]]], near: int, window: int | None = None
 ) -> list[TextRows]:
-    """The last token of each text as a tree of a root alone: what `text_rows` returns without committed rows, computed
-    for all texts at once, as a call for each takes as long as a layer.
+    """Rows of texts whose only row is the root, as `text_rows` returns them, computed for all texts at once: a call for
+    each would take as long as a layer.
 
-    texts: tokens and pages of each   near, window: as there
+    texts: tokens and pages of each   near, window: see `text_rows`
     """
     roots = np.array([len(ids) - 1 for ids, _ in texts], np.int64)
     tokens = np.array([ids[-1] for ids, _ in texts], np.int64)
@@ -169,7 +174,7 @@ def _near(table: Ints, positions: Ints, certain: Ints, trail: Ints, near: int) -
 
 
 def pack(parts: Sequence[TextRows], wanted: Ints, draws: Sequence[Draw] = (), echoes: Sequence[Echo] = ()) -> StepPlan:
-    """The parts of several texts as one step, in this order."""
+    """Join the rows of several texts in one step, in this order."""
     far, start = [], 0
     for part in parts:
         stop = start + len(part.tokens)

@@ -77,7 +77,7 @@ class StepRunner:
 
     @on_its_device
     def run(self, plan: StepPlan) -> StepOutcome:
-        """One forward and the walks of its trees; accepted guesses are kept."""
+        """Run one forward, walk its trees and keep accepted guesses."""
         started = time.perf_counter()
         with torch.inference_mode():
             masks = self.masks.begin([(draw.structure, draw.tree) for draw in plan.draws])
@@ -154,7 +154,7 @@ class StepRunner:
             self.target.run.recurrent.keep(self._tensor(kept.inputs), self._tensor(kept.rings))
 
     def save(self, place: TextStates, length: int) -> dict[str, Array]:
-        """What a text of so many consumed tokens needs to go on at another replica."""
+        """Memory with which a text of `length` consumed tokens can go on at another replica."""
         assert self.target.run.recurrent is not None
         block = place.base_of(length)
         slots = place.token_slots(np.arange(block * place.extent.block, length))
@@ -169,7 +169,8 @@ class StepRunner:
         self.target.run.recurrent.load(arrays, self._tensor(slots), place.state_slot(block))
 
     def warm_up(self) -> None:
-        """Compile and record what the first step of a kind would otherwise. Called once, before any text."""
+        """Compile and record in advance, so that no kind of step is slow the first time. Called once, before any text
+        is open."""
 
     def prepare(self, session: int, position: int) -> None:
         """Compute noise in advance, in idle time."""
@@ -204,7 +205,7 @@ class StepRunner:
         return self._text_rows(ids, NO_ROWS, tree)
 
     def logits_are_finite(self, seed: int = 0) -> bool:
-        """Whether the logits of a few random tokens are finite: float16 has no number above 65504."""
+        """True if the logits of a few random tokens are finite: float16 has no number above 65504."""
         rows = min(ROW_MULTIPLE, self.target.max_positions)
         ids = np.random.default_rng(seed).integers(0, self.target.vocabulary, rows).tolist()
         return bool(torch.isfinite(self._whole_text(ids)).all())
@@ -241,7 +242,7 @@ class StepRunner:
         return logits
 
     def _first_in(self, ids: Sequence[int], differ: Mapping[int, Ints]) -> dict[int, str]:
-        """By number of rows, the first place where these rows have other bits than in a step of the whole text."""
+        """Name of the first place where rows have other bits than in a step of the whole text, by number of rows."""
         places = {}
         for count, rows in differ.items():
             whole, part = RowTrace(), RowTrace()
@@ -268,7 +269,7 @@ class StepRunner:
         return logits
 
     def _accepted(self, plan: StepPlan, walks: Sequence[Walk | DendroError]) -> AcceptedSlots:
-        """The slots of what the walks accepted."""
+        """Slots of the keys and inputs of the rows that walks accepted."""
         rows = [
             draw.first + row
             for draw, walked in zip(plan.draws, walks, strict=True)

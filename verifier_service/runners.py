@@ -1,4 +1,4 @@
-"""Chooses a target's runner: `StepRunner` on a CPU or with mixers, else `DeviceRunner`."""
+"""Chooses a target's runner: `StepRunner` on a CPU or with mixers, `DeviceRunner` otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verifier_service.shards import Bounds, Crew
 
 
 def runner_for(target: LoadedTarget, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> StepRunner:
-    """The runner for the target's device."""
+    """Make the runner for a target and its device."""
     if target.model.device.type == "cpu" or target.mixers:
         return StepRunner(target, bounds, buckets, crew)
     from verifier_service.device import DeviceRunner

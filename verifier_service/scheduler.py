@@ -1,11 +1,13 @@
-"""Chooses the rows of the next step. Handles requests, plain arrays and page numbers, no tensors.
+"""The verifier's scheduler: chooses the rows of the next step. It handles requests, plain arrays and page numbers, no
+tensors.
 
-Ask -> submit() -> next(): answer calls that need no forward, then pack one step -> StepPlan
+PendingCall -> submit() -> next(): answer calls that need no forward, then pack one step -> StepPlan
 StepOutcome -> apply(): record what the memory now covers, and answer
 
-A call may announce a round of the root alone. It is begun before its call, from the verdict just sent, and its verdict
-kept for the call: the way to the router and back costs no time. At most one is ahead; a call with a tree drops it. An
-opening may announce the first one: its root is a row of the step with the text's last rows, so it costs no step.
+A call may announce that the text's next round has the root alone. The scheduler then begins that round ahead of its
+call, right after the verdict, and keeps the round's verdict for the call, so the way to the router and back costs no
+time. At most one round of a text is ahead, and a call with a tree drops it. An opening may announce the first round:
+its root is a row of the step with the prompt's last rows, so it costs no step.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ from verifier_service.structure_masks import MasksPending
 
 
 class StepScheduler:
-    """Owns the texts, their pages and their order. `next` and `apply` alternate."""
+    """Owns texts, their pages and their order. The engine calls `next` and `apply` in turns."""
 
     def __init__(self, capacity: Capacity, clock: Clock = time.monotonic) -> None:
         self.capacity = capacity
@@ -58,25 +60,25 @@ class StepScheduler:
         self.memory = PageTable(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
         self.counters = VerifierCounters()
         self.costs = StepCosts()
-        self.sessions: dict[bytes, VerifierText] = {}  # the oldest first
-        self._inbox: deque[PendingCall] = deque()
-        self._numbers = 0
-        self._closed: list[int] = []
-        self._restoring: list[tuple[VerifierText, Saved]] = []
-        self._leaving: deque[tuple[VerifierText, PendingCall]] = deque()
-        self._running: list[StepShare] = []
+        self.sessions: dict[bytes, VerifierText] = {}  # key: opening; oldest first
+        self._inbox: deque[PendingCall] = deque()  # calls that `next` has not handled yet
+        self._numbers = 0  # sessions opened so far
+        self._closed: list[int] = []  # numbers of sessions that ended since `take_closed`
+        self._restoring: list[tuple[VerifierText, Saved]] = []  # saved memories to restore before the next step
+        self._leaving: deque[tuple[VerifierText, PendingCall]] = deque()  # closed texts whose memory is to be saved
+        self._running: list[StepShare] = []  # shares of the last plan
         # Times of the last step: its `next` began, packing began, its answers were sent.
         self._began = self._started = self._ended = 0.0
-        self.linger_s = 0.0  # how long to wait for more calls before `next`, though some are pending
+        self.linger_s = 0.0  # seconds to wait for more calls before `next`, though some are pending
         self._size = 0  # rows of the last plan, padded
 
     def submit(self, ask: PendingCall) -> None:
-        """Queue a call; the next `next` handles it."""
+        """Queue a call, which `next` will handle."""
         self._inbox.append(ask)
 
     def next(self) -> StepPlan | None:
-        """The next step. None where no text needs one, where it should wait for `linger_s`, or where saved memories
-        must be restored first (`take_restoring`). Answers calls that need no step at once."""
+        """Answer calls that need no step, and plan the next step. None if no text needs one, if the step should wait
+        for `linger_s`, or if saved memories must be restored first (`take_restoring`)."""
         began = self.clock()
         while self._inbox:
             ask = self._inbox.popleft()
@@ -153,17 +155,17 @@ class StepScheduler:
         return likely
 
     def _end(self, session: VerifierText, error: DendroError) -> None:
-        """End a text that something failed for; the others of its step go on."""
+        """End a text with an error; the other texts of its step go on."""
         for opening, each in list(self.sessions.items()):
             if each is session:
                 self._free(opening, error)
 
     def _refuse(self, session: VerifierText, ask: PendingCall, error: BadRequest) -> None:
-        session.drop(ask)  # nobody waits for a round begun ahead: its call will run, and be refused
+        session.drop(ask)  # nobody waits for a round begun ahead: the round's call will run, and be refused
         ask.ticket.settle(error)
 
     def _answer(self, session: VerifierText, ask: PendingCall, verdict: Verdict) -> None:
-        """Answer a call, and begin the text's next round if the caller expects to verify the root alone."""
+        """Answer a call, and begin the text's next round ahead if the call announced one of the root alone."""
         assert isinstance(ask.call, VerifyCall)
         ask.ticket.settle(verdict)
         ended = verdict.finish is not None
@@ -182,8 +184,10 @@ class StepScheduler:
         self.counters.ahead += 1
 
     def _claim(self, session: VerifierText, ask: PendingCall, call: VerifyCall) -> bool:
-        """Answer a call with the verdict of the round that was begun ahead of it; false where there is none for it.
-        Its times are then those since the call's arrival; the step's time before that is its `ahead_us`."""
+        """Answer a call with the verdict of the round begun ahead of it. False if there is no such verdict.
+
+        The verdict's times count from the call's arrival; the step's time before that is its `ahead_us`.
+        """
         verdict, session.early = session.early, None
         if session.ahead is not None:  # it has not run: the call itself takes its place
             session.drop(session.ahead)
@@ -201,7 +205,7 @@ class StepScheduler:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """The last plan's forward failed: its texts end with EngineFailed, the others go on."""
+        """End the texts of the last plan with EngineFailed, because its forward failed; the others go on."""
         for share in self._running:
             self._end(share.session, EngineFailed(f"verifier: {error}"))
         self._running = []
@@ -218,7 +222,7 @@ class StepScheduler:
             self._free(opening, reason)
 
     def take_closed(self) -> tuple[int, ...]:
-        """Numbers of the sessions that ended since the last call."""
+        """Numbers of the sessions that ended since `take_closed` was last called."""
         closed, self._closed = tuple(self._closed), []
         return closed
 
@@ -269,7 +273,7 @@ class StepScheduler:
             self._begin_ahead(session, update.opening)
 
     def _leave(self, session: VerifierText, ask: PendingCall, call: CloseCall) -> bool:
-        """Queue a closed text's memory to be saved; false where it does not cover the text."""
+        """Queue a closed text's memory to be saved. False if the memory does not cover the text."""
         if call.update.base > self.capacity.max_length:  # longer than any text here: do not hash its tokens
             return False
         if not self.capacity.knows(call.update.tokens):
@@ -286,20 +290,20 @@ class StepScheduler:
         return True
 
     def next_leaving(self) -> tuple[VerifierText, PendingCall] | None:
-        """The next closed text whose memory is to be saved; it keeps its memory, unless preempted, until `gone`."""
+        """The next closed text whose memory is to be saved. Unless preempted, it keeps its memory until `gone`."""
         return self._leaving.popleft() if self._leaving else None
 
     def gone(self, opening: bytes) -> None:
-        """A closed text's memory was copied, or the caller of its opening has gone: release it."""
+        """Release a text, because its memory was copied or the caller of its opening has gone."""
         self._free(opening)
 
     def take_restoring(self) -> list[tuple[VerifierText, Saved]]:
-        """Saved memories to restore before `next` packs a step; call `restored` for each of them."""
+        """Saved memories to restore before `next` packs a step. The caller calls `restored` for each of them."""
         restoring, self._restoring = self._restoring, []
         return restoring
 
     def restored(self, session: VerifierText, succeeded: bool) -> None:
-        """A saved memory was restored; where that failed, its text will be computed."""
+        """Record that a saved memory was restored, or that this failed: the text is then prefilled."""
         if session not in self.sessions.values():  # all texts were ended meanwhile
             return
         if not succeeded:
@@ -339,7 +343,7 @@ class StepScheduler:
     def _settle_opening(self, session: VerifierText) -> None:
         """Answer the open call once all but the root is consumed."""
         ask = session.opening
-        if ask is not None and session.lacking <= 0:  # below where the root is consumed, too
+        if ask is not None and session.lacking <= 0:  # less than 0 if the root is consumed, too
             waited = microseconds(self.clock() - ask.ticket.arrived_s)
             processed = len(session.text.ids) - 1 - session.restored
             session.opening = None
@@ -365,7 +369,8 @@ class StepScheduler:
     # Packing a step
 
     def _pick(self) -> list[StepShare]:
-        """Trees first, in order of arrival, each with the rows its text lacks; prompts share the remaining rows."""
+        """Choose the step's rows: trees first, in order of arrival, each with the rows that its text lacks; prompts
+        share the remaining rows."""
         ready = []
         for session in self.sessions.values():
             if session.opening is None and session.masked and (ask := self._followed(session)) is not None:
@@ -415,7 +420,7 @@ class StepScheduler:
         return shares
 
     def _padded(self, rows: int) -> int:
-        """What a step of so many rows is padded to."""
+        """Number of rows to which a step of `rows` rows is padded."""
         sizes = self.capacity.sizes
         return sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]
 
@@ -430,7 +435,8 @@ class StepScheduler:
         self.counters.trimmed += sum(tree.guesses for tree in trees) - sum(tree.guesses for tree in kept)
 
     def _hold(self, session: VerifierText, tokens: int, taken: set[int]) -> bool:
-        """Let a text hold so many tokens, preempting younger ones outside `taken`; false where that is not enough."""
+        """Let a text hold `tokens` tokens, preempting younger texts that are not in `taken`. False if that is not
+        enough."""
         while not self.memory.grow(session.memory, tokens):
             others = [other for other in self.sessions.values() if other.memory.pages and other.number not in taken]
             if not others or others[-1].number <= session.number:
@@ -440,7 +446,7 @@ class StepScheduler:
         return True
 
     def _followed(self, session: VerifierText) -> PendingCall | None:
-        """The session's first valid call, its text updated to it; invalid calls before it are failed."""
+        """The session's first valid call, after its text is updated to it. Invalid calls before it get their error."""
         while session.asks:
             ask = session.asks[0]
             if not ask.ticket.cancelled:
@@ -453,7 +459,7 @@ class StepScheduler:
         return None
 
     def _follow(self, session: VerifierText, call: VerifyCall) -> None:
-        """Update the session's text to a call; memory past the common part is dropped."""
+        """Update the session's text to a call, and drop the memory past the common prefix."""
         self.capacity.check_text(call.update.base, call.update.tokens)
         if call.update.base >= session.parameters.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.parameters.limits.max_length} tokens")
@@ -464,7 +470,7 @@ class StepScheduler:
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
         consumed = session.memory.consumed
         valid = min(session.follow(update), len(consumed))
-        # `apply` appended the last verdict's path: it stays valid as far as this call's tokens repeat it.
+        # The path of the last verdict, which `apply` appended, is valid as far as this call's tokens repeat it.
         ids = session.text.ids
         while valid < len(consumed) and valid < len(ids) and consumed[valid] == ids[valid]:
             valid += 1
@@ -473,7 +479,7 @@ class StepScheduler:
     def _verdict(
         self, share: StepShare, ask: PendingCall, draw: int, walked: Walk | DendroError, outcome: StepOutcome
     ) -> Verdict:
-        """Raises the error that ends the text."""
+        """Make the verdict of a walk. Raises the error that ends the text, if there is one."""
         assert isinstance(ask.call, VerifyCall) and share.tree is not None
         if isinstance(walked, DendroError):
             raise walked

@@ -43,23 +43,24 @@ from verifier_service.recurrent import Arrangement
 from verifier_service.rows import Ints
 
 JOIN_S = 120.0
-"""How long workers may take to connect: processes have to start and to import torch."""
+"""Seconds that workers may take to connect: processes have to start and to import torch."""
 GROUP_S = 600.0
-"""How long torch's process group waits for a worker that reads its shard."""
+"""Seconds that torch's process group waits for a worker that reads its shard."""
 POLL_S = 0.005
-"""How often a worker looks whether all others have made the group."""
+"""Seconds between two looks of a worker whether all others have made the group."""
 KEY_BYTES = 32
 HANDSHAKE_S = 5.0
-"""How long one step of a handshake may take."""
+"""Seconds that one step of a handshake may take."""
 MAX_REPORT_BYTES = 1 << 20
-"""The longest message of a worker to its leader."""
+"""Most bytes of a worker's message to its leader."""
 
 Report = TypeVar("Report")
 
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What a worker needs to connect to its leader. The key proves that both belong to the group; it is not sent."""
+    """Address and key with which a worker connects to its leader. The key proves that both belong to the group; it is
+    not sent."""
 
     rank: int
     host: str
@@ -73,7 +74,7 @@ Starter = Callable[[Sequence[Invitation]], None]
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a group loads; each worker takes its part."""
+    """Order to a group's workers to load a target; each worker takes its own part."""
 
     checkpoint: Path
     tokenizer: Path | None  # the folder with the tokenizer, where that is not the checkpoint
@@ -88,7 +89,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class MemoryAccess:
-    """From a worker: whether it opened the group's shared memory. From the leader: whether all workers did."""
+    """Message about the group's shared memory. A worker says whether it opened it, the leader whether all did."""
 
     opened: bool
 
@@ -97,8 +98,8 @@ class MemoryAccess:
 class Loaded:
     """A worker's report."""
 
-    fault: str = ""  # why its shard is not loaded
-    alone: bool = False  # its shard is not loaded because another worker failed, which reports why
+    fault: str = ""  # reason why the shard is not loaded; empty if it is
+    alone: bool = False  # True if the shard is not loaded because another worker failed, which reports why
     token_bytes: int = 0
     free_bytes: int = 0
     dependent: tuple[str, ...] = ()  # linear layers whose rows depend on their neighbours
@@ -106,14 +107,14 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """The sizes of a runner's memory: the same at every worker of a group, each for its own heads."""
+    """Sizes of a runner's memory, equal at every worker of a group; each worker holds its own heads."""
 
     near: int  # positions of a near block
-    pages: int  # for the scheduler to allocate, numbered from 1
-    own_pages: int  # after them, for the runner's checks: as many as the longest text has
-    max_texts: int  # of a step
-    max_depth: int  # of a tree
-    arrangement: Arrangement  # of the memory of states, where the target has any
+    pages: int  # pages that the scheduler allocates, numbered from 1
+    own_pages: int  # pages after these for the runner's checks, as many as the longest text has
+    max_texts: int  # most texts of a step
+    max_depth: int  # most levels of a tree below the root
+    arrangement: Arrangement  # layout of the states' memory; unused by a target without states
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,8 +285,8 @@ def load_shard(
     except (WorkerLost, dist.DistError):
         return None, Loaded(alone=True)
     finally:
-        # With shared memory the group was needed for loading alone. Without it, the other workers of one that failed
-        # would wait GROUP_S for it.
+        # A group with shared memory needs torch's process group for loading alone. A worker that failed to load leaves,
+        # too, or the others would wait GROUP_S for it.
         if memory is not None or target is None:
             _leave_group()
         _clear_sharding_caches()
@@ -332,7 +333,7 @@ def _clear_sharding_caches() -> None:
 
 
 def has_ended(stream: socket.socket) -> bool:
-    """Whether the other end of a stream is gone; reads nothing."""
+    """True if the other end of a stream is gone; reads nothing."""
     try:
         return not stream.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -379,7 +380,7 @@ def _without_delay(stream: socket.socket) -> socket.socket:
 
 
 def _limit_reads(stream: socket.socket, seconds: float) -> None:
-    """A read of the socket, also by its file descriptor, ends with an OSError after so long; 0: never."""
+    """Let reads of a socket, also by its file descriptor, end with an OSError after `seconds`; 0: never."""
     stream.settimeout(None)
     stream.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(1e6 * (seconds % 1))))
 

@@ -1,5 +1,5 @@
-"""The masks of a step's structured texts. A text whose masks take long is left out of the step, so that no other text
-waits for it: what was computed is kept, and a later step draws the same tokens."""
+"""Masks of a step's structured texts. A text whose masks take long is left out of the step, so that no other text waits
+for it; finished work is kept, and a later step draws the same tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verifier_service.guarding import guarded
 
 
 class MasksPending(DendroError):
-    """A text's masks are not ready: it is left out of the step, and takes part again once `work` is done."""
+    """Raised if a text's masks are not ready: it is left out of the step, and takes part again once `work` is done."""
 
     def __init__(self, work: Future[Any]) -> None:
         super().__init__("structure: the masks are not ready")
@@ -28,40 +28,40 @@ class MasksPending(DendroError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BegunMasks:
-    """The masks of one draw, which a thread computes. Until they are done, no other thread may use its structure."""
+    """Masks of one draw, computed by a thread. Until they are done, no other thread may use the text's structure."""
 
     work: Future[TreeMasks]
     text: GrammarText
 
     def result(self) -> TreeMasks:
-        """Raises MasksPending where they are not ready, and what the computation raised."""
+        """The masks. Raises MasksPending if they are not ready, and any exception of the computation."""
         if not self.work.done():
             raise MasksPending(self.work)
         return self.work.result()
 
 
 class StepMasks:
-    """Finds what structures allow in the rows of a step's trees, while the model's forward runs."""
+    """Finds the tokens that structures allow after the rows of a step's trees, while the model's forward runs."""
 
     def __init__(self) -> None:
         self._threads = MaskThreads()
 
     def begin(self, draws: Sequence[tuple[GrammarText | None, DraftTree]]) -> list[BegunMasks | None]:
-        """Of each draw, the masks of its tree; None where its text has no structure."""
+        """Begin to compute the masks of each draw's tree; None for a text without a structure."""
         return [
             BegunMasks(self._threads.begin(partial(text.masks, tree)), text) if text is not None else None
             for text, tree in draws
         ]
 
     def wait(self, masks: Sequence[BegunMasks | None]) -> None:
-        """Give them time to become ready."""
+        """Wait a short time for masks to become ready."""
         self._threads.wait([each.work for each in masks if each is not None])
 
     def settled(
         self, walks: Sequence[Walk | DendroError], masks: Sequence[BegunMasks | None]
     ) -> list[Walk | DendroError]:
-        """The walks, once it is known what may follow their tokens, which tells whether these complete an answer; for
-        one of which it is not known yet, MasksPending, and for one where finding it failed, the error."""
+        """Find what may follow the tokens of each walk, which decides whether they complete the answer. Returns the
+        walks; MasksPending in place of a walk for which that is not known yet, the error for one where it failed."""
         found = list(walks)
         ahead: dict[int, Future[None]] = {}
         for number, (walked, begun) in enumerate(zip(walks, masks, strict=True)):

@@ -1,4 +1,4 @@
-"""Walks a step's trees, and keeps the noise that texts sample with."""
+"""Walks a step's trees, and keeps the noise with which texts sample."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from verifier_service.modes import walk_by_mode
 from verifier_service.structure_masks import BegunMasks
 
 UNUSABLE = -2
-"""What a pick gives where a row's logits are not finite: no token and no padding (-1) has this id, so the walk ends
-there."""
+"""Pick for a row whose logits are not finite. Neither a token nor padding (-1) has this id, so the walk ends there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
     """A tree to walk and its request's sampling parameters. Plain values."""
 
-    session: int  # the noise is kept under this number
-    first: int  # row of the step that is its root
-    wanted: int  # row of the step's logits that is its root's; the others follow
+    session: int  # number under which the noise is kept
+    first: int  # the root's row in the step; the tree's other rows follow
+    wanted: int  # the root's row in the step's logits; the tree's other rows follow
     base: int  # length of the text: the position of the token drawn after the root
     tree: DraftTree
     warp: Warp
     sampling: Sampling
-    history: History | None = None  # of the text, where its parameters change logits before the temperature
-    logprobs: int | None = None  # likeliest tokens whose log-probabilities are computed beside a token's; None: none
-    structure: GrammarText | None = None  # of the text's answer, where it has a structure; then `history` is there, too
+    history: History | None = None  # the text's history, if parameters change logits before the temperature
+    logprobs: int | None = None  # number of likeliest tokens with log-probabilities beside each token's; None: none
+    structure: GrammarText | None = None  # structure of the text's answer; if there is one, so is a `history`
 
     def paths(self) -> list[list[int]]:
-        """The tokens of the guesses on the path to each row."""
+        """Tokens of the guesses on the path to each row, [rows]."""
         paths = list[list[int]]([[]])
         for token, parent in zip(self.tree.tokens[1:].tolist(), self.tree.parents[1:].tolist(), strict=True):
             paths.append([*paths[parent], token])
@@ -48,11 +47,11 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """Rows of a text whose next tokens are known, and get log-probabilities. Plain values."""
+    """Rows of a text whose next tokens are known and get log-probabilities. Plain values."""
 
-    wanted: int  # row of the step's logits that is the first of them; the others follow
-    tokens: tuple[int, ...]  # after each row
-    top: int  # likeliest tokens whose log-probabilities are computed beside a token's
+    wanted: int  # place of the first of the rows in the step's logits; the others follow
+    tokens: tuple[int, ...]  # [rows] the known token after each row
+    top: int  # number of likeliest tokens with log-probabilities beside each token's
 
 
 class _UnusableRow(Exception):
@@ -64,18 +63,18 @@ class _UnusableRow(Exception):
 
 
 def usable(logits: Tensor) -> bool:
-    """Whether a token can be drawn from raw logits: none is NaN or infinite, and not all are minus infinity."""
-    return math.isfinite(logits.max())  # NaN where any is
+    """True if a token can be drawn from raw logits: none is NaN or infinite, and not all are minus infinity."""
+    return math.isfinite(logits.max())  # the maximum is NaN if any logit is
 
 
 def unusable_text(length: int) -> BadRequest:
-    """The error of a text after whose first `length` tokens the target's logits are not finite."""
+    """Error for a text after whose first `length` tokens the target's logits are not finite."""
     return BadRequest("prompt", f"the target's logits after the text's first {length} tokens are not finite")
 
 
 def before_unusable(walked: Walk, base: int) -> Walk:
-    """The walk, ended before a last row whose pick is UNUSABLE. Raises BadRequest where that is its root: so the tokens
-    before such a row, and the error, are those of plain decoding. base: as of `Draw`"""
+    """Cut a walk before a last row whose pick is UNUSABLE. Raises BadRequest if that row is the root. So the tokens
+    before such a row, and the error, are those of plain decoding. base: length of the text before the round"""
     if walked.tokens[-1:] != (UNUSABLE,):
         return walked
     if len(walked.path) == 1:
@@ -84,17 +83,19 @@ def before_unusable(walked: Walk, base: int) -> Walk:
 
 
 class Walker:
-    """Walks trees over their logits. Keeps the noise of every session: a row of it is computed once per position."""
+    """Walks trees over their logits. Keeps each session's noise, so that a position's row is computed once."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._noise: dict[int, NoiseRows] = {}
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None) -> Walk:
-        """logits: a row of the step's logits -> [1, vocabulary] float32. Called for visited rows only, in order.
-        masks: of the draw's structure, as begun by `StepMasks`
+        """Walk a draw's tree from the root, drawing a token after each visited row.
 
-        Raises BadRequest where the logits of the root are not finite; the walk ends before any other such row. In modes
+        logits: returns a row of the step's logits [1, vocabulary] float32; called for visited rows only, in order
+        masks: masks of the draw's structure, begun by `StepMasks`
+
+        Raises BadRequest if the logits of the root are not finite; the walk ends before any other such row. In modes
         that do not keep the tokens of plain decoding, it is raised for any visited row.
         """
         paths = draw.paths() if draw.history is not None else []

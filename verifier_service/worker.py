@@ -38,8 +38,8 @@ def start_processes(invitations: Sequence[Invitation]) -> None:
 
 
 def work(invitation: Invitation) -> None:
-    """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread. Raises BadFrame for
-    what is no message, AuthenticationError for a leader without the key."""
+    """Serve a leader until the stream to it ends. Blocks; the shard runs in the calling thread. Raises BadFrame for a
+    frame that is no message, AuthenticationError for a leader without the key."""
     with (
         join_leader(invitation) as stream,
         socket.socket(fileno=os.dup(stream.fileno())) as leader,
@@ -49,7 +49,8 @@ def work(invitation: Invitation) -> None:
 
 
 def _serve(stream: Connection, leader: socket.socket, rank: int) -> None:
-    """leader: a duplicate of the stream's socket, only to see whether the other end is gone"""
+    """Load a shard and run the leader's plans. leader: a duplicate of the stream's socket, by which the worker sees
+    that the other end is gone"""
 
     def check() -> None:
         if has_ended(leader):

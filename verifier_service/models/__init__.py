@@ -76,7 +76,7 @@ class LoadedTarget:
     facts: Facts
     max_positions: int  # the model's own
     window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
-    fingerprint: str  # of the weights and the configuration
+    fingerprint: str  # hash of the weights and the configuration
     own_arithmetic: bool  # some of its products, functions or attention are this project's own, which round otherwise
     linear: RowsReport
     quantised: str  # the forms of the weights that stay quantised; empty where none does
@@ -86,7 +86,7 @@ class LoadedTarget:
 
     @property
     def vocabulary(self) -> int:
-        """Of the tokenizer: logits past it are padding."""
+        """Number of the tokenizer's tokens; logits past it are padding."""
         return self.facts.vocabulary
 
     @property
@@ -99,21 +99,22 @@ class LoadedTarget:
         return sum(tokens * layout.token_bytes + states * layout.state_bytes for layout in self.mixers)
 
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        """tokens, positions [rows] int64, wanted [k] rows; returns [k, vocabulary] float32.
+        """Run a forward, which reads and fills the run's pages. Returns the logits of wanted rows [k, vocabulary]
+        float32.
 
-        Reads and fills the run's pages.
+        tokens, positions [rows] int64   wanted [k]: numbers of rows
         """
         with self._one_thread():
             logits: Tensor = self._forward(tokens, positions, wanted).logits[0]
             return logits
 
     def hidden(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
-        """As `logits`, but the rows [k, D] that go into the head."""
+        """Run a forward like `logits`, without the head. Returns the hidden rows [k, D] that go into the head."""
         with self._one_thread():
             return self.head.take(lambda: self._forward(tokens, positions, wanted))
 
     def logits_of(self, hidden: Tensor) -> Tensor:
-        """hidden [n, D] of any of these rows; returns [n, vocabulary] float32."""
+        """Logits [n, vocabulary] float32 of any of the rows that `hidden` returned [n, D]."""
         with self._one_thread():
             return self.head.logits(hidden)
 
@@ -284,7 +285,7 @@ def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
 
 
 def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
-    """As `_float_head`, where each worker has some of the head's `outputs` rows: every worker gets all logits."""
+    """The head's float32 logits if each worker has a part of its `outputs` rows; every worker gets all logits."""
     form = forms.in_float32(head.weight, head.bias)
 
     def forward(hidden: Tensor) -> Tensor:

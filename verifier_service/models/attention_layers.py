@@ -34,9 +34,9 @@ FARTHEST = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Attends:
-    """What the attention of a layer with our forward computes with."""
+    """Parameters of the attention of a layer that has our forward."""
 
-    layer: int  # its number among those that attend
+    layer: int  # the layer's number among the attention layers
     layout: Layout
     scaling: float
     window: int | None
@@ -48,7 +48,7 @@ class Attends:
 class _Recorded:
     """What a layer was called with and returned, and what it passed to the attention."""
 
-    scale: float = 1.0  # of the attention's results
+    scale: float = 1.0  # factor on the attention's results
     given: dict[str, Any] = field(default_factory=dict)
     query: Tensor | None = None
     key: Tensor | None = None
@@ -61,7 +61,7 @@ class _Recorded:
     made: Tensor | None = None
 
 
-_recorded: dict[int, _Recorded] = {}  # by the layer's id, while a forward is recorded
+_recorded: dict[int, _Recorded] = {}  # key: id of the layer; filled while a forward is recorded
 
 
 def _recording_attention(
@@ -164,7 +164,7 @@ def recorded_step() -> CompiledStep:
 
 
 def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded) -> bool:
-    """Whether what a layer passed to the attention, and returned, is what our forward makes of the same rows."""
+    """True if what a layer passed to the attention, and returned, is what our forward makes of the same rows."""
     rotation, hidden = rotation_of(found.given), found.given.get("hidden_states")
     if rotation is None or not isinstance(hidden, Tensor) or rotation.cos.dtype != hidden.dtype or found.made is None:
         return False

@@ -139,7 +139,7 @@ def in_projections(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _near_by_noise(model: PreTrainedModel, found: Tensor, truth: Tensor, run: Callable[[], Tensor]) -> bool:
-    """Whether logits agree, or differ by no more than rounding noise on the mixers and the attention moves them.
+    """True if logits agree, or differ by no more than rounding noise on the mixers and the attention moves them.
 
     run: computes `found` again
     """

@@ -79,7 +79,7 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
 
 
 def _has_parts(module: Any) -> bool:
-    """Whether a module has the parts of a Llama's decoder layer, whose attention is ours and norms nothing itself."""
+    """True if a module has the parts of a Llama's decoder layer, whose attention is ours and norms nothing itself."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     return (
         isinstance(getattr(attention, "dendro_attends", None), Attends)
@@ -176,7 +176,7 @@ def _agreeing_forward(
 
 
 def _agrees_at(factor: float, layer: Any, x: Tensor, named: dict[str, Any]) -> bool:
-    """Whether a layer computes ours where its rows, and the results of its parts, are so many times as large."""
+    """True if a layer computes ours where its rows, and the results of its parts, are so many times as large."""
     calls: list[_Call] = []
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:

@@ -56,7 +56,7 @@ def use_norm_kernel(model: nn.Module, dtype: torch.dtype, device: torch.device) 
 
 
 def _may_be_norm(module: Any) -> bool:
-    """Whether a module is called a norm and has no modules in it. `SpreadNorm` sums over several workers."""
+    """True if a module is called a norm and has no modules in it. `SpreadNorm` sums over several workers."""
     named = "norm" in type(module).__name__.lower() and not isinstance(module, SpreadNorm)
     own = {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
     return named and own <= {"weight", "bias"} and "forward" not in vars(module) and not list(module.children())

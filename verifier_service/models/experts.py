@@ -40,7 +40,7 @@ def seat_experts(model: nn.Module, forms: RowForms) -> None:
 
 
 def is_experts(module: Any) -> bool:
-    """Whether transformers decorates the module's class with `use_experts_implementation`."""
+    """True if transformers decorates the module's class with `use_experts_implementation`."""
     return hasattr(module, "has_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 

@@ -37,5 +37,5 @@ def settle_products() -> None:
 
 
 def may_split_k(kind: str) -> bool:
-    """Whether products of a type, `bf16` or `fp16`, may split their inner dimension."""
+    """True if products of a type, `bf16` or `fp16`, may split their inner dimension."""
     return bool(getattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction_split_k", True))

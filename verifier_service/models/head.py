@@ -35,7 +35,7 @@ class Head:
         self._product = product
         self._layers: Any = None  # the module that the model calls for its hidden rows
         self._kind: Any = None  # the class of its output
-        self._width = 0  # of its output's rows
+        self._width = 0  # width of the output's rows
         self._wanted: Tensor | None = None
         self._taking = False
         self._taken: Tensor | None = None
@@ -68,7 +68,7 @@ class Head:
         return taken.flatten(0, -2)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[k, vocabulary] float32 of taken rows [k, D]."""
+        """Logits [k, vocabulary] float32 of taken rows [k, D]."""
         self._given = hidden[None]
         try:
             with self._without_layers(self._given.new_zeros(1, len(hidden), self._width)):
@@ -119,13 +119,13 @@ class Logits:
 
     @classmethod
     def made(cls, logits: Tensor) -> Logits:
-        """From logits [k, vocabulary] that exist already."""
+        """Wrap logits [k, vocabulary] that exist already."""
         found = cls(logits, lambda block: block)
         found._blocks, found._block = (logits,), 0
         return found
 
     def row(self, row: int) -> Tensor:
-        """[1, vocabulary] float32."""
+        """Logits of one row, [1, vocabulary] float32."""
         block, at = divmod(row, len(self._blocks[0]))
         if block != self._block:
             began = time.perf_counter()
@@ -135,6 +135,6 @@ class Logits:
         return self._held[at : at + 1]
 
     def all(self) -> Tensor:
-        """[k, vocabulary] float32. The block that is held is not computed again."""
+        """Logits of all rows, [k, vocabulary] float32. The block that is held is not computed again."""
         made = (self._held if place == self._block else self._head(rows) for place, rows in enumerate(self._blocks))
         return torch.cat([*made])

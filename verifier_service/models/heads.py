@@ -1,4 +1,4 @@
-"""Mixers sharded by heads, those of Mamba-1 by channels.
+"""Sharding of mixers by heads, of Mamba-1's by channels.
 
 transformers has no tensor-parallel plan for mixers: rows of in_proj are pieces of several kinds, which none of its
 styles can deal out. So we add a style of ours to its plan, which shrinks the mixers before their weights are read, and
@@ -30,7 +30,7 @@ Range = tuple[int, int]
 
 
 def repeats_of(mixer: Any) -> int:
-    """How many consecutive heads share one x, and how many groups of C share one B (`MixerLayout.repeats`)."""
+    """Number of consecutive heads that share one x, and of groups of C that share one B (`MixerLayout.repeats`)."""
     return int(getattr(mixer, "repeats", 1))
 
 
@@ -78,7 +78,7 @@ class SpreadNorm(nn.Module):
         self.place = place
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y [..., this worker's channels] float32"""
+        """Norm this worker's channels y [..., channels] float32, gated."""
         gate = silu(gate.float())
         if self.gate_first:
             y = y * gate
@@ -157,10 +157,10 @@ def shrink(mixer: Any, rank: int, size: int) -> None:
     for module in mixer.children():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-    mixer.dealt_rows = dealt["in_proj.weight"]  # for other vectors by in_proj's rows (`mup_vector`)
+    mixer.dealt_rows = dealt["in_proj.weight"]  # read where a vector has in_proj's rows (`mup_vector`)
     if not hasattr(mixer, "x_proj"):
         repeats = repeats_of(mixer)
-        whole_groups = mixer.n_groups * repeats  # of the norm, as of C
+        whole_groups = mixer.n_groups * repeats  # groups of the norm, and of C
         first, last = _groups_of(whole_groups, rank, size)
         if whole_groups < size and not isinstance(mixer.norm, nn.Identity):
             mixer.norm = SpreadNorm(mixer.norm, mixer.intermediate_size // whole_groups, whole_groups, first)
@@ -181,8 +181,8 @@ class ShardPlan:
     """How a model with mixers is dealt out to the workers."""
 
     kind: type[PreTrainedModel]
-    plan: dict[str, str]  # for transformers, beside the family's own
-    parts: dict[str, TensorRanges]  # of the mixers' parameters, by their names from `layers.` on
+    plan: dict[str, str]  # styles that transformers uses beside the family's own
+    parts: dict[str, TensorRanges]  # ranges of the mixers' parameters, by name from `layers.` on
 
     @contextmanager
     def tensors(self, folder: Path) -> Iterator[dict[str, Any]]:

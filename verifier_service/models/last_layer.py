@@ -60,7 +60,7 @@ class LastLayer:
         """norm: the module whose result the attention is called with; None where that is the layer's own input."""
         self._layer, self._attention, self._norm = layer, attention, norm
         self._wanted = torch.zeros(0, dtype=torch.int64)
-        self._rows = 0  # of the step, once it has come to the layer
+        self._rows = 0  # rows of the step, once it has come to the layer
         self._taken: list[tuple[Tensor, Tensor]] = []  # the wanted rows of a tensor, and the tensor
 
     @contextmanager

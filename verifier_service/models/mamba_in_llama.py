@@ -23,7 +23,7 @@ from tree_layers.errors import CheckpointError
 from tree_layers.library_mixers import GroupedNorm
 
 GATED_EPS = 1e-5
-"""Of the norm after the gate; no checkpoint sets another."""
+"""Epsilon of the norm after the gate; no checkpoint sets another."""
 
 PURE_MAMBAS = ("mamba", "mamba2")
 """Families whose checkpoints may have state-spaces' layout."""
@@ -65,7 +65,7 @@ class MambaInLlamaConfig(LlamaConfig):
     mixer_conv: int = 0  # taps
     mixer_dt_low: float = 0.0
     mixer_dt_high: float = math.inf
-    mixer_norm_eps: float = 0.0  # of the norms before mixers and their MLPs
+    mixer_norm_eps: float = 0.0  # epsilon of the norms before mixers and their MLPs
 
 
 class MambaInLlamaMixer(nn.Module):
@@ -135,7 +135,7 @@ def library_config(folder: Path) -> PreTrainedConfig:
         return AutoConfig.for_model(**decoded(fields))
     config: PreTrainedConfig = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if quantisation := getattr(config, "quantization_config", None):
-        config.quantization_config = {**quantisation, "dequantize": True}  # on every device
+        config.quantization_config = {**quantisation, "dequantize": True}  # done on every device
     return _with_mixers(folder, config) if (folder / MAMBA_CONFIG).is_file() else config
 
 

@@ -41,7 +41,7 @@ def use_row_functions(model: nn.Module) -> int:
 
 
 def has_row_function(module: Any) -> bool:
-    """Whether a module's forward is our function."""
+    """True if a module's forward is our function."""
     function = getattr(module, "dendro_row_function", None)
     return function is not None and module.forward is function
 
@@ -80,7 +80,7 @@ def _served(weight: Tensor) -> bool:
 
 
 def _is_silu(function: Any) -> bool:
-    """Whether an activation is SiLU, at small and at large numbers."""
+    """True if an activation is SiLU, at small and at large numbers."""
     x = torch.linspace(-24, 24, 1024)
     try:
         return torch.allclose(function(x), F.silu(x), rtol=1e-5, atol=1e-6)
@@ -89,7 +89,7 @@ def _is_silu(function: Any) -> bool:
 
 
 def _agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int) -> bool:
-    """Whether our function's results for random rows, of several sizes, are the module's."""
+    """True if our function's results for random rows, of several sizes, are the module's."""
     dtype = next(module.parameters()).dtype
     x = torch.randn(1, ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
     parts = _linears(module)

@@ -52,12 +52,12 @@ def noisy_results(modules: Iterable[nn.Module], share: float) -> Iterator[None]:
 
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
-    """Whether two tensors are equal, NaN to NaN: large float16 numbers overflow in both forms."""
+    """True if two tensors are equal, NaN to NaN: large float16 numbers overflow in both forms."""
     return found.shape == expected.shape and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def near(found: Tensor, expected: Tensor, step: float) -> bool:
-    """Whether results differ by at most a share of their row's largest, and are infinite or NaN in the same places."""
+    """True if results differ by at most a share of their row's largest, and are infinite or NaN in the same places."""
     found, expected = found.float(), expected.float()
     largest = expected.where(expected.isfinite(), 0.0).abs().amax(-1, keepdim=True)
     equal = (found == expected) | (found.isnan() & expected.isnan())

@@ -29,23 +29,23 @@ check at start compares such steps with larger ones."""
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """What the probe recorded of a layer."""
+    """Facts that the probe recorded of an attention layer."""
 
     layout: Layout
     window: int | None
     group: int  # query heads of a kv head
-    dtypes: tuple[torch.dtype, ...]  # of its queries, keys and values
+    dtypes: tuple[torch.dtype, ...]  # types of queries, keys and values
 
 
 @dataclass(slots=True)
 class ForwardContext:
-    """Shared by all seats of a model: its pages, and the rows of the current forward."""
+    """State shared by all seats of a model: its pages, and the rows of the current forward."""
 
-    threads: int = 1  # of large products, and of the attention and scans of many rows, on a CPU
+    threads: int = 1  # threads of large products, and of attention and scans of many rows, on a CPU
     pages: Pages | None = None
     step: TreeRows | TableRows | None = None
     probed: list[ProbedLayer] = field(default_factory=list)
-    recurrent: RecurrentMemory | None = None  # of a target with states
+    recurrent: RecurrentMemory | None = None  # None for a target without states
     recurrent_step: RecurrentStep | None = None
     compiled: bool = False  # attention runs in this project's compiled kernels
     _prepared: dict[tuple[int, int | None], Prepared] = field(default_factory=dict)
@@ -99,8 +99,9 @@ def seat_attention(
     s_aux: Tensor | None = None,
     **ignored: Any,
 ) -> tuple[Tensor, None]:
-    """query [1, heads, rows, dim], key and value [1, kv heads, rows, dim], all of only the step's rows.
+    """Attend to the texts' pages and the step's own rows. Called by transformers for each attention layer of a forward.
 
+    query [1, heads, rows, dim], key and value [1, kv heads, rows, dim]: of the step's rows only
     Returns [1, rows, heads, dim]. Dropout and other arguments that models pass are ignored.
     """
     seat: Seat = module.dendro_seat  # type: ignore[assignment]  # `_take_seats` sets it
