@@ -28,7 +28,7 @@ Lengths = Sequence[int]
 
 
 def ranks_determine(arm: Arm) -> bool:
-    """Whether an arm's rounds follow from its drafter's ranks."""
+    """True if an arm's rounds follow from its drafter's ranks."""
     return arm.drafted and isinstance(arm.shape, LevelShape | NodeShape)
 
 

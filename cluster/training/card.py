@@ -52,7 +52,7 @@ def drafter_card(
     title: str,
     target: str,
     model: str,  # kind, size and origin
-    conversations: bool,  # whether the target answered the data's prompts
+    conversations: bool,  # True if the target answered the data's prompts
     source: str,  # of the data
     command: str,
     seed: int,

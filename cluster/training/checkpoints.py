@@ -48,7 +48,7 @@ def export(model: PreTrainedModel, folder: Path, tokenizer_files: Iterable[Path]
 
 
 def has_tied_head(model: PreTrainedModel) -> bool:
-    """Whether a model's head is its embedding. It may not be where the configuration says so: the library then keeps
+    """True if a model's head is its embedding. It may not be where the configuration says so: the library then keeps
     the files' head."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     return head is not None and head.weight is embedding.weight

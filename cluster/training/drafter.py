@@ -211,7 +211,7 @@ class DrafterRun:
 
     @property
     def _answers_prompts(self) -> bool:
-        """Whether the target's labels are of its answers to the data's prompts, and of questions of its own."""
+        """True if the target's labels are of its answers to the data's prompts, and of questions of its own."""
         return self.share.processes == 1 and all(self.data_folder.prompts(part) for part in PARTS)
 
     def _prompts(self, part: str) -> PromptOrder:

@@ -85,7 +85,7 @@ class StageFolder:
 
     @staticmethod
     def begun(folder: Path) -> bool:
-        """Whether a run was begun in the folder."""
+        """True if a run was begun in the folder."""
         return (folder / SETTINGS).exists()
 
     def done(self, stage: str) -> bool:

@@ -201,7 +201,7 @@ def _pays(verdict: Report, drafter: str) -> bool:
 
 
 def verdict_line(verdict: Report) -> str:
-    """Whether a drafter pays at a temperature."""
+    """True if a drafter pays at a temperature."""
     place = f"{verdict['drafter']} at temperature {verdict['temperature']:g}"
     if verdict["best"] is None:
         return f"{place}: no tree was measured"

@@ -54,18 +54,18 @@ def threads_of(count: int) -> Iterator[None]:
 
 
 def is_safe(count: int, itemsize: int, threads: int) -> bool:
-    """Whether a loop of `threads` threads over `count` contiguous numbers leaves no tail."""
+    """True if a loop of `threads` threads over `count` contiguous numbers leaves no tail."""
     parts = max(1, min(threads, -(-count // GRAIN)))
     return count * itemsize % VECTOR_BYTES == 0 and -(-count // parts) * itemsize % VECTOR_BYTES == 0
 
 
 def leaves_tail(width: int) -> bool:
-    """Whether a single row of this width may leave a tail. Assumes numbers of two bytes."""
+    """True if a single row of this width may leave a tail. Assumes numbers of two bytes."""
     return width * 2 % VECTOR_BYTES != 0
 
 
 def is_narrow(width: int) -> bool:
-    """Whether ROW_MULTIPLE rows of this width may leave a tail. Assumes numbers of two bytes; a width that is safe for
+    """True if ROW_MULTIPLE rows of this width may leave a tail. Assumes numbers of two bytes; a width that is safe for
     these is safe for longer ones."""
     return ROW_MULTIPLE * width * 2 % VECTOR_BYTES != 0
 

@@ -98,7 +98,7 @@ def _key(module: str) -> str:
 
 
 def kept(module: str) -> bool:
-    """Whether the cache's folder has a file of the module that is not older than its sources: mostly the one that
+    """True if the cache's folder has a file of the module that is not older than its sources: mostly the one that
     `load_kernels` would load. Imports neither torch nor numba."""
     folder = _folder()
     if folder is None:
@@ -182,7 +182,7 @@ def _why_not_safe(place: Path) -> str:
 
 
 def _own_group(group: int) -> bool:
-    """Whether a group is root's, or has this user alone, as many systems make one for every user."""
+    """True if a group is root's, or has this user alone, as many systems make one for every user."""
     if group == 0:
         return True
     try:

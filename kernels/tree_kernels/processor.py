@@ -30,7 +30,7 @@ def lanes() -> int:
 
 
 def has_dots() -> bool:
-    """Whether this processor has dot products of pairs of bfloat16 in its largest registers."""
+    """True if this processor has dot products of pairs of bfloat16 in its largest registers."""
     return lanes() == 16 and "avx512bf16" in processor()[1]
 
 

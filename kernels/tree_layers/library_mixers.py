@@ -16,7 +16,7 @@ PARTS = ("in_proj", "conv1d", "A_log", "D", "out_proj")
 
 
 def is_mixer(module: nn.Module) -> bool:
-    """Whether a module is a mixer, of Mamba-1 or of Mamba-2."""
+    """True if a module is a mixer, of Mamba-1 or of Mamba-2."""
     return all(hasattr(module, part) for part in PARTS)
 
 

@@ -106,7 +106,7 @@ def why_not_compiled(weight: Tensor) -> str:
 
 
 def _sums_are_ours(weight: Tensor) -> bool:
-    """Whether float32 sums of products with this weight are this project's own. Beside matrix tiles (AMX), which have
+    """True if float32 sums of products with this weight are this project's own. Beside matrix tiles (AMX), which have
     none, they are, too."""
     return weight.device.type == "cpu" and weight.dtype in PRECISIONS and not why_not_packed()
 
@@ -180,7 +180,7 @@ def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice | _Compiled]
 
 
 def can_be_packed(weight: Tensor) -> bool:
-    """Whether the library has a packed product with such a weight here."""
+    """True if the library has a packed product with such a weight here."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
@@ -189,7 +189,7 @@ def can_be_packed(weight: Tensor) -> bool:
 
 
 def rows_are_independent(run: Form, rows: Tensor, buckets: Sequence[int]) -> bool:
-    """Whether rows, in a random order and in any bucket, have the same bits as in the largest bucket.
+    """True if rows, in a random order and in any bucket, have the same bits as in the largest bucket.
 
     rows [the largest bucket, inputs]. A bucket that divides their number is checked with every row.
     """
@@ -270,7 +270,7 @@ class RowForms:
         return RowsReport(dict(self._counts), tuple(self._failed), self._why_library, library or tails)
 
     def packs(self, weight: Tensor, bias: Tensor | None = None) -> bool:
-        """Whether `of` with may_pack returns a packed form, which holds a copy of the weight."""
+        """True if `of` with may_pack returns a packed form, which holds a copy of the weight."""
         choice = self._choice(weight, bias, may_pack=True)
         return choice is not None and choice.copies
 

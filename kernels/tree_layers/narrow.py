@@ -45,7 +45,7 @@ class NarrowRows(Tensor):
 
 
 def _takes_one_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the first argument is the call's only tensor. `elementwise` pads only the first argument."""
+    """True if the first argument is the call's only tensor. `elementwise` pads only the first argument."""
     tensors = [isinstance(given, Tensor) for given in (*args, *kwargs.values())]
     return bool(args) and tensors[0] and sum(tensors) == 1
 

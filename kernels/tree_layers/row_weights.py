@@ -30,7 +30,7 @@ def make_rows_independent(model: nn.Module, forms: RowForms) -> None:
 
 
 def _multiplies_rows(parameter: Tensor) -> bool:
-    """Whether a module may multiply rows by it: a matrix (a router's) or, on a CPU, a stack of matrices (experts')."""
+    """True if a module may multiply rows by it: a matrix (a router's) or, on a CPU, a stack of matrices (experts')."""
     return parameter.is_floating_point() and (
         parameter.dim() == 2 or (parameter.dim() == 3 and parameter.device.type == "cpu")
     )

@@ -34,7 +34,7 @@ ALPHABET = _byte_level_alphabet()
 
 
 def falls_back_to_bytes(decoder: Any) -> bool:
-    """Whether a decoder turns tokens such as `<0xE2>` into bytes."""
+    """True if a decoder turns tokens such as `<0xE2>` into bytes."""
     return _mentions(decoder, "ByteFallback")
 
 
@@ -86,7 +86,7 @@ def _texts(tokenizer: Mapping[str, Any]) -> dict[int, str]:
 
 
 def _mentions(component: Any, kind: str) -> bool:
-    """Whether a component of the tokenizer, or a part of it, is of this type."""
+    """True if a component of the tokenizer, or a part of it, is of this type."""
     return f'"type": "{kind}"' in json.dumps(component)
 
 

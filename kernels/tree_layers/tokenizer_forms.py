@@ -20,7 +20,7 @@ def continuing(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def splits_words(form: dict[str, Any]) -> bool:
-    """Whether the spaces of a text only divide its words, as T5's tokenizer does, which marks each word again."""
+    """True if the spaces of a text only divide its words, as T5's tokenizer does, which marks each word again."""
     return "WhitespaceSplit" in json.dumps(form["pre_tokenizer"])
 
 

@@ -106,7 +106,7 @@ class Attempts:
 
 
 def _full(error: grpc.RpcError) -> bool:
-    """Whether a router or its peers are full: not a limit of gRPC, of a gateway, or of the request's time."""
+    """True if a router or its peers are full: not a limit of gRPC, of a gateway, or of the request's time."""
     return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _reason_of(error) == Overloaded.__name__
 
 

@@ -40,7 +40,7 @@ class Destination:
 
     target: str  # for gRPC
     authority: str  # `host:port`
-    proxied: bool  # whether gRPC may use the environment's proxy
+    proxied: bool  # True if gRPC may use the environment's proxy
     addresses: frozenset[str] = frozenset()  # behind the name; empty: unknown
 
 
@@ -67,7 +67,7 @@ class Destinations:
         self._asked_s: dict[str, float] = {}  # when a look-up began
 
     def unknown(self, address: str) -> bool:
-        """Whether `destination` has to wait for a look-up."""
+        """True if `destination` has to wait for a look-up."""
         return address not in self._found and self._is_looked_up(address)
 
     def destination(self, address: str) -> Destination:
@@ -90,7 +90,7 @@ class Destinations:
         return Destination(f"ipv{families.pop()}:{','.join(ends)}", address, proxied, found)
 
     def _is_looked_up(self, address: str) -> bool:
-        """Whether the address is of a name that is looked up here: gRPC does it for a proxy, which may know other names
+        """True if the address is of a name that is looked up here: gRPC does it for a proxy, which may know other names
         than this machine."""
         host = host_of(address)
         if not host or is_loopback(host) or is_ip(host):
@@ -127,14 +127,14 @@ def is_ip(host: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine by its name."""
+    """True if a host is this machine by its name."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     return is_ip(host) and ipaddress.ip_address(host).is_loopback
 
 
 def uses_proxy(host: str) -> bool:
-    """Whether gRPC would use a proxy of the environment for a host. (Of networks, as `10.0.0.0/8`, only gRPC knows.)"""
+    """True if gRPC would use a proxy of the environment for a host. (Of networks, as `10.0.0.0/8`, only gRPC knows.)"""
     if not any(map(os.environ.get, PROXY_VARIABLES)):
         return False
     without = next(filter(None, map(os.environ.get, NO_PROXY_VARIABLES)), "")

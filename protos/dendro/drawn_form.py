@@ -132,7 +132,7 @@ def undrawn(law: TokenLaw, most: int) -> Masses:
 
 
 def has_drawn_form(tree: DraftTree, shape: DynamicShape) -> bool:
-    """Whether a tree has the form that its own laws and tokens decide: no guess is missing and none is too many."""
+    """True if a tree has the form that its own laws and tokens decide: no guess is missing and none is too many."""
     tokens, parents, laws = tree.tokens.tolist(), tree.parents.tolist(), {law.row: law for law in tree.laws}
     form, frontier, rows = DrawnForm(shape), [0], 1
     while frontier:

@@ -317,7 +317,7 @@ class GrammarText:
 
     @property
     def complete(self) -> bool:
-        """Whether the text is what the structure describes, and no text may follow."""
+        """True if the text is what the structure describes, and no text may follow."""
         return self.place().complete
 
     def place(self) -> GrammarPlace:
@@ -365,12 +365,12 @@ class GrammarPlace:
 
     @property
     def complete(self) -> bool:
-        """Whether the text is one of the structure's, and no text may follow."""
+        """True if the text is one of the structure's, and no text may follow."""
         return self.may_end and not self.text.any()
 
     @property
     def stuck(self) -> bool:
-        """Whether the text is unfinished, and no token can follow."""
+        """True if the text is unfinished, and no token can follow."""
         return not self.may_end and not self.text.any()
 
     @property
@@ -397,5 +397,5 @@ class GrammarPlace:
 
 
 def permits(mask: Bits | bytes, token: int) -> bool:
-    """Whether a mask has a token."""
+    """True if a mask has a token."""
     return token >> 3 < len(mask) and bool(mask[token >> 3] >> (token & 7) & 1)

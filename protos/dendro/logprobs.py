@@ -181,7 +181,7 @@ def _one_from(message: Message) -> TokenLogprobs:
 
 
 def fit(logprobs: Sequence[TokenLogprobs], tokens: int, top: int | None, vocabulary: int) -> bool:
-    """Whether these are what a request for `top` likeliest tokens gets for so many tokens; None: it did not ask."""
+    """True if these are what a request for `top` likeliest tokens gets for so many tokens; None: it did not ask."""
     if top is None or len(logprobs) != tokens:
         return not logprobs and top is None
     ids: Iterable[int] = (token for each in logprobs for token, _ in each.top)

@@ -24,7 +24,7 @@ class VerificationMode(StrEnum):
 
     @property
     def lossy(self) -> bool:
-        """Whether answers do not have the target's law."""
+        """True if answers do not have the target's law."""
         return self is VerificationMode.LENIENT
 
 

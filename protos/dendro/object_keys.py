@@ -30,7 +30,7 @@ class Keys:
     names: tuple[str, ...]
     patterns: tuple[str, ...]
     several: bool  # schemas
-    alike: bool  # whether every other key may have any value
+    alike: bool  # True if every other key may have any value
     rest: str | None  # an expression of other keys; None where it is not known which the patterns leave over
 
     @classmethod
@@ -80,7 +80,7 @@ def beginning(pattern: str) -> str:
 
 
 def _has_alternatives(pattern: str) -> bool:
-    """Whether an expression has a | outside of its groups."""
+    """True if an expression has a | outside of its groups."""
     depth = 0
     for token in re.findall(r"\\.|\[(?:\\.|[^\]\\])*\]|[()|]", pattern, re.DOTALL):
         if token == "|" and not depth:
@@ -159,7 +159,7 @@ def _of_object(schema: Json, references: References, seen: set[str]) -> Iterator
 
 
 def is_well_formed(schema: Schema) -> bool:
-    """Whether the keywords of keys have values of the right kinds; llguidance says what is wrong with others."""
+    """True if the keywords of keys have values of the right kinds; llguidance says what is wrong with others."""
     required = schema.get("required", [])
     return (
         isinstance(schema.get("properties", {}), dict)

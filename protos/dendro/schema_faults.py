@@ -91,7 +91,7 @@ def _overlaps(schema: Schema, match: re.Match[str]) -> Iterator[str]:
 
 
 def _may_overlap(one: Json, two: Json) -> bool:
-    """Whether two schemas' types and constants leave it open that a value is of both."""
+    """True if two schemas' types and constants leave it open that a value is of both."""
     if not _kinds(one) & _kinds(two):
         return False
     if not isinstance(one, dict) or not isinstance(two, dict):

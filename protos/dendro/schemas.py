@@ -178,7 +178,7 @@ class _Rewriting:
         return inner(value, place) if keyword in ALONE else value
 
     def _is_reached(self, schema: Json, place: str) -> bool:
-        """Whether a reference may lead to a definition, or into it."""
+        """True if a reference may lead to a definition, or into it."""
         return self._reached is None or not isinstance(schema, dict) or place in self._above
 
 

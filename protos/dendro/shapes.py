@@ -58,19 +58,19 @@ class TreeShape(ABC):
 
     @property
     def stops(self) -> bool:
-        """Whether trees are often much smaller than the shape: the drafter's estimates end their growth."""
+        """True if trees are often much smaller than the shape: the drafter's estimates end their growth."""
         return False
 
     @property
     def drawable(self) -> bool:
-        """Whether the guesses of its trees may be drawn from the drafter's law: which of them a tree has, and in which
+        """True if the guesses of its trees may be drawn from the drafter's law: which of them a tree has, and in which
         order, must then not depend on their own or later tokens
         (docs/design/verification.md#what-a-decision-may-depend-on)."""
         return False
 
     @property
     def drafted(self) -> bool:
-        """Whether a drafter makes the tree."""
+        """True if a drafter makes the tree."""
         return self.forwarded > 0
 
     @classmethod

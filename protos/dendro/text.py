@@ -79,19 +79,19 @@ class Sampling(SamplingNumbers):
 
     @property
     def draws_guesses(self) -> bool:
-        """Whether guesses are drawn from the drafter's law, which is sent with the tree, and tested by their
+        """True if guesses are drawn from the drafter's law, which is sent with the tree, and tested by their
         probabilities. No guess may then be left out, added or moved because of what was drawn."""
         drawn = (VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
         return self.mode in drawn and self.temperature > 0
 
     @property
     def shares_noise(self) -> bool:
-        """Whether drafters rank by the noise that the target draws with."""
+        """True if drafters rank by the noise that the target draws with."""
         return self.temperature > 0 and self.mode not in LISTED_MODES
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the tokens are those of plain decoding with the same seed, whatever the trees."""
+        """True if the tokens are those of plain decoding with the same seed, whatever the trees."""
         return not self.draws_guesses and not self.mode.lossy
 
     @property
@@ -170,7 +170,7 @@ class StopStrings:
     """An answer ends with the token that completes one of the `strings` in its text."""
 
     strings: tuple[str, ...] = ()
-    included: bool = False  # whether the text that clients get ends with the stop string, or before it
+    included: bool = False  # True if the text that clients get includes the stop string
 
     @classmethod
     def of(cls, strings: Sequence[str], included: bool) -> Self:

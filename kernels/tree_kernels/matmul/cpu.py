@@ -69,7 +69,7 @@ DOT_SHARE = 0.9
 
 @cache
 def dots_pay() -> bool:
-    """Whether the processor's dot products have the bits of fused multiply-adds here, and take less time. What they
+    """True if the processor's dot products have the bits of fused multiply-adds here, and take less time. What they
     compute is a processor's own affair, and some take twice as long for one as for a multiply-add."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.arange(DOT_ROWS)[:, None] * 2 - 140  # rows whose numbers, or whose sums, are not normal

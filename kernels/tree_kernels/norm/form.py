@@ -13,7 +13,7 @@ HALVED_TO = 1024
 """Sums of a row add its halves until so many numbers are left, then neighbours."""
 
 NO_GATE, GATE_FIRST, GATE_LAST = range(3)
-"""Whether a row is multiplied by SiLU of its gate, before or after its norm."""
+"""True if a row is multiplied by SiLU of its gate, before or after its norm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -41,12 +41,12 @@ class Processors:
 
     @property
     def counts(self) -> bool:
-        """Whether tokens of the text are counted."""
+        """True if tokens of the text are counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def off(self) -> bool:
-        """Whether no row is changed."""
+        """True if no row is changed."""
         removes = self.banned or self.allowed or self.bad_words or (self.ending and self.min_length)
         return not (self.counts or self.logit_bias or removes)
 

@@ -46,7 +46,7 @@ class Warp:
 
     @property
     def masks(self) -> bool:
-        """Whether any filter is on."""
+        """True if any filter is on."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
