@@ -101,6 +101,10 @@ def test_the_front_page_is_the_readme_with_its_pictures(site):
     assert not re.findall(r'href="[^"]*\.md', text)
 
 
+def test_the_readme_can_be_read_in_a_minute():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
 def test_links_of_the_readme_are_rewritten_for_the_site():
     spec = importlib.util.spec_from_file_location("front_page", DOCS / "front_page.py")
     module = importlib.util.module_from_spec(spec)

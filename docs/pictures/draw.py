@@ -168,7 +168,7 @@ def tree_svg(its: DrawnRound) -> str:
     accepted = frozenset(its.path)
 
     def parts() -> Iterator[str]:
-        yield label(10, 20, f"text so far  ...{visible(its.before[-28:])}")
+        yield label(10, 20, f"text so far  ... {visible(its.before[-28:].partition(' ')[2])}")
         guesses, kept = len(its.tokens) - 1, len(its.path) - 1
         yield label(10, 40, f"{guesses} guesses of the drafter; the target accepts {kept} and adds its own token", GREY)
         edges = [(row, parent) for row, parent in enumerate(its.parents) if parent >= 0]
