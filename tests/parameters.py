@@ -13,22 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from dendro.calls import RequestParameters
-from dendro.modes import VerificationMode
 from dendro.options import (
-    LARGEST_SHIFT,
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_BIASED_IDS,
-    MAX_ECHOED,
-    MAX_LISTED_IDS,
-    MAX_SAMPLES,
-    MAX_STOP_IDS,
-    MAX_TOP_LOGPROBS,
     MAX_WORD_BYTES,
-    REPETITION_PENALTIES,
-    SMALLEST_TEMPERATURE,
+    OPTIONS,
 )
-from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES
 from dendro.text import Limits, Sampling
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
@@ -77,7 +65,7 @@ def decoded(
 ) -> list[int]:
     """The answer by the plain formulas: each row from its whole text, one token after the other."""
     its, sampling, text = processors_of(given, frozenset()), given.sampling, list(prompt)
-    warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    warp = Warp.of(sampling)
     while len(text) < given.limits.max_length:
         logits = logits_of(text, DraftTree.root_only(text[-1]))[0]
         scores = processed(logits, its, text, given.prompt_length)[None]
@@ -93,153 +81,107 @@ class Parameter:
     """A line of the page."""
 
     name: str  # of the field of the public API
-    bounds: str
     oracle: str  # a class of transformers, or where the formula is from
     applies: str
     drafter: str  # what a drafter does with it
     identical: str = "yes"
+    bounds: str = ""  # of a field that is no option of its own; else the declared ones
 
 
-SHIFT = f"{-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}"
 USED, FIRST, IGNORED = "ranks with it", "ranks its first guess with it", "ignores it"
 PARAMETERS = (
-    Parameter("logit_bias", f"{MAX_BIASED_IDS} ids, each {SHIFT}", "`SequenceBiasLogitsProcessor`", "every row", USED),
+    Parameter("logit_bias", "`SequenceBiasLogitsProcessor`", "every row", USED),
     Parameter(
         "logit_bias_texts",
-        f"as `logit_bias`, together with it; texts of 1 to {MAX_WORD_BYTES} bytes that are one token",
         "`logit_bias` of the texts' tokens",
         "every row",
         USED,
+        bounds=f"as `logit_bias`, together with it; texts of 1 to {MAX_WORD_BYTES} bytes that are one token",
     ),
     Parameter(
-        "repetition_penalty",
-        " to ".join(f"{bound:g}" for bound in REPETITION_PENALTIES),
-        "`RepetitionPenaltyLogitsProcessor`",
-        "tokens of the prompt and of the answer",
-        IGNORED,
+        "repetition_penalty", "`RepetitionPenaltyLogitsProcessor`", "tokens of the prompt and of the answer", IGNORED
     ),
-    Parameter("banned_ids", f"{MAX_LISTED_IDS} ids", "`SuppressTokensLogitsProcessor`", "every row", USED),
-    Parameter(
-        "allowed_ids",
-        f"{MAX_LISTED_IDS} ids",
-        "`SuppressTokensLogitsProcessor` of all other ids",
-        "every row",
-        USED,
-    ),
+    Parameter("banned_ids", "`SuppressTokensLogitsProcessor`", "every row", USED),
+    Parameter("allowed_ids", "`SuppressTokensLogitsProcessor` of all other ids", "every row", USED),
     Parameter(
         "bad_words",
-        f"{MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} ids",
         "`NoBadWordsLogitsProcessor` without `eos_token_id`",
         "rows whose prompt and answer end with all of a sequence but its last token",
         IGNORED,
     ),
     Parameter(
         "bad_word_texts",
-        f"as `bad_words`, together with it; texts of 1 to {MAX_WORD_BYTES} bytes",
         "`bad_words` of the texts' tokens",
         "as for `bad_words`",
         IGNORED,
+        bounds=f"as `bad_words`, together with it; texts of 1 to {MAX_WORD_BYTES} bytes",
     ),
     Parameter(
         "min_new_tokens",
-        "0 to `max_new_tokens`",
         "`MinNewTokensLengthLogitsProcessor`, of end-of-text tokens and `stop_ids`",
         "rows of an answer that is shorter",
         IGNORED,
     ),
     Parameter(
         "structure",
-        f"{MAX_STRUCTURE_BYTES} bytes, {MAX_CHOICES} choices",
         "trying every token (`tests/dendro/test_grammars.py`); the package `jsonschema`",
         "every row",
         "guesses only what it allows, where it can follow it",
     ),
-    Parameter(
-        "frequency_penalty", SHIFT, "the formula of the OpenAI API", "tokens of the answer, once each time", IGNORED
-    ),
-    Parameter("presence_penalty", SHIFT, "the formula of the OpenAI API", "tokens of the answer", IGNORED),
-    Parameter(
-        "temperature",
-        f"0 (greedy), or at least {SMALLEST_TEMPERATURE:g}",
-        "`TemperatureLogitsWarper`",
-        "every row",
-        USED,
-    ),
+    Parameter("frequency_penalty", "the formula of the OpenAI API", "tokens of the answer, once each time", IGNORED),
+    Parameter("presence_penalty", "the formula of the OpenAI API", "tokens of the answer", IGNORED),
+    Parameter("temperature", "`TemperatureLogitsWarper`", "every row", USED),
     Parameter(
         "top_k",
-        "0 (all) or more",
         "`TopKLogitsWarper`; of tokens that tie with the k-th, those of the lowest ids",
         "every row above temperature 0",
         FIRST,
     ),
-    Parameter("top_p", "above 0, to 1 (all)", "`TopPLogitsWarper`", "every row above temperature 0", FIRST),
-    Parameter("min_p", "0 (all) to below 1", "`MinPLogitsWarper`", "every row above temperature 0", FIRST),
-    Parameter("seed", "64 bits", "none: the noise is a contract of its own", "every row above temperature 0", USED),
-    Parameter("sample_index", "32 bits", "none, as for `seed`", "every row above temperature 0", USED),
-    Parameter(
-        "n",
-        f"1 to {MAX_SAMPLES}; 1 with a session or a resume",
-        "so many requests, with `sample_index` and the numbers after it",
-        "the answers to a prompt",
-        USED,
-    ),
-    Parameter(
-        "stop_ids", f"{MAX_STOP_IDS} ids", "`EosTokenCriteria`", "ends the answer, whose last token it is", IGNORED
-    ),
-    Parameter("ignore_end", "", "`generate` with `eos_token_id=None`", "end-of-text tokens end no answer", IGNORED),
-    Parameter(
-        "max_new_tokens",
-        "0 (with `echo`, and no session) to `router.max_new_tokens` and to the room of the text",
-        "`MaxLengthCriteria`",
-        "ends the answer",
-        IGNORED,
-    ),
+    Parameter("top_p", "`TopPLogitsWarper`", "every row above temperature 0", FIRST),
+    Parameter("min_p", "`MinPLogitsWarper`", "every row above temperature 0", FIRST),
+    Parameter("seed", "none: the noise is a contract of its own", "every row above temperature 0", USED),
+    Parameter("sample_index", "none, as for `seed`", "every row above temperature 0", USED),
+    Parameter("n", "so many requests, with `sample_index` and the numbers after it", "the answers to a prompt", USED),
+    Parameter("stop_ids", "`EosTokenCriteria`", "ends the answer, whose last token it is", IGNORED),
+    Parameter("ignore_end", "`generate` with `eos_token_id=None`", "end-of-text tokens end no answer", IGNORED),
+    Parameter("max_new_tokens", "`MaxLengthCriteria`", "ends the answer", IGNORED),
     Parameter(
         "mode",
-        f"{', '.join(VerificationMode)}; all but the first two where the configuration lists them",
         "enumeration of all drafts and outcomes (`tests/kernels/test_sampled_walk.py`)",
         "how the guesses of a tree decide the tokens (docs/modes.md)",
         "draws or ranks its guesses by it",
         "coupled, greedy, naive; multi-step and block keep the law alone, lenient is lossy",
     ),
-    Parameter(
-        "lenience",
-        "above 0, below 1; only in mode lenient",
-        "as for `mode`",
-        "guesses in mode lenient",
-        IGNORED,
-        "lossy",
-    ),
+    Parameter("lenience", "as for `mode`", "guesses in mode lenient", IGNORED, "lossy"),
     Parameter(
         "literal_prompt",
-        "only with a prompt's text",
         "`split_special_tokens` of transformers' tokenizers",
         "the request's own prompt",
         "gets the tokens",
     ),
     Parameter(
         "show_special_tokens",
-        "",
         "`decode` with `skip_special_tokens=False`",
         "the text of answer and echo, and with it `stop`; changes no token",
         IGNORED,
     ),
     Parameter(
-        "echo",
-        f"{MAX_ECHOED} log-probabilities with `logprobs`, those of likeliest tokens included",
-        "`log_softmax` of the raw logits, in float32",
-        "the request's own prompt; changes no token",
-        IGNORED,
+        "echo", "`log_softmax` of the raw logits, in float32", "the request's own prompt; changes no token", IGNORED
     ),
     Parameter(
-        "logprobs",
-        f"0 to {MAX_TOP_LOGPROBS} likeliest tokens",
-        "`log_softmax` of the raw logits, in float32",
-        "every token of the answer; changes none",
-        IGNORED,
+        "logprobs", "`log_softmax` of the raw logits, in float32", "every token of the answer; changes none", IGNORED
     ),
 )
 """All parameters that change an answer or what is reported of it, in the order in which they are applied."""
+
+
+def declared_cells(name: str, bounds: str = "") -> str:
+    """The cells of an option's type, bounds and default, as declared."""
+    option = OPTIONS.get(name)
+    if option is None:
+        return f"- | {bounds} | -"
+    default = "-" if option.default in (None, "") else f"`{str(option.default).lower()}`"
+    return f"{option.json_type} | {option.accepts or '-'} | {default}"
 
 
 def written() -> str:
@@ -247,7 +189,8 @@ def written() -> str:
     lines = [
         "# Parameters of a request",
         "",
-        "Written by `python tests/parameters.py`; `tests/cluster/test_parameters.py` compares it. Fields are those of",
+        "Written by `python tests/parameters.py` from the declarations in `protos/dendro/options.py`;",
+        "`tests/cluster/test_parameters.py` compares it. Fields are those of",
         "`GenerateRequest` and of its `Sampling` in `protos/dendro/v1/generation.proto`; the clients' `generate` has",
         "the same names. They are applied in this order, to every row of a tree with the row's own path as its text.",
         "Those down to `presence_penalty` are applied at temperature 0 too.",
@@ -261,12 +204,22 @@ def written() -> str:
         "  they differ by the rounding of its logits.",
         "- *Drafter*: what a drafter does with it. What it ignores can lower acceptance, and changes no token.",
         "",
-        "| parameter | bounds | oracle | applies to | identical | drafter |",
-        "|---|---|---|---|---|---|",
+        "| parameter | type | bounds | default | oracle | applies to | identical | drafter |",
+        "|---|---|---|---|---|---|---|---|",
         *(
-            f"| `{each.name}` | {each.bounds or '-'} | {each.oracle} | {each.applies} | "
+            f"| `{each.name}` | {declared_cells(each.name, each.bounds)} | {each.oracle} | {each.applies} | "
             f"{each.identical} | {each.drafter} |"
             for each in PARAMETERS
+        ),
+        "",
+        "The other options of a request:",
+        "",
+        "| option | type | bounds | default | meaning |",
+        "|---|---|---|---|---|",
+        *(
+            f"| `{name}` | {declared_cells(name)} | {option.help} |"
+            for name, option in OPTIONS.items()
+            if name not in {each.name for each in PARAMETERS}
         ),
         "",
         "Texts of bad words and biases are made tokens by the target's tokenizer, as parts of a text: without special",

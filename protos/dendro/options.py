@@ -71,8 +71,14 @@ class Options(TypedDict, total=False):
 
     temperature: Annotated[float | None, Option(SAMPLING, NUMBER, "0 is greedy.", 0.0, TEMPERATURE)]
     top_k: Annotated[int | None, Option(SAMPLING, INTEGER, "0 keeps all.", 0, ANY)]
-    top_p: Annotated[float | None, Option(SAMPLING, NUMBER, "1 keeps all.", 1.0, NumberBounds(0, 1, "(]"))]
-    min_p: Annotated[float | None, Option(SAMPLING, NUMBER, "0 keeps all.", 0.0, NumberBounds(0, 1, "[)"))]
+    top_p: Annotated[
+        float | None,
+        Option(SAMPLING, NUMBER, "1 keeps all.", 1.0, NumberBounds(0, 1, "(]"), limits="(0, 1], 1 keeps all"),
+    ]
+    min_p: Annotated[
+        float | None,
+        Option(SAMPLING, NUMBER, "0 keeps all.", 0.0, NumberBounds(0, 1, "[)"), limits="[0, 1), 0 keeps all"),
+    ]
     seed: Annotated[
         int | None,
         Option(SAMPLING, INTEGER, "Default: the session's, or drawn and reported.", bounds=unsigned(SEED_BITS)),
@@ -118,8 +124,7 @@ class Options(TypedDict, total=False):
             "Added to a token's logit; repeatable.",
             bounds=SHIFT,
             entries=MAX_BIASED_IDS,
-            limits=f"{MAX_BIASED_IDS} ids, each {-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}; texts of 1 to "
-            f"{MAX_WORD_BYTES} bytes that are one token",
+            limits=f"{MAX_BIASED_IDS} ids, each {-LARGEST_SHIFT:g} to {LARGEST_SHIFT:g}",
         ),
     ]
     banned_ids: Annotated[
@@ -152,7 +157,7 @@ class Options(TypedDict, total=False):
             "Tokens that are not completed in order; repeatable.",
             entries=MAX_BAD_WORDS,
             items=ARRAY,
-            limits=f"{MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} ids; texts of 1 to {MAX_WORD_BYTES} bytes",
+            limits=f"{MAX_BAD_WORDS} sequences of 1 to {MAX_BAD_WORD_TOKENS} ids",
             flags=("--bad-word",),
         ),
     ]
