@@ -55,7 +55,7 @@ class DraftLaw:
 
         ids [vocabulary]: target ids of the guessed tokens, ascending; None: 0, 1, ...
         """
-        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        warp = Warp.of(sampling)
         shift = shift_of(sampling, np.arange(vocabulary) if ids is None else ids)
         if not (warp.greedy or sampling.shares_noise):
             nothing = torch.zeros(vocabulary)  # scores at a temperature above 0 are ranked with something added
@@ -72,7 +72,7 @@ class DraftLaw:
 
         noise_ids: target id whose noise each guessed token gets, -1 for tokens that must not be guessed
         """
-        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        warp = Warp.of(sampling)
         shift = shift_of(sampling, noise_ids.clip(0))
         if not sampling.shares_noise:  # logits plus a mask: the order of the logits, among ids that may be guessed
             return cls(Warp(sampling.temperature or 1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)

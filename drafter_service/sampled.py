@@ -7,7 +7,7 @@ levels above (`DrawnForm`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -79,7 +79,7 @@ class GuessDraws:
         """
         tokens, found, chances = list[Sequence[int]](), list[Numbers](), list[Numbers]()
         sampling = self.sampling
-        filters = Warp(1.0, sampling.top_k, sampling.top_p, sampling.min_p)
+        filters = replace(Warp.of(sampling), temperature=1.0)
         # The target's filters remove tokens that it would reject; any law may be drawn from.
         kept = warp(torch.tensor(np.array(scores), dtype=torch.float32), filters).double().numpy()
         laws = [

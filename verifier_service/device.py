@@ -13,7 +13,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ from tree_kernels.tree_attention.tensor_cores import SplitRows
 from tree_kernels.tree_attention.triton import TableRows
 from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
-from tree_kernels.warp import History
+from tree_kernels.warp import History, Warp
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 from tree_layers.launching import on_its_device
 
@@ -51,6 +51,10 @@ log = logging.getLogger("dendro.verifier")
 
 GREEDY, SAMPLED, FILTERED = range(3)
 """Kinds of drawing: without noise where all texts are greedy, without sorting where none has a filter."""
+
+PLAIN = Warp()
+WARP_NUMBERS = tuple(each.name for each in fields(Warp) if each.name != "top_k")
+"""The fields of a warp that are real numbers."""
 
 ATTEMPTS = 2
 """Attempts to record a step: another thread may disturb the first one."""
@@ -264,7 +268,7 @@ class DeviceRunner(StepRunner):
             if self._splits is not None:
                 most = self._splits.most_items(shape.rows, self._bounds.max_texts)
                 whole |= {"items": (most, ITEM), "splits": (shape.rows, 2), "jobs": (1,)}
-            real = dict.fromkeys(("temperature", "top_p", "min_p"), drawn)
+            real = dict.fromkeys(WARP_NUMBERS, drawn)
             self._inputs[shape] = (
                 StepBuffers(whole, torch.int64, self.device),
                 StepBuffers(real, torch.float64, self.device),
@@ -272,7 +276,8 @@ class DeviceRunner(StepRunner):
         inputs = self._inputs[shape]
         for each in inputs:
             each.clear()
-        inputs[1].host["top_p"][:] = 1.0
+        for name in WARP_NUMBERS:
+            inputs[1].host[name][:] = getattr(PLAIN, name)
         return inputs
 
     def _upload(self, plan: StepPlan, shape: StepShape) -> tuple[StepBuffers, StepBuffers]:
@@ -312,9 +317,8 @@ class DeviceRunner(StepRunner):
             whole["seeds"][mine] = np.uint64(draw.sampling.seed).astype(np.int64)
             whole["samples"][mine] = draw.sampling.sample_index
             whole["top_k"][mine] = draw.warp.top_k
-            real["temperature"][mine] = draw.warp.temperature
-            real["top_p"][mine] = draw.warp.top_p
-            real["min_p"][mine] = draw.warp.min_p
+            for name in WARP_NUMBERS:
+                real[name][mine] = getattr(draw.warp, name)
             rows_walked = draw.tree.rows if draw.sampling.keeps_tokens else 0
             whole["first"][number], whole["count"][number] = draw.wanted, rows_walked
 
@@ -372,7 +376,7 @@ class DeviceRunner(StepRunner):
             picked = logits.argmax(1)
         else:
             noise = gumbel_rows(given["seeds"], given["draws_at"], given["samples"], self.target.vocabulary)
-            warp = WarpRows(real["temperature"].float(), given["top_k"], real["top_p"], real["min_p"].float())
+            warp = WarpRows.of(given | real)
             picked = tokens_of_rows(logits, warp, noise, masks=shape.drawing == FILTERED)
         picked = torch.where(usable, picked, UNUSABLE)
         paths, lengths = walk_rows(

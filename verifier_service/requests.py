@@ -154,7 +154,7 @@ class VerifierText:
     def opened(cls, number: int, ask: PendingCall, call: OpenCall, text: PeerText, capacity: Capacity) -> VerifierText:
         """Make a text for an open call."""
         parameters, sampling = call.parameters, call.parameters.sampling
-        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        warp = Warp.of(sampling)
         memory = TextMemory(salt_of(parameters.tenant))
         processors = processors_of(parameters, capacity.end_ids)
         history = None

@@ -166,7 +166,7 @@ def test_admission_and_peers_accept_the_same_sampling_values(field: str, value: 
         refused = error.field
     else:  # the kernels accept it too
         sampling = parameters.sampling
-        warp.Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        warp.Warp.of(sampling)
         processors_of(parameters, frozenset())
     assert refused == admitted(field, value)
     assert refused in ("", field)

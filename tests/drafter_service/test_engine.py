@@ -121,7 +121,7 @@ class Oracle:
 
     def offers(self, texts: list[list[int]], sampling: Sampling, calibration: Calibration) -> list[list[Offer]]:
         """The 16 ordered candidates of each text. The texts have the same length, and so the same noise."""
-        warp = Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        warp = Warp.of(sampling)
         logits = self.logits(texts)
         noise, scores = None, logits
         if not warp.greedy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -82,6 +83,18 @@ def test_walks_equal_the_references():
 # Tokens of rows
 
 
+def rows_of(warps, device="cpu"):
+    """What `WarpRows.of` takes, of a warp for each row."""
+    return {
+        each.name: torch.tensor(
+            [getattr(warp, each.name) for warp in warps],
+            dtype=torch.int64 if each.name == "top_k" else torch.float64,
+            device=device,
+        )
+        for each in dataclasses.fields(Warp)
+    }
+
+
 def test_rows_with_parameters_per_row_give_the_references_tokens():
     rng = np.random.default_rng(1)
     plain = [Warp(), Warp(1.0)]
@@ -94,21 +107,14 @@ def test_rows_with_parameters_per_row_give_the_references_tokens():
     warps[-1] = Warp(1.0, 0, 0.5)
     noise = torch.cat([gumbel_noise(9, [row], 200) for row in range(len(warps))])
 
-    def column(name, dtype):
-        return torch.tensor([getattr(warp, name) for warp in warps], dtype=dtype)
-
-    rows = WarpRows(
-        column("temperature", torch.float32),
-        column("top_k", torch.int64),
-        column("top_p", torch.float64),
-        column("min_p", torch.float32),
-    )
+    given = rows_of(warps)
+    rows = WarpRows.of(given)
     ours = tokens_of_rows(logits, rows, noise, masks=True)
     for row, warp in enumerate(warps):
         truth = tokens_of(logits[row : row + 1], warp, None if warp.greedy else noise[row : row + 1])
         assert ours[row] == truth[0], warp
     bare = [row for row, warp in enumerate(warps) if warp in plain]
-    few = WarpRows(*(each[bare] for each in (rows.temperature, rows.top_k, rows.top_p, rows.min_p)))
+    few = WarpRows.of({name: each[bare] for name, each in given.items()})
     assert torch.equal(tokens_of_rows(logits[bare], few, noise[bare], masks=False), ours[bare])
 
 
@@ -121,13 +127,8 @@ def test_the_tokens_that_filters_keep_of_a_row_do_not_depend_on_the_number_of_ro
     def kept(rows):
         count = rows.stop - rows.start
         top_p = torch.linspace(0.05, 0.999, 48, dtype=torch.float64, device=DEVICE)[rows]
-        each = WarpRows(
-            torch.ones(count, device=DEVICE),
-            torch.full((count,), 20_000, device=DEVICE),
-            top_p,
-            torch.full((count,), 1e-7, device=DEVICE),
-        )
-        return _filtered(logits[rows], each)
+        given = rows_of([Warp(1.0, 20_000, 1.0, 1e-7)] * count, DEVICE) | {"top_p": top_p}
+        return _filtered(logits[rows], WarpRows.of(given))
 
     whole = kept(slice(0, 48))
     assert 0 < int(whole[47].isfinite().sum()) < 20_000

@@ -6,7 +6,9 @@ The order of the filters, and of ties, is that of `reference.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -23,6 +25,12 @@ class WarpRows:
     top_k: Tensor  # int64, 0 is off
     top_p: Tensor  # float64, 1 is off
     min_p: Tensor  # float32, 0 is off
+
+    @classmethod
+    def of(cls, given: Mapping[str, Tensor]) -> Self:
+        """The rows of arrays by the fields' names: `top_k` of int64, the others of float64."""
+        narrow = {name: given[name].float() for name in ("temperature", "min_p")}
+        return cls(top_k=given["top_k"], top_p=given["top_p"], **narrow)
 
 
 def tokens_of_rows(logits: Tensor, warp: WarpRows, noise: Tensor, masks: bool) -> Tensor:

@@ -6,7 +6,8 @@ Rows are independent: a row warped alone equals, bit for bit, the same row warpe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Self
 
 import numpy as np
 import torch
@@ -39,6 +40,11 @@ class Warp:
             raise ValueError(f"top_p: must be above 0 and at most 1 (off), got {self.top_p}")
         if not 0 <= self.min_p < 1:
             raise ValueError(f"min_p: must be at least 0 (off) and below 1, got {self.min_p}")
+
+    @classmethod
+    def of(cls, sampling: object) -> Self:
+        """The warp of a request's sampling, which has fields of these names."""
+        return cls(**{each.name: getattr(sampling, each.name) for each in fields(cls)})
 
     @property
     def greedy(self) -> bool:
