@@ -1,5 +1,5 @@
-"""When a call that failed is repeated: at the next address at once, and after all of them with pauses, until the
-deadline of its request."""
+"""Repeats failed calls of a request: at once at the next address, with pauses after all addresses failed, until the
+request's deadline."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Attempts:
         return min(longest_s * random.uniform(0.5, 1.0), self.remaining_s)  # clients of one router do not come together
 
     def _warn(self, rotation: Rotation, failed: DendroError) -> None:
-        """Log once that calls have failed for a while: their caller may wait for long."""
+        """Log once that calls have failed for a while, as the caller may have to wait for long."""
         if self._failures == 1:
             self._failing_since_s, self._warned = self._clock(), False
         if not self._warned and self._clock() - self._failing_since_s >= WARNED_AFTER_S:

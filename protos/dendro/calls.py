@@ -40,11 +40,11 @@ class RequestParameters:
     tenant: str
     marks: tuple[int, ...]  # lengths at which earlier turns ended and a state may have been saved
     vocabulary: int = 0  # the target's: ids of the text and of guesses are below it; 0: the peer's own
-    tokenizer: str = ""  # the target's, as of `Hello.tokenizer`; empty: the peer's own
+    tokenizer: str = ""  # fingerprint of the target's (`Hello.tokenizer`); empty: the peer's own
     prompt_length: int = 0  # tokens of the text before the answer
-    logprobs: int | None = None  # as of `Text`; drafters ignore it
-    echo_from: int | None = None  # the same
-    structure: Structure | None = None  # what the answer's text must be; a drafter only guesses by it
+    logprobs: int | None = None  # number of likeliest tokens with log-probabilities; None: none. Drafters ignore it
+    echo_from: int | None = None  # position of the first token whose log-probability the opening reports; None: none
+    structure: Structure | None = None  # structure of the answer's text; a drafter only guesses by it
 
     def __post_init__(self) -> None:
         check_logprobs(self.logprobs)
@@ -54,7 +54,7 @@ class RequestParameters:
 
 @dataclass(frozen=True, slots=True)
 class TextUpdate:
-    """The part that all calls have: the opening, and the text up to `base`."""
+    """The opening and the text up to `base`, which every call has."""
 
     opening: bytes
     base: int  # tokens of the text; the round starts from the last of them, its root
@@ -92,7 +92,7 @@ class VerifyCall:
 
     update: TextUpdate
     tree: DraftTree
-    ahead: bool = False  # like this tree, the next is likely its root alone: that round may begin before its call
+    ahead: bool = False  # True if the next tree is likely a root alone, too: that round may begin before its call
 
     def __post_init__(self) -> None:
         if self.ahead and self.tree.guesses:
@@ -113,7 +113,7 @@ class Opened:
     restored: int
     processed: int
     open_us: int  # microseconds from the call's arrival to readiness
-    logprobs: EchoedLogprobs = NOT_ECHOED  # of the text's tokens from `echo_from` on
+    logprobs: EchoedLogprobs = NOT_ECHOED  # log-probabilities of the text's tokens from `echo_from` on
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ PROTOCOL_VERSION = 7
 
 
 class Peer(Protocol):
-    """What drafters and verifiers have in common, in this process or at the other end of a stream."""
+    """Common part of the ports to drafters and verifiers, in this process or at the other end of a stream."""
 
     async def hello(self) -> Hello: ...
     async def open(self, call: OpenCall) -> Opened: ...

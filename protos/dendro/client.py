@@ -85,7 +85,7 @@ CHANNEL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.http2.max_pings_without_data", 0),  # a router that hangs is detected also while no data flows
-    ("grpc.lb_policy_name", "round_robin"),  # over the addresses that one name resolves to
+    ("grpc.lb_policy_name", "round_robin"),  # calls go in turn to all addresses of a name
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
 )
@@ -138,7 +138,7 @@ class AsyncClient(Asking):
         proxy: bool = True,
         look_up: LookUp = look_up,
     ) -> None:
-        """As of `Client`."""
+        """Arguments are those of `Client`."""
         self.address = address
         self.timeout_s = seconds_of("timeout_s", timeout_s)
         self._metadata = _metadata_of(tenant)
@@ -174,7 +174,7 @@ class AsyncClient(Asking):
 
     @asynccontextmanager
     async def _stub(self, address: str) -> AsyncIterator[generation_pb2_grpc.GenerationServiceAsyncStub]:
-        """For one call."""
+        """Lend a stub for one call."""
         if self._destinations.unknown(address):
             await in_thread("look-up", lambda: self._destinations.destination(address))  # it may hang
         destination, channel = self._channels.take(address)
@@ -267,7 +267,7 @@ class Client:
 
     @contextmanager
     def _stub(self, address: str) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
-        """For one call."""
+        """Lend a stub for one call."""
         destination, channel = self._channels.take(address)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)

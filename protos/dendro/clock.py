@@ -1,13 +1,13 @@
-"""Time is given to whatever measures it, so that tests and simulators set it instead of sleeping."""
+"""Clocks are arguments of all code that measures time, so that tests and simulators set it instead of sleeping."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Clock = Callable[[], float]
-"""Seconds since some moment, never decreasing; `time.monotonic` where nothing else is given."""
+"""Returns seconds since some moment, never decreasing; `time.monotonic` by default."""
 
 
 def microseconds(seconds: float) -> int:
-    """A duration as it is reported, rounded down; 0 for a negative one."""
+    """A duration in whole microseconds, rounded down; 0 for a negative one."""
     return max(int(1e6 * seconds), 0)

@@ -1,4 +1,4 @@
-"""The threads of a process that compile structures, each beside a canary process, shared fairly among tenants."""
+"""Threads of a process that compile structures, each beside a canary process, shared fairly among tenants."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from dendro.structure_canary import Canary
 
 COMPILED_AT_ONCE = 2
 WAITING = 256
-"""Structures that wait to be compiled, of all tenants."""
+"""Most structures of all tenants that wait to be compiled."""
 WAITING_OF_TENANT = 64
 IDLE_S = 30.0
-"""After so much time without work a thread and its canary end."""
+"""Seconds without work after which a thread and its canary end."""
 
 Result = TypeVar("Result")
 
 
 class CompileQueue:
-    """Runs work in threads that have a canary each. A tenant has one of them at a time, and tenants take turns, so that
-    structures which compile for long keep their own tenant's waiting."""
+    """Runs work in threads that have a canary each. A tenant has one thread at a time, and tenants take turns, so
+    structures that compile for long only keep their own tenant's waiting."""
 
     def __init__(self, threads: int = COMPILED_AT_ONCE, waiting: int = WAITING, of_tenant: int = WAITING_OF_TENANT):
         self._threads, self._most, self._most_of_tenant = threads, waiting, of_tenant
@@ -55,7 +55,7 @@ class CompileQueue:
                 future, work = works.popleft()
                 del self._waiting[tenant]
                 if works:
-                    self._waiting[tenant] = works  # behind the others
+                    self._waiting[tenant] = works  # goes behind the other tenants
                 self._running.add(tenant)
                 return tenant, future, work
         return None
@@ -84,5 +84,5 @@ class CompileQueue:
 
 
 QUEUE = CompileQueue()
-"""The process's: engines and routers of one process share it."""
+"""The queue of this process, shared by its engines and routers."""
 atexit.register(QUEUE.kill)

@@ -1,5 +1,5 @@
-"""Threads for work of a native library that may not end: a process ends without waiting for them, as it would for an
-executor's."""
+"""Threads for work of a native library that may never end. A process ends without waiting for them; it would wait for
+the threads of an executor."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 IDLE_S = 10.0
-"""After so much time without work a thread of `DaemonThreads` ends."""
+"""Seconds without work after which a thread of `DaemonThreads` ends."""
 
 Result = TypeVar("Result")
 
 
 def settle(future: Future[Result], work: Callable[[], Result]) -> None:
-    """Run `work` for a future, unless that was cancelled."""
+    """Run `work` and set a future to its result, unless the future was cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -29,7 +29,7 @@ def settle(future: Future[Result], work: Callable[[], Result]) -> None:
 
 
 async def in_thread(name: str, work: Callable[[], Result]) -> Result:
-    """The result of `work` in a new thread. A cancelled caller leaves it running."""
+    """Run `work` in a new thread and return its result. If the caller is cancelled, `work` goes on."""
     future = Future[Result]()
     threading.Thread(target=lambda: settle(future, work), name=name, daemon=True).start()
     return await asyncio.wrap_future(future)
@@ -45,7 +45,7 @@ class DaemonThreads:
         self._threads = self._idle = 0
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        """Run `work` in one of them."""
+        """Run `work` in one of the threads."""
         future = Future[Result]()
         with self._changed:
             self._waiting.append((future, work))

@@ -1,4 +1,4 @@
-"""Where the routers of a client are: the addresses behind its names, looked up anew while it lives.
+"""Looks up the addresses behind the names of a client's routers, again and again while the client lives.
 
 A channel of gRPC looks its name up again only when a connection breaks, so that routers which are added behind a name
 would never be called by clients that live on.
@@ -23,7 +23,7 @@ from dendro.rotation import Rotation
 log = logging.getLogger("dendro.client")
 
 LOOK_UP_S = 5.0
-"""How old the addresses of a name may be when a call is made; they are then looked up while the call goes on."""
+"""Age in seconds from which on the addresses of a name are looked up again, while calls go on with the old ones."""
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
 """gRPC takes the first of each that is set; the latter list ends of names that need no proxy."""
@@ -36,12 +36,12 @@ LookUp = Callable[[str, int], Collection[str]]
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """What a channel is made for."""
+    """Destination of a channel."""
 
-    target: str  # for gRPC
+    target: str  # target of the channel, as gRPC names it
     authority: str  # `host:port`
     proxied: bool  # True if gRPC may use the environment's proxy
-    addresses: frozenset[str] = frozenset()  # behind the name; empty: unknown
+    addresses: frozenset[str] = frozenset()  # IP addresses of the name; empty: unknown
 
 
 def look_up(host: str, port: int) -> Collection[str]:
@@ -71,7 +71,8 @@ class Destinations:
         return address not in self._found and self._is_looked_up(address)
 
     def destination(self, address: str) -> Destination:
-        """Where calls go now. Looks a name up: at first before it returns, later in a thread."""
+        """Current destination of calls to an address. Looks a name up: at first before it returns, later in a
+        thread."""
         host = host_of(address)
         proxied = self._proxy and not is_loopback(host) and uses_proxy(host)
         if not self._is_looked_up(address):
@@ -153,10 +154,10 @@ class Channels(Generic[C]):
         self._lock = threading.Lock()
         self._open: dict[Destination, C] = {}
         self._calls: Counter[Destination] = Counter()
-        self._current: dict[str, Destination] = {}  # by `host:port`
+        self._current: dict[str, Destination] = {}  # key: `host:port`
 
     def take(self, address: str) -> tuple[Destination, C]:
-        """Where a call to an address goes, and its channel; `release` must follow."""
+        """Destination and channel of a call to an address. The caller must `release` it after the call."""
         destination = self._destinations.destination(address)
         self._rotation.count(address, len(destination.addresses))
         with self._lock:
@@ -167,7 +168,8 @@ class Channels(Generic[C]):
             return destination, self._open[destination]
 
     def release(self, destination: Destination) -> list[C]:
-        """A call has ended. Returns the channels that the caller must close: of former destinations, without calls."""
+        """Record that a call has ended. Returns channels that the caller must close: those of former destinations
+        without calls."""
         with self._lock:
             self._calls[destination] -= 1
             if not self._calls[destination]:
@@ -176,7 +178,7 @@ class Channels(Generic[C]):
             return [self._open.pop(each) for each in over]
 
     def drain(self) -> list[C]:
-        """All of them, which the caller must close."""
+        """Remove all channels and return them. The caller must close them."""
         with self._lock:
             channels = [*self._open.values()]
             self._open.clear()

@@ -1,4 +1,4 @@
-"""The form of a drawn dynamic tree: how many children each row gets, decided before they are drawn
+"""The form of a drawn dynamic tree: the number of children of each row, decided before they are drawn
 (docs/design/drafting.md#drawn-dynamic-trees).
 
 The j-th draw below a row is a *slot*. A slot's priority is the chance that the text goes through the row and is not
@@ -7,9 +7,9 @@ among the draws before the slot, if the text follows the drafter's laws:
     V(row) * (1 - mass of the draws before it)        V(child) = V(row) * probability of the child's token
 
 The queue of slots opens the best one at a time, and a child has slots of its own once it is drawn. Here a whole level
-is decided at once: before its draws the queue runs to the tree's end with expected masses and values in place of those
-of draws, and the slots that it opens on this level are the level's children. So a decision depends on laws and on
-tokens of levels above alone, which keeps the law of what is emitted (kernels/tree_kernels/sampled_walk/README.md).
+is decided at once: before its draws the queue runs to the tree's end, with expected masses and values in place of drawn
+ones, and the slots that it opens on this level are the level's children. So a decision depends only on laws and on
+tokens of the levels above, which keeps the output unbiased (kernels/tree_kernels/sampled_walk/README.md).
 
 Drafter and router compute a form alike, bit for bit: by additions and multiplications in a fixed order.
 """
@@ -26,7 +26,7 @@ from dendro.shapes import DynamicShape
 from dendro.tree import DraftTree, FloatArray64, IntArray
 
 Masses = list[float]
-"""[n + 1] chance that a token of a law is not among its first 0, 1, ..., n draws; n children are the most."""
+"""Chances [n + 1] that a token of a law is not among the first 0, 1, ..., n draws; a row has at most n children."""
 
 
 class TokenLaw(Protocol):
@@ -39,21 +39,30 @@ class TokenLaw(Protocol):
 
 
 class Slot(NamedTuple):
-    """A draw that the queue may open; the best is the least."""
+    """A draw that the queue may open. The least slot is the best."""
 
-    priority: float  # negative
-    level: int  # below the frontier
+    priority: float  # negative priority
+    level: int  # levels below the frontier
     number: int  # breaks ties
-    value: float  # V of its row
-    masses: Masses  # of its row's law
-    draws: int  # before it
-    place: int  # of its row in the frontier; -1: an expected row below it
+    value: float  # V of the slot's row
+    masses: Masses  # masses of the row's law
+    draws: int  # number of draws below the row before this one
+    place: int  # place of the row in the frontier; -1: an expected row below the frontier
 
 
 class DrawnForm:
     """The form of one tree while it grows. For each level call `widths`, draw, then call `descend`.
 
-    At most `shape.k` rows of a level get children, at most so many each and at least one.
+    At most `shape.k` rows of a level get children, each at least one and at most `shape.k`.
+
+    With the shape dynamic(2,2,3), the root, whose law is 0.8 and 0.2, gets both children, since the second draw below
+    it has the priority 1 - (0.8^2 + 0.2^2) = 0.32. The third guess goes below the likelier child, token 5:
+
+    >>> import numpy as np
+    >>> from dendro.tree import ChildLaw
+    >>> form = DrawnForm(DynamicShape(2, 2, 3))
+    >>> form.widths([ChildLaw(0, np.array([5, 7]), np.array([0.8, 0.2]))]), form.descend([[5, 7]])
+    ([2], [0])
     """
 
     def __init__(self, shape: DynamicShape) -> None:
@@ -61,11 +70,11 @@ class DrawnForm:
         self._levels = shape.steps  # that are not drawn yet
         self._left = shape.total  # guesses that are not drawn yet
         self._values = [1.0]  # V of each row of the frontier
-        self._laws: Sequence[TokenLaw] = ()  # of the frontier
+        self._laws: Sequence[TokenLaw] = ()  # laws of the frontier's rows
         self._usual: Masses = []  # mean masses of the last frontier's laws, for rows whose laws are not known yet
 
     def widths(self, laws: Sequence[TokenLaw]) -> list[int]:
-        """The number of children of each row of the frontier, of which these are the laws."""
+        """Number of children of each row of the frontier. laws: one per row"""
         self._laws = laws
         masses = [undrawn(law, self._k) for law in laws]
         shortest = min(map(len, masses))
@@ -73,9 +82,9 @@ class DrawnForm:
         return self._opened(masses, least=1)
 
     def descend(self, drawn: Sequence[Sequence[int]]) -> list[int]:
-        """The rows of the new level that get children, as places in it, ascending; empty where the tree is complete.
+        """Places, in the new level, of the rows that get children, ascending; empty if the tree is complete.
 
-        drawn [frontier][width] the tokens of each row's children. Raises KeyError for one that its row's law lacks.
+        drawn [frontier][width]: tokens of each row's children. Raises KeyError for a token that the row's law lacks.
         """
         values = []
         for above, law, tokens in zip(self._values, self._laws, drawn, strict=True):
@@ -93,8 +102,8 @@ class DrawnForm:
         return chosen
 
     def _opened(self, masses: Sequence[Masses], least: int) -> list[int]:
-        """The slots that the queue opens at each row of `_values`. masses: of each row   least: slots of each row that
-        are open already"""
+        """Numbers of slots that the queue opens at each row of `_values`. masses: one list per row   least: number of
+        slots of each row that are open already"""
         counts, slots, numbers = [least] * len(masses), list[Slot](), itertools.count()
 
         def push(level: int, value: float, own: Masses, draws: int, place: int) -> None:
@@ -121,8 +130,9 @@ class DrawnForm:
 
 
 def undrawn(law: TokenLaw, most: int) -> Masses:
-    """[n + 1] chance that a token of the law is not among its first 0, 1, ..., n draws, n being `most` or the tokens
-    that can be drawn. Estimated as if they were put back: sum over x of q[x] (1 - q[x])^draws, exact up to one draw."""
+    """Chances [n + 1] that a token of the law is not among the first 0, 1, ..., n draws, where n is `most` or the
+    number of tokens that can be drawn. Estimated by draws with replacement: sum over x of q[x] (1 - q[x])^draws, exact
+    up to one draw."""
     count = min(most, int((law.probabilities > 0).sum()))
     found, weights, missed = list[float](), law.probabilities, 1.0 - law.probabilities
     for _ in range(count + 1):

@@ -1,4 +1,4 @@
-"""An engine: a peer in this process. Its scheduler and its model run in one thread; its callers wait on event loops.
+"""Engines: peers in this process. An engine's scheduler and model run in one thread; callers wait on event loops.
 
 call -> inbox -> [ all queued calls, then one step: plan, forward, answers ] -> ticket -> caller
 """
@@ -39,24 +39,25 @@ class Engine(Peer, Protocol):
         ...
 
     async def lost(self) -> str:
-        """Wait until it answers no more calls, because a part of it is gone or it was stopped; returns the reason."""
+        """Wait until the engine answers no more calls, because a part is gone or it was stopped. Returns the reason."""
         ...
 
     def fault(self) -> str:
-        """Why it cannot serve now, such as a step that does not return; empty where it can. For any thread."""
+        """Reason why the engine cannot serve now, such as a step that does not return; empty if it can. May be called
+        from any thread."""
         ...
 
     def stats(self) -> dict[str, int]:
-        """Counters since the start, and what is held now, by name."""
+        """Counters since the engine was loaded, and numbers of what it holds now, by name."""
         ...
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
-        """Most bytes beside the weights by kind, if no text is longer than `longest` tokens."""
+        """Most bytes of memory beside the weights, by kind, if no text is longer than `longest` tokens."""
         ...
 
     @property
     def kernels(self) -> str:
-        """Which forms of its products and layers run on this machine, and why if not the fastest; for a person."""
+        """Text for a person: the forms of products and layers that run on this machine, and why not the fastest."""
         ...
 
     @property
@@ -92,16 +93,17 @@ class Ticket:
     __slots__ = ("_deliver", "arrived_s", "cancelled", "settled", "taken", "value")
 
     def __init__(self, arrived_s: float, deliver: Callable[[object], None] | None = None) -> None:
-        """deliver: called with the answer; None where nobody waits"""
-        self.arrived_s = arrived_s  # by the engine's clock
-        self.taken = False  # its work has run
+        """deliver: called with the answer; None if nobody waits"""
+        self.arrived_s = arrived_s  # time of arrival on the engine's clock
+        self.taken = False  # True once the call's work has run
         self.cancelled = False  # the caller left before the answer
         self.settled = False
         self.value: Any = None  # the answer, once settled
         self._deliver = deliver
 
     def settle(self, value: object) -> None:
-        """Answer with a value, or raise an exception there. Ignored if it was answered or cancelled before."""
+        """Answer the call with a value, or with an exception, which is raised at the caller. Ignored after an answer or
+        a cancellation."""
         if self.settled or self.cancelled:
             return
         self.value, self.settled = value, True
@@ -110,7 +112,7 @@ class Ticket:
 
 
 class _Outbox:
-    """Answers from other threads to one event loop, which is woken once for all that are ready together."""
+    """Passes answers from other threads to one event loop, which is woken once for all that are ready together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._wake = loop.call_soon_threadsafe
@@ -133,8 +135,7 @@ class _Outbox:
 
 
 def _resolve(future: asyncio.Future[Any] | Future[Any], value: object) -> None:
-    """Set a future's result, or its exception. Ignored where it is done: it was cancelled, or another value came
-    first."""
+    """Set a future's result, or its exception. Ignored if the future is done: cancelled, or set before."""
     with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
         if isinstance(value, BaseException):
             future.set_exception(value)

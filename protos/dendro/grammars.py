@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     from llguidance import LLInterpreter
 
 KEPT = 64
-"""Compiled structures that are kept, the last used ones."""
+"""Most compiled structures that are kept; the least recently used one is dropped."""
 INSTALL = "needs the package llguidance: pip install 'dendroaspis[structured]'"
 
 KEPT_PLACES = 8
-"""Tokens of a text that can be taken back without reading it again from its beginning."""
+"""Number of tokens that can be taken back without reading a text again from its beginning."""
 
 Bits = npt.NDArray[np.uint8]
 """One bit for each token id, the lowest id first."""
@@ -47,10 +47,10 @@ TokenBytes = Callable[[], Mapping[int, bytes]]
 
 
 class Vocabulary:
-    """A target's token ids as grammars see them."""
+    """A target's token ids in the form that grammars need."""
 
     def __init__(self, size: int, token_bytes: Mapping[int, bytes]) -> None:
-        """size: ids are below it. token_bytes: of the ids that stand for text; no other is part of a structured text"""
+        """size: bound of the ids   token_bytes: bytes of the ids that stand for text; structured text has no others"""
         self.size = size
         self.text = frozenset(token for token, found in token_bytes.items() if found and token < size)
         self.text_bits = self.bits(self.text)
@@ -61,7 +61,7 @@ class Vocabulary:
         self.name = hashlib.blake2b(repr(given).encode(), digest_size=16).hexdigest()
 
     def bits(self, tokens: Iterable[int]) -> Bits:
-        """These ids' bits."""
+        """Mask of these ids."""
         flags = np.zeros(_padded(self.size + 1), np.uint8)
         flags[[token for token in tokens if token < self.size]] = 1
         return np.packbits(flags, bitorder="little")
@@ -82,8 +82,8 @@ class Grammars:
         limits: StructureLimits = LIMITS,
         patience: float = 1,
     ) -> None:
-        """token_bytes: called once, in a thread, for the first structure. size: of the target's vocabulary. patience:
-        PATIENCE at a replica"""
+        """token_bytes: called once, in a thread, for the first structure   size: of the target's vocabulary
+        patience: factor on `limits.compile_s`, PATIENCE at a replica"""
         self._token_bytes = token_bytes
         self._size = size
         self._vocabulary: Vocabulary | None = None
@@ -103,7 +103,7 @@ class Grammars:
                 work = self._compiling[structure] = QUEUE.submit(tenant, partial(self._compile, structure))
                 work.add_done_callback(lambda _: self._compiling.pop(structure, None))
             waiting = asyncio.wrap_future(work)
-            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may be gone
+            waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # callers may be gone
             try:
                 kept = await asyncio.shield(waiting)
             except BadRequest as error:
@@ -141,15 +141,15 @@ class Grammar:
     """A compiled structure."""
 
     def __init__(self, vocabulary: Vocabulary, begun: LLInterpreter, limits: StructureLimits) -> None:
-        """begun: before the first token"""
+        """begun: llguidance's state before the first token"""
         self.vocabulary = vocabulary
         self._start = _State.of(begun, vocabulary, limits, 0, 0)
 
     def text(self, prompt_length: int, end_ids: Collection[int] = (), stop_ids: Collection[int] = ()) -> GrammarText:
-        """An answer that has no tokens yet, after a prompt of so many.
+        """Begin an answer that has no tokens yet, after a prompt of `prompt_length` tokens.
 
-        end_ids: tokens that are allowed where the answer may end, and nowhere else. stop_ids: those of them that stand
-        for no text are, too; the others are allowed as that text.
+        end_ids: tokens that are allowed only where the answer may end   stop_ids: stop ids without text are also
+        allowed only where the answer may end; others are allowed where their text is
         """
         ends = frozenset(end_ids) | (frozenset(stop_ids) - self.vocabulary.text)
         return GrammarText(self._start, prompt_length, ends)
@@ -157,26 +157,26 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """Where llguidance stands after a text. A function of the text alone: it is always reached by the same calls, a
-    mask and then a token, on copies that nothing else used. So is whether a limit was exceeded on the way."""
+    """State of llguidance after a text. It depends on the text alone, and so does whether a limit was exceeded: the
+    state is always reached by the same calls, a mask and then a token, on copies that nothing else used."""
 
     vocabulary: Vocabulary
     limits: StructureLimits
-    interpreter: LLInterpreter  # after the mask; only copied from then on
+    interpreter: LLInterpreter  # the state after the mask; only copied from then on
     text: Bits  # the tokens of text that may follow
-    may_end: bool
-    tokens: int  # of the answer so far
-    items: int  # of all masks so far
-    fault: str = ""  # why llguidance cannot go on: a limit
+    may_end: bool  # True if the answer may end here
+    tokens: int  # tokens of the answer so far
+    items: int  # items of all masks so far
+    fault: str = ""  # the limit for which llguidance cannot go on; empty: none
 
     @classmethod
     def of(
         cls, interpreter: LLInterpreter, vocabulary: Vocabulary, limits: StructureLimits, tokens: int, items: int
     ) -> _State:
-        """The state of an interpreter before its mask. items: of the masks before"""
+        """Compute an interpreter's mask and make its state. items: number of items of the masks before"""
         found = bytearray(len(vocabulary.text_bits))
         try:
-            report = interpreter.compute_mask_into(found)  # without the interpreter lock
+            report = interpreter.compute_mask_into(found)  # releases the interpreter lock
         except BaseException as error:
             return cls._failed(interpreter, vocabulary, limits, tokens, items, fault_of(error))
         items += items_of(report)
@@ -222,11 +222,11 @@ class Unmasked(Enum):
 class TreeMasks:
     """The tokens that a structure allows after each row of a tree."""
 
-    size: int  # of the vocabulary
+    size: int  # size of the vocabulary
     rows: Sequence[Bits | Unmasked]
 
     def allowed(self, row: int) -> npt.NDArray[np.bool_] | None:
-        """[vocabulary] whether each token is; None where nothing that is drawn counts."""
+        """True for each token that is allowed after a row, [vocabulary]; None if no token drawn there counts."""
         bits = self.rows[row]
         if isinstance(bits, Unmasked):
             return None
@@ -234,24 +234,24 @@ class TreeMasks:
 
 
 class GrammarText:
-    """Where a structured answer stands after its tokens so far. Not thread-safe."""
+    """Follows a structured answer token by token. Not thread-safe."""
 
     def __init__(self, start: _State, prompt_length: int, ends: frozenset[int]) -> None:
         self.ends = ends
         self.stuck: frozenset[int] = frozenset()
-        """Rows of the last masks whose text is unfinished and has no next token."""
+        """Rows of the tree that was last masked after which the answer is unfinished and no token is allowed."""
         self.why_stuck = ""
         self.not_ends = ~start.vocabulary.bits(ends)
         self.end_bits = start.vocabulary.bits(ends)
         self.nothing = np.zeros_like(self.end_bits)
-        """The mask that allows no token."""
+        """A mask that allows no token."""
         self._prompt_length = prompt_length
         self._taken: list[int] = []  # tokens of the answer that were followed
         self._start = start
-        self._places = deque([GrammarPlace(self, start)], KEPT_PLACES)  # after the last of them; the text's is last
+        self._places = deque([GrammarPlace(self, start)], KEPT_PLACES)  # newest last
 
     def follow(self, ids: Sequence[int]) -> None:
-        """The whole text is now `ids`. Tokens that were taken before are not read again. A last token that ends an
+        """Set the whole text to `ids`. Tokens that were taken before are not read again. A last token that ends an
         answer is not part of the structure.
 
         Raises BadRequest for an answer that the structure does not allow; the next call may have another text.
@@ -288,7 +288,7 @@ class GrammarText:
         del self._taken[length:]
 
     def _take(self, token: int) -> bool:
-        """Take a token; false for one that is not allowed."""
+        """Take a token. False if it is not allowed."""
         below = self.place().after(token)
         if below is None:
             return False
@@ -298,8 +298,8 @@ class GrammarText:
         return True
 
     def take(self, tokens: Sequence[int]) -> int | None:
-        """Take the tokens that a round emitted, up to one that ends the answer. Returns after how many of them the
-        structure is complete; None where it is not."""
+        """Take the tokens that a round emitted, up to one that ends the answer. Returns the number of tokens after
+        which the structure is complete; None if it is not complete."""
         for count, token in enumerate(tokens, 1):
             if token in self.ends or not self._take(token):
                 return None
@@ -321,11 +321,11 @@ class GrammarText:
         return self.place().complete
 
     def place(self) -> GrammarPlace:
-        """Where the text stands; it may be moved on without moving this text."""
+        """Place after the text. Going on from it does not change this text."""
         return self._places[-1]
 
     def masks(self, tree: DraftTree) -> TreeMasks:
-        """Of each row of a tree whose root is the text's last token; sets `stuck`."""
+        """Compute the mask after each row of a tree whose root is the text's last token. Sets `stuck`."""
         children: list[list[int]] = [[] for _ in range(tree.rows)]
         for row, parent in enumerate(tree.parents.tolist()[1:], 1):
             children[parent].append(row)
@@ -353,14 +353,14 @@ class GrammarText:
 
 
 class GrammarPlace:
-    """What may follow one text, such as that of a row of a tree."""
+    """Tokens that may follow one text, for example the text up to a row of a tree."""
 
     def __init__(self, of: GrammarText, state: _State) -> None:
         self._of = of
         self._state = state
         self._below: dict[int, GrammarPlace] = {}  # by the next token: a round's guesses are walked, then taken
         self.text = state.text & of.not_ends
-        """The tokens of text that may follow."""
+        """Mask of the tokens of text that may follow."""
         self.may_end = state.may_end
 
     @property
@@ -375,16 +375,16 @@ class GrammarPlace:
 
     @property
     def allowed(self) -> Bits:
-        """All tokens that may follow; none where the structure is complete."""
+        """Mask of all tokens that may follow; none if the structure is complete."""
         return self.text | self._of.end_bits if self.may_end and self.text.any() else self.text
 
     @property
     def why_stuck(self) -> str:
-        """Why no text follows a text that may not end."""
+        """Reason why no text follows a text that may not end."""
         return self._state.fault or "no token of the tokenizer continues it"
 
     def after(self, token: int) -> GrammarPlace | None:
-        """The place after one more token; None after one that is not of text, or not allowed."""
+        """The place after one more token; None if the token is not of text, or not allowed."""
         if not permits(self.text, token):
             return None
         if token not in self._below:
@@ -392,7 +392,7 @@ class GrammarPlace:
         return self._below[token]
 
     def forget(self) -> None:
-        """Drop what was computed of places below it."""
+        """Drop the computed places that follow this one."""
         self._below = {}
 
 

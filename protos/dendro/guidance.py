@@ -1,6 +1,7 @@
-"""What this project asks of llguidance, and how much work it may do.
+"""Calls of llguidance, and limits on the work that it may do.
 
-Imported by the process that compiles structures first, which must start quickly: needs the standard library alone.
+The process that compiles structures first imports this file and must start quickly, so it needs the standard library
+alone.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ if TYPE_CHECKING:
     from llguidance import LLInterpreter, LLParserLimits, LLTokenizer
 
 LONGEST_REASON = 400
-"""Characters of llguidance's own message in an error."""
+"""Most characters of llguidance's own message in an error."""
 PATIENCE = 4
-"""See `StructureLimits.compile_s`."""
+"""Factor on `StructureLimits.compile_s` at replicas."""
 
-_ITEMS = re.compile(r'"all_items":(\d+)')  # in a mask's report; quotes inside of its texts are escaped
+_ITEMS = re.compile(r'"all_items":(\d+)')  # part of a mask's report; quotes inside of its texts are escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,7 @@ class StructureLimits:
     """Memory for that, in MiB."""
 
     def of_answer(self, tokens: int) -> int:
-        """The most items up to the mask after so many tokens of an answer."""
+        """Most items of all masks up to the one after `tokens` tokens of an answer."""
         return self.answer_items + self.token_items * tokens
 
     def parser(self) -> LLParserLimits:
@@ -64,7 +65,7 @@ LIMITS = StructureLimits()
 
 
 class TokenTexts:
-    """What llguidance reads of a tokenizer."""
+    """A tokenizer in the form that llguidance reads."""
 
     bos_token_id = None
 
@@ -85,7 +86,7 @@ class TokenTexts:
 
 
 def begin(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> LLInterpreter:
-    """A grammar before the first token. Raises ValueError for one that does not compile."""
+    """Compile a grammar. Returns its state before the first token. Raises ValueError if it does not compile."""
     from llguidance import LLInterpreter
 
     made = LLInterpreter(
@@ -96,7 +97,7 @@ def begin(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> LLInter
 
 
 def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits, most_s: float) -> str:
-    """Why a grammar cannot be enforced; empty where it can. Compiles it and computes the first mask.
+    """Compile a grammar and compute its first mask. Returns why it cannot be enforced; empty if it can.
 
     most_s: CPU seconds that `begin` may take
     """
@@ -120,19 +121,19 @@ def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits,
 
 
 def items_of(report: str) -> int:
-    """The items of a mask, of the report that comes with it."""
+    """Number of items of a mask, read from the report that comes with it."""
     found = _ITEMS.search(report)
     return int(found[1]) if found is not None else 0
 
 
 def fault_of(error: BaseException) -> str:
-    """The reason of a call that failed. llguidance raises ValueError, and panics as a BaseException of its own. Raises
-    what ends a program again."""
+    """Reason of a failed call. llguidance raises ValueError, and panics as a BaseException of its own. Exceptions that
+    end a program are raised again."""
     if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
         raise error
     return shortened(str(error).replace("<non-verbose/>", ""))
 
 
 def shortened(text: Any) -> str:
-    """A message of llguidance in one line."""
+    """Shorten a message of llguidance to one line."""
     return " ".join(str(text).split())[:LONGEST_REASON]

@@ -25,7 +25,7 @@ class StepWatch:
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
-        """Times one step."""
+        """Context in which one step is timed."""
         self._since = self._clock()
         try:
             yield
@@ -33,7 +33,7 @@ class StepWatch:
             self._since = None
 
     def fault(self) -> str:
-        """Why the engine counts as hanging; empty if it does not."""
+        """Reason why the engine counts as hanging; empty if it does not."""
         since = self._since  # read once: the engine's thread may change it
         if since is None or self._clock() - since <= self.longest_s:
             return ""

@@ -1,6 +1,7 @@
-"""A structure as a grammar of llguidance, in Lark syntax.
+"""Writes a structure as a grammar of llguidance, in Lark syntax.
 
-Imported by the process that compiles structures first, which must start quickly: needs no package but llguidance.
+The process that compiles structures first imports this file and must start quickly, so it needs no package but
+llguidance.
 """
 
 from __future__ import annotations
@@ -18,15 +19,16 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 HEADER = '%llguidance {"no_forcing": true}\n'
-"""Without it only one spelling of text that must follow is allowed: the one of a tokenizer's own."""
+"""First line of a grammar. Without `no_forcing`, text that must follow could only be spelt as the tokenizer would."""
 OPTIONS_LINE = re.compile(r"^\s*%llguidance", re.MULTILINE)
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
-"""A schema cannot change them: unbounded whitespace lets a model go on for ever, and `lenient` ignores keywords."""
+"""Options that a schema cannot change: unbounded whitespace would let a model go on for ever, and `lenient` ignores
+keywords."""
 
 
 def lark_of(form: str, texts: Sequence[str]) -> str:
-    """The grammar of a structure's texts. form: a value of StructureForm. Raises ValueError for what cannot be
-    enforced."""
+    """Write the grammar of a structure's texts. form: a value of StructureForm. Raises ValueError for structures that
+    cannot be enforced."""
     match form:
         case "grammar":
             if OPTIONS_LINE.search(texts[0]):

@@ -1,4 +1,4 @@
-"""Log-probabilities of an answer's tokens: of the target's raw logits, as natural logarithms in float32."""
+"""Log-probabilities of an answer's tokens, from the target's raw logits, as natural logarithms in float32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dendro.v1 import generation_pb2
 
 NUMBER_BYTES = 4
 _FLOAT, _ID = np.dtype("<f4"), np.dtype("<u4")
-"""On the wire between router and verifier."""
+"""Types of numbers on the wire between router and verifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class TokenLogprobs:
     """Log-probabilities at the place of one token, given the text before it. Raises ValueError for numbers that are
     none: positive, or not a number."""
 
-    logprob: float  # of the token
+    logprob: float  # the token's log-probability
     top: tuple[tuple[int, float], ...] = ()  # likeliest tokens, in order, ties by id; need not include the token
 
     def __post_init__(self) -> None:
@@ -36,8 +36,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EchoedLogprobs(Sequence[TokenLogprobs]):
-    """Log-probabilities at the places of many tokens: what TokenLogprobs is for one, as arrays. Raises ValueError as
-    that class, and for shapes that do not agree."""
+    """Log-probabilities at the places of many tokens, as arrays: a `TokenLogprobs` for each. Raises ValueError for
+    invalid log-probabilities, and for shapes that do not agree."""
 
     logprobs: npt.NDArray[np.float32]  # [tokens]
     top_ids: npt.NDArray[np.uint32]  # [tokens, top]
@@ -53,7 +53,7 @@ class EchoedLogprobs(Sequence[TokenLogprobs]):
 
     @classmethod
     def of(cls, given: Sequence[TokenLogprobs]) -> Self:
-        """The same numbers. All must have as many likeliest tokens."""
+        """Convert a sequence to arrays. All entries must have the same number of likeliest tokens."""
         shape = len(given), len(given[0].top) if given else 0
         return cls(
             np.array([each.logprob for each in given], np.float32),
@@ -63,11 +63,12 @@ class EchoedLogprobs(Sequence[TokenLogprobs]):
 
     @property
     def top(self) -> int:
-        """Likeliest tokens at each place."""
+        """Number of likeliest tokens at each place."""
         return int(self.top_ids.shape[1])
 
     def fit(self, tokens: int, top: int | None, vocabulary: int) -> bool:
-        """As of the function `fit`."""
+        """True if these are the log-probabilities of `tokens` tokens for a request that asks for `top` likeliest
+        tokens; None: it asks for no log-probabilities."""
         if top is None or len(self) != tokens:
             return not len(self) and top is None
         return not tokens or (self.top == min(top, vocabulary) and int(self.top_ids.max(initial=0)) < vocabulary)
@@ -102,7 +103,7 @@ class EchoedLogprobs(Sequence[TokenLogprobs]):
 
 
 NOT_ECHOED = EchoedLogprobs.of(())
-"""Of a text whose log-probabilities were not asked for."""
+"""Result for a text whose log-probabilities were not asked for."""
 
 
 def check_logprobs(top: int | None) -> None:
@@ -124,21 +125,21 @@ Message = generation_pb2.TokenLogprobs | calls_pb2.TokenLogprobs
 
 
 def fill_logprobs(message: Message, logprobs: TokenLogprobs) -> None:
-    """Write them into an empty message."""
+    """Write log-probabilities into an empty message."""
     message.logprob = logprobs.logprob
     message.top_ids.extend(token for token, _ in logprobs.top)
     message.top_logprobs.extend(value for _, value in logprobs.top)
 
 
 def fill_echoed(messages: Any, echoed: EchoedLogprobs) -> None:
-    """Write each token's into a field of the public API."""
+    """Append each token's log-probabilities to a field of the public API."""
     rows = zip(echoed.logprobs.tolist(), echoed.top_ids.tolist(), echoed.top_logprobs.tolist(), strict=True)
     for logprob, ids, values in rows:
         messages.add(logprob=logprob, top_ids=ids, top_logprobs=values)
 
 
 def echoed_message(echoed: EchoedLogprobs) -> calls_pb2.EchoedLogprobs | None:
-    """Those of an opening; None where none were asked for."""
+    """Convert an opening's log-probabilities to a message; None if none were asked for."""
     if not len(echoed):
         return None
     return calls_pb2.EchoedLogprobs(
@@ -150,7 +151,8 @@ def echoed_message(echoed: EchoedLogprobs) -> calls_pb2.EchoedLogprobs | None:
 
 
 def echoed_from(message: calls_pb2.EchoedLogprobs) -> EchoedLogprobs:
-    """Those of an opening. Raises ValueError where they are malformed, or more than a request may ask for."""
+    """Read an opening's log-probabilities. Raises ValueError if they are malformed, or more than a request may ask
+    for."""
     given = message.logprobs, message.top_ids, message.top_logprobs
     if max(map(len, given)) > NUMBER_BYTES * MAX_ECHOED or any(len(each) % NUMBER_BYTES for each in given):
         raise ValueError(f"echoed: has {sum(map(len, given))} bytes, which are no numbers of at most {MAX_ECHOED}")
@@ -166,7 +168,7 @@ def echoed_from(message: calls_pb2.EchoedLogprobs) -> EchoedLogprobs:
 
 
 def logprobs_from(messages: Sequence[Message]) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of a few tokens. Raises ValueError where they are malformed."""
+    """Read the log-probabilities of a few tokens. Raises ValueError if they are malformed."""
     return tuple(map(_one_from, messages))
 
 
@@ -181,7 +183,8 @@ def _one_from(message: Message) -> TokenLogprobs:
 
 
 def fit(logprobs: Sequence[TokenLogprobs], tokens: int, top: int | None, vocabulary: int) -> bool:
-    """True if these are what a request for `top` likeliest tokens gets for so many tokens; None: it did not ask."""
+    """True if these are the log-probabilities of `tokens` tokens for a request that asks for `top` likeliest tokens;
+    None: it asks for no log-probabilities."""
     if top is None or len(logprobs) != tokens:
         return not logprobs and top is None
     ids: Iterable[int] = (token for each in logprobs for token, _ in each.top)

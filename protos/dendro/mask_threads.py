@@ -1,5 +1,5 @@
-"""Threads that find what structures allow, beside the models of an engine: its own thread waits a moment for them, and
-goes on without the texts that take longer."""
+"""Threads of an engine that find what structures allow while its models run. The engine's own thread waits a moment for
+them, and goes on without the texts that take longer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from dendro.daemon_threads import DaemonThreads
 
 MASKS_AT_ONCE = 32
 WAIT_S = 0.01
-"""How long an engine's thread waits at once."""
+"""Seconds that an engine's thread waits at a time."""
 
 Result = TypeVar("Result")
 
 
 class MaskThreads:
-    """Of one engine. Until work on a text's structure is done, nothing else may use that structure."""
+    """The mask threads of one engine. Until work on a text's structure is done, nothing else may use that structure."""
 
     def __init__(self) -> None:
         self._threads = DaemonThreads("structure-masks", MASKS_AT_ONCE)  # they start with the first work
@@ -28,6 +28,6 @@ class MaskThreads:
         return self._threads.submit(work)
 
     def wait(self, works: Collection[Future[Any]]) -> None:
-        """Give them time to be done."""
+        """Wait up to WAIT_S for works to be done."""
         if any(not each.done() for each in works):
             wait_for(works, WAIT_S)

@@ -1,4 +1,4 @@
-"""Verification modes: how a tree's guesses decide which tokens are emitted."""
+"""Verification modes, which say how a tree's guesses decide the emitted tokens."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ class VerificationMode(StrEnum):
     """COUPLED is the default; the others exist for comparison and to reproduce papers (docs/verify.md)."""
 
     COUPLED = "coupled"
-    """The target's token by noise that the drafter shares: the tokens of plain decoding with the same seed."""
+    """Emits the tokens of plain decoding with the same seed; the drafter ranks its guesses by the target's noise."""
     GREEDY = "greedy"
-    """The same at temperature 0, at which there is no noise. Refused at any other temperature."""
+    """COUPLED at temperature 0, at which there is no noise. Refused at any other temperature."""
     NAIVE = "naive"
-    """The target's token by its noise, which drafters do not get: they guess the likeliest. COUPLED's tokens."""
+    """Emits COUPLED's tokens; drafters do not get the noise and guess the likeliest tokens."""
     MULTI_STEP = "multi-step"
-    """Guesses are drawn from the drafter without replacement and accepted by their probabilities. Keeps the law."""
+    """Draws guesses from the drafter without replacement and accepts them by their probabilities. Keeps the target's
+    law."""
     BLOCK = "block"
-    """The same of chains, whose guesses are accepted together. Keeps the law."""
+    """MULTI_STEP for chains, whose guesses are accepted together. Keeps the target's law."""
     LENIENT = "lenient"
-    """Lossy: MULTI_STEP that accepts more, by a request's lenience."""
+    """MULTI_STEP that accepts more, by a request's lenience. Lossy: biases the output."""
 
     @property
     def lossy(self) -> bool:
@@ -34,7 +35,7 @@ probabilities changes the law of answers."""
 
 
 def draft_seed(seed: int) -> int:
-    """The seed that drafters get in LISTED_MODES. The request's own, of the verifier's coins, cannot be computed from
+    """Seed that drafters get in LISTED_MODES. The request's own seed, of the verifier's coins, cannot be computed from
     it."""
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8, person=b"dendro draft").digest()
     return int.from_bytes(digest, "little")

@@ -35,7 +35,7 @@ class Keys:
 
     @classmethod
     def of(cls, *schemas: Schema) -> Keys:
-        """Of schemas whose keywords have the right kinds."""
+        """Collect the keys of schemas whose keywords have the right types."""
         names, patterns = list[str](), list[str]()
         for each in schemas:
             names += (*each.get("properties", ()), *each.get("required", ()))

@@ -48,9 +48,9 @@ so many, and 0.3 s for 2,400."""
 
 
 def translated(pattern: str) -> str:
-    """The pattern in the other syntax. Raises ValueError, with what is wrong, where it has no such form."""
+    """Translate a pattern to Rust's syntax. Raises ValueError, with the reason, if it has no such form."""
     out: list[str] = []
-    controls = set("\t\n\v\f\r")  # those that it names outside of classes, or may name by \s
+    controls = set("\t\n\v\f\r")  # control characters that the pattern names outside of classes, or may name by \s
     place = depth = 0
     while place < len(pattern):
         here = pattern[place]
@@ -112,7 +112,7 @@ def _escape(pattern: str, place: int, depth: int) -> tuple[str, int]:
         return r"\u{8}", place + 2
     if after.isalnum() and after not in NAMES_OF_CLASSES + OTHER_ESCAPES:
         raise ValueError(f"has \\{after}, which is no escape of ECMA-262")
-    if after in "<>" or not after.isascii():  # in Rust's syntax, the edges of words
+    if after in "<>" or not after.isascii():  # Rust's escapes of these are edges of words
         return after, place + 2
     return f"\\{after}", place + 2
 
@@ -177,7 +177,7 @@ _LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13
 DATE = rf"(?:{_YEAR}-{_DAYS}|{_LEAP_YEAR}-02-29)"
 TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:[0-5]\d(?:\.\d{1,9})?(?:Z|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _LABEL = r"[A-Za-z0-9](?:X|YX|YYX|Y(?:YX|X-)Y{0,58}X)?".replace("X", "[A-Za-z0-9]").replace("Y", "[A-Za-z0-9-]")
-"""Of a host name, without -- in its third and fourth places, as of xn--: what follows would have to be Punycode."""
+"""Label of a host name, without -- in the third and fourth places, as in xn--: Punycode would have to follow."""
 FORMATS = {
     "date": f"^{DATE}$",
     "time": f"^{TIME}$",

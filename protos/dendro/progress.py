@@ -146,7 +146,7 @@ class RequestProgress:
         return request
 
     def take(self, response: pb.GenerateResponse) -> Event | None:
-        """As of `AnswerProgress.take`, for the answer that a message belongs to."""
+        """Check a message and return its event, for the answer to which the message belongs (`AnswerProgress.take`)."""
         sample = response.sample if self._resumed is None else self._resumed
         if sample >= len(self.answers) or (self._resumed is not None and response.sample):
             raise EngineFailed(f"stream has an event of sample {response.sample}, which was not asked for")
@@ -156,7 +156,8 @@ class RequestProgress:
         return dataclasses.replace(event, sample=sample) if event is not None and sample else event
 
     def pause_after(self, error: grpc.RpcError | None, address: str, rotation: Rotation) -> float:
-        """As of `Attempts.pause_after`; 0 where the call completed its answer."""
+        """Seconds to wait before the next call after one that ended (`Attempts.pause_after`); 0 if the call completed
+        its answer."""
         if error is None and self._resumed is not None and self.answers[self._resumed].finished:
             return 0.0
         begun = any(answer.token_ids for answer in self.answers)

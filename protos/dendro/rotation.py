@@ -1,4 +1,4 @@
-"""The addresses of a cluster's routers, in turn."""
+"""Hands out the addresses of a cluster's routers in turn."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dendro.clock import Clock
 from dendro.errors import BadRequest
 
 SHUNNED_S = 5.0
-"""How long an address at which a call broke is passed over while there are others."""
+"""Seconds for which an address at which a call broke is passed over while there are others."""
 FULL_S = 1.0
-"""The same, of an address that is full."""
+"""Seconds for which an address that is full is passed over while there are others."""
 
 
 class Rotation:
@@ -44,7 +44,7 @@ class Rotation:
         return chosen
 
     def count(self, address: str, behind: int) -> None:
-        """So many routers are behind an address; 0: unknown."""
+        """Record the number of routers behind an address; 0: unknown."""
         self._counts[address] = max(behind, 1)
 
     @property
@@ -53,15 +53,15 @@ class Rotation:
         return sum(self._counts.values())
 
     def calls_to(self, address: str) -> int:
-        """After so many refused calls all routers behind an address count as full. One of several gets calls by chance,
-        beside other requests, so each is given two."""
+        """Number of refused calls after which all routers behind an address count as full: two for each of several
+        routers, since chance and other requests decide which router gets a call."""
         routers = self._counts[address]
         return 2 * routers if routers > 1 else 1
 
     def broke(self, address: str) -> None:
-        """A call at this address broke."""
+        """Record that a call at this address broke."""
         self._until_s[address] = self._clock() + SHUNNED_S
 
     def refused(self, address: str) -> None:
-        """A call was refused at this address, which is full."""
+        """Record that a call was refused at this address, which is full."""
         self._until_s[address] = self._clock() + FULL_S

@@ -8,8 +8,8 @@ from dendro.v1 import generation_pb2 as pb
 
 
 def count_of_answers(request: pb.GenerateRequest) -> int:
-    """How many answers a request asks for. Raises BadRequest for a number of answers that no server gives, and for
-    several where there can be only one."""
+    """Number of answers that a request asks for. Raises BadRequest for a number of answers that no server gives, and
+    for several where there can be only one."""
     if request.HasField("n"):
         OPTIONS["n"].check(request.n)
     if request.n <= 1:

@@ -135,7 +135,7 @@ def _has_expression(schema: Schema, match: re.Match[str]) -> Iterator[str]:
     given += [(f"patternProperties/{pointer(each)}", each) for each in (named if isinstance(named, dict) else ())]
     for keyword, pattern in given:
         if isinstance(pattern, str) and pattern:
-            with contextlib.suppress(ValueError):  # of a pattern that does not count
+            with contextlib.suppress(ValueError):  # raised for a pattern that does not count
                 if " ".join(translated(pattern).replace(r"\/", "/").split()) in message:
                     yield keyword
 

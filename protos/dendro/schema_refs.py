@@ -41,7 +41,7 @@ def parts_of(place: str) -> list[str]:
 
 
 class References:
-    """Of a whole schema. Raises nothing: llguidance says what is wrong with a reference."""
+    """The references of a whole schema. Raises nothing: llguidance reports faults of references."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -91,7 +91,7 @@ class References:
         return found
 
     def all_reached(self) -> Iterator[tuple[str, Schema]]:
-        """The same; all schemas where references are not followed."""
+        """Places and schemas of `reached`, or of the whole schema if references are not followed."""
         if (reached := self.reached()) is not None:
             yield from reached.items()
             return

@@ -78,7 +78,7 @@ def _no_number(text: str) -> float:
 
 
 class _Rewriting:
-    """Of one schema."""
+    """Rewrites one schema."""
 
     def __init__(self, root: Schema) -> None:
         self._root = root
@@ -231,7 +231,7 @@ def _bound(made: Schema, keyword: str) -> None:
     while abs(value) >= LARGEST and value * inwards < 0:  # larger whole numbers are not enforced exactly
         value = math.nextafter(math.copysign(LARGEST, value), 0)
     while (Decimal(repr(value)) - Decimal(value)) * int(math.copysign(1, inwards)) < 0:
-        value = math.nextafter(value, inwards)  # as a fraction's bound it is written with the fewest digits
+        value = math.nextafter(value, inwards)  # a fraction's bound is written with the fewest digits
     del made[keyword]
     plain = keyword.removeprefix("exclusive").lower()
     if _is_number(given := made.get(plain)):
@@ -244,7 +244,7 @@ def _exclude(made: Schema, keyword: str) -> None:
     """Move a whole number that is excluded as a bound of fractions inwards: between it and a fraction of the same
     whole part, llguidance admits it."""
     plain, sign = keyword.removeprefix("exclusive").lower(), 1 if keyword.endswith("inimum") else -1
-    if isinstance(made.get(keyword), bool):  # as of draft 4
+    if isinstance(made.get(keyword), bool):  # the form of draft 4
         excludes = made.pop(keyword)
         if excludes and _is_number(made.get(plain)):
             made[keyword] = made.pop(plain)

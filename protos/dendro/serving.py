@@ -146,9 +146,9 @@ class Leases:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaKind:
-    """What differs between the streams of drafters and of verifiers: their messages, and the call of a round."""
+    """Differences between the streams of drafters and of verifiers: their messages, and the call of a round."""
 
-    service: str  # its full name in the protos
+    service: str  # the service's full name in the protos
     calls: type[Any]  # the message of a frame with calls
     answers: Callable[..., Any]  # makes a frame, from its `hello` and `answers`
     call_from: Callable[[Any], Any]  # the call in a message; raises BadRequest
@@ -175,7 +175,7 @@ class StreamServer:
         hello: Hello,
         leases: Leases | None = None,
     ) -> None:
-        """Without `leases`, openings need no lease."""
+        """leases: None if openings need no lease"""
         self._engine = engine
         self._kind = kind
         self._hello = hello_message(hello)
@@ -201,7 +201,7 @@ class StreamServer:
 
     @property
     def fault(self) -> str:
-        """Why no calls are served; empty while the engine can serve."""
+        """Reason why no calls are served; empty while the engine can serve."""
         return self._fault
 
     def lose(self, fault: str) -> None:

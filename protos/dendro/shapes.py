@@ -138,7 +138,7 @@ def _until(h: str, numbers: tuple[int, ...], least: str | None) -> TreeShape:
 
 @dataclass(frozen=True)
 class LevelShape(TreeShape):
-    """Every row of level i has `widths[i]` children. Without widths: `off`.
+    """A tree in which every row of level i has `widths[i]` children. Without widths: `off`.
 
     >>> str(LevelShape((3, 2, 2, 1, 1))), str(LevelShape(())), LevelShape((3, 2, 2, 1, 1)).rows
     ('(3,2,2,1,1)', 'off', 46)
@@ -182,7 +182,8 @@ class LevelShape(TreeShape):
 @dataclass(frozen=True)
 class NodeShape(TreeShape):
     """Any static tree: row i has `children[i]` children. Rows are numbered level by level, a row's children
-    consecutively; rows past the last number have no children (Sequoia's trees, docs/design/policies.md#optimal-trees).
+    consecutively; rows past the last number have no children. Sequoia's trees have this form
+    (docs/design/policies.md#optimal-trees).
 
     >>> NodeShape((2, 1)).rows, NodeShape((2, 1)).depth, NodeShape((1, 2, 0, 1)).levels
     (4, 2, (1, 2, 1))
@@ -236,7 +237,7 @@ class NodeShape(TreeShape):
 
 @dataclass(frozen=True)
 class BeamShape(TreeShape):
-    """Every token of a beam search: `steps` levels of the `beams` likeliest paths (STree, Table 1).
+    """A tree of all tokens of a beam search: `steps` levels of the `beams` likeliest paths (STree, Table 1).
 
     >>> str(BeamShape(4, 3)), BeamShape(4, 3).rows
     ('beam(4,3)', 13)
@@ -272,8 +273,8 @@ class BeamShape(TreeShape):
 @dataclass(frozen=True)
 class DynamicShape(TreeShape):
     """EAGLE-2's tree: on each of `steps` levels the `k` rows of greatest value get `k` children each, and the `total`
-    guesses of greatest value are kept (docs/design/drafting.md#dynamic-trees). Of drawn guesses none is left out: the
-    numbers of children are decided before they are drawn (docs/design/drafting.md#drawn-dynamic-trees).
+    guesses of greatest value are kept (docs/design/drafting.md#dynamic-trees). Drawn guesses are all kept: the numbers
+    of children are decided before they are drawn (docs/design/drafting.md#drawn-dynamic-trees).
 
     >>> str(DynamicShape(6, 5, 24)), DynamicShape(6, 5, 24).rows, DynamicShape(6, 5, 24).candidates
     ('dynamic(6,5,24)', 25, 150)
@@ -348,19 +349,18 @@ class StoppingShape(TreeShape):
 
     @property
     def _numbers(self) -> str:
-        """Those after h in the shape's text."""
+        """Numbers after h in the shape's text."""
         k, steps, total = self.tree.k, self.tree.steps, self.tree.total
         return str(steps) if k == 1 else f"{k},{steps},{total}"
 
 
 @dataclass(frozen=True)
 class UntilShape(StoppingShape):
-    """Another level is drafted while the estimated chance that the text leaves the rows which would get children stays
-    below h. V(row): the estimated chance that a row is reached.
+    """A dynamic tree that gets another level while the estimated chance that the text leaves it stays below h:
 
-        1 - sum over these rows of V(row) < h
+        1 - sum of V(row) < h        over the rows that would get children; V(row): estimated chance to reach a row
 
-    In a chain that is the chance that some guess so far is rejected. Guesses with V(row) <= least are left out.
+    In a chain this is the chance that some guess so far is rejected. Guesses with V(row) <= least are left out.
 
     >>> str(UntilShape(DynamicShape(1, 8, 8), 0.6)), str(UntilShape(DynamicShape(4, 5, 15), 0.25, 0.05))
     ('until(0.6,8)', 'until(0.25,4,5,15,least=0.05)')
@@ -404,8 +404,8 @@ class MarginalShape(StoppingShape):
 
 @dataclass(frozen=True)
 class ProposedShape(TreeShape):
-    """At most `total` guesses of a proposer that has no model; no drafter is called. If there is no proposal, the round
-    is plain decoding.
+    """A tree of at most `total` guesses by proposers that have no model; no drafter is called. Without any proposal the
+    round is plain decoding.
 
     >>> str(ProposedShape(7)), ProposedShape(7).rows, ProposedShape(7).drafted
     ('proposed(7)', 8, False)

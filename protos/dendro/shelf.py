@@ -50,7 +50,7 @@ class Shelf:
         most_bytes: Callable[[int], int],
     ) -> None:
         """check: raises ValueError or TypeError unless the engine can load these arrays for this number of tokens
-        most_bytes: of the arrays of so many tokens; of a longer blob in the store, no more than these are read"""
+        most_bytes: most bytes of the arrays for a number of tokens; no more are read of a blob in the store"""
         self.counters = ShelfCounters()
         self._store = store
         self._fingerprint = fingerprint

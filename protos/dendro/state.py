@@ -24,13 +24,13 @@ _PREFIX = struct.Struct("<4sHI")
 _CHECKSUM_BYTES = 32
 _DTYPES = {"float32": "<f4", "uint16": "<u2", "int64": "<i8", "uint8": "|u1"}  # bfloat16 is stored as its bits, uint16
 MAX_BLOB_BYTES = 512 << 20
-"""What Redis stores under one key. States do not pass gRPC: engines read and write them in the store themselves."""
+"""Most bytes that Redis stores under one key. Engines read and write states in the store themselves, not by gRPC."""
 MAX_HEADER_BYTES = 1 << 20
 MAX_DIMENSIONS = 8
 
 
 def most_blob_bytes(tensor_bytes: int) -> int:
-    """The most bytes of a blob whose tensors have so many."""
+    """Most bytes of a blob whose tensors have `tensor_bytes`."""
     return _PREFIX.size + MAX_HEADER_BYTES + tensor_bytes + _CHECKSUM_BYTES
 
 
@@ -38,7 +38,8 @@ class StateStore(Protocol):
     """Keeps blobs by name for a while. Losing blobs only costs time. No call raises."""
 
     async def load(self, name: str, most: int) -> bytes | None:
-        """The blob of that name. None for one of more than `most` bytes, of which no more than these are read."""
+        """Called when a text is opened. Returns the blob of that name; None if there is none, or if it has more than
+        `most` bytes, of which no more are read."""
         ...
 
     async def save(self, name: str, blob: bytes) -> bool: ...
@@ -73,7 +74,7 @@ class MemoryStates:
 class StateHeader:
     """The identity of a state. A reader refuses a state unless all these fields are as expected."""
 
-    fingerprint: str  # of the model's weights and configuration
+    fingerprint: str  # hash of the model's weights and configuration
     tokenizer: str
     layout: str  # names, shapes and dtypes of the tensors, as one word made by the engine
     tokens: int  # the number of tokens that the state has consumed
@@ -85,7 +86,7 @@ class BadState(ValueError):
 
 
 def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic]]) -> bytes:
-    """One state as bytes."""
+    """Write a state as bytes."""
     table, body = [], []
     for name, tensor in tensors.items():
         kind = str(tensor.dtype)
@@ -107,7 +108,7 @@ def pack_state(header: StateHeader, tensors: Mapping[str, npt.NDArray[np.generic
 
 
 def unpack_state(blob: bytes, expected: StateHeader) -> dict[str, npt.NDArray[np.generic]]:
-    """The tensors of a blob that is the expected state. Raises BadState, with the reason, for any other blob."""
+    """Read the tensors of a blob that is the expected state. Raises BadState, with the reason, for any other blob."""
     if not _PREFIX.size + _CHECKSUM_BYTES <= len(blob) <= MAX_BLOB_BYTES:
         raise BadState(f"has {len(blob)} bytes; a state has {_PREFIX.size + _CHECKSUM_BYTES} to {MAX_BLOB_BYTES}")
     magic, version, length = _PREFIX.unpack_from(blob)

@@ -1,4 +1,4 @@
-"""What a structured answer must be: JSON of a schema, a match of a regular expression, a sentence, or a choice."""
+"""Structures of answers: JSON of a schema, a match of a regular expression, a sentence of a grammar, or a choice."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class StructureForm(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """Raises BadRequest, naming the field, for one that is empty, too large or cannot be encoded as UTF-8. Whether it
-    compiles is found by `Grammars`."""
+    """A form and the texts that describe the answer. Raises BadRequest, naming the field, for a structure that is
+    empty, too large or cannot be encoded as UTF-8. `Grammars` finds whether it compiles."""
 
     form: StructureForm
     texts: tuple[str, ...]  # one, or the choices
@@ -62,7 +62,7 @@ class Structure:
 
     @property
     def field(self) -> str:
-        """Its name in errors."""
+        """Name of the field in errors."""
         return f"structure.{self.form}"
 
     @classmethod

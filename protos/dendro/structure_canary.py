@@ -1,5 +1,5 @@
-"""A process that compiles structures first: one that never ends, takes all memory or crashes llguidance ends this
-process, not the one that serves.
+"""The canary, a process that compiles structures first. A structure that never ends, takes all memory or crashes
+llguidance ends this process, not the one that serves.
 
 `python -m dendro.structure_canary` reads a JSON object a line: the tokens of a vocabulary, or a grammar, which it
 answers in a line. Imports little, as it is started again after each grammar that kills it.
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
     from dendro.structure import Structure
 
 WALL_S = 30.0
-"""A grammar that has not used up its CPU seconds after this time is given up: the machine is busy."""
+"""Seconds after which a grammar is given up though it has not used up its CPU seconds: the machine is busy."""
 HELD_SHARE = 0.2
 """The share of its CPU seconds in which llguidance must make a grammar's parser: it holds the interpreter lock of the
 serving process, which makes the same one, for so long."""
 STACK_BYTES = 4 << 20
-"""Of the compiling thread. The threads that compile the same grammar later have 8 MiB."""
+"""Stack of the compiling thread. The threads that compile the same grammar later have 8 MiB."""
 
 
 class CanaryDied(Exception):
-    """The process ended while it compiled. The message says why."""
+    """Raised if the process ended while it compiled. The message says why."""
 
 
 class CanaryRefused(Exception):
-    """The structure cannot be enforced. The message says why."""
+    """Raised if the structure cannot be enforced. The message says why."""
 
 
 class CanaryBusy(Exception):
-    """The process did not get its CPU time."""
+    """Raised if the process did not get its CPU time."""
 
 
 class Canary:
@@ -130,7 +130,7 @@ class Canary:
             code = process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # of what it did not read
+                with contextlib.suppress(OSError):  # raised for input that the process did not read
                     pipe.close()
         return code
 

@@ -28,7 +28,7 @@ class BackgroundTasks:
         return task
 
     def cancel(self) -> None:
-        """Cancel all of them; does not wait."""
+        """Cancel all tasks, without waiting for them."""
         for task in tuple(self._tasks):
             task.cancel()
 

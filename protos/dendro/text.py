@@ -42,7 +42,7 @@ class Sampling(SamplingNumbers):
     allowed_ids: tuple[int, ...] = ()  # empty: all
     bad_words: tuple[tuple[int, ...], ...] = ()  # sequences that the answer does not complete
     mode: VerificationMode = VerificationMode.COUPLED
-    lenience: float = 1.0  # of mode LENIENT, in (0, 1); 1 in all others
+    lenience: float = 1.0  # in (0, 1) in mode LENIENT; 1 in all others
 
     def __post_init__(self) -> None:
         self._check_mode()
@@ -71,8 +71,8 @@ class Sampling(SamplingNumbers):
             raise BadRequest("lenience", f"is {self.lenience}, but the mode is {mode}; it belongs to lenient")
 
     def of_sample(self, index: int) -> Self:
-        """The same parameters with another sample index, below 2**32. Only that differs, so nothing is checked again
-        and the lists are shared."""
+        """A copy with another sample index, below 2**32. Nothing else differs, so nothing is checked again and the
+        lists are shared."""
         other = copy.copy(self)
         object.__setattr__(other, "sample_index", index)  # frozen for all others
         return other
@@ -96,7 +96,7 @@ class Sampling(SamplingNumbers):
 
     @property
     def of_drafters(self) -> Sampling:
-        """What drafters get: in LISTED_MODES another seed, so that they cannot know the verifier's noise."""
+        """The parameters that drafters get: in LISTED_MODES with another seed, which hides the verifier's noise."""
         return replace(self, seed=draft_seed(self.seed)) if self.mode in LISTED_MODES else self
 
 
@@ -184,7 +184,7 @@ class StopStrings:
 
     @property
     def characters(self) -> int:
-        """Of all strings together."""
+        """Number of characters of all strings together."""
         return sum(map(len, self.strings))
 
 
@@ -218,8 +218,8 @@ class Verdict:
     texts: int = 1  # texts in the step, this one included
     step_rows: int = 1  # rows of the step
     trimmed: int = 0  # guesses of the tree that the step had no room for
-    cold: bool = False  # its times do not predict later rounds: the step compiled kernels, or had rows of its prompt
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
+    cold: bool = False  # True if times do not predict later rounds: the step compiled kernels, or had rows of a prompt
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request asks for them
     refused: bool = False  # the verifier refused the tree, so the round had its root alone
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ class Verdict:
         return self.finish is not None
 
     def cut(self, kept: int, finish: Finish | None) -> Verdict:
-        """The same verdict with the first `kept` of its tokens, at least one."""
+        """A copy with the first `kept` tokens, at least one."""
         return replace(
             self,
             tokens=self.tokens[:kept],
@@ -253,10 +253,10 @@ class Verdict:
 
 
 class Stopping(Protocol):
-    """Ends an answer by what its verifier cannot see."""
+    """Ends an answer by its text, which its verifier does not see."""
 
     def cut(self, verdict: Verdict) -> Verdict:
-        """The verdict, cut and finished where the answer ends in it. Called once for each round's, in order."""
+        """Called once for each round's verdict, in order. Returns it, cut and finished if the answer ends in it."""
         ...
 
 
@@ -419,7 +419,7 @@ def cut_verdict(verdict: Verdict, end_ids: frozenset[int], length: int, limits: 
 
 
 def finish_at(token: int, end_ids: Collection[int], limits: Limits) -> Finish | None:
-    """Why an answer with this last token has ended, its length aside; None where it has not."""
+    """Reason why an answer with this last token has ended, its length aside; None if it has not."""
     if token in end_ids and not limits.ignore_end:
         return Finish.END_OF_TEXT
     return Finish.STOP_TOKEN if token in limits.stop_ids else None

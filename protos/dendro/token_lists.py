@@ -78,4 +78,4 @@ class ListMessages:
 
 
 LISTS = ListMessages()
-"""Of this process."""
+"""The messages of this process."""

@@ -66,11 +66,11 @@ class DraftTree:
     values: FloatArray  # [rows] log of the estimated probability of reaching the row; to trim, merge and judge trees
     proposer: str = ""
     trace: npt.NDArray[np.int32] = field(default_factory=lambda: EMPTY_TRACE)
-    """[tokens since its last tree] the drafter's rank of each text token, 0 to RANKED."""
+    """Drafter's rank of each text token since the last tree, [tokens], 0 to RANKED."""
     draft_us: int = 0  # microseconds that the tree was queued or computed at the drafter
     texts: int = 1  # texts whose trees were grown together, this one included
     missed: bool = False  # a drafter was called and sent no tree; any guesses are the router's own proposals
-    laws: tuple[ChildLaw, ...] = ()  # of the rows with children, ascending, where guesses were drawn; else empty
+    laws: tuple[ChildLaw, ...] = ()  # one per row with children, ascending, if guesses were drawn; else empty
     proposed: frozenset[int] = frozenset()  # rows of a drafter's tree that are the router's own proposals alone
     ahead: bool = False  # a root alone: the next round likely has no tree either, so the verifier may begin it ahead
 
@@ -152,7 +152,7 @@ class DraftTree:
 
     @cached_property
     def depths(self) -> IntArray:
-        """[rows] levels below the root; a row's position is base - 1 + depth."""
+        """Levels of each row below the root, [rows]; a row's position is base - 1 + depth."""
         depths = [0]
         for parent in self.parents[1:].tolist():
             depths.append(depths[parent] + 1)
@@ -165,7 +165,7 @@ class DraftTree:
 
     @cached_property
     def ancestors(self) -> IntArray:
-        """[rows] int64 bit masks: bit j is set if row j is the row itself or an ancestor."""
+        """Ancestors as bit masks, [rows] int64: bit j is set if row j is the row itself or an ancestor."""
         words = [1]
         for row, parent in enumerate(self.parents[1:].tolist(), 1):
             words.append(words[parent] | 1 << row)

@@ -54,7 +54,7 @@ MAX_US = 3_600_000_000
 MAX_STEP_ROWS = 1 << 14
 MAX_TEXTS = 1 << 14
 MAX_TRACE = 2 * LONGEST_TRACE
-"""Of a longer trace only its last MAX_TRACE ranks are read. Policies ignore a trace of more than LONGEST_TRACE."""
+"""Most ranks of a trace that are read, the last ones. Policies ignore a trace of more than LONGEST_TRACE."""
 MAX_NAME = 256
 """The longest name or fingerprint, in characters."""
 MAX_END_IDS = 1024
