@@ -51,7 +51,7 @@ LAWS = tuple(
 )
 FP32_MARGIN = 1e-4
 MARGINS = {"float32": FP32_MARGIN, "float16": 0.25 / 8, "bfloat16": 0.25}
-"""By dtype, the margin of the two best logits below which a difference is excused. float16 has three mantissa bits more
+"""Margin of the two best logits, by dtype, below which a difference is excused. float16 has three mantissa bits more
 than bfloat16, so its rounding errors are an eighth."""
 MOST_EXCUSED = 2
 SHAPES_OF_ITS_OWN = (

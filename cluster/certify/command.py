@@ -60,8 +60,8 @@ class CertifySize:
     far_draws: int
     own_prompts: int
     own_tokens: int
-    stop_draws: int  # for each answer
-    combinations: int  # of parameters
+    stop_draws: int  # draws of stop strings for each answer
+    combinations: int  # number of combinations of parameters
 
 
 FULL = CertifySize(32, 128, 8, 64, 20_000, 2_000, 2, 48, 6, 200)
@@ -79,7 +79,7 @@ async def _serving(config: Config, local: bool) -> AsyncIterator[Asking]:
 
 
 def _with_dtype(config: Config, dtype: str) -> Config:
-    """The same cluster with its targets in another dtype."""
+    """A copy of the configuration with the targets in another dtype."""
     targets = {name: target.model_copy(update={"dtype": dtype}) for name, target in config.targets.items()}
     return config.model_copy(update={"targets": targets})
 

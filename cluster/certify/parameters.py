@@ -20,13 +20,13 @@ from cluster.bench.measurement import Step
 from cluster.certify.promises import Promise, first_difference
 
 FIRST_IDS = 8
-"""Ids below it are never removed, so that every combination leaves tokens to draw."""
+"""Number of first ids that are never removed, so that every combination leaves tokens to draw."""
 CHANCE = 0.4
-"""Of each parameter to be set."""
+"""Chance of each parameter to be set."""
 SAMPLES = 3
-"""Answers to one prompt that are compared with requests of their own."""
+"""Number of answers to one prompt that are compared with requests of their own."""
 MOST_LISTED = 200
-"""Ids of one parameter."""
+"""Most ids of one parameter."""
 
 STRUCTURES = (
     Structure.json_schema(

@@ -52,7 +52,7 @@ class SelfDrafter:
             frontier = np.flatnonzero(tree.depths == depth)
             noise: torch.Tensor | None = None
             if self.warp.temperature:
-                position = len(text) + depth  # of the token drawn after a row of this depth
+                position = len(text) + depth  # position of the token drawn after a row of this depth
                 noise = gumbel_noise(self.sampling.seed, [position], logits.shape[-1], self.sampling.sample_index)
                 noise = noise.expand(len(frontier), -1)
             order = drafter_order(logits[torch.from_numpy(frontier)], self.warp, noise, width)

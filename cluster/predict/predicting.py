@@ -20,14 +20,14 @@ WARM_TOKENS = 8
 
 @dataclass(frozen=True, slots=True)
 class PredictPlan:
-    """What is measured for one target."""
+    """Measurements to make for one target."""
 
     target: str
-    arms: tuple[Arm, ...]  # without `off`
+    arms: tuple[Arm, ...]  # arms other than `off`
     prompts: tuple[tuple[int, ...], ...]
-    timed: int  # the first so many of them
+    timed: int  # number of prompts, from the first on, whose answers are timed
     held_out: tuple[tuple[int, ...], ...]  # other prompts, on which predictions are compared with runs
-    tokens: int  # of an answer, at most
+    tokens: int  # most tokens of an answer
     seed: int
 
     @property

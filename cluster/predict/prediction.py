@@ -22,7 +22,7 @@ from cluster.policies.replay import static_path
 from cluster.tune.measuring import RunAnswer, Timed
 
 Answers = Mapping[int, RunAnswer]
-"""By prompt."""
+"""Answers by the prompt's number."""
 Lengths = Sequence[int]
 """Tokens of each round of an answer."""
 
@@ -57,7 +57,8 @@ class RoundPrice:
 
     @classmethod
     def of(cls, answers: Answers, off: Answers) -> RoundPrice | None:
-        """From answers to the same prompts; None where none has two rounds in both ways."""
+        """The price of an arm's rounds from answers to the same prompts with it and with `off`; None if no prompt has
+        two rounds in both."""
         pairs = [(answers[prompt].round_us, off[prompt].round_us) for prompt in answers.keys() & off.keys()]
         ratios = [took / plain for took, plain in pairs if took is not None and plain is not None]
         parts = Timed.of(list(answers.values()))
@@ -98,7 +99,7 @@ def predict_by_ranks(arm: Arm, ranks: Sequence[Sequence[int]], answers: Answers,
 
 
 def predict_by_runs(arm: Arm, answers: Answers, off: Answers) -> Prediction | None:
-    """From answers to every prompt."""
+    """Predict an arm's gain from answers to every prompt with the arm and with `off`; None if they do not suffice."""
     price, over = RoundPrice.of(answers, off), over_off(answers, off)
     if price is None or not over:
         return None
@@ -118,8 +119,8 @@ def over_off(answers: Answers, off: Answers) -> dict[int, float]:
 class Ceiling:
     """The most that a choice among these arms, or a drafter of their price, could give over `off`."""
 
-    best_by_prompt: Estimate  # with the best arm, or `off`, for every prompt
-    always_right: float  # with every guess right, in the arm that gains most by that
+    best_by_prompt: Estimate  # gain with the best arm, or `off`, for every prompt
+    always_right: float  # gain with every guess right, in the arm that gains most by that
     always_right_arm: str
 
 

@@ -148,15 +148,15 @@ def _ranks(drafter: PreTrainedModel, scores: Tensor, tokens: Tensor, vocabulary:
 class OwnAnswer:
     """An answer that a target wrote as it is served."""
 
-    tokens: list[int]  # of the whole text
-    begin: int  # of the answer
+    tokens: list[int]  # tokens of the whole text
+    begin: int  # place of the answer's first token
     sampling: Sampling
 
 
 @torch.inference_mode()
 def own_answer_ranks(drafter: PreTrainedModel, answer: OwnAnswer, vocabulary: int) -> list[int]:
-    """As `answer_ranks`, with the noise of the public contract. A token that the drafter cannot guess has the rank
-    `vocabulary`, the target's."""
+    """Ranks of an answer's tokens among a drafter's candidates under shared noise (`answer_ranks`), with version 1 of
+    the noise. A token that the drafter cannot guess has the rank `vocabulary`, the size of the target's."""
     device, sampling = next(drafter.parameters()).device, answer.sampling
     text = torch.tensor(answer.tokens, device=device)
     hidden = StudentForward(drafter)(text[None, :-1])[0, answer.begin - 1 :]

@@ -19,8 +19,8 @@ def entry_line(entry: Mapping[str, Any]) -> str:
 
 
 def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
-    """The same YAML with one more drafter, before the others: a fixed shape that names no drafter is the first one's.
-    Unchanged where the entry is there.
+    """Add a drafter to a YAML text, before the others, since a fixed shape that names no drafter is the first one's.
+    The text is unchanged if it has the entry.
 
     Raises BadRequest for a name that is taken, and if the edit would change anything else.
     """
@@ -59,8 +59,8 @@ def write_drafter(config: Path, name: str, entry: Mapping[str, Any]) -> None:
 
 
 def with_head(text: str, drafter: str, head: str) -> str:
-    """The same YAML with an acceptance head in a drafter's entry. Raises BadRequest where the entry has another, and if
-    the edit would change anything else."""
+    """Add an acceptance head to a drafter's entry in a YAML text. Raises BadRequest if the entry has another head, or
+    if the edit would change anything else."""
     old, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     assert isinstance(root, MappingNode), "the configuration was loaded"
     own = old["drafters"][drafter]

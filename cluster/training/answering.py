@@ -40,19 +40,20 @@ TEMPERATURES = (0.0, 1.0, 0.7)
 QUESTION_TOKENS = 160
 ANSWER_TOKENS = 320
 QUESTION, ANSWER = "QUESTION", "ANSWER"
-"""Stand for a question and an answer in a chat template."""
+"""Texts that stand for a question and an answer in a chat template."""
 PROMPT_TOKENS = 640
-"""At most, and at most half of the target's longest text; the beginning of a longer prompt is left out."""
+"""Most tokens of a prompt, which also has at most half of the target's longest text; the beginning of a longer prompt
+is left out."""
 LONGEST_TEXT = PROMPT_TOKENS + ANSWER_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFrame:
-    """What a chat template puts around a question, in tokens."""
+    """Tokens that a chat template puts around a question."""
 
-    opening: tuple[int, ...]  # before a question
-    closing: tuple[int, ...]  # after it, as far as the answer's beginning
-    between: tuple[int, ...]  # after an answer, as far as the next question's beginning
+    opening: tuple[int, ...]  # tokens before a question
+    closing: tuple[int, ...]  # tokens between a question and its answer
+    between: tuple[int, ...]  # tokens between an answer and the next question
 
     @property
     def tokens(self) -> int:
@@ -175,7 +176,7 @@ class AnswerWriter:
 
 
 def chat_frame(tokenizer: CheckpointTokenizer) -> ChatFrame | None:
-    """Of a tokenizer with a chat template; None for one without, or whose template changes questions."""
+    """The frame of a tokenizer's chat template; None if it has no template, or one that changes questions."""
     asked, answered = {"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}
     try:
         once = tokenizer.chat([asked], opens_answer=True)

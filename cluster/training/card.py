@@ -53,7 +53,7 @@ def drafter_card(
     target: str,
     model: str,  # kind, size and origin
     conversations: bool,  # True if the target answered the data's prompts
-    source: str,  # of the data
+    source: str,  # origin of the data
     command: str,
     seed: int,
     facts: Mapping[str, Mapping[str, Any]],  # stage -> its facts
@@ -61,7 +61,7 @@ def drafter_card(
 ) -> str:
     """The card of a drafter, as Markdown."""
     data, before = facts["data"], facts["answers"]
-    labels = facts["teacher"] or facts["distil"]  # on disk, or computed during the training
+    labels = facts["teacher"] or facts["distil"]  # labels on disk, or those computed during the training
     own, prompts = OWN_TEXT_TEMPERATURES, f"prompts of {PROMPT_TOKENS} tokens with\nanswers of {ANSWER_TOKENS} that"
     kept = f"The target labelled {labels['labelled']:,} tokens with its {KEPT} largest log-probabilities;"
     if conversations:

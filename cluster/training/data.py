@@ -143,7 +143,7 @@ class Written:
     held_out: int = 0
     train_answers: int = 0
     held_out_answers: int = 0
-    train_prompts: int = 0  # of conversations, for the target to answer
+    train_prompts: int = 0  # prompts of conversations that the target answers
     train_prompt_tokens: int = 0
     held_out_prompts: int = 0
     held_out_prompt_tokens: int = 0
@@ -169,7 +169,7 @@ class DataFolder:
         )
 
     def prompts(self, part: str) -> list[np.ndarray]:
-        """Of the conversations of a part, without their last answers."""
+        """Prompts of a part's conversations, each without the last answer."""
         tokens = self._mapped(f"{part}.prompts", self.dtype)
         ends = self._mapped(f"{part}.prompt_ends", np.dtype(np.int64))
         return np.split(tokens, ends[:-1]) if len(ends) else []
@@ -286,8 +286,8 @@ def _encode(document: Document, tokenizer: CheckpointTokenizer) -> tuple[list[in
 
 
 def held_out_prompts(held_out: TokenStream, count: int, tokens: int) -> np.ndarray:
-    """At most `count` prompts of the held-out part, [prompts, tokens] int64: the text before answers of conversations,
-    or else spread evenly."""
+    """Take up to `count` prompts of the held-out part, [prompts, tokens] int64: text before answers of conversations,
+    else text at evenly spread places."""
     ends: Sequence[int] = held_out.answers[held_out.answers >= tokens][:count].tolist()
     if not ends:
         places = min(count, len(held_out.tokens) // tokens)

@@ -70,16 +70,16 @@ from drafter_service.training.vocabulary import draft_embedding, most_frequent
 
 TRAINED = ("data", "teacher", "answers", "pretrain", "distil")
 """The stages before the last, `export`."""
-CHUNK_ROWS = 64  # of a chunk of the teacher, at most: what a kill loses
+CHUNK_ROWS = 64  # most rows of a chunk of the teacher, which a kill loses
 CHUNK_S = {"disk": 40.0, "fly": 10.0}
-"""Seconds that such a chunk may take. On the fly a resumed run labels a group of chunks again, after what was trained
-since the last save."""
+"""Seconds that a chunk of the teacher may take. On the fly a resumed run labels a group of chunks again, after what was
+trained since the last save."""
 MEASURED_CHUNKS = 2
-"""Of the target's answers to held-out prompts, on which a drafter is measured."""
-HELD_OUT_TOKENS = 8 * PROMPT_TOKENS  # at least
+"""Chunks of the target's answers to held-out prompts, on which a drafter is measured."""
+HELD_OUT_TOKENS = 8 * PROMPT_TOKENS  # least tokens of the held-out part
 NO_MEMORY = "can't allocate memory"
-"""In the RuntimeError of torch's allocator on a CPU."""
-LOSS_ROWS = 16  # of held-out text
+"""Words in the RuntimeError of torch's allocator on a CPU."""
+LOSS_ROWS = 16  # rows of held-out text
 CONTINUED = 0.25
 """Learning rates of a model that was trained before, as a share of a new one's, which would destroy what it knows."""
 TUNED_WIDTH = 176
@@ -104,7 +104,7 @@ class DrafterRun:
 
     @cached_property
     def transplant(self) -> Transplant | None:
-        """Of the vocabulary of the checkpoint to continue from; None where none is needed."""
+        """Transplant of the vocabulary of the checkpoint to continue from; None if none is needed."""
         plan = self.plan
         return None if plan.start is None else plan.start.transplant(plan.facts, plan.target.tokenizer_folder)
 
@@ -131,7 +131,8 @@ class DrafterRun:
         return np.asarray(np.load(file))
 
     def _rows(self, size: StudentSize) -> Tensor:
-        """Of a new drafter's tokens, from those of the target's head; kept, so that the target is not loaded again."""
+        """Embedding rows of a new drafter's tokens, made from rows of the target's head. They are kept in a file, so
+        that the target is not loaded again."""
         file = self.plan.work / "rows.npy"
         if not file.exists():
             head = self.target.get_output_embeddings().weight
@@ -322,7 +323,7 @@ class DrafterRun:
         return stage_bar(stage) if self.share.process == 0 else nullcontext(lambda fraction, words: None)
 
     def wait(self) -> None:
-        """For the other processes."""
+        """Wait for the other processes."""
         if self.processes is not None:
             self.processes.wait_for_everyone()
 
@@ -351,7 +352,7 @@ class DrafterRun:
         plan, processes = self.plan, self.processes
         live = LiveRows(self._labeller(), self.share) if stage == "distil" and plan.labels == "fly" else None
         if live is None:
-            vars(self).pop("target", None)  # its memory is needed
+            vars(self).pop("target", None)  # frees the target's memory
         if stage == "pretrain":
             rows = TokenRows(self.data_folder.read("train").tokens, plan.rows, plan.row_tokens, plan.seed, self.share)
             batch_loss = text_loss(model, rows, plan.device, plan.compile_forward, processes)
@@ -458,7 +459,7 @@ def train_drafter(
         for stage, work in works.items():
             if stage in TOGETHER and not run.done.done(stage):
                 facts = work()
-                run.wait()  # until no process of this stage is at work
+                run.wait()  # waits until no process of this stage is at work
                 if first:
                     run.done.finish(stage, facts)
             elif first:

@@ -44,8 +44,8 @@ from drafter_service.training.heads import (
 from drafter_service.training.loop import Budget, Recipe, Trained, Trainer
 from drafter_service.training.saving import replacing
 
-CHUNK_PROMPTS = 24  # of a chunk of examples: what a kill loses
-HELD_OUT_PROMPTS = 24  # of a kind, for the calibration and again for the report
+CHUNK_PROMPTS = 24  # prompts of a chunk of examples, which a kill loses
+HELD_OUT_PROMPTS = 24  # prompts of each kind for the calibration, and as many for the report
 EPOCHS = 6
 """How often each row is seen. More often, the head learns the rows by heart: a loss on other texts grows."""
 CARD_FILE = "acceptance_head.md"

@@ -22,21 +22,21 @@ class HeadPlan:
     """Models, data, law of examples, size and budget of a run."""
 
     target_name: str
-    target: TargetConfig  # with folders of this machine
-    facts: Facts  # of the target
+    target: TargetConfig  # the target's entry, with folders of this machine
+    facts: Facts  # facts of the target's checkpoint
     drafter_name: str
-    drafter: DrafterConfig  # with folders of this machine
+    drafter: DrafterConfig  # the drafter's entry, with folders of this machine
     kinds: Mapping[str, DataSource]  # kind of prompt -> its data
     law: ExampleLaw
     blocks: int
     tied: bool
     rejection_weight: float
     minutes: float | None
-    chunks: int | None  # of examples, in place of minutes
+    chunks: int | None  # chunks of examples, in place of minutes
     seed: int
     out: Path
     device: torch.device
-    command: str  # for the card
+    command: str  # the command, for the card
 
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.chunks is None):

@@ -32,9 +32,9 @@ QUESTION_TEMPERATURE = 1.0
 class Conversation:
     """The state of one text of a batch. A drawn token belongs to a question or to an answer."""
 
-    temperature: float  # of its answers
-    given: list[int]  # tokens that come next, the last first
-    asks: bool  # what is drawn after them: a question, else an answer
+    temperature: float  # temperature of the text's answers
+    given: list[int]  # tokens that come next, in reverse order
+    asks: bool  # True if a question is drawn after `given`, else an answer
     left: int  # tokens that the question or answer may still have
 
     def draws_answer(self) -> bool:
@@ -61,11 +61,11 @@ class Conversations:
             self.texts.append(text)
 
     def temperatures(self) -> list[float]:
-        """Of each text's next token, where it is drawn."""
+        """Temperature of each text's next token, if that is drawn."""
         return [QUESTION_TEMPERATURE if text.asks else text.temperature for text in self.texts]
 
     def next(self, drawn: list[int]) -> tuple[list[int], list[bool]]:
-        """Each text's next token, from what the target would draw, and whether it is of an answer."""
+        """Each text's next token, and True if it belongs to an answer. drawn: the tokens that the target would draw"""
         tokens, answers = list[int](), list[bool]()
         for text, token in zip(self.texts, drawn, strict=True):
             answers.append(text.draws_answer())

@@ -18,7 +18,7 @@ from drafter_service.training.batches import DRAFTER_ROWS
 from drafter_service.training.loop import Budget
 from drafter_service.training.sizes import StudentKind, StudentSize
 
-TEACHER_SHARE, STUDENT_SHARE = 0.35, 0.6  # of the time; the rest is for measurements
+TEACHER_SHARE, STUDENT_SHARE = 0.35, 0.6  # shares of the time; the rest is for measurements
 LABELLINGS = 2  # how often each label is seen, where the training is counted in steps
 Labels = Literal["disk", "fly"]
 """Where the target's labels are: on disk, computed before the training and used several times, or nowhere, computed
@@ -42,14 +42,14 @@ class Length:
             raise BadRequest("--pretrain", f"must be at least 0 and less than 1, got {self.pretrain}")
 
     def teacher(self, chunk_rows: int, step_rows: int) -> Budget:
-        """Of the labels on disk."""
+        """Budget of the labels on disk."""
         if self.steps is not None:
             return Budget(steps=max(2, math.ceil(self.steps * step_rows / (LABELLINGS * chunk_rows))))
         assert self.minutes is not None
         return Budget(seconds=60 * self.minutes * TEACHER_SHARE)
 
     def student(self, stage: str, labels: Labels) -> Budget:
-        """Of `pretrain` or `distil`."""
+        """Budget of the stage `pretrain` or `distil`."""
         most = STUDENT_SHARE + (TEACHER_SHARE if labels == "fly" else 0.0)
         share = self.pretrain if stage == "pretrain" else 1 - self.pretrain
         if self.steps is not None:
@@ -63,11 +63,11 @@ class DrafterPlan:
     """One training run, as requested."""
 
     target_name: str
-    target: TargetConfig  # with folders of this machine
-    facts: Facts  # of the target
+    target: TargetConfig  # the target's entry, with folders of this machine
+    facts: Facts  # facts of the target's checkpoint
     source: DataSource
     kind: StudentKind
-    size: StudentSize | None  # of a new drafter
+    size: StudentSize | None  # size of a new drafter; None: it continues from `start`
     start: Start | None
     length: Length
     row_tokens: int
@@ -75,14 +75,14 @@ class DrafterPlan:
     out: Path
     device: torch.device
     compile_forward: bool
-    command: str  # for the card
+    command: str  # the command, for the card
     vocabulary: int | None = None  # tokens that a new drafter guesses; None: all
     labels: Labels = "disk"
-    rows: int = DRAFTER_ROWS  # of a step, of all processes together
+    rows: int = DRAFTER_ROWS  # rows of a step, of all processes together
 
     @property
     def work(self) -> Path:
-        """Everything that is not the finished checkpoint; may be deleted afterwards."""
+        """Folder of everything but the finished checkpoint; may be deleted afterwards."""
         return self.out.with_name(f"{self.out.name}.training")
 
     def settings(self) -> dict[str, Any]:

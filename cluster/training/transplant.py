@@ -29,9 +29,9 @@ from cluster.router.tokenizer import CheckpointTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Transplant:
-    """For every token of a target, the checkpoint's tokens of whose rows its own row is the mean."""
+    """Maps each token of a target to tokens of a checkpoint: the token's new row is the mean of their rows."""
 
-    pieces: tuple[tuple[int, ...], ...]  # by the target's token; empty: the mean of all rows
+    pieces: tuple[tuple[int, ...], ...]  # [target's tokens] ids in the checkpoint; empty: the mean of all rows
 
     @property
     def words(self) -> str:

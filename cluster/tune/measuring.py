@@ -164,10 +164,10 @@ class LinearCosts:
     step_row_us: float
     hops_us: float
     off_hops_us: float
-    sizes: StepSizes  # of the target's steps
+    sizes: StepSizes  # padded sizes of the target's steps
 
     def level(self, rows: int) -> float:
-        """A drafter's forward of so many rows."""
+        """Microseconds of a drafter's forward of `rows` rows."""
         return self.level_us + self.row_us * rows
 
     def step(self, rows: int) -> float:

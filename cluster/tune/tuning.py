@@ -68,7 +68,7 @@ class TunePlan:
     drafter: str
     arms: tuple[TreeShape, ...]  # the drafter's configured ones, and `off` if configured
     prompts: Prompts
-    tokens: int  # of an answer, at most
+    tokens: int  # most tokens of an answer
     temperatures: tuple[float, ...]
     probes: tuple[LevelShape, ...]  # timed beside the arms
     limits: SearchLimits
@@ -99,13 +99,14 @@ class Tuned:
     accept: Accept
     costs: LinearCosts
     found: tuple[TreeShape, ...]  # the best chain and the best tree
-    traces: list[list[int]]  # of the held-out prompts
+    traces: list[list[int]]  # traces of ranks on the held-out prompts
     first_rank: float  # share of tokens that the drafter ranks first, on the prompts learned from
-    answers: dict[TreeShape, list[RunAnswer]] = field(default_factory=dict)  # on the held-out prompts
+    answers: dict[TreeShape, list[RunAnswer]] = field(default_factory=dict)  # answers to the held-out prompts, by shape
     differences: list[str] = field(default_factory=list)
 
     def over_off(self, shape: TreeShape) -> Estimate | None:
-        """The shape's tokens a second over those of `off`, by held-out prompt; None where no answer had two rounds."""
+        """Ratio of the shape's tokens a second to those of `off`, paired by held-out prompt; None if no answer had two
+        rounds."""
         rates, plain = (
             {
                 (number, 0): answer.tokens_per_second
@@ -118,7 +119,7 @@ class Tuned:
         return paired_ratio({key: rates[key] for key in both}, {key: plain[key] for key in both}) if both else None
 
     def best(self, shapes: Iterable[TreeShape]) -> tuple[TreeShape, Estimate] | None:
-        """Of these, the tree that was fastest over `off`; None where none was measured."""
+        """The shape among these that was fastest over `off`; None if none was measured."""
         measured = [(shape, over) for shape in shapes if not shape.off and (over := self.over_off(shape)) is not None]
         return max(measured, key=lambda each: each[1].median, default=None)
 
@@ -223,7 +224,7 @@ class Tuning:
 
 
 def as_arm(shape: NodeShape) -> TreeShape:
-    """The same tree by its levels' widths, where all rows of a level have as many children.
+    """Convert a tree to a `LevelShape` if all rows of a level have the same number of children; else leave it.
 
     >>> str(as_arm(NodeShape((2, 1, 1)))), str(as_arm(NodeShape((2, 1))))
     ('(2,1)', 'nodes(2,1)')

@@ -26,7 +26,7 @@ def field_of_arms(config: Config, target: str) -> Keys:
 
 
 def with_arms(text: str, field: Keys, arms: Sequence[str]) -> str:
-    """The same YAML with other arms at `field`. Raises BadRequest if the edit would change anything else."""
+    """Replace the arms at `field` in a YAML text. Raises BadRequest if the edit would change anything else."""
     old = yaml.safe_load(text)
     root = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(root, MappingNode) or not isinstance(old, dict):
@@ -69,7 +69,7 @@ def _edited(text: str, mapping: MappingNode, field: Keys, arms: Sequence[str]) -
     if rest and isinstance(value, MappingNode):
         return _edited(text, value, tuple(rest), arms)
     start, stop = value.start_mark.index, value.end_mark.index
-    space = "" if stop > start else " "  # after the colon of an empty value
+    space = "" if stop > start else " "  # needed after the colon of an empty value
     if rest:
         return f"{text[:start]}{space}{{{_entry(tuple(rest), arms)}}}{text[stop:]}"
     if isinstance(value, SequenceNode) and value.value and not value.flow_style:

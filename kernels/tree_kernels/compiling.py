@@ -46,8 +46,8 @@ def machine_code(module: str) -> Code:
 
 @contextmanager
 def _no_collections() -> Iterator[None]:
-    """Without the garbage collector, which takes a quarter of the time: numba makes many objects, and each of its full
-    collections looks at all of torch's and transformers', too."""
+    """Context without garbage collection, which would take a quarter of the time: numba makes many objects, and each
+    full collection also looks at all objects of torch and transformers."""
     enabled = gc.isenabled()
     gc.disable()
     try:

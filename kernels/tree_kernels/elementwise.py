@@ -36,7 +36,7 @@ from tree_kernels import ROW_MULTIPLE
 VECTOR_BYTES = 128
 """Two AVX-512 registers: the most that an iteration of ATen's loops processes."""
 GRAIN = 32768
-"""Above this many numbers, ATen splits a loop among threads (at::internal::GRAIN_SIZE)."""
+"""Most numbers of a loop that ATen does not split among threads (at::internal::GRAIN_SIZE)."""
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def _why_not_safe(place: Path) -> str:
         found = each.stat()
         if found.st_uid not in (0, os.geteuid()):
             return f"{each} belongs to another user"
-        sticky = each != place and found.st_mode & stat.S_ISVTX  # in /tmp, only the owner renames a folder
+        sticky = each != place and found.st_mode & stat.S_ISVTX  # only the owner renames a folder in /tmp
         by_group = found.st_mode & stat.S_IWGRP and not _own_group(found.st_gid)
         if (by_group or found.st_mode & stat.S_IWOTH) and not sticky:
             return f"others may write to {each}"

@@ -44,11 +44,11 @@ class Code:
 class Kernels(NamedTuple):
     """Kernels in this process's memory."""
 
-    functions: Mapping[str, Callable[..., None]]  # by the kernel's name; a call holds no interpreter lock
-    addresses: Mapping[str, int]  # of the shared functions, by symbol
+    functions: Mapping[str, Callable[..., None]]  # key: name of the kernel; a call holds no interpreter lock
+    addresses: Mapping[str, int]  # addresses of the shared functions, by symbol
 
     def address(self, kernel: str) -> int:
-        """Where a kernel's code is."""
+        """Address of a kernel's code."""
         found: int = ctypes.cast(self.functions[kernel], ctypes.c_void_p).value  # type: ignore[arg-type, assignment]
         return found
 

@@ -23,7 +23,7 @@ from numba.core.typing import Context
 
 
 class Translator(CompilerBase):
-    """Those of numba's passes that functions of numbers need."""
+    """A compiler with only those of numba's passes that functions of numbers need."""
 
     def define_pipelines(self) -> list[PassManager]:
         passes = PassManager("kernels")
@@ -63,7 +63,7 @@ class _Library(JITCodeLibrary):
         self._finalized = True
 
     def get_pointer_to_function(self, name: str) -> int:
-        return 0  # as for a symbol without code
+        return 0  # no code
 
 
 class _Codegen(JITCPUCodegen):
@@ -107,8 +107,8 @@ def _contexts() -> tuple[_Types, _Target]:
 
 @contextmanager
 def translating() -> Iterator[None]:
-    """In it, modules with kernels are imported and translated. numba's own contexts are in place again afterwards, for
-    a process that uses numba for other things."""
+    """Context in which modules with kernels are imported and translated. Afterwards numba's own contexts are in place
+    again, for a process that uses numba for other things."""
     own, names = vars(cpu_target), ("_toplevel_typing_context", "_toplevel_target_context")
     before = {name: own[name] for name in names if name in own}
     own.update(zip(names, _contexts(), strict=True))

@@ -54,8 +54,8 @@ class Facts:
 
     folder: Path
     layout: Layout
-    config: Mapping[str, Any]  # with transformers' keys
-    rows: int  # of the embedding or the head, whichever has fewer; padding included. V with a draft vocabulary
+    config: Mapping[str, Any]  # the configuration, with transformers' keys
+    rows: int  # rows of the embedding or the head, the fewer, padding included; V with a draft vocabulary
     positions: int | None  # the longest text, in tokens; None: the checkpoint sets no limit
     named_end_ids: frozenset[int]  # end-of-text tokens by its files
     tokens: TokenTable | None  # None: the folder has no tokenizer
@@ -63,8 +63,8 @@ class Facts:
     digest: str  # SHA-256 of the parsed configuration, end ids and token table; formatting does not change it
     numbers: int | None = None  # number of parameters; None: there are no weight files, as on a router
     quantised: str = ""  # the quantisation method, one of DEQUANTISED; empty: the weights are not quantised
-    stored: Mapping[str, int] = field(default_factory=dict)  # of a GGUF file: number of tensors of each type
-    draft: DraftVocabularySizes | None = None  # of a drafter that guesses some of its target's tokens; None: all
+    stored: Mapping[str, int] = field(default_factory=dict)  # number of tensors of each type in a GGUF file
+    draft: DraftVocabularySizes | None = None  # sizes of a drafter's draft vocabulary; None: it guesses all tokens
 
     @property
     def model_type(self) -> str:
@@ -123,7 +123,7 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
     meaning += [] if draft is None else [asdict(draft)]
     numbers = sum(map(math.prod, shapes.values())) if shapes else None
     if numbers is not None and draft is not None:
-        numbers += draft.others * draft.width  # their embedding is unpacked
+        numbers += draft.others * draft.width  # embeddings of tokens that are not guessed are unpacked
     return Facts(
         folder=folder,
         layout=layout,
@@ -406,7 +406,7 @@ def _from_state_spaces(folder: Path, config: dict[str, Any], kind: str | None) -
         return CheckpointError(f"{folder}: {CONFIG}: {reason}")
 
     if "model_type" not in config and (unknown := sorted(set(config) - _STATE_SPACES_KEYS)):
-        raise refuse(f"unknown keys {unknown}")  # with a model_type, other keys are transformers'
+        raise refuse(f"unknown keys {unknown}")  # configurations with a model_type have transformers' keys
     if config.get("attn_layer_idx") or config.get("d_intermediate"):
         raise refuse("a hybrid with attention or MLP layers is not supported")
     if not config.get("rms_norm", True):

@@ -35,13 +35,13 @@ def _of_q4_1(blocks: Bytes) -> QuantisedBlocks:
 
 
 def _of_q4_0(blocks: Bytes) -> QuantisedBlocks:
-    """Its numbers are `scale * (field - 8)`."""
+    """Read blocks of Q4_0, whose numbers are `scale * (field - 8)`."""
     fields, scales = torch.from_numpy(_nibbles(blocks[..., 2:])).flatten(1), _halves(blocks, 0)
     return QuantisedBlocks(QuantisedForm.Q4_1, fields, scales, scales * -8)
 
 
 def _of_q5_0(blocks: Bytes) -> QuantisedBlocks:
-    """Its numbers are `scale * (field - 16)`; their fifth bits are apart."""
+    """Read blocks of Q5_0, whose numbers are `scale * (field - 16)`; the fields' fifth bits are stored apart."""
     fifth = np.unpackbits(np.ascontiguousarray(blocks[..., 2:6]), axis=-1, bitorder="little")
     fields = (_nibbles(blocks[..., 6:]) | (fifth << 4)) + np.uint8(128 - 16)
     return QuantisedBlocks(QuantisedForm.Q8_0, torch.from_numpy(fields).flatten(1), _halves(blocks, 0), None)
@@ -57,7 +57,7 @@ def _of_q4_k(blocks: Bytes) -> QuantisedBlocks:
     first, second, mixed = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (mixed & 15) | (first >> 6 << 4)], -1)
     offsets = np.concatenate([second & 63, (mixed >> 4) | (second >> 6 << 4)], -1)
-    packed = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)  # of two parts each
+    packed = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)  # bytes have fields of two parts each
     return QuantisedBlocks(
         QuantisedForm.Q4_K,
         torch.from_numpy(_nibbles(packed)).flatten(1),
@@ -83,7 +83,7 @@ def _parts(own: Tensor, of_parts: npt.NDArray[Any]) -> Tensor:
 class BlockType(NamedTuple):
     """A type of a file's blocks."""
 
-    numbers: int  # of a block
+    numbers: int  # numbers of a block
     bytes: int
     read: Callable[[Bytes], QuantisedBlocks]
 
@@ -109,7 +109,7 @@ class QuantisedTensors:
         reader: Any = gguf.GGUFReader(folder / GGUF)
         name = str(reader.fields["general.architecture"].contents())
         architecture = next((each for each, its in gguf.MODEL_ARCH_NAMES.items() if its == name), None)
-        self._tensors: dict[int, Any] = {}  # by the address of the weight
+        self._tensors: dict[int, Any] = {}  # key: address of the weight
         if architecture is None:
             return
         names = gguf.get_tensor_name_map(architecture, int(reader.fields[f"{name}.block_count"].contents()))

@@ -21,7 +21,8 @@ MAX_KEYS = 4096
 MAX_TENSORS = 65_536
 MAX_HEADER_BYTES = 100_000_000
 MAX_ELEMENTS = 2_000_000
-"""Of all arrays together. A vocabulary of 262,144 tokens has 1.3 million: tokens, scores, types and merges."""
+"""Most elements of all arrays together. A vocabulary of 262,144 tokens has 1.3 million: tokens, scores, types and
+merges."""
 MAX_DIMENSIONS = 4
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value, by the number of its type."""

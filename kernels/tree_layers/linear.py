@@ -256,7 +256,7 @@ class RowForms:
         self.threads = threads
         self._chosen: dict[_Kind, _Choice | _Compiled | None] = {}
         self._counts: Counter[str] = Counter()
-        self._failed: dict[str, None] = {}  # in order
+        self._failed: dict[str, None] = {}  # ordered set of reasons
         self._why_library = ""
         self._tails: set[int] = set()  # widths of results of which a single row leaves a tail
         self._units: dict[_Kind, int] = {}
@@ -355,7 +355,7 @@ class RowForms:
         return self._for_any_rows(form, weight, unit or self.buckets[0])
 
     def _faster_rows(self, choice: _Choice, weight: Tensor, bias: Tensor | None, may_pack: bool) -> Mapping[int, int]:
-        """To which of the buckets, all of which give the same bits, each number of rows is padded to save time."""
+        """Bucket to which each number of rows is padded to save time; all buckets give the same bits."""
         kind = self._kind(weight, bias, may_pack)
         if kind not in self._faster:
             rows, like, bias = _cancelling(weight, bias, max(self.buckets))

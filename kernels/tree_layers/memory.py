@@ -106,7 +106,7 @@ class Pages:
         self._stores: dict[Layout, Tensor] = {}  # [layers of that layout, slots, kv_heads, width]
         for layout in dict.fromkeys(layouts):
             shape = (self.layouts.count(layout), slots, layout.kv_heads, layout.width)
-            # On a CPU, takes memory only when written.
+            # Zeros on a CPU take memory only when they are written.
             self._stores[layout] = torch.zeros(shape, dtype=layout.dtype, device=device)
         rest = {layout: iter(store) for layout, store in self._stores.items()}
         self.layers = [next(rest[layout]) for layout in layouts]

@@ -92,7 +92,7 @@ class Mamba1Mixer:
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> Mamba1Mixer:
-        """From a layer's tensors by their names in transformers, `in_proj.weight` and so on."""
+        """Make a mixer from a layer's tensors, by their names in transformers, `in_proj.weight` and so on."""
         conv = _turned(tensors["conv1d.weight"][:, 0], dtype)
         return cls(
             in_proj=_turned(tensors["in_proj.weight"], dtype),
@@ -255,7 +255,7 @@ class Mamba2Mixer:
         eps: float,
         dt_limit: tuple[float, float],
     ) -> Mamba2Mixer:
-        """From a layer's tensors by their names in transformers, `in_proj.weight` and so on."""
+        """Make a mixer from a layer's tensors, by their names in transformers, `in_proj.weight` and so on."""
         conv = _turned(tensors["conv1d.weight"][:, 0], torch.float32)
         return cls(
             in_proj=_turned(tensors["in_proj.weight"], dtype),

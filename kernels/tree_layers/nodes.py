@@ -26,8 +26,8 @@ Ints = npt.NDArray[np.int64]
 class NodeLayout:
     """The shapes of one layer's memory."""
 
-    state: StateShape  # of a text; recurrent [H, P, N], conv [W - 1, channels]
-    groups: int  # G, of B
+    state: StateShape  # a text's state: recurrent [H, P, N], conv [W - 1, channels]
+    groups: int  # G, groups of B
 
     @property
     def node_bytes(self) -> int:
@@ -106,7 +106,7 @@ class NodeStates:
         for store in (self._x, self._B, self._dt):
             store[:, 0] = 0
         self._first = texts * self._back  # the first node's slot among the raw inputs
-        self._taps = np.zeros((nodes, self._back + 1), np.int64)  # by node
+        self._taps = np.zeros((nodes, self._back + 1), np.int64)  # [nodes, W] taps of each node
         stores = zip(self.texts.recurrent, self.texts.conv, raw, self._x, self._B, self._dt, strict=True)
         self.layers = [LayerNodes(*each) for each in stores]
 

@@ -27,7 +27,7 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of rows that are timed, the fewest first, until the unpacked weight is as fast."""
 TRIALS = 9
 LEAST_GAIN = 0.97
-"""Of the unpacked weight's time."""
+"""Most time of a packed weight that is used, as a share of the unpacked weight's time."""
 TIMED_SHAPE = (24576, 1024)
 """Outputs and inputs of the weights that are timed: more than processors' caches hold."""
 
@@ -70,7 +70,8 @@ def most_rows(form: QuantisedForm, threads: int, seconds: Timer = seconds_of) ->
 
 
 def quantised_packing(folder: Path, model: nn.Module) -> QuantisedPacking | None:
-    """For a model that was loaded in bfloat16 from a GGUF file, where products are this project's own; else None."""
+    """Packing for a model that was loaded in bfloat16 from a GGUF file, if products are this project's own; else
+    None."""
     narrow = next(model.parameters()).dtype == torch.bfloat16
     if not narrow or not (folder / GGUF).is_file() or why_not_packed() or torch.cpu._is_amx_tile_supported():
         return None

@@ -11,7 +11,7 @@ from typing import Any
 MARKING = "Prepend", "Strip"
 """Types of normalisers that add or remove characters at a text's ends."""
 BARE: dict[str, Any] = {"post_processor": None, "truncation": None, "padding": None}
-"""Without a template of special tokens around a text."""
+"""Entries of a tokenizer's form without a template of special tokens around a text."""
 
 
 def continuing(form: dict[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ MAX_ID = (1 << 31) - 1
 class TokenTable:
     """The text of every token id. Tokenizers whose files differ only in formatting have equal tables."""
 
-    texts: Mapping[int, str]  # by id, added tokens included
+    texts: Mapping[int, str]  # key: id; added tokens included
     added: frozenset[int]  # ids of control tokens, and of tokens added after the tokenizer's training
     form: TokenForm = field(default="", compare=False)  # how the texts spell bytes; empty where they do not
     size: int = field(init=False)  # the greatest id plus one

@@ -37,9 +37,9 @@ class MixerLayout:
     channels: int  # inputs of the convolution
     heads: int  # H; Mamba-1: its channels
     width: int  # P; Mamba-1: 1
-    groups: int  # G, of B; Mamba-1: 1
+    groups: int  # G, groups of B; Mamba-1: 1
     size: int  # N
-    dtype: torch.dtype  # of the inputs except dt
+    dtype: torch.dtype  # type of the inputs except dt
     repeats: int = 1  # r: consecutive heads that share an x, and groups of C that share a B; above 1 in Mamba-in-Llama
 
     @property
@@ -168,7 +168,7 @@ Scan = Callable[[TokenInputs, Tensor, Sequence[Tensor], Paths, Tensor, Tensor, T
 def _scan(run: Scan, memory: LayerMemory, step: RecurrentStep, done: Sequence[Tensor], *rows: Tensor) -> Tensor:
     y = run(memory.inputs, memory.states, done, step.paths, *rows)
     for each, state in zip(step.paths.folds, done, strict=True):
-        if each.target >= 0:  # after the scan: a row may have started from the slot's old checkpoint
+        if each.target >= 0:  # written after the scan: a row may have started from the slot's old checkpoint
             memory.states[each.target] = state
     return y
 

@@ -35,7 +35,7 @@ class Checkpoint:
     """A checkpoint read into memory."""
 
     facts: Facts
-    tensors: dict[str, Tensor]  # under transformers' names; shapes and dtypes as stored
+    tensors: dict[str, Tensor]  # key: transformers' name; shapes and dtypes as stored
     fingerprint: str  # SHA-256 over the configuration and the weights
     draft: DraftVocabulary | None = None  # None: the model guesses all of its tokens
 
@@ -45,7 +45,7 @@ class Checkpoint:
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """With transformers' keys."""
+        """The configuration, with transformers' keys."""
         return self.facts.config
 
     def tensor(self, name: str, *shape: int) -> Tensor:

@@ -16,6 +16,6 @@ GAP_UNIT, LAW_UNIT, DEPTH_UNIT = 4.0, 4.0, 8.0
 DEEPEST = 16
 """Greater depths are read as this one."""
 LAW_NUMBERS = 5
-"""Numbers of a row beside its K - 1 gaps: entropy, log-probability, temperature, whether it is 0, depth."""
+"""Count of a row's numbers beside the K - 1 gaps: entropy, log-probability, temperature, whether it is 0, depth."""
 OUTPUTS = 3
-"""Of the head: log sharpness, log n, and the lift of the first candidate before softplus."""
+"""Number of the head's outputs: log sharpness, log n, and the lift of the first candidate before softplus."""

@@ -93,7 +93,7 @@ class Workspace:
 
 
 def _x_kind(rows: int, *weights: PackedWeight) -> Precision:
-    """As what all these weights can read the same rows."""
+    """Type in which all these weights can read the same rows."""
     kinds = {each.x_kind(rows) for each in weights}
     return kinds.pop() if len(kinds) == 1 else Precision.F32
 
@@ -103,8 +103,8 @@ class _LayerProgram:
     """A prepared call, and those of its arguments that a step sets."""
 
     words: Words
-    address: int  # of the words
-    calls: tuple[Words, ...]  # whose addresses are in the words
+    address: int  # address of the words
+    calls: tuple[Words, ...]  # calls whose addresses are in the words
     workspace: int  # where that was
     norm: Words
     attention: Words

@@ -47,7 +47,7 @@ def exponential(x: float) -> float:
 def log_of_one_plus(u: float) -> float:
     """log(1 + u) of u >= 0."""
     whole = float32(1.0) + u
-    lost = u - (whole - float32(1.0))  # by rounding
+    lost = u - (whole - float32(1.0))  # the rounding error of the sum
     shifted = bits_of(whole) - SQRT_HALF_BITS
     exponent = float32(uint32(shifted >> uint32(23)))
     fraction = float_of((shifted & uint32(0x7FFFFF)) + SQRT_HALF_BITS) - float32(1.0)

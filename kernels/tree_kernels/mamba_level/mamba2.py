@@ -213,7 +213,7 @@ def mix(call: int, layer: int) -> None:
     channels, groups = its[shapes.CHANNELS], its[shapes.GROUPS]
     mixed = channels + 2 * groups * its[shapes.SIZE]
     inner, step = its[shapes.INNER], its[shapes.INNER_STEP]
-    raw = inner + channels * 4  # after the gate
+    raw = inner + channels * 4  # raw inputs lie after the gate
     rows = its[shapes.ROWS]
     round_inputs(call, raw, step, mixed)
     for row in range(rows):

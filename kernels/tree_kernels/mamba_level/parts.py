@@ -18,7 +18,7 @@ from tree_kernels.vectors import floats, longs
 
 inlined = njit(**INLINED, fastmath={"contract"})
 summing = njit(**INLINED, fastmath={"contract", "reassoc"})
-"""For sums over adjacent numbers, which vectors add in another order."""
+"""Decorates functions that sum adjacent numbers, which vectors may add in another order."""
 
 
 @inlined

@@ -30,7 +30,7 @@ PRODUCT_WORDS = 6
     LAYER_TABLE,  # [layers, LAYER_WORDS]
     SEQUENCES,
     SEQUENCE_TABLE,  # [sequences, SEQUENCE_WORDS]
-    NEW_NODES,  # of Mamba-2: the last rows
+    NEW_NODES,  # number of the last rows, which are new nodes of a Mamba-2
     NEW_TABLE,  # [new nodes, NEW_WORDS]
     NODE_TABLE,  # [node slots, NODE_WORDS]
     WIDTH,  # d
@@ -62,8 +62,8 @@ PRODUCT_WORDS = 6
     FOLDS,
     FOLD_TABLE,  # [folds, FOLD_WORDS]
     PATHS,  # [nodes of all paths] node slots, each path from its root on
-    EPS,  # of the layers' norms and the final one, a float32 as are the next three
-    GATE_EPS,  # of Mamba-2's gated norms
+    EPS,  # epsilon of the layers' norms and the final one, a float32 as are the next three
+    GATE_EPS,  # epsilon of Mamba-2's gated norms
     LEAST_DT,  # limits of Mamba-2's dt
     MOST_DT,
 ) = range(45)

@@ -98,7 +98,7 @@ class Helpers:
 
     @property
     def address(self) -> int:
-        """Of the helpers' memory."""
+        """Address of the helpers' memory."""
         return self._memory.ctypes.data
 
     def at_most(self, count: int) -> int:
@@ -184,7 +184,7 @@ class PackedWeight:
             call[Argument.BIAS] = self._bias.data_ptr()
 
     def x_kind(self, rows: int) -> Precision:
-        """Of so many rows of bfloat16 numbers that take the least time: PAIRS or F32. The bits are the same."""
+        """Type of `rows` rows of bfloat16 numbers that takes the least time: PAIRS or F32. The bits are the same."""
         return Precision.PAIRS if self._dots is not None and dots_pay() else Precision.F32
 
     @property

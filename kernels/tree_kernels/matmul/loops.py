@@ -274,7 +274,7 @@ def multiply(call: int, thread: int) -> None:
 def units(call: int, thread: int) -> None:
     """Computes units of outputs until none is left."""
     word = control_word()
-    set_control_word(word | types.uint32(FLUSH))  # as dot products do
+    set_control_word(word | types.uint32(FLUSH))  # dot products do the same
     multiply(call, thread)
     set_control_word(word)
 

@@ -10,9 +10,9 @@ from tree_kernels.processor import lanes, panel
 CHUNK = 48
 """Rows that go through all parts of a block before the next rows do."""
 PART_BYTES = 32768
-"""Of a panel's weights in one part."""
+"""Bytes of a panel's weights in one part."""
 PART_MULTIPLE = 32
-"""A part has a multiple of so many inputs, the last one excepted: quantised weights come in blocks."""
+"""Number of which a part's inputs are a multiple, except in the last part: quantised weights come in blocks."""
 WIDEST = 4
 """The most panels of a block."""
 SCRATCH = CHUNK * WIDEST * panel()
@@ -20,7 +20,7 @@ SCRATCH = CHUNK * WIDEST * panel()
 
 
 class Precision(IntEnum):
-    """Of floating-point numbers in memory."""
+    """Type of floating-point numbers in memory."""
 
     BF16 = 0
     F16 = 1
@@ -45,20 +45,20 @@ class Argument(IntEnum):
     X = 0  # [rows, inputs] float32, or PAIRS for tiles of dot products
     ROWS = 1
     INPUTS = 2
-    WEIGHTS = 3  # as `packing.pack` lays them out
+    WEIGHTS = 3  # packed weights (`packing.pack`)
     BIAS = 4  # [outputs] float32, or 0
     TARGET = 5  # [rows, outputs] of TARGET_KIND
     OUTPUTS = 6
     TARGET_KIND = 7
     SCRATCH = 8  # [threads, SCRATCH] float32
     UNITS = 9  # blocks of panels
-    UNIT_PANELS = 10  # of a block
-    ENTRY_BYTES = 11  # of one input's weights in a panel
-    TILES = 12  # of each number of rows: panels of its wide tile, that tile's address, the address of the tile of one
+    UNIT_PANELS = 10  # panels of a block
+    ENTRY_BYTES = 11  # bytes of one input's weights in a panel
+    TILES = 12  # three words per number of rows: panels of the wide tile, its address, address of the tile of one panel
     NEXT = 13  # the next unit that no thread has taken
     RESIDUAL = 14  # [rows, outputs] of TARGET_KIND, which the rounded results are added to; or 0
     TILE_ROWS = 15  # the most rows of a tile
-    X_BYTES = 16  # of one number of X
+    X_BYTES = 16  # bytes of one number of X
 
 
 class Helper(IntEnum):

@@ -79,8 +79,8 @@ def call_product_tile(
     ahead: Any,
     ahead_step: Any,
 ) -> Any:
-    """As `call_tile`, for a product's tile. It begins to load what is at `ahead`, for each input `ahead_step` bytes, in
-    steps of UNROLLED inputs; and the same for each panel, `panel_step` bytes further."""
+    """Call a product's tile like `call_tile`, and begin to load memory at `ahead`: `ahead_step` bytes for each input,
+    in steps of UNROLLED inputs, and the same `panel_step` bytes further for each panel."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(ir.VoidType(), [I64] * 10)
@@ -183,8 +183,8 @@ class Tile:
         return self._added(self._added(totals, upper, k), lower, build.add(k, I64(1)))
 
     def _dotted(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
-        """The same with the processor's dot products of pairs: fma(x[k], w[k], sum), and then fma(x[k + 1], w[k + 1],
-        sum), both of which take and make zeros for numbers that are not normal. x is PAIRS."""
+        """Add two inputs by the processor's dot products of pairs: fma(x[k], w[k], sum), then fma(x[k + 1], w[k + 1],
+        sum). Both read and write zeros for numbers that are not normal. x is PAIRS."""
         build = self._in
         weights = [build.bitcast(word, PAIRS) for word in words]
         found = []
@@ -254,7 +254,7 @@ PAIRS = ir.VectorType(BFloat(), 2 * LANES)
 
 
 class PairTile(Tile):
-    """Of bfloat16 weights, which are packed two by two."""
+    """A tile of bfloat16 weights, which are packed two by two."""
 
     def _after(self, totals: list[Any], inputs: Any) -> list[Any]:
         build = self._in
@@ -289,7 +289,7 @@ class PairTile(Tile):
 
 
 class OddTile(PairTile):
-    """The same for any number of inputs."""
+    """A tile of bfloat16 weights for any number of inputs, odd ones, too."""
 
     def _after(self, totals: list[Any], inputs: Any) -> list[Any]:
         build = self._in
@@ -310,14 +310,14 @@ class OddTile(PairTile):
 
 
 class DotTile(PairTile):
-    """With the processor's dot products."""
+    """A tile of bfloat16 weights by the processor's dot products."""
 
     def _pair(self, totals: list[Any], k: Any) -> list[Any]:
         return self._dotted(totals, self._words(k), k)
 
 
 class PackedTile(Tile):
-    """Of weights that are packed one by one."""
+    """A tile of weights that are packed one by one."""
 
     def __init__(self, module: ir.Module, kind: Precision, rows: int, panels: int) -> None:
         self._kind = kind

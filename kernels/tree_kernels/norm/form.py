@@ -27,7 +27,7 @@ class RowNorm:
 
     eps: float
     weight: Tensor | None = None  # [groups * width] of any floating type; one group's is every row's
-    bias: Tensor | None = None  # the same
+    bias: Tensor | None = None  # shaped like `weight`
     groups: int = 1
     centred: bool = False  # a LayerNorm
     rounded: bool = False  # the normed row is rounded to the rows' type before the weight, as in Llama
@@ -39,7 +39,7 @@ class RowNorm:
         assert self.groups == 1 or self.weight is not None
 
     def result_type(self, rows: torch.dtype) -> torch.dtype:
-        """Of rows of this type. A rounded row times a wider weight is as wide as the weight."""
+        """Type of results for rows of this type. A rounded row times a wider weight is as wide as the weight."""
         if self.rounded and self.weight is not None:
             return torch.promote_types(rows, self.weight.dtype)
         return rows

@@ -49,7 +49,7 @@ def norm_rows(x: Tensor, form: RowNorm, gate: Tensor | None = None) -> Tensor:
 
 
 def warps_of(block: int) -> int:
-    """At most 32 numbers of a row in a thread's registers: with 64, those of a gated norm spill."""
+    """Number of warps with which a thread holds at most 32 numbers of a row; a gated norm's registers spill with 64."""
     return max(1, min(block // 256, 4), block // 1024)
 
 
@@ -72,13 +72,13 @@ def _row_sum(x, BLOCK: tl.constexpr):
             x = tl.sum(tl.reshape(x, (2, BLOCK >> (step + 1))), 0)
         elif (BLOCK >> step) > 1:
             x = tl.sum(tl.reshape(x, (BLOCK >> (step + 1), 2)), 1)
-    return tl.sum(x, 0)  # of one number
+    return tl.sum(x, 0)  # one number is left
 
 
 @triton.jit
 def _norm(
     x,  # [rows, groups * WIDTH], a row x_row numbers after the one before it
-    gate,  # the same, with gate_row
+    gate,  # [rows, groups * WIDTH], a row gate_row numbers after the one before it
     weight,  # [groups * WIDTH]
     bias,  # [groups * WIDTH]
     y,  # [rows, groups * WIDTH]; written here

@@ -41,7 +41,7 @@ class GateArgument(IntEnum):
     TARGET = 2  # [COUNT] of TARGET_KIND
     COUNT = 3
     KIND = 4  # a `Precision`, to which results are rounded
-    TARGET_KIND = 5  # as of norms
+    TARGET_KIND = 5  # a `Precision`
     SCRATCH = 6  # [threads, UNIT] float32
     NEXT = 7
 

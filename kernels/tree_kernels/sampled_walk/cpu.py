@@ -23,7 +23,7 @@ def multi_step(
     coins: Coins,
     lenience: float = 1.0,
 ) -> Walk:
-    """As `reference.multi_step`. target_probs(row) is called once for each visited row, in order, and for no other."""
+    """Walk like `reference.multi_step`. target_probs(row) is called once for each visited row, in order."""
     children = children_of(tokens, parents)
     path, emitted, ranks = [0], list[int](), list[int]()
     while True:
@@ -64,7 +64,8 @@ def block(
     draft_laws: Mapping[int, SparseLaw],
     coins: Coins,
 ) -> Walk:
-    """As `reference.block`. target_probs(row) is called once for each row up to the first whose P_i is 0, in order."""
+    """Walk like `reference.block`. target_probs(row) is called in order, once for each row up to the first whose P_i
+    is 0."""
     guesses = chain_guesses(parents)
     laws, reach, masses = list[Floats](), [1.0], list[float]()
     for row in range(guesses + 1):

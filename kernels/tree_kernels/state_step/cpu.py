@@ -87,7 +87,7 @@ def mamba2_step(
     rows, heads, width = x.shape
     groups, size = B.shape[1:]
     members = heads // groups * width  # channels of a group
-    # In two dimensions, since a CPU multiplies this several times faster than in four.
+    # Two dimensions, since a CPU multiplies them several times faster than four.
     before = states.index_select(0, source)
     before.view(rows * heads, width * size).mul_((dt * A).exp_().view(rows * heads, 1))
     driven = (dt[..., None] * x).view(rows, groups, members, 1)

@@ -15,7 +15,8 @@ from tree_kernels.state_step.slots import Slots
 
 
 def conv_step(memory: Tensor, source: Tensor, target: Slots, inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """out = silu(bias + sum_m weight[W - 1 - m] input_{t - m}), m = 0 the current token (docs/design/scan.md#mamba-1).
+    """Run a step of the convolution: out = silu(bias + sum_m weight[W - 1 - m] input_{t - m}), m = 0 the current token
+    (docs/design/scan.md#mamba-1).
 
     memory [slots, W - 1, C], written at target   inputs [rows, C]   weight [W, C]   bias [C]; returns [rows, C]
     """

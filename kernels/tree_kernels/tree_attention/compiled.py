@@ -102,12 +102,12 @@ class HeadRows:
 class CompiledStep:
     """A step's rows as all layers read them."""
 
-    words: npt.NDArray[np.int64]  # the arguments of a call that are the same for all layers
+    words: npt.NDArray[np.int64]  # arguments of a call that all layers share
     columns: int
-    block_rows: int  # of the largest block
-    keys: int  # that its blocks read, of each kv head
+    block_rows: int  # rows of the largest block
+    keys: int  # keys of each kv head that the blocks read
     threads: int
-    kept: tuple[object, ...]  # whose addresses are in `words`
+    kept: tuple[object, ...]  # owners of the memory to which `words` points
 
 
 def compiled_step(step: TreeRows, threads: int = 1) -> CompiledStep:

@@ -22,7 +22,7 @@ def whole_vectors(count: int) -> int:
 class AttentionArgument(IntEnum):
     """Places of a call's arguments in an array of int64. Arrays are given by their addresses, steps in bytes."""
 
-    # The same for all layers of a step
+    # Arguments that all layers of a step share
     ROWS = 0
     PADDED = 1  # rows of queries and results
     POSITIONS = 2  # [ROWS] int64
@@ -32,7 +32,7 @@ class AttentionArgument(IntEnum):
     BLOCKS = 6  # [blocks, Block] int64
     BLOCK_COUNT = 7
     PAGES = 8  # int64
-    # Of a layer
+    # Arguments of a layer
     QUERY = 9  # [heads, PADDED, KEY_DIM] of KIND
     QUERY_HEAD = 10  # the step from one head to the next
     QUERY_ROW = 11

@@ -73,7 +73,7 @@ class FarPart(Protocol):
 class FarSplits:
     """The splits of a runner's longest text, and the rows that share a tile."""
 
-    bounds: Ints  # as `first_positions`
+    bounds: Ints  # first position of each split, and the end (`first_positions`)
     near: int
     block: int  # rows of an item at most
 
@@ -87,7 +87,7 @@ class FarSplits:
         return len(self.bounds) - 1
 
     def most_items(self, rows: int, texts: int) -> int:
-        """Of a step of at most so many rows and texts."""
+        """Most items of a step of at most `rows` rows and `texts` texts."""
         return (rows // self.block + min(texts, rows)) * self.count
 
     def fill(self, positions: Ints, parts: Sequence[FarPart], items: Ints, splits: Ints) -> int:
@@ -95,7 +95,7 @@ class FarSplits:
 
         positions [rows]   parts: in order   items [most, ITEM], splits [rows, 2], both zero: written here
         """
-        ends = np.zeros(len(positions), np.int64)  # of each row's far keys
+        ends = np.zeros(len(positions), np.int64)  # [rows] end of each row's far keys
         blocks: list[tuple[int, int, int]] = []  # first row, stop, first split
         for part in parts:
             its = positions[part.start : part.stop]

@@ -42,7 +42,7 @@ class SplitRows(TableRows):
     items: Tensor
     jobs: Tensor
     splits: Tensor
-    most_splits: int  # of any row
+    most_splits: int  # most splits that a row sums
 
 
 def write_pages(pages: Tensor, key: Tensor, value: Tensor, step: SplitRows, layout: Layout) -> None:
@@ -205,7 +205,7 @@ def _write(
 
 @triton.jit
 def _scores(q, keys, seen, scale, cap, CAPPED: tl.constexpr):
-    """Of lines and keys, in units of log 2; -inf where a key is not seen."""
+    """Scores of lines and keys, in units of log 2; -inf where a key is not seen."""
     scores = tl.dot(q, tl.trans(keys)) * scale
     if CAPPED:  # tanh
         scores = (1.0 - 2.0 / (tl.exp(2.0 * scores) + 1.0)) * cap
@@ -222,7 +222,7 @@ def _far(
     items,
     count,
     tops,  # [splits, kv_heads, rows, GROUP], written here, as the two after it
-    totals,  # the same
+    totals,  # [splits, kv_heads, rows, GROUP]
     sums,  # [splits, kv_heads, rows, GROUP, VALUE]
     scale,
     cap,
@@ -271,7 +271,7 @@ def _far(
         )
         position = tl.load(positions + row, mask=real, other=0).to(tl.int32)
         end = (position // NEAR - 1) * NEAR  # the keys before it are far
-        lowest = begin  # of the keys that are seen
+        lowest = begin  # position of the first key that is seen
         if WINDOWED:
             sees = position - window + 1  # the first key of a row's window
             lowest = tl.maximum(begin, tl.min(tl.where(real, sees, stop)))

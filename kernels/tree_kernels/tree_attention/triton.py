@@ -144,7 +144,7 @@ def _attend(
     )
     q = q.to(tl.float32) * scale
     position = tl.load(positions + row)
-    first = (position // NEAR - 1) * NEAR  # of the near window; the keys before it are far
+    first = (position // NEAR - 1) * NEAR  # begins the near window; the keys before it are far
     far = tl.maximum(first, 0)
     begin = far * 0
     if WINDOWED:

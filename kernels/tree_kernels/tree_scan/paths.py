@@ -28,7 +28,7 @@ class Group:
 class BlockFold:
     """A checkpoint advanced by one block of tokens."""
 
-    source: int  # as in `Group`; may be 0, the zero state
+    source: int  # slot of the states, numbered like `Group.source`; may be 0, the zero state
     columns: Tensor  # [block] int64 slots of the block's inputs, in order; none is 0
     target: int  # the slot of the states that stores it; -1: used in this step only
 
@@ -45,7 +45,7 @@ class Wave(NamedTuple):
 class Waves(NamedTuple):
     """The paths of a step as a forest: checkpoints, and the waves of tokens after them."""
 
-    sources: tuple[int, ...]  # as in `Group`; the first is 0, the zero state
+    sources: tuple[int, ...]  # slots of the checkpoints, numbered like `Group.source`; the first is 0, the zero state
     waves: tuple[Wave, ...]
 
 
@@ -94,7 +94,7 @@ def _forest(columns: Tensor, groups: Sequence[Group]) -> Waves:
     slots = columns.cpu().numpy()
     rows, width = slots.shape
     sources = (0, *(group.source for group in groups))
-    begins = np.zeros(rows, np.int64)  # for each row, the index of its checkpoint in the sources
+    begins = np.zeros(rows, np.int64)  # [rows] index of each row's checkpoint in the sources
     for place, group in enumerate(groups, 1):
         begins[group.rows[: group.count].cpu().numpy()] = place
     paths = np.take_along_axis(slots, np.argsort(slots == 0, axis=1, kind="stable"), 1)
@@ -103,7 +103,7 @@ def _forest(columns: Tensor, groups: Sequence[Group]) -> Waves:
     waves, nodes = [], begins  # nodes: for each row, the index of its token in the wave before
     for distance in range(int(lengths.max(initial=0))):
         active = np.flatnonzero(lengths > distance)
-        # The same slot may be reached from two checkpoints of its text.
+        # A slot may be reached from two checkpoints of its text.
         found, first, places = np.unique(
             begins[active] * most + paths[active, distance], return_index=True, return_inverse=True
         )

@@ -12,7 +12,7 @@ class Walk:
 
     path: tuple[int, ...]  # rows, from the root (0) to the last accepted one
     tokens: tuple[int, ...]  # emitted: the tokens of path[1:], then the target's next token
-    ranks: tuple[int, ...]  # for each accepted guess, its index among its siblings in row order
+    ranks: tuple[int, ...]  # index of each accepted guess among its siblings in row order
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], pick: Callable[[int], int]) -> Walk:

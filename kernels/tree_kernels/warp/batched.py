@@ -54,7 +54,7 @@ def _filtered(scores: Tensor, warp: WarpRows) -> Tensor:
     width = torch.where(warp.top_k > 0, warp.top_k, vocabulary)[:, None]
     kept = ranks < width
     law = torch.softmax(ordered.masked_fill(~kept, -math.inf), dim=1)
-    # In whole numbers, whose sums have one value in any order: an accelerator's order depends on the number of rows.
+    # Sums of whole numbers have one value in any order; an accelerator's order depends on the number of rows.
     units = (law.double() * UNITS).long()
     mass = units.cumsum(dim=1)
     before = mass - units

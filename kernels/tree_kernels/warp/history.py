@@ -34,7 +34,7 @@ class History:
         self._always = torch.tensor(sorted(always), dtype=torch.int64)
         self._biased = torch.tensor([token for token, _ in processors.logit_bias], dtype=torch.int64)
         self._bias = torch.tensor([bias for _, bias in processors.logit_bias], dtype=torch.float32)
-        self._words: dict[int, list[tuple[list[int], int]]] = {}  # by the last token before the one that is removed
+        self._words: dict[int, list[tuple[list[int], int]]] = {}  # key: the token before the one that is removed
         for *start, last in processors.bad_words:
             if start:
                 self._words.setdefault(start[-1], []).append((start, last))
@@ -88,7 +88,8 @@ class History:
         return scores
 
     def _penalised(self, scores: Tensor, in_text: Tensor, in_answer: Tensor) -> Tensor:
-        """Of any shape, that of the numbers of times that a row's text and answer have each token."""
+        """Apply the penalties to scores of any shape. in_text, in_answer: how often a row's text and answer have each
+        token, in the same shape"""
         its = self.processors
         repeated = torch.where(scores < 0, scores * its.repetition_penalty, scores / its.repetition_penalty)
         scores = torch.where(in_text > 0, repeated, scores)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SMALLEST_TEMPERATURE = 1e-6
-"""Below it, dividing by the temperature may overflow float32. 0 is greedy."""
+"""Least temperature above 0, which is greedy: dividing by less may overflow float32."""
 
 FIRST_WIDTHS = (64, 1024)
 """Numbers of the likeliest tokens that top-p and min-p try before all tokens."""
@@ -73,7 +73,7 @@ def warp(logits: Tensor, warp: Warp) -> Tensor:
     return _warped(logits, warp)
 
 
-def _warped(logits: Tensor, warp: Warp) -> Tensor:  # for callers with an argument called warp
+def _warped(logits: Tensor, warp: Warp) -> Tensor:  # called where an argument is named warp
     if warp.greedy:
         return logits.float()
     scores = logits.float() / warp.temperature
