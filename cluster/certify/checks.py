@@ -94,7 +94,7 @@ class LibraryModel:
 
     @torch.inference_mode()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """[V] float32, after the last of `ids`."""
+        """Logits [V] float32 after the last of `ids`."""
         found = self.model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=1)
         logits: torch.Tensor = found.logits[0, -1].float()
         return logits
@@ -145,7 +145,7 @@ async def identity_under_sampling(
     excused_below: float,
     step: Step,
 ) -> Promise:
-    """(b) Every shape, every policy, and 8 requests at once give the tokens of speculation off, for the same seeds.
+    """Check (b): every shape, every policy, and 8 requests at once give the tokens of `off`, for the same seeds.
 
     `margin_of` is None for a bitwise verifier, where nothing is excused. Else a first difference is excused where the
     margin of the two best logits is below `excused_below` / temperature.

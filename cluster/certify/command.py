@@ -104,7 +104,7 @@ def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str
 async def run_certify(
     config: Config, address: str, local: bool, size: CertifySize, progress: Progress
 ) -> list[Promise]:
-    """All promises, checked one after the other.
+    """Check all promises, one after the other.
 
     With `address`, the first target of that cluster is checked, with the dtype and drafters that the cluster reports;
     engines that are started beside it have no drafter.

@@ -20,7 +20,7 @@ import torch
 from scipy.stats import chi2
 
 Law = npt.NDArray[np.float64]
-"""[V] token probabilities; they sum to 1."""
+"""Token probabilities [V]; they sum to 1."""
 
 FAMILY_ERROR = 1e-4
 """Largest probability that a run of certify rejects a correct sampler."""
@@ -44,7 +44,7 @@ SMALLEST_DRAWS, LARGEST_DRAWS, DRAWS_STEP = 10, 10**12, 1.1
 
 @dataclass(frozen=True, slots=True)
 class LawFit:
-    """How well draws fit a law."""
+    """Fit of draws to a law."""
 
     draws: int
     cells: int
@@ -57,7 +57,7 @@ class LawFit:
 
 
 def expected_law(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Law:
-    """[V] the target's law in float64, computed independently of the kernel under test.
+    """The target's law [V] in float64, computed independently of the kernel under test.
 
     Top-k keeps the k largest logits (ties: the lower id); top-p keeps the shortest head of these that has probability
     top_p or more.
@@ -126,7 +126,7 @@ def _critical(freedom: int) -> float:
 
 
 def _cells(law: Law, draws: int) -> npt.NDArray[np.int64]:
-    """[V] the cell of each token, numbered from 0; tokens of probability 0 are in the last one."""
+    """Cell of each token, [V], numbered from 0; tokens of probability 0 are in the last one."""
     order = np.argsort(-law, kind="stable")
     least = max(MIN_EXPECTED / draws, 1 / MAX_CELLS)
     cells = np.empty(len(law), np.int64)

@@ -168,7 +168,7 @@ def _verdict(temperature: float, rows: list[Report]) -> Iterator[str]:
 
 
 def tables_of(report: Report) -> Iterator[Cells]:
-    """Every table, in order."""
+    """All tables of the report, in order."""
     measured = bool(report["prompts"]["held_out"])
     for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["temperature"] == temperature]

@@ -37,7 +37,7 @@ class PredictPlan:
 
 @dataclass(slots=True)
 class Predicted:
-    """What was found at one temperature."""
+    """Measurements and predictions at one temperature."""
 
     temperature: float
     off: Timed

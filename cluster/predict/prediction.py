@@ -1,4 +1,4 @@
-"""What an arm should give over `off`, from ranks and prices.
+"""Predicts an arm's gain over `off`, from ranks and prices.
 
 On every prompt, a drafter's ranks of the target's tokens determine the rounds of a tree of fixed form. On a few of them
 the arms are run: how long a round takes over one of `off` on the same prompt is the arm's price, and the tokens of
@@ -50,10 +50,10 @@ def emitted_of(answers: Sequence[Lengths]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RoundPrice:
-    """What a round of an arm takes."""
+    """Time of an arm's rounds."""
 
-    over_off: float  # the median over prompts of its time over that of a round of `off`
-    parts: Timed  # medians of its parts
+    over_off: float  # the median over prompts of a round's time over that of a round of `off`
+    parts: Timed  # medians of the parts of a round's time
 
     @classmethod
     def of(cls, answers: Answers, off: Answers) -> RoundPrice | None:
@@ -67,7 +67,7 @@ class RoundPrice:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one arm should give."""
+    """Predicted gain of one arm."""
 
     arm: Arm
     by_ranks: bool

@@ -1,4 +1,4 @@
-"""How much of a target's answers a drafter guesses, computed offline in plain PyTorch and fp32.
+"""Measures how much of a target's answers a drafter guesses, offline, in plain PyTorch and fp32.
 
 Emitted per round is measured by replay, under the shared-noise rule (docs/design/noise.md#shared-noise): the target's
 own text is fixed by its noise, so a drafter's ranks of that text's tokens, among its own scores with the same noise,
@@ -60,7 +60,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """How well a drafter guesses a target's answers."""
+    """Acceptance of a drafter's guesses of a target's answers."""
 
     first_rank: dict[str, float]  # temperature -> share of answer tokens that the drafter ranks first
     emitted: dict[str, dict[str, float]]  # temperature -> shape -> tokens per round; NaN where answers are too short

@@ -147,7 +147,7 @@ class AnswerWriter:
         return [*frame.opening, *question, *frame.closing]
 
     async def _text(self, prompt: list[int], sampling: Sampling, most: int) -> tuple[list[int], list[TokenLogprobs]]:
-        """What the target writes after a prompt, at most so many tokens, and their log-probabilities."""
+        """Generate the target's answer to a prompt, with a limit on tokens, and the tokens' log-probabilities."""
         text, opening = Tokens(prompt), new_opening()
         limits = Limits(min(len(prompt) + most, self._max_length))
         parameters = RequestParameters(sampling, limits, "", (), prompt_length=len(prompt), logprobs=MAX_TOP_LOGPROBS)

@@ -37,7 +37,7 @@ def stage_bar(name: str) -> Iterator[Report]:
 
 
 def shown(report: Report) -> Callable[[TrainingProgress], None]:
-    """What a trainer calls after each step."""
+    """Called by a trainer after each step."""
     return lambda progress: report(progress.spent, f"loss {progress.loss:.3f}, {progress.tokens_per_s:,.0f} tokens/s")
 
 

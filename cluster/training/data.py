@@ -135,7 +135,7 @@ class TokenStream:
 
 @dataclass(slots=True)
 class Written:
-    """How far tokenizing is: what a resumed run continues from."""
+    """Progress of tokenizing, from which a resumed run continues."""
 
     documents: int = 0  # pieces of texts count
     characters: int = 0

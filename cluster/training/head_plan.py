@@ -52,7 +52,7 @@ class HeadPlan:
         return self.out / HEAD_FILE
 
     def settings(self, fingerprint: str) -> dict[str, Any]:
-        """What the outcome depends on, under the names of options. fingerprint: of the drafter's weights"""
+        """Settings on which the outcome depends, by the names of options. fingerprint: of the drafter's weights"""
         return {
             "target": [self.target_name, self.facts.digest],
             "drafter": [self.drafter_name, fingerprint, self.drafter.dtype],

@@ -1,4 +1,4 @@
-"""What both `dendro train drafter` and `dendro train head` declare."""
+"""Options that both `dendro train drafter` and `dendro train head` declare."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ LABELS: tuple[Labels, ...] = get_args(Labels)
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """How long a run is: minutes in all, or steps of the distillation. `pretrain` is the share of the drafter's
+    """Length of a run: minutes in all, or steps of the distillation. `pretrain` is the share of the drafter's
     training that is on text alone, before the target's labels."""
 
     minutes: float | None = None
@@ -86,7 +86,7 @@ class DrafterPlan:
         return self.out.with_name(f"{self.out.name}.training")
 
     def settings(self) -> dict[str, Any]:
-        """What the outcome depends on, under the names of options."""
+        """Settings on which the outcome depends, by the names of options."""
         return {
             "target": [self.target_name, self.facts.digest],
             "data": [[str(file.resolve()), file.stat().st_size] for file in self.source.files()],

@@ -35,7 +35,7 @@ class Transplant:
 
     @property
     def words(self) -> str:
-        """How many tokens have which kind of row, for the card."""
+        """Numbers of tokens by kind of row, for the card."""
         equal = sum(len(each) == 1 for each in self.pieces)
         absent = sum(not each for each in self.pieces)
         return (

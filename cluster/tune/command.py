@@ -251,7 +251,7 @@ def _cost_cells(row: Report) -> tuple[str, ...]:
 
 
 def tables_of(report: Report) -> Iterator[Cells]:
-    """Every table, in order."""
+    """All tables of the report, in order."""
     for part in dict.fromkeys((row["drafter"], row["temperature"]) for row in report["rows"]):
         drafter, temperature = part
         rows = [row for row in report["rows"] if (row["drafter"], row["temperature"]) == part]

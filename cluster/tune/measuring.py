@@ -35,7 +35,7 @@ CHUNK = 256
 
 @dataclass(frozen=True, slots=True)
 class RunAnswer:
-    """One answer and its rounds."""
+    """An answer and its rounds."""
 
     tokens: tuple[int, ...]
     lengths: tuple[int, ...]  # tokens of each round

@@ -13,7 +13,7 @@ FEW_ROWS = (1, 2, 3, 4, 5, 6, 10, 12)
 
 
 def step_size(rows: int) -> int:
-    """The number of rows to which a step of so many is padded where its products are this project's own. A verifier's
+    """Number of rows to which a step is padded, by its rows, if its products are this project's own. A verifier's
     hello has the sizes of its own steps."""
     multiple = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
     return min(multiple, *(few for few in FEW_ROWS if few >= rows), multiple)

@@ -163,8 +163,8 @@ def _folder() -> Path | None:
 
 
 def _why_not_safe(place: Path) -> str:
-    """Why machine code in this folder may be another user's; empty if it cannot be. A user who may rename the folder,
-    or one above it, may put another in its place.
+    """Reason why machine code in this folder may be another user's; empty if it cannot be. A user who may rename the
+    folder, or one above it, may put another in its place.
 
     place: without links
     """

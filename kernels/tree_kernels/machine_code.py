@@ -34,7 +34,7 @@ class Code:
 
     @classmethod
     def read(cls, file: IO[bytes]) -> Code:
-        """What `write` wrote."""
+        """Content of a file that `write` wrote."""
         with zipfile.ZipFile(file) as archive:
             count, shared, kernels = json.loads(archive.read(CONTENTS))
             objects = [archive.read(f"{number}.o") for number in range(count)]

@@ -1,4 +1,4 @@
-"""What kernels are compiled for: this processor's vector registers."""
+"""The processor's vector registers, for which kernels are compiled."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def processor() -> tuple[str, tuple[str, ...]]:
 
 
 def why_not_vectors() -> str:
-    """Why kernels cannot be compiled for this processor; empty if they can."""
+    """Reason why kernels cannot be compiled for this processor; empty if they can."""
     missing = sorted(set(NEEDED) - set(processor()[1]))
     return f"this processor has no {', '.join(missing)}" if missing else ""
 

@@ -1,4 +1,4 @@
-"""What kernels that numba compiles need beside numba: arrays and kernels at addresses, rounding and atomic counters.
+"""Functions that numba's kernels need beside numba: arrays and kernels at addresses, rounding, atomic counters.
 
 Imported only while kernels are compiled. Addresses are int64 numbers.
 """

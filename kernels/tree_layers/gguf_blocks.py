@@ -20,7 +20,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def _halves(blocks: Bytes, at: int) -> Tensor:
-    """[outputs, blocks] float16, those at this byte of each block."""
+    """Numbers [outputs, blocks] float16 at this byte of each block."""
     return torch.from_numpy(np.ascontiguousarray(blocks[..., at : at + 2]).view(np.float16)[..., 0])
 
 
@@ -53,7 +53,7 @@ def _of_q8_0(blocks: Bytes) -> QuantisedBlocks:
 
 
 def _of_q4_k(blocks: Bytes) -> QuantisedBlocks:
-    """Each has 8 parts of 32 numbers. Of a part's scale and offset it stores 6 bits, times the block's own."""
+    """Read blocks of Q4_K: 8 parts of 32 numbers. A part's scale and offset have 6 bits each, times the block's own."""
     first, second, mixed = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = np.concatenate([first & 63, (mixed & 15) | (first >> 6 << 4)], -1)
     offsets = np.concatenate([second & 63, (mixed >> 4) | (second >> 6 << 4)], -1)
@@ -67,7 +67,7 @@ def _of_q4_k(blocks: Bytes) -> QuantisedBlocks:
 
 
 def _of_q6_k(blocks: Bytes) -> QuantisedBlocks:
-    """Each has 16 parts of 16 numbers `scale * (field - 32)`. Of a part's scale it stores 8 bits, times its own."""
+    """Read blocks of Q6_K: 16 parts of 16 numbers `scale * (field - 32)`. A part's scale has 8 bits."""
     lower = _nibbles(blocks[..., :128].reshape(*blocks.shape[:-1], 2, 64))
     upper = blocks[..., 128:192].reshape(*blocks.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     fields = (lower | (upper.reshape(lower.shape) & 3) << 4) + np.uint8(128 - 32)
@@ -76,7 +76,7 @@ def _of_q6_k(blocks: Bytes) -> QuantisedBlocks:
 
 
 def _parts(own: Tensor, of_parts: npt.NDArray[Any]) -> Tensor:
-    """[outputs, parts of all blocks] float32: each block's number [outputs, blocks] times those of its parts."""
+    """Numbers of all parts [outputs, parts] float32: each block's number [outputs, blocks] times its parts'."""
     return (own.float()[..., None] * torch.from_numpy(of_parts.astype(np.float32))).flatten(1)
 
 

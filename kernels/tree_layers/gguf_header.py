@@ -35,7 +35,7 @@ _NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """What a header says of the weights. Every tensor lies within the file; together they are no larger than it."""
+    """Facts of a header about the weights. Every tensor lies within the file; together they are no larger than it."""
 
     shapes: dict[str, tuple[int, ...]]  # embedding and head by the library's names, others by the file's
     stored: Mapping[str, int]  # number of tensors of each type, such as Q4_1

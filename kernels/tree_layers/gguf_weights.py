@@ -1,4 +1,4 @@
-"""What transformers' `from_pretrained` needs for a folder whose weights are in a GGUF file."""
+"""Arguments of transformers' `from_pretrained` for a folder whose weights are in a GGUF file."""
 
 from __future__ import annotations
 

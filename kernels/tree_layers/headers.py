@@ -18,7 +18,7 @@ from tree_layers.errors import CheckpointError
 from tree_layers.gguf_header import read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
-"""A longer header is refused; safetensors has the same limit."""
+"""Most bytes of a header; a longer one is refused. safetensors has the same limit."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 """The beginning of what Git LFS leaves in place of a file that it has not downloaded."""
 LEGACY_PREAMBLE = 3

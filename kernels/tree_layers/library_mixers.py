@@ -1,4 +1,4 @@
-"""What is used of transformers' mixers: their projections and norms, around a convolution and recurrence of ours."""
+"""Projections and norms of transformers' mixers, used around a convolution and recurrence of ours."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def convolution(conv: nn.Conv1d) -> tuple[Tensor, Tensor]:
 
 
 def project_mamba2(mixer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """hidden [..., d] -> gate [..., I], inputs of the convolution, dt [..., H] before softplus."""
+    """Project hidden [..., d]. Returns gate [..., I], inputs of the convolution, dt [..., H] before softplus."""
     projected = mixer.in_proj(hidden * getattr(mixer, "ssm_in_multiplier", 1))
     if hasattr(mixer, "mup_vector"):
         projected = projected * mixer.mup_vector
@@ -79,7 +79,7 @@ class GroupedNorm(nn.Module):
         self.variance_epsilon = eps
 
     def forward(self, y: Tensor, gate: Tensor) -> Tensor:
-        """y, gate [..., channels]; returns the same in y's dtype, computed in float32."""
+        """Gated norm of y, gate [..., channels], computed in float32. Returns [..., channels] in y's dtype."""
         gated = y.float() * silu(gate.float())
         groups: Tensor = gated.unflatten(-1, (-1, self.group_size))
         normed = groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.variance_epsilon)

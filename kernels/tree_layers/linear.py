@@ -53,7 +53,7 @@ class RowsReport:
         return not self.failed
 
     def beside(self, other: RowsReport, whose: str) -> RowsReport:
-        """Both reports in one. whose: prefix for the failed shapes of `other`, whose products pad their own rows."""
+        """Join two reports. whose: prefix for the failed shapes of `other`, whose products pad their own rows."""
         failed = (f"{whose} {shape}" for shape in other.failed)
         forms = dict(Counter(self.forms) + Counter(other.forms))
         why = self.why_library or other.why_library
@@ -95,7 +95,7 @@ class _Compiled:
 
 
 def why_not_compiled(weight: Tensor) -> str:
-    """Why products with this weight are not this project's own; empty if they are."""
+    """Reason why products with this weight are not this project's own; empty if they are."""
     if weight.device.type != "cpu":
         return "the weight is not on a CPU"
     if weight.dtype not in PRECISIONS:

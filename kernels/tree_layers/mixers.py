@@ -54,7 +54,7 @@ class Mamba1Scan:
         return StateShape(tuple(self.A.shape), (self.conv_weight.shape[0] - 1, self.A.shape[0]))
 
     def step(self, x: Tensor, select: Select, recurrent: Tensor, conv: Tensor, source: Tensor, target: Slots) -> Tensor:
-        """x [rows, I] inputs of the convolution -> y [rows, I] float32, before the gate"""
+        """Run a token per row. x [rows, I]: inputs of the convolution. Returns y [rows, I] float32, before the gate"""
         x = conv_step(conv, source, target, x, self.conv_weight, self.conv_bias)
         dt, B, C = select(x)
         y: Tensor = mamba1_step(recurrent, source, target, x.float(), dt, self.A, B, C, self.D)
@@ -142,7 +142,7 @@ class Mamba1Mixer:
 
 
 class Root(NamedTuple):
-    """The root nodes made of a chain's last tokens; the same for all layers."""
+    """Root nodes that a chain's last tokens become. All layers share it."""
 
     rows: Tensor  # [rows] 0, 1, 2, ...
     slots: Slots  # [rows] node slots
@@ -315,7 +315,7 @@ class Mamba2Mixer:
 
 
 def unit_rms(x: Tensor, eps: float) -> Tensor:
-    """x [..., n] float32 over the root of its mean square. Faster than F.rms_norm, which has more operations."""
+    """Divide x [..., n] float32 by the root of its mean square. Faster than F.rms_norm, which has more operations."""
     norm: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
     return x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
@@ -335,5 +335,5 @@ def _bias(tensors: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tenso
 
 
 def _counting(lengths: Tensor, dt: Tensor) -> Tensor:
-    """[rows, T, 1] float32: one for a row's first `lengths` tokens, zero for the rest. dt [rows, T, H]"""
+    """Mask [rows, T, 1] float32: one for a row's first `lengths` tokens, zero for the rest. dt [rows, T, H]"""
     return (torch.arange(dt.shape[1], device=dt.device) < lengths[:, None])[..., None].float()

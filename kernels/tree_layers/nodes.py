@@ -50,7 +50,7 @@ class LayerNodes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LevelStep:
-    """New nodes of several trees; the same for all layers."""
+    """New nodes of several trees. All layers share it."""
 
     slots: Slots  # [rows] node slots that are written
     raw: Slots  # [rows] the nodes' slots among the raw inputs
@@ -111,7 +111,7 @@ class NodeStates:
         self.layers = [LayerNodes(*each) for each in stores]
 
     def tail(self, texts: Ints) -> Ints:
-        """[texts, W - 1] slots of the last raw inputs of texts."""
+        """Slots of the last raw inputs of texts, [texts, W - 1]."""
         return texts[:, None] * self._back + np.arange(self._back)
 
     def hang(self, slots: Ints, texts: Ints, parents: Ints) -> Ints:

@@ -39,7 +39,7 @@ def falls_back_to_bytes(decoder: Any) -> bool:
 
 
 def form_of(decoder: Any) -> TokenForm:
-    """How a tokenizer with this decoder spells bytes; empty where its tokens do not stand for bytes."""
+    """Spelling of bytes by a tokenizer with this decoder; empty if its tokens do not stand for bytes."""
     if _mentions(decoder, "ByteLevel"):
         return "byte-level"
     return "metaspace" if falls_back_to_bytes(decoder) or _mentions(decoder, "Metaspace") else ""

@@ -60,7 +60,7 @@ class MixerLayout:
 
 
 class LayerMemory(NamedTuple):
-    """One layer's slots."""
+    """Slots of one layer."""
 
     raw: Tensor  # [token slots, channels] before the convolution
     inputs: TokenInputs  # [token slots, ...] after the convolution
@@ -143,7 +143,7 @@ def _named(layer: LayerMemory) -> tuple[tuple[str, Tensor], ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentStep:
-    """The rows of a step for mixers; the same for all layers."""
+    """The rows of a step for mixers. All layers share it."""
 
     slots: Tensor  # [rows] int64 slots where the rows' inputs are written
     own: Tensor  # [rows] int64 the column of `paths` that is the row's own, or past it; at least W - 1
@@ -151,7 +151,7 @@ class RecurrentStep:
     _taps: dict[int, Tensor] = field(default_factory=dict)
 
     def taps(self, width: int) -> Tensor:
-        """[rows, width] slots of each row's last inputs, its own last."""
+        """Slots of each row's last inputs, [rows, width], its own last."""
         if width not in self._taps:
             back = torch.arange(1 - width, 1, device=self.own.device)
             self._taps[width] = self.paths.columns.gather(1, self.own[:, None] + back)

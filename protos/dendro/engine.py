@@ -204,7 +204,7 @@ class EngineThread:
         return await asyncio.shield(asyncio.wrap_future(self._over))
 
     def fault(self) -> str:
-        """Why no calls are answered now; empty while they are."""
+        """Reason why no calls are answered now; empty while they are."""
         return self._over.result() if self._over.done() else self._watch.fault()
 
     async def ask(self, work: Callable[[Ticket], None], abandon: Callable[[Ticket], None] | None = None) -> Any:

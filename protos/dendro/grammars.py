@@ -210,7 +210,7 @@ class _State:
 
 
 class Unmasked(Enum):
-    """Why a row of a tree has no mask."""
+    """Reason why a row of a tree has no mask."""
 
     COMPLETE = "no text may follow: what is drawn there is cut off"
     ENDED = "its token ends the answer: what is drawn there is cut off"

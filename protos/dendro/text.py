@@ -20,7 +20,7 @@ from dendro.structure import Structure
 
 
 class Finish(StrEnum):
-    """Why an answer ended."""
+    """Reason why an answer ended."""
 
     END_OF_TEXT = "end_of_text"
     LENGTH = "length"

@@ -19,5 +19,5 @@ def device_layouts(probed: Iterable[ProbedLayer]) -> tuple[Layout, ...]:
 
 
 def why_not_of(layer: ProbedLayer) -> str:
-    """Why a layer is not attended by tensor cores; empty if it is."""
+    """Reason why a layer is not attended by tensor cores; empty if it is."""
     return why_not_on_tensor_cores(layer.layout, layer.group, layer.dtypes)

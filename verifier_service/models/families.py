@@ -35,7 +35,7 @@ from verifier_service.models.seats import ATTENTION, ForwardContext, ProbedLayer
 
 
 class Property(StrEnum):
-    """Why a family is refused. Every refusal of a family gives one of these."""
+    """Reason why a family is refused. Every refusal of a family gives one of these."""
 
     ENCODER_DECODER = "is an encoder-decoder; a target is decoder-only"
     NO_CAUSAL_CLASS = "has no causal language model in the installed transformers"

@@ -26,7 +26,7 @@ LEAST_ROOM = 64
 
 @cache
 def why_not_compiled() -> str:
-    """Why the acceptance head cannot be compiled here; empty if it can."""
+    """Reason why the acceptance head cannot be compiled here; empty if it can."""
     try:
         head_kernels()
     except NoKernelsError as error:

@@ -60,7 +60,7 @@ def add_law(logits: int, shift: float, scale: float, count: int, target: int) ->
 
 @inlined
 def begin_row(call: int, row: int) -> None:
-    """What the head reads of a row: `row_law`, `row_numbers`, and the first line of `head_outputs`."""
+    """Write the head's inputs of a row: `row_law`, `row_numbers`, and the first line of `head_outputs`."""
     its = longs(call)
     model, ranked = longs(its[shapes.MODEL]), longs(its[shapes.RANKED])
     width, guesses = model[model_shapes.WIDTH], ranked[ranking_shapes.WIDTH]

@@ -39,7 +39,7 @@ class HeadWeights(NamedTuple):
 
 
 class RowLaw(NamedTuple):
-    """What a drafter's law says of a row before noise."""
+    """Numbers of a drafter's law of a row, before noise."""
 
     entropy: Tensor  # [R] nats
     log_prob: Tensor  # [R] of the first candidate
@@ -56,7 +56,7 @@ def row_law(logits: Tensor, first: Tensor, temperature: Tensor) -> RowLaw:
 
 
 def row_numbers(scores: Tensor, law: RowLaw, temperature: Tensor, depth: Tensor, candidates: int) -> Tensor:
-    """[R, K - 1 + LAW_NUMBERS] what the head reads beside hidden rows and tokens.
+    """Inputs of the head beside hidden rows and tokens, [R, K - 1 + LAW_NUMBERS].
 
     scores [R, k] never increasing; those past K = candidates are ignored, missing ones count as the widest gap
     depth [R] int64, 0 for a root
@@ -77,7 +77,7 @@ def row_numbers(scores: Tensor, law: RowLaw, temperature: Tensor, depth: Tensor,
 
 
 def head_outputs(weights: HeadWeights, hidden: Tensor, tokens: Tensor, numbers: Tensor) -> Tensor:
-    """[R, OUTPUTS] before calibration: D residual blocks x + silu(W x + b), then a linear output.
+    """Outputs [R, OUTPUTS] of the head before calibration: D residual blocks x + silu(W x + b), then a linear output.
 
     hidden [R, d] the rows that the drafter's own head multiplies   tokens [R, d] embeddings of first candidates
     """
@@ -88,7 +88,7 @@ def head_outputs(weights: HeadWeights, hidden: Tensor, tokens: Tensor, numbers: 
 
 
 def log_chances(outputs: Tensor, calibration: Tensor, scores: Tensor, depth: Tensor, candidates: int) -> Tensor:
-    """[R, k] log chance of every candidate, at most 0, never increasing along a row.
+    """Log chance of every candidate, [R, k], at most 0, never increasing along a row.
 
         c_j = exp(s_j sharpness + lift [j = 0]) / Z      c_none = n exp(s_(K-1) sharpness) / Z
 

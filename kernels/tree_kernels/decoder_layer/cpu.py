@@ -41,7 +41,7 @@ MOST_PROGRAMS = 64
 
 @cache
 def why_not_compiled() -> str:
-    """Why layers cannot be compiled here; empty if they can."""
+    """Reason why layers cannot be compiled here; empty if they can."""
     try:
         _kernels()
     except NoKernelsError as error:
@@ -55,7 +55,7 @@ def _kernels() -> Kernels:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """What a layer computes with. All of one dtype: bfloat16, float16 or float32."""
+    """Weights of a layer, all of one dtype: bfloat16, float16 or float32."""
 
     norms: tuple[Tensor, Tensor]  # [D], before the attention and before the MLP
     eps: tuple[float, float]
@@ -100,7 +100,7 @@ def _x_kind(rows: int, *weights: PackedWeight) -> Precision:
 
 @dataclass(slots=True, eq=False)
 class _LayerProgram:
-    """A prepared call, and those of its arguments that a step sets."""
+    """A prepared call, and the arguments that each step sets."""
 
     words: Words
     address: int  # address of the words

@@ -14,7 +14,7 @@ Rows = Callable[[Tensor], Tensor]
 def decoder_layer(
     x: Tensor, norms: tuple[Tensor, Tensor], eps: float, attention: Rows, mlp: tuple[Rows, ...]
 ) -> Tensor:
-    """x [rows, D], norms: the two weights [D] -> [rows, D].
+    """Run a decoder layer on x [rows, D]. norms: the two weights [D]. Returns [rows, D].
 
     attention: of normed rows, with its four products   mlp: the products of gates, of what they multiply, and back to D
     """

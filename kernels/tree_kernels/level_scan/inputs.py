@@ -25,7 +25,7 @@ class NodeInputs(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lines:
-    """Which nodes are on each node's path, as a matrix of sums and as a mask. The same for all layers."""
+    """The nodes on each node's path, as a matrix of sums and as a mask. All layers share it."""
 
     sums: Tensor  # [S, K, K] float32: one where node k is on the path of node j
     bars: Tensor  # [S, 1, R, K] float32: minus infinity where node k is not on the path of new node r, else zero

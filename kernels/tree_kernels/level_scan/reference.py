@@ -50,5 +50,5 @@ def advanced(inputs: NodeInputs, tree: int, path: Iterable[int], state: Tensor, 
 
 
 def per_head(shared: Tensor, heads: int) -> Tensor:
-    """[G, N] -> [H, N] float64: each group's row for its H / G consecutive heads."""
+    """Repeat each group's row for its H / G consecutive heads: [G, N] -> [H, N] float64."""
     return shared.double().repeat_interleave(heads // len(shared), 0)

@@ -31,7 +31,7 @@ LINE = 64
 
 @cache
 def why_not_compiled(kind: str) -> str:
-    """Why the kernels of this kind cannot be compiled here; empty if they can."""
+    """Reason why the kernels of this kind cannot be compiled here; empty if they can."""
     try:
         tile_table(Precision.BF16)  # most weights fit; the tiles of other weights are compiled when a model has them
         kernels(kind)
@@ -103,7 +103,7 @@ class Scratch:
         self._found: dict[tuple[int, ...], list[int]] = {}  # addresses in `_held` by sizes
 
     def parts(self, sizes: tuple[int, ...], rows: int) -> list[int]:
-        """Addresses of parts of these bytes, until the next call of `parts`."""
+        """Addresses of parts with these numbers of bytes, valid until the next call of `parts`."""
         if sizes not in self._found:
             starts = [0, *accumulate(-(-size // LINE) * LINE for size in sizes)]
             wanted = starts.pop() // 4 + LINE

@@ -29,7 +29,7 @@ from tree_kernels.vectors import floats, longs
 
 @inlined
 def advance(state: int, dt: int, A: int, drive: int, y: int, B: float, C: float, count: int) -> None:
-    """One row n of a state: h = exp(dt A) h + dt x B, y += C h. drive: dt x"""
+    """Update row n of a state: h = exp(dt A) h + dt x B, y += C h. drive: dt x"""
     h, steps, factors, driven, made = floats(state), floats(dt), floats(A), floats(drive), floats(y)
     for i in range(count):
         h[i] = exponential(steps[i] * factors[i]) * h[i] + driven[i] * B
@@ -63,7 +63,7 @@ def advance_sequence(call: int, layer: int, words: int) -> None:
 
 @inlined
 def mix(call: int, layer: int) -> None:
-    """One layer's mixer, from the results of in_proj to the inputs of out_proj; `Mamba1Mixer.step` and `.chain`."""
+    """Run a layer's mixer, from the results of in_proj to the inputs of out_proj; `Mamba1Mixer.step` and `.chain`."""
     its, own = longs(call), longs(layer)
     channels, rows = its[shapes.CHANNELS], its[shapes.ROWS]
     raw, step, mixed, mixed_step = its[shapes.INNER], its[shapes.INNER_STEP], its[shapes.MIXED], its[shapes.MIXED_STEP]

@@ -77,7 +77,7 @@ def step_sizes(call: int, layer: int, row: int, given: int) -> None:
 
 @inlined
 def spread(values: int, target: int, heads: int, width: int) -> None:
-    """Each head's number for all of its channels."""
+    """Repeat each head's number for all of the head's channels."""
     given, made = floats(values), floats(target)
     for h in range(heads):
         for p in range(width):
@@ -86,7 +86,7 @@ def spread(values: int, target: int, heads: int, width: int) -> None:
 
 @inlined
 def advance(state: int, decay: int, drive: int, y: int, B: float, C: float, count: int) -> None:
-    """One row n of a state: S = decay S + drive B, y += S C."""
+    """Update row n of a state: S = decay S + drive B, y += S C."""
     S, left, driven, made = floats(state), floats(decay), floats(drive), floats(y)
     for i in range(count):
         S[i] = left[i] * S[i] + driven[i] * B
@@ -208,7 +208,7 @@ def scan_node(call: int, layer: int, row: int, slot: int) -> None:
 
 @inlined
 def mix(call: int, layer: int) -> None:
-    """One layer's mixer, from the results of in_proj to the inputs of out_proj; `Mamba2Mixer.level` and `.chain`."""
+    """Run a layer's mixer, from the results of in_proj to the inputs of out_proj; `Mamba2Mixer.level` and `.chain`."""
     its, own = longs(call), longs(layer)
     channels, groups = its[shapes.CHANNELS], its[shapes.GROUPS]
     mixed = channels + 2 * groups * its[shapes.SIZE]
@@ -264,7 +264,7 @@ def forward(call: int) -> None:
 
 @inlined
 def drive_state(state: int, decay: int, drive: int, B: float, count: int) -> None:
-    """One row n of a state: S = decay S + drive B."""
+    """Update row n of a state: S = decay S + drive B."""
     S, left, driven = floats(state), floats(decay), floats(drive)
     for i in range(count):
         S[i] = left[i] * S[i] + driven[i] * B

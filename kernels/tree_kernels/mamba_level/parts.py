@@ -125,7 +125,7 @@ def product(x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, 
 
 @inlined
 def embed(call: int) -> None:
-    """Each row's token in the embedding; `Ends.embed`. Ids that it lacks are fed as token 0."""
+    """Look up each row's token in the embedding (`Ends.embed`). Ids that it lacks are fed as token 0."""
     its = longs(call)
     tokens, width = longs(its[shapes.TOKENS]), its[shapes.WIDTH]
     size = 4 if its[shapes.EMBEDDING_KIND] == F32 else 2

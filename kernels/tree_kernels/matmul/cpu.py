@@ -35,7 +35,7 @@ MOST_HELPERS = 63
 
 @cache
 def why_not_packed() -> str:
-    """Why products with packed weights cannot be computed here; empty if they can."""
+    """Reason why products with packed weights cannot be computed here; empty if they can."""
     try:
         _kernels()
     except NoKernelsError as error:
@@ -49,7 +49,7 @@ def _kernels() -> Any:
 
 @cache
 def tile_table(kind: Precision) -> Tensor:
-    """[most rows, 3] as `Argument.TILES` describes. PAIRS: tiles of dot products. Raises NoKernelsError."""
+    """Table of tiles [most rows, 3] for `Argument.TILES`. PAIRS: tiles of dot products. Raises NoKernelsError."""
     weights = Precision.BF16 if kind == Precision.PAIRS else kind
     address = load_kernels(f"tree_kernels.matmul.{weights.name.lower()}").addresses
     return torch.tensor(

@@ -187,7 +187,7 @@ def blocks(
     following: int,
     most: int,
 ) -> None:
-    """Any number of rows times at most WIDEST panels, in as few blocks as possible, of about the same number of rows.
+    """Multiply any number of rows by at most WIDEST panels, in as few blocks as possible, of about equal size.
 
     tiles: the address of three numbers for each number of rows of a block, as `block` describes them
     entry: bytes of one input's weights in a panel   most: rows of a tile
@@ -306,8 +306,8 @@ def share(call: int, function: int, helpers: int, count: int) -> None:
 
 
 def product(call: int, given: int, given_kind: int, function: int, helpers: int, count: int) -> None:
-    """One product. given: the address of the inputs, of `given_kind`; `call[X]` is where they are as the tiles take
-    them.
+    """Compute one product. given: the address of the inputs, of `given_kind`; `call[X]`: where they are in the form
+    that tiles take.
 
     function: the address of `units`   helpers: of `count` helpers' memory
     """

@@ -14,7 +14,7 @@ LINE = 64
 
 
 def in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory, in the system's large pages where it has them.
+    """Allocate uninitialised memory, in large pages if the system has them.
 
     A step of few rows reads all weights once, and with small pages a twentieth of its time goes to finding them. numpy
     asks for large pages; torch does not.

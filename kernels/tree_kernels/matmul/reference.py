@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [rows, inputs], weight [outputs, inputs], bias [outputs] -> [rows, outputs] of x's dtype.
+    """Product of x [rows, inputs] and weight [outputs, inputs], plus bias [outputs]: [rows, outputs] of x's dtype.
 
     sum = fma(x[k], weight[k], sum) for k = 0, 1, ... in float32, then the bias. Computed in float64, where the
     product of two float32 numbers is exact: each sum is rounded to float64 and then to float32, which differs from

@@ -116,7 +116,7 @@ def pair_tiles() -> ir.Module:
 
 
 class Tile:
-    """Writes one tile's function: what is the same for every form of weights."""
+    """Writes one tile's function. This base has the part that all forms of weights share."""
 
     def __init__(self, module: ir.Module, name: str, rows: int, panels: int) -> None:
         self._module, self._rows, self._panels = module, rows, panels

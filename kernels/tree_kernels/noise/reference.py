@@ -106,7 +106,7 @@ class NoiseTokens:
         self._words = 4 * block_of.reshape(-1) + ids % 4  # [tokens] ascending: places among the words of all blocks
 
     def noise(self, seed: int, positions: Sequence[int], sample_index: int = 0) -> torch.Tensor:
-        """What `gumbel_noise` has for these tokens: [len(positions), tokens]."""
+        """Columns of `gumbel_noise` for these tokens only: [len(positions), tokens]."""
         _check(seed, self.largest + 1, sample_index, stream=0, row=0)
         words_of = _Counters(seed, positions, sample_index, stream=0, row=0)
         noise = np.empty((len(positions), len(self._words)), np.float32)
@@ -175,7 +175,7 @@ class NoiseRows:
         return len(self._rows)
 
     def prepare(self, positions: Iterable[int]) -> None:
-        """Compute those of these rows that are missing, in one call."""
+        """Fill the cache for positions that are not cached yet, in one call."""
         missing = [position for position in dict.fromkeys(positions) if position not in self._rows]
         if missing:
             if self._tokens is None:
@@ -191,7 +191,7 @@ class NoiseRows:
         return self._rows[position]
 
     def rows(self, positions: Sequence[int]) -> torch.Tensor:
-        """The rows of these positions, which may repeat: [len(positions), vocabulary]."""
+        """Rows of noise of these positions, which may repeat: [len(positions), vocabulary]."""
         self.prepare(positions)
         if not len(positions):
             return torch.empty(0, self.vocabulary)

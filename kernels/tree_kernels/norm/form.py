@@ -10,7 +10,7 @@ from torch import Tensor
 WIDEST = 1 << 14
 """The most numbers of a group that the kernel norms: a row is in the registers of one program."""
 HALVED_TO = 1024
-"""Sums of a row add its halves until so many numbers are left, then neighbours."""
+"""Numbers down to which a row's sum adds halves; it then adds neighbours."""
 
 NO_GATE, GATE_FIRST, GATE_LAST = range(3)
 """True if a row is multiplied by SiLU of its gate, before or after its norm."""

@@ -10,7 +10,7 @@ from tree_kernels.norm.form import GATE_FIRST, GATE_LAST, HALVED_TO, RowNorm, pa
 
 
 def norm(x: Tensor, form: RowNorm, gate: Tensor | None = None) -> Tensor:
-    """x, gate [..., groups * width] -> the same shape.
+    """Norm x [..., groups * width], gated by `gate` of the same shape if there is one.
 
     In float32 with the kernel's bits, up to those of the gate's exponential; float64 rows in float64.
     """

@@ -10,7 +10,7 @@ from tree_kernels.norm.form import GATE_FIRST, GATE_LAST, HALVED_TO, NO_GATE, WI
 
 
 def norm_rows(x: Tensor, form: RowNorm, gate: Tensor | None = None) -> Tensor:
-    """x [..., groups * width], of any strides -> the same shape, contiguous.
+    """Norm x [..., groups * width] of any strides. The result is contiguous and has the same shape.
 
     gate: as x, of any floating type; None where `form.gate` is NO_GATE
     """
@@ -54,7 +54,7 @@ def warps_of(block: int) -> int:
 
 
 def _in_rows(x: Tensor) -> Tensor:
-    """[rows, columns] with neighbouring columns in memory; copied where the strides need it."""
+    """View x as [rows, columns] with neighbouring columns in memory; copied if the strides need it."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 

@@ -20,7 +20,7 @@ Scores = npt.NDArray[np.float32]
 
 
 class Orders(NamedTuple):
-    """How the tokens of rows, or of groups of rows, are ordered."""
+    """Order of the tokens of rows, or of groups of rows."""
 
     temperatures: Sequence[float]  # 0: by the logits themselves
     noise: Sequence[Tensor | None]  # each at least [vocabulary] float32, added to the scores; None: nothing

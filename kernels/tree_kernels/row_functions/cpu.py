@@ -27,7 +27,7 @@ def row_kernels() -> tuple[int, int, int]:
 
 
 def why_not_compiled() -> str:
-    """Why the functions cannot be compiled here; empty if they can."""
+    """Reason why the functions cannot be compiled here; empty if they can."""
     try:
         _kernels()
     except NoKernelsError as error:

@@ -51,7 +51,7 @@ def size_of(kind: int) -> int:
 
 @_called
 def norm(x: int, weight: int, target: int, width: int, kind: int, target_kind: int, eps: float, scratch: int) -> None:
-    """One row."""
+    """Compute one row."""
     squares, wide = floats(scratch), floats(scratch + 4 * SUMS)
     widen(x, scratch + 4 * SUMS, width, kind)
     for i in range(SUMS):

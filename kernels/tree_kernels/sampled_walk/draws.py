@@ -24,7 +24,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class SparseLaw(NamedTuple):
-    """The probabilities of a few tokens; those of all others are 0."""
+    """Probabilities of a few tokens; all other tokens have the probability 0."""
 
     ids: Ints  # [k] unique
     probabilities: Floats  # [k] of float32 precision, at least 0; their sum is 1 up to rounding

@@ -79,7 +79,8 @@ def block(
     draft_laws: Mapping[int, SparseLaw],
     coins: Coins,
 ) -> Walk:
-    """Block verification (Sun et al., ICLR 2025) of a chain x_1 ... x_g drawn from the drafter. Arguments as above.
+    """Block verification (Sun et al., ICLR 2025) of a chain x_1 ... x_g drawn from the drafter. Arguments are those of
+    `multi_step`.
 
         P_0 = 1,  P_i = min(P_(i-1) p_i(x_i) / q_i(x_i), 1)
         s_i = sum over x of max(P_i p_(i+1)(x) - q_(i+1)(x), 0)
@@ -111,7 +112,7 @@ def block(
 
 
 def accepting(reach: float, mass: float) -> float:
-    """h_i from P_i and s_i."""
+    """Chance h_i of the coin that accepts the first i guesses, from P_i (reach) and s_i (mass)."""
     beyond = mass + 1.0 - reach
     return mass / beyond if beyond > 0 else 1.0
 
@@ -119,8 +120,8 @@ def accepting(reach: float, mass: float) -> float:
 def lenient_greedy(
     tokens: Sequence[int], parents: Sequence[int], scores: Callable[[int], Floats], lenience: float
 ) -> Walk:
-    """Lossy: the greedy walk that goes to a row's first child of at least `lenience` times the likeliest token's
-    probability where the likeliest has no child. scores(row): [vocabulary] logits."""
+    """Walk greedily and leniently, which is lossy: if the likeliest token has no child, go to the row's first child
+    with at least `lenience` times the likeliest token's probability. scores(row): logits [vocabulary]"""
     children = children_of(tokens, parents)
 
     def pick(row: int) -> int:
@@ -147,7 +148,7 @@ def _normalised(weights: Floats) -> Floats:
 
 
 def chain_guesses(parents: Sequence[int]) -> int:
-    """The number of guesses of a chain."""
+    """Number of guesses of a chain. Raises ValueError for a tree with branches."""
     if list(parents) != list(range(-1, len(parents) - 1)):
         raise ValueError(f"parents: block verification needs a chain, got {list(parents)}")
     return len(parents) - 1

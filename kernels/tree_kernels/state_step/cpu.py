@@ -51,7 +51,7 @@ def conv_tail(history: Tensor, lengths: Tensor, taps: int) -> Tensor:
 def mamba1_step(
     states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
-    """One token per row of Mamba-1: h = exp(dt A) h + dt B x, y = C h + D x.
+    """Run one token per row of Mamba-1: h = exp(dt A) h + dt B x, y = C h + D x.
 
     states [slots, I, N], written at target   x [rows, I]   dt [rows, I] after softplus   A [I, N] negative
     B, C [rows, N]   D [I]; returns y [rows, I]
@@ -64,7 +64,7 @@ def mamba1_step(
 def mamba1_chain(
     state: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Several tokens per row of Mamba-1, one after another, with the same arithmetic as single steps.
+    """Run several tokens per row of Mamba-1, one after another, with the same arithmetic as single steps.
 
     state [rows, I, N]   x [rows, T, I]   dt [rows, T, I]   A [I, N]   B, C [rows, T, N]   D [I]
     returns y [rows, T, I] and the state after every token [rows, T, I, N]
@@ -79,7 +79,7 @@ def mamba1_chain(
 def mamba2_step(
     states: Tensor, source: Tensor, target: Slots, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor
 ) -> Tensor:
-    """One token per row of Mamba-2: a scalar decay per head, B and C shared by the heads of a group.
+    """Run one token per row of Mamba-2: a scalar decay per head, B and C shared by the heads of a group.
 
     states [slots, H, P, N], written at target   x [rows, H, P]   dt [rows, H] after softplus and clamp
     A [H] negative   B, C [rows, G, N]   D [H]; returns y [rows, H, P]

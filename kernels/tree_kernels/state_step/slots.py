@@ -1,4 +1,4 @@
-"""How a call names the slots that its rows write."""
+"""Slots that the rows of a call write."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ THREADED = 1 << 20
 
 @cache
 def why_not_compiled() -> str:
-    """Why attention cannot be compiled here; empty if it can."""
+    """Reason why attention cannot be compiled here; empty if it can."""
     try:
         _kernels()
     except NoKernelsError as error:
@@ -45,7 +45,7 @@ def why_not_compiled() -> str:
 
 
 def why_not_for(layout: Layout) -> str:
-    """Why layers of this layout are not attended by compiled kernels; empty if they are."""
+    """Reason why layers of this layout are not attended by compiled kernels; empty if they are."""
     if layout.key_dim + whole_vectors(layout.value_dim) > layout.width:
         return f"a slot of {layout.key_dim} and {layout.value_dim} numbers has no room for whole vectors of values"
     return ""

@@ -47,7 +47,7 @@ class Layout:
         return self.kv_heads * self.width * self.dtype.itemsize
 
     def pool(self, slots: int, device: torch.device) -> Tensor:
-        """[slots, kv_heads, width], all zero. On a CPU, pages take no memory until they are written."""
+        """Allocate pages [slots, kv_heads, width] of zeros. On a CPU they take no memory until they are written."""
         return torch.zeros(slots, self.kv_heads, self.width, dtype=self.dtype, device=device)
 
 
@@ -63,7 +63,7 @@ class FarRows:
 
 @dataclass(frozen=True, slots=True)
 class TreeRows:
-    """The rows of a step: their positions, and the keys that they attend to. The same for all layers.
+    """The rows of a step: their positions, and the keys that they attend to. All layers share it.
 
     positions [rows] int64, in any order
     slots     [rows] int64   where each row's own key and value are written

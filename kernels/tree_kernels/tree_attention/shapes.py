@@ -84,12 +84,12 @@ def scratch_floats(lines: int, key_dim: int, value_dim: int, columns: int) -> in
 
 
 def scores_symbol(lines: int) -> str:
-    """The name of the tile that computes scores of so many lines."""
+    """Name of the tile that computes scores of `lines` lines."""
     return f"dendro_scores_{lines}"
 
 
 def sums_symbol(lines: int) -> str:
-    """The name of the tile that adds weighted values of so many lines."""
+    """Name of the tile that adds weighted values of `lines` lines."""
     return f"dendro_sums_{lines}"
 
 

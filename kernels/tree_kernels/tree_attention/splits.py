@@ -1,4 +1,4 @@
-"""How the far keys of a step's rows are divided into items of work for tensor cores (README.md in this folder).
+"""Divides the far keys of a step's rows into items of work for tensor cores (README.md in this folder).
 
 A split is a range of absolute positions, the same for every text, row, step and model: so a row's sums of its splits do
 not depend on what else is in a step, nor on how many programs run. An item is one split for a block of rows of one
@@ -32,7 +32,7 @@ HEAD_MULTIPLE = 16
 
 
 def why_not_on_tensor_cores(layout: Layout, group: int, dtypes: Sequence[torch.dtype]) -> str:
-    """Why layers of this layout are attended from float32 pages, one program a row; empty if they are not.
+    """Reason why layers of this layout are attended from float32 pages, one program a row; empty if they are not.
 
     group: query heads of a kv head   dtypes: of a layer's queries, keys and values
     """

@@ -26,7 +26,7 @@ GUESSES = 16
 
 @cache
 def why_not_compiled() -> str:
-    """Why the kernels of levels and of their ranking cannot be compiled here; empty if they can."""
+    """Reason why the kernels of levels and of their ranking cannot be compiled here; empty if they can."""
     try:
         _kernel()
         ranking_kernels()

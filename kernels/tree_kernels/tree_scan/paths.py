@@ -51,7 +51,7 @@ class Waves(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Paths:
-    """The paths of a step's rows. The same for all layers.
+    """The paths of a step's rows. All layers share them.
 
     columns [rows, K] int64   slots of each row's inputs since its checkpoint, in order of position, its own included;
     0: none

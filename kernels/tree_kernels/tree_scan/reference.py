@@ -73,5 +73,5 @@ def checkpoint(source: int, states: Tensor, folded: Sequence[Tensor]) -> Tensor:
 
 
 def per_head(shared: Tensor, heads: int) -> Tensor:
-    """[n, ...] -> [H, ...] float64: each of the n is for H / n consecutive heads."""
+    """Repeat each of n entries for H / n consecutive heads: [n, ...] -> [H, ...] float64."""
     return shared.double().repeat_interleave(heads // len(shared), 0)

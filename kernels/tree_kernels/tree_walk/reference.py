@@ -21,6 +21,12 @@ def walk(tokens: Sequence[int], parents: Sequence[int], pick: Callable[[int], in
     `pick(row)` is the target's token after that row's path. It is called once for each visited row, in order, and
     for no other. The emitted tokens are exactly those picked: if the pick depends only on the text, the emitted
     tokens are those of plain decoding.
+
+    The root 9 has the guesses 5 and 7, and below 5 is the guess 1. The target's token after the root is 5, after 5 it
+    is 1, and after 1 it is 8, so the round emits 5, 1 and 8:
+
+    >>> walk([9, 5, 7, 1], [-1, 0, 0, 1], {0: 5, 1: 1, 3: 8}.__getitem__)
+    Walk(path=(0, 1, 3), tokens=(5, 1, 8), ranks=(0, 0))
     """
     children = children_of(tokens, parents)
     path, emitted, ranks = [0], list[int](), list[int]()
@@ -36,7 +42,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], pick: Callable[[int], in
 
 
 def children_of(tokens: Sequence[int], parents: Sequence[int]) -> list[list[int]]:
-    """The children of each row, in row order. Raises ValueError unless every parent comes before its children."""
+    """Children of each row, in row order. Raises ValueError unless every parent comes before its children."""
     if len(tokens) != len(parents):
         raise ValueError(f"parents: {len(parents)} for {len(tokens)} tokens")
     children: list[list[int]] = [[] for _ in tokens]

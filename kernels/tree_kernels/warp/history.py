@@ -18,7 +18,7 @@ Flags = npt.NDArray[np.bool_]
 
 
 class History:
-    """How often a text and its answer have each token. It follows the text as that grows or is cut; a token is read
+    """Counts of each token in a text and in its answer. It follows the text as that grows or is cut; a token is read
     once, however many rounds follow."""
 
     def __init__(self, processors: Processors, vocabulary: int, prompt_length: int) -> None:
@@ -44,7 +44,7 @@ class History:
         return len(self._ids)
 
     def follow(self, ids: Sequence[int], common: int) -> None:
-        """The text is now `ids`, whose first `common` tokens it had before. Of those, only tokens that were not yet
+        """Set the text to `ids`, whose first `common` tokens it had before. Of those, only tokens that were not yet
         counted are read."""
         self._count(self._ids[common:], common, -1)
         del self._ids[common:]

@@ -1,4 +1,4 @@
-"""What a request does to logits before the temperature: the plain formulas, for one row and the whole text before it.
+"""Changes of logits before the temperature: the plain formulas, for one row and the whole text before it.
 
 `History` computes the same, bit for bit, for the rows of a tree, and reads a text's tokens once.
 """

@@ -43,7 +43,7 @@ class Warp:
 
     @classmethod
     def of(cls, sampling: object) -> Self:
-        """The warp of a request's sampling, which has fields of these names."""
+        """Warp of a request's sampling parameters, which have the same field names."""
         return cls(**{each.name: getattr(sampling, each.name) for each in fields(cls)})
 
     @property
@@ -65,7 +65,7 @@ class Ranking:
 
 
 def warp(logits: Tensor, warp: Warp) -> Tensor:
-    """logits [rows, vocabulary] -> scores [rows, vocabulary] float32: logits / temperature, -inf where removed.
+    """Warp logits [rows, vocabulary]. Returns scores float32 of this shape: logits / temperature, -inf where removed.
 
     The order is top-k, top-p, min-p, as in transformers; at least one token stays. Ties are broken by the
     lowest id, so exactly top_k tokens stay. At temperature 0 returns the logits unchanged (not a copy).
@@ -156,6 +156,12 @@ def tokens_of(logits: Tensor, warp: Warp, noise: Tensor | None) -> Tensor:
     """The target's token of each row: argmax(warped logits + noise), the lowest id on ties.
 
     logits and noise [rows, vocabulary]; noise is None if and only if the temperature is 0; returns [rows] int64.
+
+    Noise of 2 on the second token outweighs its smaller logit; a temperature of 0.25 makes the difference 4:
+
+    >>> logits, noise = torch.tensor([[3.0, 2.0, 0.0]]), torch.tensor([[0.0, 2.0, 0.0]])
+    >>> [tokens_of(logits, Warp(temperature), noise).item() for temperature in (1.0, 0.25)]
+    [1, 0]
     """
     _check_noise(logits, warp, noise)
     scores = _warped(logits, warp)
@@ -168,10 +174,11 @@ def drafter_order(logits: Tensor, warp: Warp, noise: Tensor | None, k: int) -> T
 
 
 def drafter_ranking(logits: Tensor, warp: Warp, noise: Tensor | None, k: int) -> Ranking:
-    """A drafter's k guesses for each row, with the noise that the target will use for the token being guessed.
+    """Rank a drafter's k guesses for each row, with the noise that the target will use for the token being guessed.
 
-    The first is from the law masked by top-k, top-p and min-p; the others are from the unmasked law, since the target's
-    mask may keep tokens that the drafter's removes. At temperature 0: the k largest logits, ties by the lowest id.
+    The first guess is from the law masked by top-k, top-p and min-p; the others are from the unmasked law, since the
+    target's mask may keep tokens that the drafter's removes. At temperature 0: the k largest logits, ties by the lowest
+    id.
     """
     _check_noise(logits, warp, noise)
     if not 1 <= k <= logits.shape[1]:
