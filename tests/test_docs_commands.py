@@ -1,7 +1,8 @@
 """Every command of the documentation is one that its program accepts, and every code block runs.
 
-Those that need neither Kubernetes, nor an accelerator, nor more than half a minute are run, in their shortest form,
-by tests marked `slow`. All others are parsed: by the command line's own parser, with the files that they name.
+Those that need neither Kubernetes, nor an accelerator, nor more than half a minute are run in their shortest form, by
+tests marked `slow` or `long`. All others are parsed: by the command line's own parser, with the files that they
+name.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import importlib
 import inspect
 import json
 import re
+import subprocess
+import sys
 import textwrap
 import threading
 from collections.abc import Iterator
@@ -148,7 +151,13 @@ CONFIG = {
     "router": {"default_new_tokens": 24},
 }
 RUN = ("generate", "check", "config", "--version")
-"""Commands that take less than half a minute in their shortest form."""
+"""Commands that take a second in their shortest form."""
+SHORTEST = {
+    "tree-scan": ("--quick", "--repetitions", "1"),
+    "kernels": ("--quick", "--rows", "1,8", "--repetitions", "1"),
+    "context": ("--target", "demo", "--contexts", "256,512", "--repetitions", "1"),
+}
+"""Benches that take less than half a minute, and the options of that."""
 
 
 @contextmanager
@@ -211,6 +220,19 @@ def test_a_quick_command_runs(command: DocumentedCommand, address, readers_folde
         kept = run("generate", "a", "--address", address, "--keep-session", "--max-new-tokens", "2", "--json")
         words[words.index("TOKEN")] = json.loads(kept)["session"]
     run(*words)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)  # on a machine with other work
+@pytest.mark.parametrize("name", SHORTEST)
+def test_a_quick_bench_runs_and_shows_its_plot_on_its_page(name: str, tmp_path):
+    """In a process of its own: a bench sets the number of threads."""
+    (words,) = (each.words for each in OURS if each.page == "docs/measure.md" and each.words[1:3] == ("bench", name))
+    command = [sys.executable, "-m", "cluster.cli", *words[1:], *SHORTEST[name]]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / f"{name}.png").stat().st_size > 0 and json.loads((tmp_path / f"{name}.json").read_text())
+    assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
 
 
 class EagerClient(Client):
