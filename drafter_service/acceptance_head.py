@@ -95,7 +95,7 @@ class AcceptanceHead:
         temperature: float,
         depth: Tensor,
     ) -> Tensor:
-        """[rows, k] log chances of candidates, at most 0, never increasing along a row.
+        """Log chances of candidates, [rows, k], at most 0, never increasing along a row.
 
         hidden [rows, d] the drafter's hidden rows   logits [rows, V] of the tokens that may be guessed
         ids, scores [rows, k] of the candidates   depth [rows] int64, 0 for a root

@@ -175,7 +175,7 @@ class DeviceRunner(StepRunner):
 
     @on_its_device
     def run(self, plan: StepPlan) -> StepOutcome:
-        """One forward and the walks of its trees; accepted guesses are kept."""
+        """Run one forward, walk its trees and keep accepted guesses."""
         started = time.perf_counter()
         if self.crew is not None:
             self.crew.broadcast(replace(plan, draws=(), echoes=()))

@@ -52,8 +52,8 @@ MOST = 1e15
 """Upper bound of all numbers in a prior."""
 
 RankCounts = npt.NDArray[np.float64]
-"""[DEPTHS, RANKED + 1] c[d][r]: number of text tokens that were the d-th of their round and to which a drafter gave the
-rank r. Only tokens are counted before which the whole round was guessed right."""
+"""Counts c[d][r], [DEPTHS, RANKED + 1]: number of text tokens that were the d-th of their round and to which a drafter
+gave the rank r. Only tokens are counted before which the whole round was guessed right."""
 
 
 def no_ranks() -> RankCounts:

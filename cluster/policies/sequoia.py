@@ -269,7 +269,7 @@ class _Program:
             self.taken.append(taken[::-1])
 
     def tree(self, rows: int, depth: int) -> NodeShape:
-        """The tree of so many rows and at most so many levels that emits the most."""
+        """The tree of `rows` rows and at most `depth` levels that emits the most."""
         waiting, counts = [(0, depth, rows)], []
         for above, below, size in waiting:  # extended while it is iterated, level by level
             left, child = size - 1, 0

@@ -130,7 +130,8 @@ class LibraryDrafter:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LibraryDrafter:
-        """Raises CheckpointError for tensors and options that are missing, unsupported or of the wrong shape."""
+        """Make a checkpoint's drafter. Raises CheckpointError for tensors and options that are missing, unsupported or
+        of the wrong shape."""
         if checkpoint.draft is not None:
             raise CheckpointError(
                 f"{checkpoint.path}: {DRAFT_VOCABULARY} is not supported for a drafter of type "

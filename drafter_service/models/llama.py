@@ -82,7 +82,8 @@ class LlamaModel(Ends):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> LlamaModel:
-        """Raises CheckpointError for tensors and options that are missing, unsupported or of the wrong shape."""
+        """Make the model of a checkpoint. Raises CheckpointError for tensors and options that are missing, unsupported
+        or of the wrong shape."""
         library = _library_config(checkpoint)
         config, kind = library.to_dict(), checkpoint.facts.model_type
         d, count, vocabulary, hidden, heads, kv_heads, positions = (

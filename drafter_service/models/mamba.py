@@ -31,7 +31,7 @@ class Mamba1Model(Backbone[Mamba1Mixer]):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Mamba1Model:
-        """Raises CheckpointError for a tensor that is missing or whose shape does not match the configuration."""
+        """Make the model. Raises CheckpointError for a tensor that is missing or does not fit the configuration."""
         return cls(**_parts(checkpoint, dtype, device, _mamba1))
 
     def memory(self, texts: int, nodes: int) -> StateMemory:
@@ -45,7 +45,7 @@ class Mamba2Model(Backbone[Mamba2Mixer]):
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Mamba2Model:
-        """Raises CheckpointError for a tensor that is missing or whose shape does not match the configuration."""
+        """Make the model. Raises CheckpointError for a tensor that is missing or does not fit the configuration."""
         return cls(**_parts(checkpoint, dtype, device, _mamba2))
 
     def memory(self, texts: int, nodes: int) -> InputMemory:

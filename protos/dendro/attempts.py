@@ -31,9 +31,9 @@ BROKEN = frozenset(
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
 WARNED_AFTER_S = 5.0
-"""How long all calls of a request fail before that is logged."""
+"""Seconds for which all calls of a request have failed when that is logged."""
 OVER_LIMIT, OWN_RECEIPT = "message larger than max", "CLIENT: Received"
-"""What gRPC says of a message over a limit, and of one that is an answer."""
+"""Words in gRPC's error for a message over a limit, and in that for an answer over the client's own limit."""
 
 
 class Attempts:

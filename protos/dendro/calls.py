@@ -1,4 +1,4 @@
-"""Calls of a router to a drafter or verifier, and their answers. The same values in one process and on the wire.
+"""Calls of a router to a drafter or verifier, and their answers. One process and the wire use the same values.
 
 Each call has the part of the text that the peer lacks: the peer is known to hold the first `start` tokens, and `tokens`
 are the rest up to `base`. So a late draft, an `off` round, a lost verdict and a new replica need no special case.
@@ -149,7 +149,7 @@ class Hello:
 
     @property
     def target(self) -> str:
-        """A digest of `TARGET_FACTS`. An answer may continue at another verifier only if its digest is the same."""
+        """Digest of `TARGET_FACTS`. An answer may continue at another verifier only if the digests are equal."""
         facts = [getattr(self, name) for name in TARGET_FACTS]
         return hashlib.blake2b(repr(facts).encode(), digest_size=TARGET_BYTES).hexdigest()
 
@@ -165,21 +165,35 @@ PROTOCOL_VERSION = 7
 class Peer(Protocol):
     """Common part of the ports to drafters and verifiers, in this process or at the other end of a stream."""
 
-    async def hello(self) -> Hello: ...
-    async def open(self, call: OpenCall) -> Opened: ...
-    async def close(self, call: CloseCall) -> Closed: ...
+    async def hello(self) -> Hello:
+        """Called first. Returns the replica's description of itself."""
+        ...
+
+    async def open(self, call: OpenCall) -> Opened:
+        """Called before any other call for a text. Returns when the peer has consumed the text up to its root. Raises
+        BadRequest and Overloaded."""
+        ...
+
+    async def close(self, call: CloseCall) -> Closed:
+        """Called when the request ends or leaves the peer. Returns after the text's state was saved, if it is kept.
+        Raises NotFound."""
+        ...
 
 
 class DrafterPeer(Peer, Protocol):
     """A drafter."""
 
-    def draft(self, call: DraftCall) -> Awaitable[DraftTree]: ...
+    def draft(self, call: DraftCall) -> Awaitable[DraftTree]:
+        """Called in each round with a drafted shape. Returns a tree of the shape. Raises NotFound and BadRequest."""
+        ...
 
 
 class VerifierPeer(Peer, Protocol):
     """A verifier."""
 
-    def verify(self, call: VerifyCall) -> Awaitable[Verdict]: ...
+    def verify(self, call: VerifyCall) -> Awaitable[Verdict]:
+        """Called once per round. Returns the tokens that the target emits. Raises NotFound and BadRequest."""
+        ...
 
 
 class PeerText:

@@ -30,7 +30,7 @@ Masses = list[float]
 
 
 class TokenLaw(Protocol):
-    """A drafter's law of a row's children, such as a `ChildLaw`."""
+    """A drafter's law of a row's children, such as a `ChildLaw`: token ids and their probabilities."""
 
     @property
     def ids(self) -> IntArray: ...  # [n] unique

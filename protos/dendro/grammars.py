@@ -40,7 +40,7 @@ KEPT_PLACES = 8
 """Number of tokens that can be taken back without reading a text again from its beginning."""
 
 Bits = npt.NDArray[np.uint8]
-"""One bit for each token id, the lowest id first."""
+"""A mask of tokens: one bit for each token id, the lowest id first."""
 
 TokenBytes = Callable[[], Mapping[int, bytes]]
 """Makes the bytes of each token id that stands for text. Raises BadRequest for a tokenizer whose ids do not."""
@@ -308,7 +308,7 @@ class GrammarText:
         return None
 
     def foresee(self, tokens: Sequence[int]) -> None:
-        """Compute what `take` of these tokens needs, without taking them."""
+        """Compute in advance the state that `take` of these tokens will need, without taking them."""
         place: GrammarPlace | None = self.place()
         for token in tokens:
             if place is None or token in self.ends:

@@ -50,7 +50,7 @@ class StructureLimits:
         return self.answer_items + self.token_items * tokens
 
     def parser(self) -> LLParserLimits:
-        """llguidance's form of them."""
+        """The limits in llguidance's form."""
         from llguidance import LLParserLimits
 
         return LLParserLimits(
@@ -79,7 +79,7 @@ class TokenTexts:
         return []  # used only where tokens are forced
 
     def tokenizer(self) -> LLTokenizer:
-        """llguidance's form of them."""
+        """The tokenizer in llguidance's form."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         return LLTokenizer(TokenizerWrapper(self), n_vocab=len(self.tokens), eos_token=self.eos_token_id)

@@ -25,7 +25,7 @@ MOST_FOLLOWED = 200
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What schemas of one object say about its keys."""
+    """The names and patterns of keys in all schemas of one object."""
 
     names: tuple[str, ...]
     patterns: tuple[str, ...]

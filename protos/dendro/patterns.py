@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 SPACES = r"\t\n\x0b\x0c\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
 WRITTEN = r"[\t\n\r\x20-\u{10ffff}]"
-"""All characters but the control characters that are hardly ever meant."""
+"""A character other than the control characters, which are hardly ever meant."""
 CLASSES = {
     ".": rf"[[^\n\r\u2028\u2029]&&{WRITTEN}]",
     r"\s": f"[{SPACES}]",
@@ -37,7 +37,7 @@ DOUBLED = ("&&", "--", "~~")
 """Operators in Rust's classes; in ECMA-262's, two characters."""
 
 SLASHED = {"/": r"\/", "\\\n": r"\n"}
-"""What cannot stand between slashes, in another spelling."""
+"""Characters that cannot stand between slashes, with the spelling that can."""
 
 KEY = r'[^"\\\x00-\x1f]'
 """A character of a key that JSON can write without an escape."""
@@ -130,8 +130,8 @@ def _in_class(pattern: str, place: int, depth: int) -> tuple[str, int, int]:
 
 
 def slashed(pattern: str) -> str:
-    """An expression in Rust's syntax, as the same one between the slashes of a Lark grammar. Raises ValueError for one
-    that has no such form."""
+    """Spell an expression in Rust's syntax so that it can stand between the slashes of a Lark grammar. Raises
+    ValueError if that is impossible."""
     if len(pattern) - len(pattern.rstrip("\\")) & 1:
         raise ValueError("ends with a lone backslash")
     return re.sub(r"\\.|/", lambda found: SLASHED.get(found.group(), found.group()), pattern, flags=re.DOTALL)

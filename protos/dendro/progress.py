@@ -98,8 +98,10 @@ class AnswerProgress:
     def _logprobs_of(
         self, chunk: pb.GenerateChunk | pb.GeneratePrompt, first: bool = False
     ) -> tuple[TokenLogprobs, ...]:
-        """Raises EngineFailed where they are malformed, missing or not asked for. first: whether the first of its
-        tokens has none, as nothing is before it"""
+        """Log-probabilities in a message. Raises EngineFailed if they are malformed, missing or not asked for.
+
+        first: True if the first token has none, since no token is before it
+        """
         expected = len(chunk.token_ids) - first if self.request.HasField("logprobs") else 0
         try:
             logprobs = logprobs_from(chunk.logprobs[: expected + 1])

@@ -38,7 +38,7 @@ def request_of_sample(request: pb.GenerateRequest, sample: int) -> pb.GenerateRe
 
 
 def one_answer(request: pb.GenerateRequest) -> pb.GenerateRequest:
-    """The request. Raises BadRequest where it asks for several answers."""
+    """Return the request. Raises BadRequest if it asks for several answers."""
     if request.n > 1:
         raise BadRequest("n", f"is {request.n}, but this call returns one answer; use generate_samples or generate")
     return request

@@ -20,8 +20,8 @@ OVERLAP = "alternatives that may overlap cannot be enforced; use anyOf, or give 
 
 
 def placed(fault: str, text: str) -> str:
-    """A fault of a schema, given as JSON, with the place as a JSON pointer where it is found, and without the schema
-    that llguidance repeats."""
+    """Rewrite llguidance's fault of a schema: with the place as a JSON pointer, if found, and without the schema, which
+    llguidance repeats. text: the schema as JSON"""
     message = MESSAGE.fullmatch(fault)
     if message is None:
         return fault
@@ -155,4 +155,4 @@ RULES: Mapping[str, Callable[[Schema, re.Match[str]], Iterator[str]]] = {
     "patternProperty regexes": _has_patterns,
     "regex parse error|lookarounds not supported|Unable to determine if regex": _has_expression,
 }
-"""What llguidance's reasons say, and which keywords of a schema they may be about."""
+"""Reasons of llguidance, and functions that yield the keywords of a schema which they may be about."""

@@ -1,4 +1,4 @@
-"""Where a JSON schema's references lead, and which of its parts count."""
+"""Resolves a JSON schema's references, and finds the parts of the schema that count."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ASSERTIONS = frozenset(
      "maximum", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "not", "oneOf", "pattern",
      "patternProperties", "properties", "propertyNames", "required", "then", "type", "uniqueItems")
 )  # fmt: skip
-"""What is ignored beside a reference up to draft 7."""
+"""Keywords that are ignored beside a reference up to draft 7."""
 OLD_DRAFTS = re.compile(r"^https?://json-schema\.org/draft-0[3-7]/")
 
 

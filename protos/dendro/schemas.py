@@ -1,4 +1,4 @@
-"""JSON schemas, rewritten so that what llguidance compiles of them is what JSON Schema says.
+"""Rewrites JSON schemas so that llguidance enforces exactly what JSON Schema says.
 
 Where a keyword's meaning cannot be had, the rewritten one admits less, never more: `docs/structured.md` lists such
 keywords. What can be neither enforced nor narrowed is refused, with the keyword and its place as a JSON pointer.
@@ -32,7 +32,7 @@ EXACT = 1 << 53
 """Whole numbers up to it are numbers of float64, as which llguidance reads them."""
 LARGEST = 1 << 63
 NEAREST = Decimal("1e-9")
-"""How near a fraction may come to a whole number that is excluded as its bound."""
+"""Least distance of a fraction from a whole number that is excluded as its bound."""
 MOST_MORE = 1 << 20
 """Bytes of a schema that are written more than once."""
 

@@ -51,7 +51,7 @@ CAP_S = 3600.0
 FAULT_POLL_S = 1.0
 """Interval of the health checks of a replica's engine."""
 DRAIN_S = 2.0
-"""How long a stopping server waits for its streams to end before it cuts them."""
+"""Seconds that a stopping server waits for its streams to end before it cuts them."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Numbers of rows that a verifier pads its steps to. Predicted times of steps are those of padded rows."""
+"""Numbers of rows to which a verifier pads its steps. Times of steps are predicted for padded rows."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class StepSizes:
     sizes: tuple[int, ...] = ()
 
     def padded(self, rows: int) -> int:
-        """The size of a step with so many rows."""
+        """Padded size of a step with `rows` rows."""
         at = bisect_left(self.sizes, rows)
         return self.sizes[at] if at < len(self.sizes) else -(-rows // MULTIPLE) * MULTIPLE

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 WALL_S = 30.0
 """Seconds after which a grammar is given up though it has not used up its CPU seconds: the machine is busy."""
 HELD_SHARE = 0.2
-"""The share of its CPU seconds in which llguidance must make a grammar's parser: it holds the interpreter lock of the
-serving process, which makes the same one, for so long."""
+"""Share of the CPU seconds in which llguidance must make a grammar's parser. The serving process makes that parser,
+too, and llguidance then holds its interpreter lock."""
 STACK_BYTES = 4 << 20
 """Stack of the compiling thread. The threads that compile the same grammar later have 8 MiB."""
 

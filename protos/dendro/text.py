@@ -292,7 +292,7 @@ class Tokens:
             self._newest = (0, _new_hash())
 
     def digest(self, length: int | None = None) -> int:
-        """The digest of the first `length` tokens; of all, where it is not given."""
+        """Digest of the first `length` tokens, by default of all."""
         return _number(self._hash(len(self.ids) if length is None else length))
 
     def _hash(self, length: int) -> hashlib.blake2b:
@@ -349,7 +349,7 @@ class Text:
         echo_from: int | None = None,
         structure: Structure | None = None,
     ) -> None:
-        """held: the last tokens of `prompt` that the answer already has, where it is resumed
+        """held: number of the prompt's last tokens that a resumed answer already has; else 0
         logprobs: number of likeliest tokens whose log-probabilities a verdict has beside that of each of its tokens;
         None: it has none
         echo_from: the position of the first token whose log-probability the opening reports; None: it reports none

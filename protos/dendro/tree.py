@@ -27,7 +27,7 @@ _NO_PARENT.flags.writeable = _NO_VALUE.flags.writeable = False  # all trees with
 LAW_TOKENS = 32
 """Most tokens of a drafter's law of one row."""
 LAW_TOLERANCE = 1e-3
-"""How far the sum of a law's probabilities may be from 1."""
+"""Largest distance of the sum of a law's probabilities from 1."""
 EMPTY_TRACE: npt.NDArray[np.int32] = np.zeros(0, np.int32)
 
 

@@ -95,7 +95,7 @@ class LoadedTarget:
         return sum(layout.token_bytes for layout in self.layouts)
 
     def recurrent_bytes(self, tokens: int, states: int) -> int:
-        """Bytes of so many tokens' inputs and so many checkpoints of all mixers."""
+        """Bytes of all mixers' memory for `tokens` inputs and `states` checkpoints."""
         return sum(tokens * layout.token_bytes + states * layout.state_bytes for layout in self.mixers)
 
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
@@ -142,8 +142,8 @@ def load_target(
     group: Collectives | None = None,
     tokenizer: Path | None = None,
 ) -> LoadedTarget:
-    """Load a checkpoint to run with these numbers of rows, or this worker's shard of it where there is a group, which
-    also needs torch's own process group. Raises BadRequest with the reason.
+    """Load a checkpoint to run with these numbers of rows; with a group, which also needs torch's own process group,
+    only this worker's shard of it. Raises BadRequest with the reason.
 
     tokenizer: the folder with the tokenizer, where that is not the checkpoint.
     """

@@ -46,7 +46,7 @@ class Attends:
 
 @dataclass(slots=True)
 class _Recorded:
-    """What a layer was called with and returned, and what it passed to the attention."""
+    """Inputs and result of a layer, and the arguments that it passed to the attention."""
 
     scale: float = 1.0  # factor on the attention's results
     given: dict[str, Any] = field(default_factory=dict)
@@ -138,7 +138,7 @@ def _has_parts(module: Any) -> bool:
 
 
 def rotation_of(given: dict[str, Any]) -> RowRotation | None:
-    """The cosines and sines that a layer is called with; None where it has none of the expected shape."""
+    """Cosines and sines with which a layer is called; None if it has none of the expected shape."""
     match given.get("position_embeddings"):
         case (Tensor() as cos, Tensor() as sin) if cos.shape == sin.shape and cos.dim() == 3 and len(cos) == 1:
             return RowRotation(cos[0], sin[0])
@@ -164,7 +164,7 @@ def recorded_step() -> CompiledStep:
 
 
 def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded) -> bool:
-    """True if what a layer passed to the attention, and returned, is what our forward makes of the same rows."""
+    """True if our forward gives the recorded arguments of the attention, and the recorded result, for the same rows."""
     rotation, hidden = rotation_of(found.given), found.given.get("hidden_states")
     if rotation is None or not isinstance(hidden, Tensor) or rotation.cos.dtype != hidden.dtype or found.made is None:
         return False

@@ -33,7 +33,7 @@ BLOCK = 16
 """Tokens of a block of the mixers' memory, on the short text: it has rows that start from checkpoints."""
 
 TOLERANCE, ROUGH_TOLERANCE = 1e-3, 0.02
-"""How far a row's logits may be from the library's, as a share of their spread: in float32, and in bfloat16 and
+"""Largest distance of a row's logits from the library's, as a share of their spread: in float32, and in bfloat16 and
 float16, where our attention and the library's round in different places."""
 ROUNDING = 2.0**-8
 """The relative noise that is put on each layer's attention to see how sensitive the logits are: bfloat16's rounding."""
@@ -60,7 +60,7 @@ AttentionInterface.register(NOISY, _noisy_attention)
 
 
 def short_text(vocabulary: int, positions: int) -> Tensor:
-    """[rows] the tokens that models are compared on.
+    """Tokens [rows] of the short text on which models are compared.
 
     vocabulary: number of tokens   positions: number that the model has
     """
@@ -203,7 +203,7 @@ def _by_our_seats(
 
 
 def logits_of_text(model: PreTrainedModel, tokens: Tensor, positions: Tensor | None) -> Tensor:
-    """[rows, outputs of the head] float32, of tokens [rows]. positions: by default those that the model makes itself"""
+    """Logits [rows, outputs of the head] float32 of tokens [rows]. positions: by default the model's own"""
     on = model.device
     placed = {} if positions is None else {"position_ids": positions[None].to(on)}
     answer = model(input_ids=tokens[None].to(on), use_cache=False, **placed)
@@ -212,7 +212,7 @@ def logits_of_text(model: PreTrainedModel, tokens: Tensor, positions: Tensor | N
 
 
 def _errors(found: Tensor, truth: Tensor) -> Tensor:
-    """[rows] the distance of each row's logits, as a share of their spread."""
+    """Distance of each row's logits from the truth, [rows], as a share of their spread."""
     spread = (truth - truth.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-30)  # it is 0 where a norm overflows
     errors: Tensor = (found - truth).norm(dim=-1) / spread
     return errors

@@ -36,7 +36,7 @@ from verifier_service.models.seats import ATTENTION, ForwardContext
 
 @dataclass(slots=True)
 class _Call:
-    """What a module was called with and returned."""
+    """Inputs and result of a module's call."""
 
     given: tuple[Any, ...] = ()
     named: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def _has_parts(module: Any) -> bool:
 
 
 def _weights(layer: Any) -> LayerWeights | None:
-    """None where a product is not this project's own."""
+    """Packed weights of a layer; None if a product is not this project's own."""
     attention, mlp, norms = layer.self_attn, layer.mlp, (layer.input_layernorm, layer.post_attention_layernorm)
     parts = attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
     packed = [packed_weight(part) for part in (*parts, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
@@ -176,7 +176,7 @@ def _agreeing_forward(
 
 
 def _agrees_at(factor: float, layer: Any, x: Tensor, named: dict[str, Any]) -> bool:
-    """True if a layer computes ours where its rows, and the results of its parts, are so many times as large."""
+    """True if a layer and our forward agree on rows, and results of parts, that are `factor` times as large."""
     calls: list[_Call] = []
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:

@@ -140,7 +140,7 @@ def _over(function: Callable[..., Tensor], form: RowNorm, by_heads: bool) -> For
 
 
 def _differing(found: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype) -> int | None:
-    """How many numbers are not equal; None where some are not near, or of another type."""
+    """Number of results that are not equal; None if some are not near, or of another type."""
     count = 0
     for ours, library in zip(found, expected, strict=True):
         if ours.dtype != library.dtype or ours.shape != library.shape or not near(ours, library, STEPS[dtype]):

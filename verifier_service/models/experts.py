@@ -1,4 +1,4 @@
-"""Experts whose rows do not depend on how many rows each of them gets.
+"""Experts whose results for a row do not depend on the number of rows that each expert gets.
 
 transformers multiplies all rows that chose an expert at once, one row or hundreds, and matrix libraries round products
 of few rows differently from those of many. Here each expert's rows are padded to a number of rows that its product was
@@ -54,7 +54,7 @@ class _Experts:
 
 
 def _weights_of(module: Any, name: str) -> tuple[Tensor, list[Tensor | None]]:
-    """[experts, outputs, inputs], and each expert's bias, if any."""
+    """Weights [experts, outputs, inputs], and each expert's bias, if any."""
     weights: Tensor = getattr(module, name).detach()
     biases = [*getattr(module, f"{name}_bias").detach()] if module.has_bias else [None] * len(weights)
     return weights.transpose(1, 2) if module.is_transposed else weights, biases
@@ -74,7 +74,7 @@ def _forms_of(module: Any, name: str, forms: RowForms, unit: int) -> tuple[Form,
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """hidden_states [rows, D], top_k_index and top_k_weights [rows, k]; returns [rows, D]"""
+    """Run the chosen experts. hidden_states [rows, D], top_k_index and top_k_weights [rows, k]; returns [rows, D]"""
     experts: _Experts = self.dendro_experts
     rows, ranks = top_k_index.shape
     chosen = top_k_index.reshape(-1).numpy()

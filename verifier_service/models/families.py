@@ -112,7 +112,7 @@ def check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def why_not_read(folder: Path, kind: str, error: Exception) -> CheckpointError:
-    """What to raise for a configuration that transformers did not read."""
+    """The error for a configuration that transformers did not read."""
     if isinstance(error, ImportError):
         return FamilyError(folder, kind, Property.PACKAGE, str(error).strip())
     if kind not in CONFIG_MAPPING:
@@ -121,7 +121,7 @@ def why_not_read(folder: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def why_not_loaded(folder: Path, file: str, config: PretrainedConfig, error: Exception) -> CheckpointError:
-    """What to raise for a checkpoint that transformers did not load: the family's property, where that is the cause.
+    """The error for a checkpoint that transformers did not load: with the family's property, if that is the cause.
 
     file: the name of the first weight file
     """
@@ -164,7 +164,7 @@ cache."""
 
 
 class _Probing:
-    """What the probe records of a model's layers."""
+    """Records of the probe about a model's layers."""
 
     def __init__(self, run: ForwardContext) -> None:
         self.run = run
@@ -210,7 +210,7 @@ class _Probing:
 
 
 def _unlike_a_window(sees: Callable[..., Any], window: int | None, device: torch.device) -> Property | None:
-    """How a mask differs from a causal window of so many tokens; None where it does not."""
+    """Difference of a mask from a causal window of `window` tokens; None if there is none."""
     first = torch.zeros((), dtype=torch.int64, device=device)
 
     def seen(query: Tensor, key: Tensor) -> Tensor:
@@ -318,7 +318,8 @@ def check_layer_types(folder: Path, model: PreTrainedModel) -> None:
 
 
 def beside_attention(model: PreTrainedModel) -> Property | None:
-    """What besides attention mixes a text's tokens, by the model's class and its modules."""
+    """Property of a model that mixes a text's tokens otherwise than by attention, found by its class and modules; else
+    None."""
     if getattr(model, "_is_stateful", False):
         return Property.STATES
     if any(isinstance(module, nn.Conv1d) for module in model.modules()):

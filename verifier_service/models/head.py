@@ -110,7 +110,7 @@ class Logits:
     """The logits of a step's wanted rows, computed block by block on demand; the newest block is held."""
 
     def __init__(self, hidden: Tensor, head: Product) -> None:
-        """hidden [k, D]   head: [n, D] -> [n, vocabulary]"""
+        """hidden [k, D]: the wanted rows   head: computes logits [n, vocabulary] of rows [n, D]"""
         self._blocks = hidden.split(HEAD_ROWS)
         self._head = head
         self._block = -1

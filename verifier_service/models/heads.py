@@ -178,7 +178,7 @@ def shrink(mixer: Any, rank: int, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """How a model with mixers is dealt out to the workers."""
+    """Plan of a worker's shard of a model with mixers."""
 
     kind: type[PreTrainedModel]
     plan: dict[str, str]  # styles that transformers uses beside the family's own

@@ -21,7 +21,7 @@ from verifier_service.models.head import Product
 from verifier_service.models.scaled_rows import SCALES, near, scaled_results
 
 HEAD_STEPS = {torch.float32: 1e-4, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-8}
-"""How far the library's logits may be from float32 products of the same rows, as a share of a row's largest."""
+"""Largest distance of the library's logits from float32 products of the same rows, as a share of a row's largest."""
 CHUNK = 20
 """Tokens of a chunk of the library's scan. Its memory grows with the square of this, and of the number of chunks."""
 

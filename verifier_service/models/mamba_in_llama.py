@@ -105,7 +105,7 @@ class MambaInLlamaLayer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.mixer_norm_eps)
 
     def forward(self, hidden_states: Tensor, **ignored: Any) -> Tensor:
-        """hidden_states [1, rows, hidden]; other arguments that Llama's model passes are ignored."""
+        """Run the layer on hidden_states [1, rows, hidden]. Other arguments that Llama's model passes are ignored."""
         hidden_states = hidden_states + self.mamba(self.input_layernorm(hidden_states))
         after: Tensor = hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
         return after

@@ -21,8 +21,8 @@ from verifier_service.models.mamba_in_llama import PURE_MAMBAS, library_config
 
 @contextmanager
 def open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
-    """Every tensor by the library's name for it. Indexing one reads that part of the file; the files are open as long
-    as the context. Raises CheckpointError for a file that cannot be read."""
+    """Open a checkpoint's tensors, by the library's names. Indexing a tensor reads that part of its file. The files are
+    open as long as the context. Raises CheckpointError for a file that cannot be read."""
     with ExitStack() as stack:
         found: dict[str, Any] = {}
         for file in weight_files(folder):

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from tree_kernels.tree_attention.triton import TableRows
 
 ATTENTION = "dendro_tree"
-"""No mask function is registered under this name, so models pass no mask and do not look for packed sequences."""
+"""Name of our attention. No mask function is registered under it, so models pass no mask and do not look for packed
+sequences."""
 
 
 SMALL_STEP = 64
@@ -58,7 +59,7 @@ class ForwardContext:
         self._compiled_step = None
 
     def threads_for(self, rows: int) -> AbstractContextManager[None]:
-        """Context in which attention and scans of so many rows use all threads; no change up to SMALL_STEP rows."""
+        """Context in which attention and scans of `rows` rows use all threads; no change up to SMALL_STEP rows."""
         return threads_of(self.threads) if self.threads > 1 and rows > SMALL_STEP else nullcontext()
 
     def prepared(self, kv_heads: int, window: int | None) -> Prepared:
@@ -78,7 +79,7 @@ class ForwardContext:
 
 
 class Seat:
-    """One attention module's layer number, which the probe sets, and the context of its forwards."""
+    """Seat of an attention module: its layer number, which the probe sets, and the context of its forwards."""
 
     __slots__ = ("index", "run")
 
