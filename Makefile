@@ -28,15 +28,20 @@ demo: setup ## a small cluster answers two turns of a session and stops; no proc
 test: dev ## all tests except those marked long, in two processes
 	@$(BIN)/python -m pytest -m "not long" -n 2 --dist loadfile
 
-check: dev ## ruff, mypy (tests, too), import contracts, generated stubs up to date
+check: dev ## ruff, mypy (tests, too), import contracts, generated stubs up to date, docs/ as a site
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/mypy
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	@$(BIN)/python protos/generate.py --check
+	@$(BIN)/python tests/configuration.py --check
+	@$(SITE)
 
-docs: dev ## docs/ as a site in build/site, strictly: a link that leads nowhere is an error
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+# A link, an anchor or a page of docs/ that is missing is an error.
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+docs: dev ## docs/ as a site in build/site
+	@$(SITE)
 
 pins: $(BIN)/python ## requirements/pins-*.txt written anew, with .venv's versions where they fit pyproject.toml
 	@$(BIN)/python requirements/pin.py

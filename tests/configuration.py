@@ -182,5 +182,5 @@ def page() -> str:
 
 if __name__ == "__main__":
     if "--check" in sys.argv[1:]:
-        sys.exit(PAGE.read_text() != page())
+        sys.exit("docs/configuration.md is out of date: run it without --check" if PAGE.read_text() != page() else 0)
     PAGE.write_text(page())
