@@ -28,10 +28,6 @@ LogitsOf = Callable[[Sequence[int], DraftTree], torch.Tensor]
 """The target: logits [rows, V] after every row of a tree whose root is the last token of a text."""
 
 
-def warp_of(sampling: Sampling) -> Warp:
-    return Warp(sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-
-
 class SelfDrafter:
     """Drafts with the target: grows its trees, level by level, from the target's own logits.
 
@@ -40,7 +36,7 @@ class SelfDrafter:
 
     def __init__(self, logits_of: LogitsOf, sampling: Sampling) -> None:
         self.logits_of = logits_of
-        self.warp = warp_of(sampling)
+        self.warp = Warp.of(sampling)
         self.sampling = sampling
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
@@ -67,7 +63,7 @@ class TwinVerifier:
     def __init__(self, logits_of: LogitsOf, sampling: Sampling) -> None:
         self.logits_of = logits_of
         self.sampling = sampling
-        self.warp = warp_of(sampling)
+        self.warp = Warp.of(sampling)
         self.noise: NoiseRows | None = None
         self.changed = 0  # tokens of the answer that the planted fault changed
 
