@@ -16,6 +16,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tree_layers import awq_settings
+from tree_layers.awq_settings import AWQ
 from tree_layers.draft_vocabulary import DRAFT_VOCABULARY, DraftVocabularySizes, draft_vocabulary_sizes
 from tree_layers.errors import CheckpointError
 from tree_layers.gguf_header import read_gguf_header
@@ -34,9 +36,9 @@ MAMBA_CONFIG = "mamba_config.json"
 
 Layout = Literal["transformers", "state-spaces"]
 
-DEQUANTISED = ("fp8",)
-"""Quantisation methods whose weights transformers dequantises while loading, with no package besides our
-dependencies."""
+DEQUANTISED = ("fp8", AWQ)
+"""Quantisation methods whose weights are dequantised while loading: by transformers, with no package besides our
+dependencies, and in AWQ's format by us (`tree_layers.awq`)."""
 
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
 """Configuration keys of the longest text, in tokens, in the various model families."""
@@ -110,7 +112,7 @@ def read_facts(path: str | Path, tokenizer: str | Path | None = None) -> Facts:
     folder = Path(path)
     raw = _read_raw(folder)
     quantised = _quantisation(folder, raw)
-    shapes = _shapes(folder)
+    shapes = awq_settings.unpacked_shapes(_shapes(folder)) if quantised == AWQ else _shapes(folder)
     layout, config = _normalised(folder, raw, shapes)
     tokens = read_tokens(folder if tokenizer is None else Path(tokenizer))
     if tokens is None and tokenizer is not None:
@@ -267,9 +269,12 @@ def _quantisation(folder: Path, raw: Mapping[str, Any]) -> str:
         if settings := text.get(key) or raw.get(key):
             named = settings.get("quant_method") if isinstance(settings, dict) else settings
             method = str(named or "of a method without a name")
-            if method in DEQUANTISED and raw.get("quantization_config") is settings:
-                return method
-            raise _quantised_error(folder, method)
+            if method not in DEQUANTISED or raw.get("quantization_config") is not settings:
+                raise _quantised_error(folder, method)
+            given = settings if isinstance(settings, dict) else {}
+            if method == AWQ and (why := awq_settings.why_not_read(given)):
+                raise _quantised_error(folder, method, f"with {why}")
+            return method
     return ""
 
 

@@ -1,5 +1,5 @@
-"""Quantised checkpoints: FP8 by blocks is dequantised by transformers for a target; other methods are refused by name
-before anything starts."""
+"""Quantised checkpoints: FP8 by blocks is dequantised by transformers for a target; other methods but AWQ's are refused
+by name before anything starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 
 METHODS: dict[str, dict[str, Any]] = {
     "compressed-tensors": {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}},
     "compressed-tensors, early": {"compression_config": {"quant_method": "compressed-tensors"}},
-    "awq": {"quantization_config": {"quant_method": "awq", "bits": 4}},
+    "awq": {"quantization_config": {"quant_method": "awq", "bits": 3}},
     "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
     "inside text_config": {"text_config": {"quantization_config": {"quant_method": "awq"}}},
 }

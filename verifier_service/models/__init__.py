@@ -19,6 +19,7 @@ from transformers.utils import logging
 from tree_kernels.elementwise import threads_of
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.tree_attention import Layout, compiled
+from tree_layers.awq_settings import AWQ
 from tree_layers.checkpoint import (
     MAMBA_CONFIG,
     Facts,
@@ -175,7 +176,8 @@ def _load(
     vocabulary, fingerprint = facts.vocabulary, weights_fingerprint(folder)
     files = weight_files(folder)
     if facts.quantised:
-        check_scales(folder)
+        if facts.quantised != AWQ:
+            check_scales(folder)
         if group is not None or facts.model_type in MIXER_FAMILIES:
             raise CheckpointError(
                 f"{folder}: quantised weights ({facts.quantised}) are not supported in a model with mixers, nor with "
@@ -226,7 +228,7 @@ def _load(
     limit = getattr(text, "max_position_embeddings", None) or 0  # XLNet's class says -1: it has no limit
     positions = facts.positions or (limit if limit > 0 else 1 << 31)
     run = ForwardContext(threads=threads if device.type == "cpu" else 1)
-    packing = quantised_packing(folder, model) if device.type == "cpu" and group is None else None
+    packing = quantised_packing(facts, model) if device.type == "cpu" and group is None else None
     shared = group is not None and head.out_features < outputs
     in_blocks = device.type == "cpu" and not shared
     head_forms = RowForms(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
+from copy import deepcopy
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from tree_layers.awq import unpacked_tensors
+from tree_layers.awq_settings import AWQ
 from tree_layers.checkpoint import weight_files
 from tree_layers.errors import CheckpointError
 from tree_layers.gguf_weights import gguf_settings
@@ -68,11 +71,15 @@ def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **s
             )
         with redirect_stderr(StringIO()):  # progress bars
             return AutoModelForCausalLM.from_pretrained(folder, **unpacked, **settings)
-    if config.model_type in PURE_MAMBAS:
+    quantised = getattr(config, "quantization_config", None) or {}
+    in_awq = quantised.get("quant_method") == AWQ
+    if in_awq or config.model_type in PURE_MAMBAS:
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         with open_tensors(folder) as tensors:
+            if in_awq:  # transformers' reader needs another package
+                tensors, config = unpacked_tensors(folder, tensors, settings["dtype"]), deepcopy(config)
+                del config.quantization_config
             return kind.from_pretrained(None, config=config, state_dict=tensors, **settings)
-    quantised = bool(getattr(config, "quantization_config", None))
     safe = weight_files(folder)[0].suffix == ".safetensors"
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, config=config, use_safetensors=safe, local_files_only=True, trust_remote_code=False, **settings
