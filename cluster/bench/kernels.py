@@ -1,4 +1,5 @@
-"""The products of a decode step: ours and the library's beside the times to read the weights and to multiply."""
+"""The products of a decode step: ours, also with quantised weights, and the library's beside the times to read the
+weights and to multiply."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from tree_kernels.matmul import PackedWeight, why_not_packed
+from tree_kernels.matmul.quantised import QuantisedWeight
+from tree_kernels.matmul.quantised_shapes import QuantisedForm
 from tree_layers.linear import can_be_packed, packed_product
+from tree_layers.quantised_packing import random_blocks
 
 from cluster.bench.measurement import Step
 from cluster.bench.report import aim_row
@@ -96,6 +100,9 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
         found.append(Products(PACKED, tuple(packed_product(weight, None) for weight in weights)))
     if not why_not_packed():
         found.append(Products(OURS, tuple(PackedWeight(weight, None, threads) for weight in weights)))
+        for form in QuantisedForm if dtype == torch.bfloat16 else ():
+            blocks = random_blocks(form, outputs, inputs, generator)
+            found.append(Products(form.name, tuple(QuantisedWeight(blocks, None, threads) for _ in weights)))
     return found
 
 
@@ -117,6 +124,11 @@ def measure_products(
             "rows": count,
             "ms": {name: median_estimate([1e3 * second for second in own]).as_json() for name, own in times.items()},
             **ratios_of(times),
+            "over_ours": {
+                form.name: _ratio(times[form.name], times[OURS]).as_json()
+                for form in QuantisedForm
+                if form.name in times
+            },
         }
 
 

@@ -24,6 +24,8 @@ def facts_of(report: Report) -> Iterator[str]:
         "multiplying: the time of a product's multiply-adds at the rate of torch's float32 product of matrices in a "
         "cache, with the same threads"
     )
+    if any(row["over_ours"] for table in report["products"] for row in table["rows"]):
+        yield "Q4_1, Q8_0, Q4_K and Q6_K: ours with weights in these forms; results have the unpacked weights' bits"
     if plan["why_not_ours"]:
         yield f"Our products are not available: {plan['why_not_ours']}"
 
@@ -39,6 +41,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
                 with_interval(row["over_reading"]),
                 with_interval(row["over_bound"]),
                 with_interval(row["over_library"]),
+                *map(with_interval, row["over_ours"].values()),
             )
             for row in table["rows"]
         ]
@@ -53,6 +56,7 @@ def tables_of(report: Report) -> Iterator[Cells]:
                 "ours over reading",
                 "ours over the larger of reading and multiplying",
                 "ours over the library's best",
+                *(f"{form} over ours" for form in table["rows"][0]["over_ours"]),
             ),
             cells,
         )
@@ -67,7 +71,7 @@ def plot(report: Report, path: Path) -> None:
             rows = [row["rows"] for row in table["rows"]]
             for way in table["rows"][0]["ms"]:
                 middles, reach = medians(row["ms"][way] for row in table["rows"])
-                axis.errorbar(rows, middles, reach, fmt="o-", color=COLOURS[way], label=way)
+                axis.errorbar(rows, middles, reach, fmt="o-", color=COLOURS.get(way), label=way)
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.set_xlabel("rows")

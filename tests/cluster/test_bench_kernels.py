@@ -6,6 +6,7 @@ import pytest
 import torch
 from dendro.errors import BadRequest
 from tree_kernels.matmul import why_not_packed
+from tree_kernels.matmul.quantised_shapes import QuantisedForm
 
 from cluster.bench import kernels
 from cluster.bench.kernels import (
@@ -88,20 +89,23 @@ def test_every_way_is_measured_in_each_repetition_and_copies_take_turns(monkeypa
     assert calls == [(PLAIN, 0), (PLAIN, 1), (READ, 0), (READ, 1)] * 3
 
 
-def test_a_small_run_reports_every_way_and_draws(tmp_path, monkeypatch):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_small_run_reports_every_way_and_draws(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(kernels, "COLD_BYTES", 1 << 12)
     before = torch.get_num_threads()
     try:
-        report = run_kernels((1, 8, 32), 2, "float32", 1, silent, shapes=((16, 40), (40, 16)))
+        report = run_kernels((1, 8, 32), 2, dtype, 1, silent, shapes=((32, 40), (64, 16)))
     finally:
         torch.set_num_threads(before)
-    assert [each["inputs"] for each in report["products"]] == [16, 40]
+    assert [each["inputs"] for each in report["products"]] == [32, 64]
+    forms = {form.name for form in QuantisedForm} if dtype == "bfloat16" and not why_not_packed() else set()
     for each in report["products"]:
         assert each["same_bits"] is (None if why_not_packed() else True)
         assert [row["rows"] for row in each["rows"]] == [1, 8, 32]
+        assert all(set(row["over_ours"]) == forms == set(row["ms"]) & forms for row in each["rows"])
     titles = [title for title, *_ in tables_of(report)]
-    assert titles[0].startswith("16 x 40") and titles[-1] == "Aims"
+    assert titles[0].startswith("32 x 40") and titles[-1] == "Aims"
     assert any("load average" in fact for fact in facts_of(report))
     plot(report, tmp_path / "kernels.png")
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
