@@ -20,7 +20,7 @@ class Places:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._taken: Counter[str] = Counter()  # by tenant; none has 0
+        self._taken: Counter[str] = Counter()  # places by tenant; no entry is 0
 
     @property
     def taken(self) -> int:

@@ -54,7 +54,7 @@ class _Scan:
         self._most_tokens = most_tokens
         self._most_bytes = most_bytes
         self._fields = self._listed = 0
-        self._tokens: Counter[tuple[str, ...]] = Counter()  # of a text, by field
+        self._tokens: Counter[tuple[str, ...]] = Counter()  # tokens of a text, by field
 
     def message(self, start: int, end: int, kind: Any, path: tuple[str, ...]) -> None:
         """Count what is in data[start:end], a message of the descriptor `kind`. Raises BadRequest past a limit."""

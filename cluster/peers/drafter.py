@@ -1,4 +1,4 @@
-"""A request's drafters, a handle each. A late, wrong or lost draft costs its round its speculation and nothing else."""
+"""Handles of a request's drafters. A late, wrong or lost draft costs its round its speculation and nothing else."""
 
 from __future__ import annotations
 
@@ -37,20 +37,21 @@ from cluster.peers.opening import (
 from cluster.peers.verifier import VerifierHandle
 
 FROZEN_S = 5.0
-"""How much longer a late draft may take before its drafter counts as hung and another is leased."""
+"""Seconds that a late draft may take longer before its drafter counts as hung and another is leased."""
 
 
 class SpeculationGate(Protocol):
-    """What a drafter's handle uses of the speculation trial of all running requests."""
+    """Part of a running request that a drafter's handle uses: what the speculation trial decided."""
 
     @property
     def speculates(self) -> bool:
-        """Whether the request may speculate; read just before its text is opened at a drafter."""
+        """Read just before the text is opened at a drafter. True if the request may speculate."""
         ...
 
     @property
     def rests(self) -> bool:
-        """Whether the request will not speculate for many rounds: its drafter is released."""
+        """Read in each round without a tree. True if the request will not speculate for many rounds: the drafter is
+        then released."""
         ...
 
     def opening(self) -> AbstractContextManager[None]:
@@ -127,13 +128,13 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         return await self._draft(opening, text, shape)
 
     async def prepare(self, text: Text, arm: Arm) -> None:
-        """As of `DrafterPort`; does nothing for an arm of another maker."""
+        """Open the text at the drafter in the background; does nothing for an arm of another maker."""
         if arm.maker == self.name and self._opening_task is None:
             await self._begin_first(text)
 
     async def _begin_first(self, text: Text) -> bool:
         """Begin the first opening; false where the trial lets the request not speculate."""
-        # Until a verifier is leased or its opening has failed: requests that arrive with this one are counted then.
+        # Waits until a verifier is leased or its opening has failed: requests that arrive with this one count by then.
         await first_of(self._verifier.ready(), self._verifier.greeted.wait())
         if self._gate.speculates:
             self._begin(text)
@@ -185,7 +186,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         return tree
 
     def _refusal(self, text: Text, shape: TreeShape) -> str:
-        """Why no tree of this shape can be requested; empty where one can."""
+        """Reason why no tree of this shape can be requested; empty if one can."""
         opening, target = self._opening, self._verifier.hello
         if not self._given_up and self._strikes >= STRIKES:
             self._given_up = "struck"
@@ -194,7 +195,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 self._release(opening, text)
             return self._given_up
         if self._late_draft is not None and not self._late_draft.done():
-            return "busy"  # with an earlier round's late tree: to wait for it again would cost twice
+            return "busy"  # an earlier round's tree is late: to wait for it again would cost twice
         for hello in (target, opening.hello if opening is not None else None):
             if hello is not None and (shape.rows > hello.max_rows or shape.depth > hello.max_depth):
                 return "limits"
@@ -306,8 +307,8 @@ class DrafterHandles:
     is requested: a drafter that the policy does not choose is not leased. A late or lost one misses its own trees."""
 
     def __init__(self, make: Callable[[str], DrafterHandle]) -> None:
-        """make: the handle of a drafter, by its name"""
-        self.handles: dict[str, DrafterHandle] = {}  # by drafter, in the order of their first trees
+        """make: makes the handle of a drafter, by the drafter's name"""
+        self.handles: dict[str, DrafterHandle] = {}  # key: drafter; in the order of first trees
         self._make = make
 
     @property
@@ -316,12 +317,12 @@ class DrafterHandles:
         return {name: handle.opened for name, handle in self.handles.items() if handle.opened is not None}
 
     def strike(self, arm: Arm) -> None:
-        """As of `DrafterPort`."""
+        """Count a refused tree at the arm's drafter."""
         if arm.drafted:
             self._handle(arm.maker).strike()
 
     async def prepare(self, text: Text, arm: Arm) -> None:
-        """As of `DrafterPort`."""
+        """Open the text at the arm's drafter in the background, if the arm has one."""
         if arm.drafted:
             await self._handle(arm.maker).prepare(text, arm)
 
@@ -329,7 +330,7 @@ class DrafterHandles:
         if arm.drafted:
             self._handle(arm.maker)
         tree = DraftTree.root_only(text.root)
-        for name, handle in self.handles.items():  # those that are not asked count the round as idle
+        for name, handle in self.handles.items():  # handles that are not asked count the round as idle
             made = await handle.draft(text, arm)
             tree = made if name == arm.maker else tree
         return tree
@@ -345,7 +346,7 @@ class DrafterHandles:
 
 
 def _has_form(tree: DraftTree, shape: TreeShape) -> bool:
-    """Whether a tree of drawn guesses has the rows that its shape and, where that is dynamic, its laws decide: a guess
+    """True if a tree of drawn guesses has the rows that its shape and, where that is dynamic, its laws decide: a guess
     that was left out after it was drawn would change the law of what is emitted."""
     if isinstance(shape, DynamicShape):
         return has_drawn_form(tree, shape)
@@ -353,7 +354,7 @@ def _has_form(tree: DraftTree, shape: TreeShape) -> bool:
 
 
 def _levels(tree: DraftTree, shape: TreeShape) -> int:
-    """The levels that were drafted."""
+    """Number of levels that were drafted."""
     return tree.depth if shape.stops else shape.depth
 
 

@@ -51,7 +51,7 @@ class CallLimit:
         self._call.cancel()
 
     def close(self) -> None:
-        """No more calls are made."""
+        """End the timer: no more calls are made."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -1,4 +1,4 @@
-"""What the handles of drafters and verifiers share: leases, one text's opening at a peer, usual times."""
+"""Common parts of the handles of drafters and verifiers: leases, one text's opening at a peer, usual times."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tree_layers.checkpoint import Facts
 log = logging.getLogger("dendro.peers")
 
 OPEN_S = 120.0
-"""How long a peer may take to open a text."""
+"""Seconds that a peer may take to open a text."""
 CLOSE_S = 5.0
-"""How long a peer may take to save a state and close the opening."""
+"""Seconds that a peer may take to save a state and close the opening."""
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 3.0
 STRIKES = 3
-"""Malformed trees after which a request asks for no more of them."""
+"""Number of malformed trees of a drafter after which a request asks it for no more."""
 
 # The draft's deadline: min(max(3 * usual draft, 20 ms), max(2 * usual round at the verifier, 60 ms)). The first term
 # tolerates a short slowdown of the drafter; the second limits the cost of a late draft to two verifier rounds. The
@@ -44,14 +44,15 @@ class Leased(Generic[P_co]):
     peer: P_co
     hello: Hello
     token: str  # empty: the peer has no leases
-    address: str = ""  # of the replica; empty: it is in this process
+    address: str = ""  # address of the replica; empty: it is in this process
 
 
 class Pool(Protocol[P_co]):
     """Replicas that serve the same model."""
 
     async def lease(self) -> Leased[P_co]:
-        """Lease one of them. Raises PeerLost or Overloaded where none is available now."""
+        """Called when a text is to be opened. Returns a leased replica. Raises PeerLost or Overloaded if none is
+        available now."""
         ...
 
 
@@ -62,7 +63,7 @@ class Pace:
 
     verify_s: float = 0.0
     draft_level_s: dict[str, float] = field(default_factory=dict)
-    """By drafter, of one level of a tree: a drafter works by level."""
+    """Time of one level of a tree, by drafter: drafters work level by level."""
 
     def drafted(self, drafter: str, seconds: float, depth: int) -> None:
         self.draft_level_s[drafter] = smoothed(self.draft_level_s.get(drafter, 0.0), seconds / max(depth, 1))
@@ -71,7 +72,7 @@ class Pace:
         self.verify_s = smoothed(self.verify_s, seconds)
 
     def deadline_s(self, drafter: str, depth: int, longest_s: float) -> float:
-        """How long a round waits for a drafter's tree of `depth` levels."""
+        """Seconds that a round waits for a drafter's tree of `depth` levels."""
         level_s = self.draft_level_s.get(drafter, 0.0)
         patience = max(VERIFY_FACTOR * self.verify_s, VERIFY_FLOOR_S) if self.verify_s else longest_s
         usual = max(DRAFT_FACTOR * level_s * depth, DRAFT_FLOOR_S) if level_s else longest_s
@@ -143,11 +144,11 @@ class Opening(Generic[P]):
 
 
 class PeerHandle(Generic[P]):
-    """What the handles of drafters and verifiers share: at most one text open, which is opened in the background."""
+    """Base of the handles of drafters and verifiers: one text, opened in the background at one peer at a time."""
 
     def __init__(self, pool: Pool[P], pace: Pace, clock: Clock) -> None:
         self.saved = 0  # tokens that the state saved at closing covers
-        self.opened: Opened | None = None  # of the first opening
+        self.opened: Opened | None = None  # result of the first opening
         self._pool = pool
         self._pace = pace
         self._clock = clock
@@ -175,7 +176,7 @@ class PeerHandle(Generic[P]):
 
 
 def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
-    """How a replica differs from the router's facts of its checkpoint; empty where it does not, or without facts. By
+    """Difference of a replica from the router's facts of its checkpoint; empty if there is none, or without facts. By
     these facts it was decided at start whether a drafter's tokens fit its target's."""
     if facts is None or hello.facts == facts.digest:
         return ""

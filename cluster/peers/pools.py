@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("dendro.peers")
 
 LEASE_S = 10.0
-"""How long Serve may take to find a replica with room."""
+"""Seconds that Serve may take to find a replica with room."""
 REPLICA_POLL_S = 0.5
-"""The pause after a call that found no replica."""
+"""Seconds of pause after a call that found no replica."""
 
 P = TypeVar("P", bound=Peer)
 
@@ -126,7 +126,7 @@ class Peers:
         self._verifiers: WeakKeyDictionary[Text, VerifierHandle] = WeakKeyDictionary()
 
     def expect(self, facts: ClusterFacts) -> None:
-        """From now on, use only replicas of these checkpoints."""
+        """Use only replicas of these checkpoints from now on."""
         self._facts = facts
         self._tokenizers = {name: target.tokenizer for name, target in facts.targets.items()}
 

@@ -25,7 +25,7 @@ from cluster.peers.opening import log
 EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
 CONNECT_S = 5.0
-"""How long a replica may take to answer the greeting."""
+"""Seconds that a replica may take to answer the greeting."""
 
 Answer = TypeVar("Answer")
 
@@ -35,12 +35,12 @@ def _unchanged(answer: Answer) -> Answer:
 
 
 _NOBODY = None, _unchanged
-"""For an answer to no call."""
+"""Stands for the waiting call of an answer that belongs to none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerKind:
-    """What differs between the streams of drafters and of verifiers."""
+    """Differences between the streams of drafters and of verifiers."""
 
     rounds: Callable[[grpc.aio.Channel], Any]  # begins a stream
     frame: Callable[[calls_pb2.Greeting | None, list[Any]], Any]
@@ -144,7 +144,7 @@ class PeerStream:
         if self._lost:
             future.set_exception(PeerLost(self._lost))
             return future
-        self._waiting[number] = future, result  # until the answer, also where the caller leaves
+        self._waiting[number] = future, result  # kept until the answer, even if the caller leaves
         self._outbox.append(message)
         self._filled.set()
         self.calls += 1
@@ -213,7 +213,7 @@ def status_text(error: Exception) -> str:
 
 
 class _RemotePeer:
-    """What remote drafters and verifiers share."""
+    """Base of remote drafters and verifiers."""
 
     def __init__(self, stream: PeerStream, clock: Clock = time.monotonic) -> None:
         self.stream = stream

@@ -1,4 +1,4 @@
-"""A request's verifier. A lost one is replaced, and the text opened at the next; the tokens are the same."""
+"""Handle of a request's verifier. A lost verifier is replaced, and the text opened at the next; the tokens stay."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from cluster.peers.opening import (
 )
 
 STEP_S = 30.0
-"""How long a verifier may take for a round, its queue included, before it counts as hung."""
+"""Seconds that a verifier may take for a round, queue included, before it counts as hung."""
 PATIENCE_S = 60.0
-"""How long a request tries to open its text at a verifier."""
+"""Seconds for which a request tries to open its text at a verifier."""
 SLOW_OPENING = 1 / 3
 """Share of the patience after which a text whose opening is not answered is also opened at another replica."""
 
@@ -68,7 +68,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._turns = asyncio.Lock()
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
-        self._began_with: Hello | None = None  # of the first verifier that was leased
+        self._began_with: Hello | None = None  # hello of the first leased verifier
         first = self._lease_and_open(text) if beside is None else self._open_beside(text, beside)
         self._opening_task = self._background.start(first)
 

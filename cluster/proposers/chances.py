@@ -1,7 +1,7 @@
-"""The chance that a proposed token is the target's, from counts; the proposer's own estimate is only the prior.
+"""Chances that proposed tokens are the target's, from counts; a proposer's own estimate (hope) is only the prior.
 
-Counts are kept per proposer, class of match lengths, class of hopes and depth, given that the path to the token came
-true. After each round all proposals for it, verified or not, are compared with the tokens that came.
+Counts are kept per proposer, class of match lengths, class of hopes and depth, for tokens whose path came true. After
+each round all proposals for it, verified or not, are compared with the tokens that came.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from cluster.proposers.proposal import LEAST, Proposal
 PRIOR = 2.0
 """Weight of a proposer's own estimate, in proposals."""
 MEMORY = 512.0
-"""Proposals of a kind at which its counts are halved, since texts change."""
+"""Number of proposals of a kind at which the kind's counts are halved, since texts change."""
 TENANT_MOST, BEGUN_MOST = 16.0, 32.0
-"""Most proposals of a kind that count from one tenant, and from all, where a new one begins."""
+"""Most proposals of a kind that count from one tenant, and from all tenants, for a new tenant."""
 DEEPEST = 8
-"""Depths from this one on are counted together."""
+"""Depth from which on all depths are counted together."""
 
 Kind = tuple[str, int, int, int]
-"""Proposer, class of match length (1, 2 to 3, 4 to 7, and so on), class of hope (by quarters), depth."""
+"""Kind of a proposal: proposer, class of match length (1, 2 to 3, 4 to 7, and so on), class of hope (by quarters),
+depth."""
 
 
 @dataclass(slots=True)
 class Count:
-    right: float = 0.0
-    of: float = 0.0
+    """Proposals of a kind, and how many of them came true."""
+
+    right: float = 0.0  # proposals that came true
+    of: float = 0.0  # proposals
 
     def learn(self, right: bool) -> None:
         if self.of >= MEMORY:
@@ -43,24 +46,32 @@ class Count:
         self.right, self.of = self.right + other.right, self.of + other.of
 
     def at_most(self, most: float) -> Count:
-        """The same share, from at most so many proposals."""
+        """A copy with the same share, scaled down to at most `most` proposals."""
         share = min(1.0, most / self.of)
         return Count(share * self.right, share * self.of)
 
 
 @dataclass(slots=True)
 class Chances:
-    """The counts of one tenant's requests at a target, of one temperature class. They contain no text."""
+    """Counts of one tenant's requests at a target, of one temperature class. They contain no text.
+
+    A kind of which 3 of 6 proposals came true, with a hope of 0.9 that weighs PRIOR = 2 proposals, has the chance
+    (3 + 2 * 0.9) / (6 + 2):
+
+    >>> kind = ("lookup", 1, 3, 1)
+    >>> Chances({kind: Count(right=3, of=6)}).of(kind, hope=0.9)
+    0.6
+    """
 
     counts: dict[Kind, Count] = field(default_factory=dict)
 
     def of(self, kind: Kind, hope: float) -> float:
-        """The chance of a proposal, in (0, 1): the share of its kind that came true, with `hope` as prior."""
+        """Chance of a proposal, in (0, 1): the share of the kind that came true, with `hope` as prior."""
         count = self.counts.get(kind)
         return hope if count is None else (count.right + PRIOR * hope) / (count.of + PRIOR)
 
     def tree(self, name: str, proposal: Proposal) -> DraftTree:
-        """The proposal as a tree with values. Rows with a chance below LEAST, and those below them, are left out."""
+        """Make a tree with values of a proposal. Rows with a chance below LEAST, and rows below them, are left out."""
         place, depths = {0: 0}, [0]
         tokens, parents, values = [proposal.root], [-1], [0.0]
         least = math.log(LEAST)
@@ -97,8 +108,8 @@ class Chances:
 
 
 def usual_chances(tenants: Iterable[Chances]) -> Chances:
-    """The counts with which a new tenant begins: those of all tenants, each of which counts TENANT_MOST times of a kind
-    at most, so that none can move them far. They weigh BEGUN_MOST proposals of a kind at most."""
+    """Counts with which a new tenant begins: the sum over tenants. A tenant counts at most TENANT_MOST proposals of a
+    kind, so that none can move the sum far; the sum weighs at most BEGUN_MOST proposals of a kind."""
     usual = Chances()
     for chances in tenants:
         for kind, count in chances.counts.items():

@@ -14,7 +14,7 @@ from dendro.text import Text
 from cluster.proposers.proposal import Proposal, trust
 
 LONGEST = 16
-"""Tokens of a match that are compared at most; longer matches are hardly more certain."""
+"""Most tokens of a match that are compared; longer matches are hardly more certain."""
 SCANNED = 8192
 """The newest occurrences of the root that are considered."""
 MOST = 512
@@ -71,7 +71,7 @@ class Lookup:
         return proposal
 
     def end(self, text: Text) -> None:
-        """Does nothing: lookups keep no ended texts."""
+        """Do nothing: lookups keep no ended texts."""
 
     def _matches(self, text: list[int]) -> list[tuple[int, int]]:
         """(place, matched): the position after an earlier occurrence of the text's last tokens, and their number. Most
@@ -97,14 +97,14 @@ class Lookup:
         alike = ids[places[:, None] - backs] == ids[-backs]  # [places, LONGEST]
         matched = np.logical_and.accumulate(alike, axis=1).sum(axis=1)
         order = np.argsort(matched, kind="stable")[::-1]
-        best: dict[int, int] = {}  # of each token that follows (np.unique takes longer than this loop)
+        best: dict[int, int] = {}  # first rank of each token that follows (np.unique is slower)
         for rank, token in enumerate(ids[places[order]].tolist()):
             best.setdefault(token, rank)
         order = order[list(best.values())[:BRANCHES]]
         return list(zip((places[order] - LONGEST).tolist(), matched[order].tolist(), strict=True))
 
     def _few(self, token: int) -> list[int] | None:
-        """All earlier positions of the text's last token, the newest last; None where they may be more than FEW."""
+        """All earlier positions of the text's last token, newest last; None if there may be more than FEW."""
         later = self._later.get(token, [])
         if len(self._tokens) or len(later) > FEW + 1:
             return None
@@ -121,7 +121,7 @@ class Lookup:
 
 
 def _compared(ids: list[int], earlier: list[int]) -> list[tuple[int, int]]:
-    """As `Lookup._matches`, for few earlier positions of the last token: numpy's calls take longer than this loop."""
+    """Matches at few earlier positions of the last token (`Lookup._matches`): NumPy's calls take longer than a loop."""
     found = []
     for position in earlier:
         matched, most = 1, min(LONGEST, position + 1)

@@ -1,4 +1,4 @@
-"""A proposer's guesses, with the length of the match and the estimated chance of each."""
+"""Guesses of a proposer, each with the length of its match and the proposer's estimate of its chance (hope)."""
 
 from __future__ import annotations
 
@@ -52,18 +52,23 @@ class Proposer(Protocol):
     def name(self) -> str: ...
 
     def grow(self, text: Text) -> None:
-        """Process the tokens appended to the text since the last call."""
+        """Called before `propose`. Processes the tokens appended to the text since the last call."""
         ...
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
-        """Guesses for the text as of the last `grow`: at most `max_rows` rows, root included. Changes no state."""
+        """Called once per round. Returns guesses for the text at the last `grow`: at most `max_rows` rows, root
+        included. Changes no state."""
         ...
 
     def end(self, text: Text) -> None:
-        """The text has ended. It may be kept for later texts of its tenant."""
+        """Called when the text has ended. It may be kept for later texts of its tenant."""
         ...
 
 
 def trust(matched: int) -> float:
-    """Prior chance that what followed a match of so many tokens follows again: m / (m + 1)."""
+    """Prior chance that the token which followed a match of m tokens follows again: m / (m + 1).
+
+    >>> trust(1), trust(3)
+    (0.5, 0.75)
+    """
     return matched / (matched + 1)

@@ -1,4 +1,4 @@
-"""Proposals for a text's rounds, and what a router keeps of each tenant for them.
+"""Proposals for a text's rounds, and the history of each tenant from which they are made.
 
 Proposals for a round are available before its shape is chosen (`offer`), so that the drafter need not be asked where
 they suffice. A drafter's tree is merged with them.
@@ -28,7 +28,7 @@ OFFERED = 32
 OUTPUT_TOKENS = 8192
 """Most tokens of past answers kept for a tenant at a target."""
 COUNTED_TENANTS = 16
-"""The last tenants with whose counts a new tenant begins."""
+"""Number of last tenants with whose counts a new tenant begins."""
 TENANTS = 64
 """Tenants of a target whose past answers and counts are kept; beyond that the least recently used is dropped."""
 
@@ -77,7 +77,7 @@ class Proposals:
         return merge([tree, *self._trees], min(rows, self._max_rows), self._max_depth)
 
     def end(self, text: Text) -> None:
-        """The text has ended. May be called again."""
+        """Record that the text has ended. May be called again."""
         if not self._ended:
             self._ended = True
             for proposer in self._proposers:
@@ -86,25 +86,25 @@ class Proposals:
 
 @dataclass(slots=True)
 class TenantHistory:
-    """What a router keeps of one tenant's requests at a target: answers, and counts of proposals that came true."""
+    """History of one tenant's requests at a target: answers, and counts of proposals that came true."""
 
     outputs: Outputs = field(default_factory=lambda: Outputs(OUTPUT_TOKENS))
-    chances: defaultdict[str, Chances] = field(default_factory=lambda: defaultdict(Chances))  # by temperature class
+    chances: defaultdict[str, Chances] = field(default_factory=lambda: defaultdict(Chances))  # key: temperature class
 
 
 class ProposalLibrary:
-    """What a router keeps for the proposers of one target, separately per tenant: no tenant's proposals come from
-    another's text. The counts of a new tenant's proposals, which contain no text, begin with others'."""
+    """Histories of all tenants of one target. No tenant's proposals come from another tenant's text. Only the counts of
+    a new tenant, which contain no text, begin with those of others."""
 
     def __init__(self, names: Sequence[str], max_rows: int, max_depth: int) -> None:
         """names: proposers, in the order in which they win ties   max_rows, max_depth: limits of the target"""
         self._names = names
         self._max_rows = max_rows
         self._max_depth = max_depth
-        self._pasts: OrderedDict[str, TenantHistory] = OrderedDict()  # by tenant
+        self._pasts: OrderedDict[str, TenantHistory] = OrderedDict()  # key: tenant
 
     def of(self, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
-        """The proposals for a new text; None where it has none.
+        """Make the proposals of a new text; None if the target has no proposers, or the request allows no guesses.
 
         max_rows: the request's limit for a tree
 
@@ -124,7 +124,7 @@ class ProposalLibrary:
         return Suffix(past.outputs, TEXT_TOKENS)
 
     def _begun(self) -> TenantHistory:
-        """A new tenant's: no answers, and the counts of the last tenants together."""
+        """History of a new tenant: no answers, and the counts of the last tenants together."""
         others, begun = list(islice(reversed(self._pasts.values()), COUNTED_TENANTS)), TenantHistory()
         for kind in {kind for other in others for kind in other.chances}:
             begun.chances[kind] = usual_chances(other.chances[kind] for other in others if kind in other.chances)

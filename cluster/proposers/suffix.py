@@ -20,11 +20,11 @@ from cluster.proposers.proposal import LEAST, Proposal, trust
 END = -1
 """Separator between texts, or parts of one. It is no token, so no match crosses it."""
 LONGEST = 32
-"""Tokens of the text's end that are matched."""
+"""Most tokens of the text's end that are matched."""
 SHORT = 8
 """Tokens of the text's end that are matched first. Most matches are shorter, and then no more tokens are read."""
 COUNTED = 16
-"""States whose count a token increases, longest suffixes first. Where one token is repeated many times, the counts of
+"""Most states whose count a token increases, longest suffixes first. If a token is repeated many times, the counts of
 shorter suffixes are too low."""
 WIDTH = 4
 """Most children of a row."""
@@ -42,7 +42,7 @@ class Automaton:
     def __init__(self) -> None:
         self._next: list[dict[int, int]] = [{}]  # transitions of each state; state 0 is the empty substring
         self._link = array("q", [-1])  # the state of the longest suffix that ends in more places
-        self._length = array("q", [0])  # of the longest substring
+        self._length = array("q", [0])  # length of each state's longest substring
         self._count = array("q", [0])  # places where it ends
         self._last = 0
         self.tokens = 0

@@ -11,7 +11,7 @@ from dendro.v1 import generation_pb2 as pb
 log = logging.getLogger("dendro.router")
 
 UNACCEPTED = 1000
-"""Guesses without an accepted one, from a router's start, after which it warns."""
+"""Number of guesses from a router's start, none of them accepted, after which it warns."""
 
 
 class AcceptanceWatch:

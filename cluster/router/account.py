@@ -1,4 +1,4 @@
-"""A request's statistics by round."""
+"""Statistics of a request's rounds."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class RoundAccount:
     """Counts and times a request's rounds."""
 
     def __init__(self, policy: str, names_drafters: bool = False) -> None:
-        """policy: its name   names_drafters: whether arms are named with their drafters"""
+        """policy: name of the policy   names_drafters: True if arms are named with their drafters"""
         self.stats = pb.SpeculationStats(policy=policy)
         self._names_drafters = names_drafters
-        self._drafters: dict[str, pb.DrafterStats] = {}  # by name, in the order of their first rounds
+        self._drafters: dict[str, pb.DrafterStats] = {}  # key: name; in the order of first rounds
         self._first_s = 0.0  # when the first round ended
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float) -> None:
-        """Record a round that took so long, and ended now."""
+        """Record a round. took_us: time of the round   now_s: time at which it ended"""
         first = self.stats.rounds == 0
         self._count(arm, tree, verdict)
         self._time(tree, verdict, took_us, now_s, first)
@@ -70,8 +70,8 @@ class RoundAccount:
     def fill(
         self, complete: pb.GenerateComplete, openings: Mapping[str, Opened], target: Opened | None, moves: int
     ) -> None:
-        """Set the statistics of `complete`. openings: of the drafters that opened the text, by name   target: of the
-        verifier   moves: to other verifiers"""
+        """Set the statistics of `complete`. openings: opening at each drafter that opened the text, by name
+        target: opening at the verifier   moves: number of moves to other verifiers"""
         complete.speculation.CopyFrom(self.stats)
         complete.speculation.verifier_moves = moves
         complete.drafters.extend(self._drafters.values())
@@ -85,7 +85,7 @@ class RoundAccount:
 
 
 def _accepted_of_drafter(tree: DraftTree, verdict: Verdict) -> int:
-    """Accepted guesses, those aside that are the router's proposals alone."""
+    """Number of accepted guesses without those that are the router's proposals alone."""
     if not tree.proposed:
         return len(verdict.ranks)
     rows, last = verdict.path[1:], verdict.path[-1]

@@ -1,4 +1,4 @@
-"""Checks every field of a request before a model sees it, and makes it a `Job`."""
+"""Checks every field of a request before a model sees it, and makes a `Job` of it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BEGIN_AGAIN = "begin the turn again, with the same request_id"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What admission needs of a target, to refuse requests that it cannot serve."""
+    """Facts of a target by which admission refuses requests that the target cannot serve."""
 
     name: str
     tokenizer: Tokenizer
@@ -51,7 +51,7 @@ class Served:
     max_length: int
     end_ids: frozenset[int]
     dtype: str
-    grammars: Grammars | None = None  # of its tokenizer; None: no structure can be requested
+    grammars: Grammars | None = None  # grammars for the tokenizer; None: no structure can be requested
 
     @classmethod
     def of(cls, name: str, target: TargetConfig, facts: Facts, structures: Structures) -> Served:
@@ -79,7 +79,7 @@ class Job:
 
     request_id: str
     tenant: str
-    answers: int  # of the request; the others are `of_sample`
+    answers: int  # number of answers of the request; `of_sample` makes the jobs of the others
     served: Served
     sampling: Sampling
     prompt: list[int]  # the text before the answer, a session's earlier turns included
@@ -88,26 +88,26 @@ class Job:
     stops: StopStrings
     structure: Structure | None
     complete: bool | None  # `held` has the whole of a structured answer; None: not read, the target may have changed
-    logprobs: int | None  # as of `Text`
+    logprobs: int | None  # number of likeliest tokens with log-probabilities beside each token's; None: none
     echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
     shows_special: bool  # whether texts have special tokens
     plan: SpeculationPlan
     kind: PriorKey
-    experience: Experience  # its tenant's
+    experience: Experience  # costs of the tenant
     session: str  # the session's token; empty: no session
-    resume: pb.Resume | None  # without its tokens
-    record: Record | None  # of the session so far; None: it begins with this request
-    began_s: float  # by the router's clock
+    resume: pb.Resume | None  # the request's resume, its tokens removed
+    record: Record | None  # record of the session so far; None: the session begins with this request
+    began_s: float  # time of admission on the router's clock
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
 
     def of_sample(self, sample: int) -> Job:
-        """Another answer of the same request, which is not checked again: it has another sample index, and no echo."""
+        """Job of another answer of this request, with another sample index and no echo. Nothing is checked again."""
         index = self.sampling.sample_index + sample
         return replace(self, sampling=self.sampling.of_sample(index), echo_start=None)
 
     @property
     def marks(self) -> tuple[int, ...]:
-        """Lengths at which earlier turns ended; of a written turn that is computed again, not those of later turns."""
+        """Lengths at which earlier turns ended. Turns after a written turn that is computed again are left out."""
         marks = self.record.marks if self.record is not None else ()
         return tuple(mark for mark in marks if mark <= len(self.prompt))
 
@@ -117,12 +117,12 @@ class Job:
 
     @property
     def scores(self) -> bool:
-        """Whether it asks for the prompt's log-probabilities alone, without a token of an answer."""
+        """True if the request asks for the prompt's log-probabilities alone, without a token of an answer."""
         return not self.answer_length
 
     @property
     def decoder(self) -> Tokenizer:
-        """What makes its texts."""
+        """Tokenizer that decodes the answer."""
         return self.served.tokenizer.showing() if self.shows_special else self.served.tokenizer
 
     def before_answer(self) -> Sequence[int]:
@@ -136,12 +136,13 @@ class Job:
 
     @property
     def echo_from(self) -> int | None:
-        """As of `Text`: the first token of a text has no log-probability."""
+        """Position of the first token whose log-probability the opening reports; None: none. The first token of a text
+        has none."""
         return max(self.echo_start, 1) if self.echo_start is not None and self.logprobs is not None else None
 
     @property
     def computed_again(self) -> bool:
-        """Whether the rest of the written turn is computed: a record has no log-probabilities."""
+        """True if the rest of a written turn is computed again, because a record has no log-probabilities."""
         return self.written is not None and self.logprobs is not None and len(self.held) < self.answer_length
 
 
@@ -264,7 +265,7 @@ class Admission:
             _check_written(written, earlier, prompt, held, sampling.mode)
             index = sampling.sample_index if request.sampling.HasField("sample_index") else written.sample_index
             sampling, end = replace(sampling, seed=written.seed, sample_index=index), written.end
-            # Its stop string or structure may have ended it before `min_new_tokens`.
+            # A stop string or the structure may have ended the turn before `min_new_tokens`.
             least = min(request.min_new_tokens, end - len(prompt))
         else:
             end, least = len(prompt) + self._new_tokens(request, served, prompt, held), request.min_new_tokens
@@ -312,8 +313,8 @@ class Admission:
         )
 
     async def _record(self, request: pb.GenerateRequest, tenant: str) -> Record | None:
-        """The session so far; None where the request begins one. A resume of such a request names the session that
-        `started` reported, which has a record only if an earlier attempt completed the turn."""
+        """Record of the session so far; None if the request begins one. A resume of such a request names the session
+        that `started` reported, which has a record only if an earlier attempt completed the turn."""
         if not request.session:
             return None
         try:
@@ -347,7 +348,7 @@ class Admission:
             if size > limit:
                 raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
             encode = served.tokenizer.encode_literally if request.literal_prompt else served.tokenizer.encode
-            work = LONG if request.literal_prompt else size // 2  # its encoder is made for the first such prompt
+            work = LONG if request.literal_prompt else size // 2  # the first literal prompt makes the encoder
             ids = await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
         else:
             ids = []
@@ -377,7 +378,7 @@ class Admission:
 
 
 def _without_tokens(resume: pb.Resume) -> pb.Resume:
-    """A copy of the other fields: a part of a message would keep all of it."""
+    """Copy a resume without its tokens: a part of a message would keep all of it."""
     return pb.Resume(
         seed=resume.seed,
         prompt_tokens=resume.prompt_tokens,
@@ -387,14 +388,14 @@ def _without_tokens(resume: pb.Resume) -> pb.Resume:
 
 
 async def _grammar_of(structure: Structure, tenant: str, served: Served) -> Grammar:
-    """Raises BadRequest for a structure that does not compile, and Overloaded where too many wait for that."""
+    """Compile a structure. Raises BadRequest if it does not compile, and Overloaded if too many wait for that."""
     if served.grammars is None:
         raise BadRequest("structure", f"cannot be enforced for the target {served.name!r}")
     return await served.grammars.compiled(structure, tenant)
 
 
 async def _completes(grammar: Grammar, held: list[int], limits: Limits, served: Served) -> bool:
-    """Whether the client has the whole of a structured answer. Raises BadRequest for tokens that it does not allow."""
+    """True if the client has the whole of a structured answer. Raises BadRequest for tokens that are not allowed."""
     text = grammar.text(0, () if limits.ignore_end else served.end_ids, limits.stop_ids)
     if held:
         try:

@@ -1,4 +1,4 @@
-"""The events of a prompt that its client asked to get back."""
+"""Events of a prompt that its client asked to get back."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ECHO_PART = 512
 
 
 async def echo_of(job: Job, logprobs: EchoedLogprobs = NOT_ECHOED) -> AsyncIterator[pb.GenerateResponse]:
-    """The request's own prompt, in parts; none where it did not ask. Each is made when it is asked for, so that other
-    requests' rounds come between. logprobs: of its tokens from `job.echo_from` on"""
+    """Yield the request's own prompt, in parts; nothing if the request did not ask for it. Each part is made when the
+    consumer asks for it, so that other requests' rounds come between. logprobs: of tokens from `job.echo_from` on"""
     if job.echo_start is None:
         return
     stream = TextStream(job.decoder, job.prompt[: job.echo_start])

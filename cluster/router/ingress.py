@@ -57,7 +57,7 @@ from cluster.sessions import Sessions, Turn
 log = logging.getLogger("dendro.router")
 
 CLOSE_BUDGET_S = 1.0
-"""How long `complete` waits for the peers to save their last states."""
+"""Seconds that `complete` waits for the peers to save their last states."""
 AHEAD = 4
 """Finished rounds that may wait to be sent: sending does not delay the next round, and decoding stops for a client that
 does not read."""
@@ -243,7 +243,7 @@ class Ingress:
         yield await self._completed(job, text, answer, finish, verifier.hello.target, complete, ending)
 
     def _speculation(self, job: Job, text: Text, running: RunningRequest) -> RequestSpeculation:
-        """How the text is speculated on; its verifier's handle exists."""
+        """Make the text's speculation. The verifier's handle must exist."""
         name, plan = job.served.name, job.plan
         drafters = self._peers.drafters(name, text, running, plan.deadline_s, plan.adaptive)
         proposals = self._libraries[name].of(job.tenant, plan.proposed_rows, job.sampling.temperature)
@@ -358,11 +358,11 @@ class Ingress:
 
 
 REFUSED, LEFT = "refused", "left"
-"""Outcomes in the log: of an answer that did not begin, and of one whose client went away."""
+"""Outcomes in the log for an answer that did not begin, and for one whose client went away."""
 
 
 class Ending:
-    """What the log says of an answer: how it ended, and the statistics of its rounds."""
+    """The end of an answer, as the log has it: the outcome, and the statistics of the rounds."""
 
     def __init__(self, outcome: str = REFUSED) -> None:
         self.outcome = outcome
@@ -381,9 +381,9 @@ class _FinishedRound:
     """A round whose chunk is not made yet: without stop strings, its text is decoded after the next round's call was
     sent."""
 
-    offset: int  # tokens of the answer before it
+    offset: int  # tokens of the answer before this round
     verdict: Verdict
-    arm: str  # its name
+    arm: str  # name of the arm
 
     def message(self, answer: AnswerText) -> pb.GenerateResponse:
         tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
@@ -394,7 +394,7 @@ class _FinishedRound:
 
 
 async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:
-    """The same chunks, made by a task that runs up to AHEAD chunks ahead of the consumer.
+    """Pass chunks on. A task makes them and runs up to AHEAD chunks ahead of the consumer.
 
     After `limit_s` seconds `chunks` is closed, even without a consumer that reads, and Overloaded is raised after the
     chunks that were ready. (A timeout has no effect in a generator that is not resumed, hence the task.)
@@ -432,7 +432,7 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
 
 
 def _work_of_held(job: Job) -> int:
-    """What `_held_answer` costs, in tokens of other work (`off_loop`)."""
+    """Cost of `_held_answer` in tokens of other work (`off_loop`)."""
     return SEARCH_WORK * (len(job.held) + job.stops.characters) if job.stops.strings else len(job.held)
 
 

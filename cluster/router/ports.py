@@ -1,4 +1,4 @@
-"""What the router calls of its peers, as Protocols."""
+"""Ports through which the router calls its peers."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from cluster.router.rounds import Drafter, Verifier
 
 
 class HandlePort(Protocol):
-    """What the handles of drafters and verifiers have in common."""
+    """Common part of the handles of drafters and verifiers."""
 
     async def close(self, text: Text) -> None:
-        """Release the lease; the peer saves its state of `text`. Never raises."""
+        """Called when the request ends. Releases the lease; the peer saves its state of `text`. Never raises."""
         ...
 
 
@@ -29,25 +29,25 @@ class DrafterPort(Drafter, HandlePort, Protocol):
 
     @property
     def openings(self) -> Mapping[str, Opened]:
-        """Tokens and time of the first opening at each drafter that has opened the text, by its name."""
+        """Tokens and time of the first opening at each drafter that has opened the text, by the drafter's name."""
         ...
 
     def strike(self, arm: Arm) -> None:
-        """Count a tree of this arm that the verifier refused. After some of them its drafter is asked for no more."""
+        """Called after a round whose tree the verifier refused. Counts the tree; after some of them the arm's drafter
+        is asked for no more."""
         ...
 
     async def prepare(self, text: Text, arm: Arm) -> None:
-        """Open the text at the arm's drafter in the background, where the request may speculate: a later round will
-        likely ask for its tree. Returns when the opening has begun."""
+        """Called before a first round without a tree, if a later round will likely ask for one. Opens the text at the
+        arm's drafter in the background, if the request may speculate. Returns when the opening has begun."""
         ...
 
 
 class VerifierPort(Verifier, HandlePort, Protocol):
-    """A verifier, leased for one request. `moves` counts its replacements; `hello` is that of the leased replica, None
-    until there is one."""
+    """A verifier, leased for one request."""
 
-    moves: int
-    hello: Hello | None
+    moves: int  # number of replacements of the verifier
+    hello: Hello | None  # hello of the leased replica; None until one is leased
 
     @property
     def opened(self) -> Opened | None:
@@ -55,29 +55,38 @@ class VerifierPort(Verifier, HandlePort, Protocol):
         ...
 
     async def prompt_logprobs(self) -> EchoedLogprobs:
-        """Wait until the text is open; the log-probabilities of its tokens from `Text.echo_from` on. Raises what ended
-        the opening."""
+        """Wait until the text is open. Returns the log-probabilities of its tokens from `Text.echo_from` on. Raises the
+        error that ended the opening."""
         ...
 
     async def first_hello(self) -> Hello:
-        """Wait for the first leased verifier's hello. Raises PeerLost or Overloaded where none is leased."""
+        """Wait for the first leased verifier. Returns its hello. Raises PeerLost or Overloaded if none is leased."""
         ...
 
 
 class PeersPort(Protocol):
-    """Makes handles, without waiting. A verifier's sends the text at once, a drafter's when a tree is first requested.
-    `deadline_s` is the request's limit on the wait for a draft; it can only shorten the configured one. `adaptive`: the
-    wait is also bounded by what drafts and rounds usually take (`Pace.deadline_s`). `beside`: a text that begins alike
-    and has a verifier; this one is opened at the same replica, under the same lease, once that one is open.
-    `plain_first`: the first round will have no tree; the verifier may verify the root with the text."""
+    """Makes handles of a request's peers, without waiting."""
 
     def drafters(
         self, target: str, text: Text, gate: RunningRequest, deadline_s: float = math.inf, adaptive: bool = True
-    ) -> DrafterPort: ...
-    def verifier(
-        self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False
-    ) -> VerifierPort: ...
+    ) -> DrafterPort:
+        """Called once per request, after `verifier`. Returns a handle that sends the text when a tree is first
+        requested.
+
+        deadline_s: the request's limit on the wait for a draft; it can only shorten the configured one
+        adaptive: True if the wait is also bounded by usual times of drafts and rounds (`Pace.deadline_s`)
+        """
+        ...
+
+    def verifier(self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False) -> VerifierPort:
+        """Called once per request. Returns a handle that sends the text at once.
+
+        beside: a text with the same prompt that has a verifier; this text is opened at that replica, under the same
+        lease, once that one is open   plain_first: True if the first round has no tree, so that the verifier may verify
+        the root together with the prompt
+        """
+        ...
 
     def expect(self, facts: ClusterFacts) -> None:
-        """From now on, use only replicas of these checkpoints."""
+        """Called once, before any handle is made. Only replicas of these checkpoints are used from then on."""
         ...

@@ -14,28 +14,29 @@ from cluster.policies.prior import Prior, PriorKey, PriorStore, pair_prior
 KINDS = 512
 """Kinds whose priors a router caches; beyond that the least recently used is dropped."""
 PAIR_TENANTS = 32
-"""Tenants whose last requests decide with what a new tenant's first one begins."""
+"""Number of last tenants whose requests make the prior of a new tenant's first request."""
 WRITES = 8
 """Concurrent writes, at most one for each kind; others are queued."""
 WAIT_S = 0.01
-"""How long a request waits for its kind's prior while that is read. A prior that comes later is for later requests."""
+"""Seconds that a request waits while its kind's prior is read. A prior that comes later is for later requests."""
 
 
 class Priors:
-    """Not thread-safe: bound to one event loop. No call raises; `of` waits at most WAIT_S, while a prior is read."""
+    """A router's priors. Not thread-safe: bound to one event loop. No call raises; `of` waits at most WAIT_S, while a
+    prior is read."""
 
     def __init__(self, store: PriorStore) -> None:
         self._store = store
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
-        self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # by kind, without what its tenant began with
-        self._stored: dict[PriorKey, Prior] = {}  # of all tenants, as the store had it
+        self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # notes alone, without the tenant's first prior
+        self._stored: dict[PriorKey, Prior] = {}  # priors of all tenants as read from the store
         self._reading: dict[PriorKey, asyncio.Task[None]] = {}
         self._writing: dict[PriorKey, asyncio.Task[bool]] = {}
         self._unwritten: dict[PriorKey, None] = {}  # kinds with changes that are not in the store, in order
 
     async def of(self, key: PriorKey, experience: Experience) -> Prior:
-        """The prior of a kind, read-only. Reads the store where this router has not cached the kind. `experience`
-        takes its costs for loads at which it has none."""
+        """The prior of a kind, read-only. Reads the store if this router has not cached the kind. `experience` takes
+        the prior's costs for loads at which it has none."""
         if key not in self._known:
             self._remember(key)
             self._reading[key] = asyncio.create_task(self._read(key, experience))

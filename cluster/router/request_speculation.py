@@ -1,4 +1,4 @@
-"""How one request is speculated on: to the loop, its policy and its drafter in one object."""
+"""Speculation of one request: the loop's policy and drafter in one object."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RequestSpeculation:
         proposals: Proposals | None = None,
         clock: Clock = time.monotonic,
     ) -> None:
-        """clock: seconds"""
+        """clock: returns seconds"""
         self.notes = Prior()  # statistics of this request's rounds, for later requests of its kind
         self.account = RoundAccount(plan.name, plan.names_drafters)
         self._plan = plan
@@ -48,15 +48,15 @@ class RequestSpeculation:
         self._stopping = StopRule(experience) if plan.stops else None
         self._clock = clock
         self._hello: Hello | None = None
-        self._arm: Arm = OFF_ARM  # of the current round
-        self._began_s = 0.0  # when the current round began
-        self._disturbed = False  # a prompt was processed when it began
-        self._announced = False  # the verifier may have begun the next round, without a tree
-        self._delayed = False  # the policy chose a tree for the current round, which was announced without one
+        self._arm: Arm = OFF_ARM  # the current round's arm
+        self._began_s = 0.0  # time at which the current round began
+        self._disturbed = False  # True if a text was being opened when the current round began
+        self._announced = False  # True if the verifier may have begun the next round, without a tree
+        self._delayed = False  # True if the policy chose a tree for a round that was announced without one
 
     @property
     def arm_name(self) -> str:
-        """The current round's arm, as in the statistics: with its drafter where the target has several."""
+        """Name of the current round's arm in statistics: with its drafter if the target has several."""
         return self._arm.name(self._plan.names_drafters)
 
     def learn_hello(self, hello: Hello | None) -> None:
@@ -67,8 +67,8 @@ class RequestSpeculation:
             self.account.stats.step_sizes[:] = hello.step_sizes
 
     async def prepare(self) -> None:
-        """Open the text at the drafter of the arm that the policy would choose, where the first round has no tree:
-        a later round will likely ask for one. Returns when the opening has begun."""
+        """If the first round has no tree, open the text at the drafter of the arm that the policy would choose: a later
+        round will likely ask for its tree. Returns when the opening has begun."""
         if self._plan.plain_first:
             await self._drafters.prepare(self._text, self._chosen())
 
@@ -84,9 +84,8 @@ class RequestSpeculation:
         return self._arm
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        """The drafter's tree, merged with the proposals. A round without a tree announces the next one, where that
-        likely has none either (`DraftTree.ahead`). A tree that is chosen for an announced round is drafted a round
-        later."""
+        """Draft a tree and merge it with the proposals. A round without a tree announces the next one if that likely
+        has none either (`DraftTree.ahead`). A tree that is chosen for an announced round is drafted a round later."""
         proposals = None if arm.off else self._proposals
         if proposals is not None:
             proposals.propose(text)
@@ -98,7 +97,7 @@ class RequestSpeculation:
             return DraftTree.root_only(text.root, ahead=True) if self._announced else tree
         if proposals is None:
             return tree
-        # What a draft that stopped in time left out is not worth its verification: proposals do not fill these rows.
+        # Rows that a stopped draft left out are not worth their verification: proposals do not fill them.
         rows = tree.rows if arm.shape.stops and not tree.missed else arm.rows
         return proposals.merged(tree, self._experience.concurrency.sizes.padded(rows) if arm.drafted else rows)
 
@@ -110,7 +109,7 @@ class RequestSpeculation:
         self._plan.policy.learn(arm, tree, verdict)
         self.notes.learn(arm, tree, verdict, self._plan.adaptive)
         self._running.begun()
-        if not first and self._plan.learns:  # the first also waits for the text to be opened
+        if not first and self._plan.learns:  # the first round also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
             self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
         if self._stopping is not None:
@@ -124,12 +123,13 @@ class RequestSpeculation:
         await self._drafters.close(text)
 
     def fill(self, complete: pb.GenerateComplete, target: Opened | None, moves: int) -> None:
-        """Set the statistics of `complete`. target: the first opening at a verifier   moves: to other verifiers"""
+        """Set the statistics of `complete`. target: the first opening at a verifier   moves: number of moves to other
+        verifiers"""
         self.account.fill(complete, self._drafters.openings, target, moves)
 
     @property
     def openings(self) -> Mapping[str, Opened]:
-        """The first opening at each drafter that has opened the text, by its name."""
+        """The first opening at each drafter that has opened the text, by the drafter's name."""
         return self._drafters.openings
 
     def _chosen(self) -> Arm:

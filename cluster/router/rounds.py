@@ -12,20 +12,21 @@ from cluster.arms import Arm
 
 
 class Drafter(Protocol):
-    """Drafts a tree of an arm's shape by the arm's drafter. Returns the root alone where the arm has none, or the draft
-    is late or lost; never raises for that."""
+    """Called once per round, after the policy. Returns a tree of the arm's shape from the arm's drafter; the root alone
+    if the arm has no drafter, or the draft is late or lost. Never raises for that."""
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree: ...
 
 
 class Verifier(Protocol):
-    """Verifies a tree with the target. The emitted tokens do not depend on the tree."""
+    """Called once per round with its tree. Returns the target's tokens, which do not depend on the tree."""
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict: ...
 
 
 class Policy(Protocol):
-    """Picks an arm for every round. Arithmetic only: no clock, no store."""
+    """`choose` is called first in each round and returns its arm; `learn` is called last, with the round's outcome.
+    Arithmetic only: no clock, no store."""
 
     def choose(self) -> Arm: ...
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None: ...
@@ -37,7 +38,7 @@ async def rounds(text: Text, drafter: Drafter, verifier: Verifier, policy: Polic
         arm = policy.choose()
         tree = await drafter.draft(text, arm)  # the root alone when off, late or lost
         verdict = await verifier.verify(text, tree)
-        verdict = text.commit(verdict)  # before the client sees it; cut at a stop string
+        verdict = text.commit(verdict)  # precedes the client's copy; cut at a stop string
         policy.learn(arm, tree, verdict)  # tree and verdict carry their costs
         yield verdict
         if verdict.finished:

@@ -43,8 +43,8 @@ def _numbered(response: pb.GenerateResponse, sample: int) -> pb.GenerateResponse
 
 
 async def merged(streams: Sequence[Responses]) -> Responses:
-    """The responses of several streams as they come, each with the number of its stream. Raises the first error of any
-    stream; all are closed before it ends."""
+    """Yield the responses of several streams as they come, each with the number of its stream. Raises the first error
+    of any stream; all streams are closed before it ends."""
     waiting: asyncio.Queue[pb.GenerateResponse | None] = asyncio.Queue(WAITING)
 
     async def drive(sample: int, stream: Responses) -> None:

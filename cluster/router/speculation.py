@@ -31,18 +31,18 @@ MODES = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculationPlan:
-    """How one request is speculated on."""
+    """Policy of one request, and limits on its trees and drafts."""
 
-    name: str  # of the policy; "off" and "fixed" in these modes
+    name: str  # name of the policy; "off" and "fixed" in these modes
     policy: InformedPolicy
-    free: bool = False  # the configured policy without bounds of its own: speculation trials may include the request
+    free: bool = False  # True if speculation trials may include the request: the configured policy, without own bounds
     proposed_rows: int = 1  # most rows of a tree with proposals; 1: none are added to a fixed shape that is drafted
     deadline_s: float = math.inf  # the request's limit on a round's wait for its draft
-    stops: bool = False  # whether an arm is `until(auto,...)`, whose numbers are computed before each round
-    adaptive: bool = True  # whether a round may stop waiting for a slow draft sooner; False in modes off and fixed
-    plain_first: bool = False  # whether the first round is without a tree, so that the verifier runs it with the prompt
-    learns: bool = True  # whether its rounds count for what later requests expect: not of a fixed shape in LISTED_MODES
-    names_drafters: bool = False  # whether statistics name the drafter beside the shape: the target has several
+    stops: bool = False  # True if an arm is `until(auto,...)`, whose numbers are computed before each round
+    adaptive: bool = True  # True if a round may stop waiting for a slow draft sooner; False in modes off and fixed
+    plain_first: bool = False  # True if the first round has no tree, so that the verifier runs it with the prompt
+    learns: bool = True  # True if rounds teach later requests' costs; False for a fixed shape in LISTED_MODES
+    names_drafters: bool = False  # True if statistics name the drafter beside the shape: the target has several
 
 
 def plan_speculation(

@@ -35,11 +35,11 @@ class Tokenizer(Protocol):
         ...
 
     def encode_literally(self, text: str, begins: bool) -> list[int]:
-        """The same, but texts of special tokens in it are ordinary text."""
+        """Token ids of a text in which texts of special tokens are ordinary text. begins: see `encode`"""
         ...
 
     def knows(self, text: str) -> bool:
-        """Whether no part of a text becomes the unknown token."""
+        """True if no part of a text becomes the unknown token."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -51,7 +51,7 @@ class Tokenizer(Protocol):
         ...
 
     def showing(self) -> Tokenizer:
-        """The same tokenizer, whose `decode` turns special tokens into text, too."""
+        """A tokenizer with the same ids whose `decode` turns special tokens into text, too."""
         ...
 
 
@@ -106,7 +106,7 @@ class CheckpointTokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """Whether it has a chat template."""
+        """True if the checkpoint has a chat template."""
         return bool(self._tokenizer.chat_template)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:

@@ -1,4 +1,4 @@
-"""Bad words and biases that a request gives as texts, as tokens of the target."""
+"""Converts bad words and biases that a request gives as texts to tokens of the target."""
 
 from __future__ import annotations
 
