@@ -286,7 +286,7 @@ def _replicas_of(model: ModelConfig) -> dict[str, Any]:
 
 
 def _routers_of(router: Router) -> dict[str, Any]:
-    """The same for routers, which scale by what they report: Serve sees no calls of their clients."""
+    """Options of a router deployment's replicas. Routers scale by what they report: Serve sees no calls of clients."""
     scaling = router.autoscaling
     if scaling is None:
         return {"num_replicas": router.replicas}

@@ -41,11 +41,11 @@ class ModelReport:
     replicas: int
     commit: str  # empty for a folder
     weights: int | None
-    stored: str = ""  # of a GGUF file: its tensors by the types in which they are stored
+    stored: str = ""  # types of tensors stored in a GGUF file, with their numbers; empty for other files
     memory: dict[str, int] | None = None
-    exactness: str = ""  # of a loaded target: bitwise or margin
-    kernels: str = ""  # of a loaded model: which forms of its products and layers run
-    arms: list[str] = field(default_factory=list)  # of a target
+    exactness: str = ""  # bitwise or margin; empty unless a loaded target
+    kernels: str = ""  # forms of products and layers that run; empty unless loaded
+    arms: list[str] = field(default_factory=list)  # arms of a target
     left_out: dict[str, str] = field(default_factory=dict)  # configured arms that it cannot use, and why
 
     @property
@@ -91,8 +91,8 @@ class Timings:
     """Times of the models that were loaded, by name; none without a timer."""
 
     timer: Timer | None = None
-    steps: dict[str, Steps] = field(default_factory=dict)  # of targets
-    drafts: dict[str, Drafts] = field(default_factory=dict)  # of drafters
+    steps: dict[str, Steps] = field(default_factory=dict)  # key: target
+    drafts: dict[str, Drafts] = field(default_factory=dict)  # key: drafter
 
     def time_target(self, name: str, engine: TargetEngine, most_rows: int) -> None:
         if self.timer is not None:
@@ -146,7 +146,7 @@ def _worth(config: Config, pair: Pair, timings: Timings) -> str:
 
 
 def _examine_redis(config: Config, report: Report) -> None:
-    """Whether Redis can be reached from here, and whether it would evict sessions before saved states."""
+    """Find whether Redis can be reached from here, and whether it would evict sessions before saved states."""
     if not config.redis.url:
         report.redis = "embedded: it starts and ends with the cluster"
         return
@@ -223,7 +223,7 @@ def _load_model(config: Config, section: str, entry: ModelReport, longest: int, 
         engine, workers = drafting, 1
         timed = partial(timings.time_drafter, entry.name, drafting)
     try:
-        own = engine.memory_bytes(longest)  # of this process; each other worker needs as much
+        own = engine.memory_bytes(longest)  # bytes in this process; each other worker needs as much
         entry.memory = {part: count * workers for part, count in own.items()}
         entry.weights = _weights(model) or entry.weights
         entry.exactness = asyncio.run(engine.hello()).exactness

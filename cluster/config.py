@@ -299,7 +299,7 @@ class Grpc(Section):
         return self._ports(self.port, 1 if self.share_port else routers)
 
     def status_ports(self, routers: int) -> range:
-        """The same of its port for metrics and health."""
+        """Ports of which a router takes the first that is free for metrics and health, where `routers` of them run."""
         return self._ports(self.status_port, routers)
 
 

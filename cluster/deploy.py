@@ -20,13 +20,13 @@ from cluster.failed_start import last_line, refusal_in
 from cluster.serve_config import APPLICATION, ENVIRONMENT
 
 OBJECT_STORE_BYTES = 100 << 20
-"""Near the minimum that Ray accepts: we do not use its object store."""
+"""Size of Ray's object store, near the least that Ray accepts: we do not use it."""
 STOP_S = 20.0
 STATUS_PERIOD_S = 0.2
 REPLICA_LOGS = "The replicas' logs are in /tmp/ray/session_latest/logs/serve."
 ANSWER_S = 30.0
-"""How long routers may take to report their addresses."""
-_ray_processes: list[psutil.Process] = []  # those that Ray started below this process; one cluster at a time
+"""Seconds that routers may take to report their addresses."""
+_ray_processes: list[psutil.Process] = []  # processes that Ray started below this one; one cluster at a time
 
 AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
 """Ray's default, set explicitly to silence its warning."""
@@ -82,8 +82,8 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
 
 
 def _run(application: Any) -> None:
-    """As `serve.run`, but a model that a replica refuses ends it at once: Serve would start the replica twice more, and
-    report the name of the deployment alone."""
+    """Run an application like `serve.run`, but end at once if a replica refuses a model: Serve would start the replica
+    twice more, and report the name of the deployment alone."""
     from ray import serve
     from ray.serve.schema import ApplicationStatus
 

@@ -65,7 +65,7 @@ class DrafterFigures(BaseModel):
     by_temperature: tuple[RankFigures, ...] = Field(min_length=1, max_length=64)
 
     def at(self, temperature: float) -> RankFigures:
-        """Those of the nearest temperature."""
+        """Figures of the temperature nearest to the given one."""
         return min(self.by_temperature, key=lambda each: abs(each.temperature - temperature))
 
 

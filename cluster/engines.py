@@ -73,7 +73,7 @@ def load_drafter(
 
 
 def _follows_structures(name: str, drafter: DrafterConfig) -> bool:
-    """Whether a drafter masks its guesses by the structures of answers. The log has the reason where it cannot."""
+    """True if a drafter masks its guesses by the structures of answers. The log has the reason where it cannot."""
     available = find_spec("llguidance") is not None
     if drafter.structures and not available:
         log.info("drafter %s: guesses without the structures of answers: following them %s", name, INSTALL)
@@ -215,7 +215,7 @@ def _start_actors(name: str, target: TargetConfig, invitations: Sequence[Invitat
         options = actor_options(target.resources, engine_environment(target.threads))
         workers.append(ray.remote(Worker).options(scheduling_strategy=place, max_restarts=0, **options).remote())
     _workers.extend(workers)
-    if target.on_hub:  # before they join, as a download may exceed the time limit of joining
+    if target.on_hub:  # fetched before workers join: a download may exceed the time limit of joining
         here = Worker().fetch(name, target)
         for there in ray.get([worker.fetch.remote(name, target) for worker in workers]):
             if there != here:

@@ -143,7 +143,7 @@ def _fetch_file(field: str, name: str, file: str, revision: str) -> Path:
 
 
 def _has_weights(folder: Path) -> bool:
-    """Whether a folder of the cache has all weights of a model."""
+    """True if a folder of the cache has all weights of a model."""
     try:
         return bool(weight_files(folder))
     except CheckpointError:
@@ -182,7 +182,7 @@ def _explained(field: str, path: Path, revision: str) -> Iterator[None]:
         raise BadRequest(field, f"{here} it is not a valid one: {_first_line(error)}") from error
     except errors.HfHubHTTPError as error:
         raise BadRequest(field, f"the hub {hub} refuses {name}: {_first_line(error)}") from error
-    except errors.HTTPError as error:  # of the HTTP library that this version of huggingface_hub uses
+    except errors.HTTPError as error:  # raised by the HTTP library of this version of huggingface_hub
         raise PeerLost(f"{field}: the hub {hub} failed while {name} was fetched: {_first_line(error)}") from error
     except (OSError, ValueError, CheckpointError) as error:
         raise BadRequest(field, f"{name} cannot be fetched: {_first_line(error)}") from error

@@ -6,18 +6,18 @@ import re
 from pathlib import Path
 
 PACKAGE = "package:"
-"""Before the path of a file inside an installed Python package."""
+"""Prefix of the path of a file inside an installed Python package."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HUB_FILE = re.compile(HUB_NAME.pattern + r"(/\w[\w.-]*)+")
 
 
 def in_package(path: Path) -> bool:
-    """Whether it is `package:NAME/path/of/a/file`."""
+    """True if a path has the form `package:NAME/path/of/a/file`."""
     return path.as_posix().startswith(PACKAGE)
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a GGUF file, of a package or not."""
+    """True if a path names a GGUF file, in a package or not."""
     return path.suffix == ".gguf"
 
 

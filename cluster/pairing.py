@@ -1,4 +1,4 @@
-"""Whether a drafter fits a target: by the texts of their token ids, never by sizes or bytes of files.
+"""Decides whether a drafter fits a target: by the texts of their token ids, never by sizes or bytes of files.
 
 Never compared: configured vocabularies, merges, normalisers, pre-tokenisers, decoders, chat templates and the drafter's
 end ids. Only the target's tokenizer processes text, and verification compares ids exactly: an id with another text in
@@ -45,8 +45,8 @@ class TokenFit:
     warning: str = ""  # what differs, and costs acceptance
     note: str = ""  # how many tokens it guesses; what differs and costs nothing: added tokens, longer tails
     shared: int = 0  # ordinary ids that both have
-    different: int = 0  # of these, ids with another text
-    first: tuple[Difference, ...] = ()  # the first SHOWN of these
+    different: int = 0  # shared ids whose texts differ
+    first: tuple[Difference, ...] = ()  # the first SHOWN differences
 
     @property
     def fits(self) -> bool:

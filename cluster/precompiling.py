@@ -55,7 +55,7 @@ def _of_target(target: TargetConfig) -> list[str]:
 
 
 def quantised_modules(target: TargetConfig) -> list[str]:
-    """For the weights of a GGUF file that may stay quantised."""
+    """Modules with kernels for the weights of a GGUF file that may stay quantised."""
     file = target.checkpoint / GGUF
     if target.dtype != "bfloat16" or not file.is_file():
         return []

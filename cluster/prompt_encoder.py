@@ -36,14 +36,14 @@ class PromptEncoder:
         self._continued = self._anchored(self._whole) if self._form is None else _continued(self._form)
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """With the special tokens at the start where a text `begins`; else without them, and without a mark of a
+        """Encode a text: with special tokens at the start if it `begins`; else without them, and without a mark of a
         beginning: `son` is one token after `per`."""
         if begins:
             return [*self.head, *self._whole(text)]
         return self._whole(text) if self._continued is None else self._joined(text, self._whole, self._continued)
 
     def encode_literally(self, text: str, begins: bool) -> list[int]:
-        """The same, but texts of special tokens in it are ordinary text."""
+        """Encode a text in which texts of special tokens are ordinary text."""
         whole, continued = self._literal
         if begins:
             return [*self.head, *whole(text)]
@@ -61,7 +61,7 @@ class PromptEncoder:
 
     @cached_property
     def _literal(self) -> tuple[Encode, Encode]:
-        """For text that begins, and that continues a text."""
+        """Two literal encoders: for text that begins, and for text that continues another."""
         if self._form is None:
             return self._split_in_python, self._anchored(self._split_in_python)
         added = {each["id"]: each["content"] for each in self._form.get("added_tokens") or ()}

@@ -21,7 +21,7 @@ QUESTIONS = Path(__file__).parent / "demo" / "questions.jsonl"
 OPTION = "--prompt-file"
 MOST_PROMPTS = 10_000
 MOST_CHARACTERS = 1 << 20
-"""Of a line."""
+"""Most characters of a line."""
 
 PromptFile = Annotated[
     Path | None,
@@ -82,7 +82,7 @@ def by_turns(prompts: Iterable[FilePrompt]) -> list[FilePrompt]:
 
 
 def that_fit(prompts: Iterable[FilePrompt], longest: int) -> list[FilePrompt]:
-    """Those of at most `longest` tokens. Raises BadRequest where there are none."""
+    """Select the prompts of at most `longest` tokens. Raises BadRequest if there are none."""
     found = [prompt for prompt in prompts if len(prompt.token_ids) <= longest]
     if not found:
         raise BadRequest(OPTION, f"has no prompt of at most {longest} tokens")

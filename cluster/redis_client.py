@@ -47,7 +47,7 @@ async def drop_idle(client: redis.asyncio.Redis) -> None:
 
 
 def answers(error: BaseException) -> bool:
-    """Whether a fault is the server's own answer to a command, so that other commands may succeed."""
+    """True if a fault is the server's own answer to a command, so that other commands may succeed."""
     return isinstance(error, redis.exceptions.ResponseError)
 
 
@@ -57,7 +57,7 @@ def reason_of(error: BaseException) -> str:
     if isinstance(error, redis.exceptions.ConnectionError):  # the server may have refused it, for a reason
         error = error.__cause__ or error
     text = str(error)
-    found = re.search(r"\) of pipeline caused error: \(?(.*?),?\)?$", text, re.DOTALL)  # before it is the command
+    found = re.search(r"\) of pipeline caused error: \(?(.*?),?\)?$", text, re.DOTALL)  # the command precedes it
     text = found[1].strip("'\"") if found else text
     word = getattr(error, "status_code", None) or type(error).__name__
     return f"{word}: {text}" if text else word

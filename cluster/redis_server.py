@@ -79,7 +79,7 @@ class RedisServer:
             "appendonly": "no",
             "maxmemory": f"{memory_mb}mb",
             "maxmemory-policy": "volatile-ttl",
-            "maxmemory-samples": "64",  # of the default of 5 keys, all may be records where there are few states
+            "maxmemory-samples": "64",  # the default of 5 keys may all be records if there are few states
         }
         arguments = [argument for key, value in settings.items() for argument in (f"--{key}", value)]
         self._process = subprocess.Popen(

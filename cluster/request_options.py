@@ -35,7 +35,7 @@ Command = TypeVar("Command", bound=Callable[..., None])
 class CommandPart:
     """One of several options of the command line that make one option of a request."""
 
-    name: str  # of the command's argument
+    name: str  # name of the command's argument
     flag: str
     type: Any
     help: str = ""  # empty: the declared one

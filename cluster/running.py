@@ -80,7 +80,7 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
             await asyncio.wait({starting})
             await asyncio.to_thread(deploy.stop)
             raise
-        except RuntimeError as error:  # of Ray or Serve
+        except RuntimeError as error:  # raised by Ray or Serve
             raise EngineFailed(f"cluster: {error} {deploy.REPLICA_LOGS}") from error
         _restore_sigterm_handler()
         try:

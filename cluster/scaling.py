@@ -34,9 +34,9 @@ def by_load(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 def by_answers(context: AutoscalingContext) -> tuple[float, dict[str, Any]]:
-    """The same for drafters and verifiers, whose LOAD is their open texts. Serve counts leases, which are fewer: a
-    request for several answers takes one, and a text for each. A lease that no replica has room for waits in Serve's
-    queue."""
+    """Number of replicas of drafters and verifiers, whose LOAD is their open texts. Serve counts leases, which are
+    fewer: a request for several answers takes one, and a text for each answer. A lease that no replica has room for
+    waits in Serve's queue."""
     config: Any = context.config
     waiting, leases = float(context.total_queued_requests or 0), float(context.total_num_requests)
     carried = max(sum(_loads(context)) + waiting, leases)

@@ -25,7 +25,7 @@ class Resources(Section):
 
     @property
     def bundle(self) -> dict[str, float]:
-        """The same as a bundle of a Ray placement group, which must have no zeros."""
+        """The resources as a bundle of a Ray placement group, which must have no zeros."""
         return {name: amount for name, amount in {"CPU": self.cpu, "GPU": self.gpu, **self.custom}.items() if amount}
 
 

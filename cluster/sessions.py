@@ -39,14 +39,14 @@ SECRET_BYTES = 32
 MAX_TOKEN = 64
 """Characters; our tokens have 45."""
 CALL_BUDGET_S = 1.0
-"""Of both attempts of a call."""
+"""Seconds for both attempts of a call."""
 WRITES = 3
-"""How often a write that another one, or a broken connection, interrupted looks again whether it may be made."""
+"""Number of times that a write, interrupted by another one or a broken connection, looks whether it may be made."""
 TOKEN_BYTES = 6
-"""Of a stored token, about: base64 of 4 bytes."""
+"""Approximate bytes of a stored token: base64 of 4 bytes."""
 RECORD_FORMAT = 3
-"""Of records that are written. Readers ignore fields that they do not know, so a new field needs no new format. A
-release with a new format reads the one before for as long as records last (`redis.record_ttl_s`)."""
+"""Format of records that are written. Readers ignore fields that they do not know, so a new field needs no new format.
+A release with a new format reads the one before for as long as records last (`redis.record_ttl_s`)."""
 READ_FORMATS = frozenset({3})
 KEPT_TURNS = 8
 """Last turns of a record whose requests, if retried, are answered from it. An attempt that its client left ends within
@@ -107,7 +107,7 @@ class Sessions(Protocol):
 
 
 def unknown_session() -> NotFound:
-    """The same error for every token without a session."""
+    """The error for a token without a session, always the same."""
     return NotFound("session: there is no such session")
 
 
@@ -119,7 +119,7 @@ def make_token(tenant: str, secret: bytes) -> str:
 
 def check_token(token: str, tenant: str, secret: bytes) -> str:
     """The session's id in hex. Raises NotFound for a token that we did not make for this tenant."""
-    if len(token) > MAX_TOKEN:  # before any work is done on it
+    if len(token) > MAX_TOKEN:  # refused before any work is done
         raise unknown_session()
     try:
         name, _ = (base64.urlsafe_b64decode(part + "==") for part in token.split("."))

@@ -27,7 +27,7 @@ def check_socket(path: Path, variable: str, folder: Path) -> None:
 
 
 def check_ray_sockets() -> None:
-    """The same for the sockets of a Ray that this process starts."""
+    """Check the paths of the sockets of a Ray that this process starts (`check_socket`)."""
     variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
     folder = Path(os.environ.get(variable, "") or tempfile.gettempdir())
     check_socket(folder / _RAY_SOCKET.format(pid=os.getpid()), variable, folder)

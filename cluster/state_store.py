@@ -24,9 +24,9 @@ log = logging.getLogger("dendro.redis")
 PREFIX = "dendro:state:"
 PRIOR_PREFIX = "dendro:prior:"
 CALL_BUDGET_S = 0.2
-"""Of both attempts of a call."""
+"""Seconds for both attempts of a call."""
 PART_BYTES = 4 << 20
-"""The most that is read at once, and for which a call has one time limit: on a link of 1 Gbit/s, 34 ms."""
+"""Most bytes that one call reads, within one time limit: 34 ms on a link of 1 Gbit/s."""
 FAILURES_TO_OPEN = 3
 OPEN_S = 5.0
 LOG_AGAIN_S = 60.0
@@ -72,8 +72,9 @@ class CircuitOpen(Exception):
 
 
 class CircuitBreaker:
-    """After `failures` consecutive failures no call is allowed for `open_s` seconds; then one call may probe. An error
-    that the server answers is not a failure: nobody waited for it, and other calls may succeed."""
+    """Stops calls to a server that fails: after `failures` consecutive failures no call is allowed for `open_s`
+    seconds; then one call may probe. An error that the server answers is not a failure: nobody waited for it, and
+    other calls may succeed."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class CircuitBreaker:
         self._logged = ("", -math.inf)  # the last reason of a failure that was logged, and when
 
     def allows(self) -> bool:
-        """Whether a call may be made now. After the pause the first caller makes the probe."""
+        """True if a call may be made now. After the pause the first caller makes the probe."""
         if self._in_a_row < self.failures:
             return True
         if self.clock() < self._shut_until:

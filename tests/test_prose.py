@@ -29,18 +29,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-ROOMS = (
-    *("cluster/api", "cluster/certify", "cluster/peers", "cluster/policies", "cluster/predict", "cluster/proposers"),
-    *("cluster/router", "cluster/training", "cluster/tune"),
-    *("drafter_service", "kernels", "protos/dendro", "verifier_service"),
-)
-"""Folders without a fault, those of LATER excepted. Another is added once it has none."""
-LATER = (
-    *("kernels/tree_kernels/matmul/quantised.py", "kernels/tree_kernels/matmul/quantised_shapes.py"),
-    *("kernels/tree_kernels/matmul/quantised_tiles.py", "protos/dendro/answer.py", "protos/dendro/declared.py"),
-    *("protos/dendro/options.py", "protos/dendro/speculation.py"),
-)
-"""Files of ROOMS that still have faults."""
+ROOMS = (*("cluster", "drafter_service", "kernels", "protos/dendro", "verifier_service"),)
+"""Folders without a fault, LATER excepted."""
+LATER = ("cluster/bench/", "kernels/tree_kernels/matmul/quantised")
+"""Beginnings of paths in ROOMS that still have faults."""
 PACKAGES = (
     *(("protos/", "dendro"), ("kernels/", "tree_kernels"), ("kernels/", "tree_layers")),
     *(("", "drafter_service"), ("", "verifier_service"), ("", "cluster")),
@@ -117,7 +109,7 @@ def test_examples_give_what_they_print(module):
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_every_docstring_and_comment_names_its_subject(room):
-    paths = [path for path in files(room) if str(path.relative_to(ROOT)) not in LATER]
+    paths = [path for path in files(room) if not str(path.relative_to(ROOT)).startswith(LATER)]
     assert paths
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"

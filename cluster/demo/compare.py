@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 
 def compare(target: TargetName, drafters: Iterable[Path], models: Path = DEMO_MODELS) -> dict[str, Acceptance]:
-    """By the drafter's name: the bundled ones, then each given one before and after its training."""
+    """Measure acceptance, by drafter: the bundled drafters, then each given one before and after its training."""
     teacher = load_fp32(models / target, CPU)
     prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, models=models)
     answers = [answers_to(teacher, prompts, temperature, ANSWER_TOKENS) for temperature in TEMPERATURES]

@@ -24,7 +24,7 @@ def grow(small: Mamba2ForCausalLM, large: Mamba2ForCausalLM) -> None:
     """
     _widen(large.backbone.embeddings.weight.zero_(), small.backbone.embeddings.weight)
     _widen_norm(large.backbone.norm_f.weight, small.backbone.norm_f.weight)
-    blocks: Any = large.backbone.layers  # their types are lost in a ModuleList
+    blocks: Any = large.backbone.layers  # a ModuleList hides the types
     sources: Any = small.backbone.layers
     apart = len(blocks) // len(sources)
     for place, block in enumerate(blocks):

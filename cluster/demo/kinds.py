@@ -106,4 +106,4 @@ def _letters() -> Iterator[str]:
 
 
 MAKERS: dict[str, Callable[[Passage, CountTokens, int], str | None]] = {PROSE: _prose, EDITS: _edits}
-"""By kind, how a prompt's text is made of a passage; None where it cannot be."""
+"""Makers of a prompt's text from a passage, by kind. They return None if the passage does not suffice."""

@@ -16,7 +16,7 @@ from drafter_service.training.students import StudentForward
 
 LONG_ANSWER_TOKENS = 128
 REPEATED_LIMIT = 0.3
-LOSS_TOKENS = 384  # of each passage
+LOSS_TOKENS = 384  # tokens of each passage
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Repetition:
     candidates: int
     under_limit: int  # candidates whose answer of ANSWER_TOKENS repeats less than REPEATED_LIMIT of its 4-grams
     in_all: float
-    in_measured: float  # over the PROMPTS that are measured on
-    in_measured_long: float  # over the same, answers of LONG_ANSWER_TOKENS
+    in_measured: float  # share in answers to the PROMPTS that are measured on
+    in_measured_long: float  # share in answers of LONG_ANSWER_TOKENS to these prompts
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from cluster.demo.prompts import PASSAGES_FILE, Passage, as_prompts, load_tokeni
 from cluster.training.checkpoints import load_fp32
 
 PASSAGE_CHARS = 1900  # 256 tokens of prompt and at least 128 of continuation, at 3 to 4 characters a token
-APART_CHARS = 400  # between the beginnings of two passages of a module
+APART_CHARS = 400  # least distance of the beginnings of two passages of a module
 PER_MODULE = 4
 
 

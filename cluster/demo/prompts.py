@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cluster.router.tokenizer import CheckpointTokenizer
 
 PASSAGES_FILE = Path(__file__).parent / "held_out.json"
-MEASURING_FILE = "measuring_prompts.json"  # beside the models: written by their training, read here
+MEASURING_FILE = "measuring_prompts.json"  # a file beside the models, which their training writes
 LEAST_CONTINUATION = 128
 """Tokens that a passage has after a prompt cut from it."""
 
@@ -39,7 +39,7 @@ class Passage:
 class Prompt:
     """A prompt of exactly the requested length, and its continuation in the module."""
 
-    name: str  # of its passage
+    name: str  # name of the passage
     text: str
     token_ids: tuple[int, ...]
     continuation_ids: tuple[int, ...]  # at least LEAST_CONTINUATION

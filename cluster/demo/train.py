@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 
-# Before torch is imported: idle OpenMP threads must not spin on cores that others need.
+# Set before torch is imported: idle OpenMP threads must not spin on cores that others need.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import json

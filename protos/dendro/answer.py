@@ -44,7 +44,7 @@ class Started:
     model: str
     seed: int
     prompt_tokens: int
-    prompt_digest: int  # of the tokens before the answer
+    prompt_digest: int  # digest of the tokens before the answer
     target: str  # digest of all that the tokens depend on besides the text: weights, dtype, exactness and others
     mode: str = "coupled"  # the verification mode
     lossy: bool = False  # the answer's tokens do not have the target's law
@@ -54,13 +54,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class EchoedPrompt:
-    """A part of the request's own prompt, where it asks for an echo."""
+    """A part of the request's own prompt, sent if the request asks for an echo."""
 
     offset: int  # tokens of the text before this part, a session's earlier turns included
     token_ids: tuple[int, ...]
     text: str
-    logprobs: tuple[TokenLogprobs | None, ...] = ()  # of each token, where asked for; None: the first token of a text
-    sample: int = 0  # as in Started
+    logprobs: tuple[TokenLogprobs | None, ...] = ()  # one per token, if asked for; None: the first token of a text
+    sample: int = 0  # number of the answer (`Started.sample`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +69,10 @@ class Round:
 
     offset: int  # tokens of the answer before this round
     token_ids: tuple[int, ...]
-    text: str  # with stop strings, less what could begin one; a later round has that
+    text: str  # text of the tokens; an end that could begin a stop string is sent with a later round
     shape: str  # "off", "(3,2,1)", "small:(3,2,1)" of one of several drafters; empty: sent from the answer's record
-    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, where the request asks for them
-    sample: int = 0  # as in Started
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request asks for them
+    sample: int = 0  # number of the answer (`Started.sample`)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class OpeningStats:
 
 @dataclass(frozen=True, slots=True)
 class DrafterStats:
-    """One drafter's part in an answer. Guesses of proposers in rounds with its tree count as its own do."""
+    """One drafter's part in an answer. Guesses that both the drafter and proposers made count as the drafter's."""
 
     name: str
-    rounds: int  # that had its tree
-    late_drafts: int  # rounds for which it was asked and its tree did not come
+    rounds: int  # rounds with the drafter's tree
+    late_drafts: int  # rounds for which the drafter was asked and its tree did not come
     drafted_tokens: int  # guesses of its rounds
     accepted_tokens: int
     opening: OpeningStats | None  # None: it did not open the text
@@ -102,14 +102,16 @@ class SpeculationStats:
 
     policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
-    rounds_by_shape: dict[str, int] = field(default_factory=dict)  # the requested one, as in Round
-    rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # after any cut
+    rounds_by_shape: dict[str, int] = field(
+        default_factory=dict
+    )  # key: the requested shape, written like `Round.shape`
+    rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # key: emitted tokens, after any cut
     emitted_tokens: int = 0
     cut_tokens: int = 0  # tokens of the last round past the answer's end
     drafted_tokens: int = 0  # guesses of the trees that came in time
     accepted_tokens: int = 0
     discarded_tokens: int = 0
-    trimmed_tokens: int = 0  # of the discarded, those that the verifier had no room for
+    trimmed_tokens: int = 0  # discarded guesses for which the verifier had no room
     late_drafts: int = 0  # rounds whose tree was requested and did not come
     rounds_us: int = 0  # time of the rounds: the sum of the next five
     draft_us: int = 0
@@ -165,11 +167,11 @@ class Complete:
     completion_tokens: int
     session: str  # empty: none was requested
     speculation: SpeculationStats
-    drafter: OpeningStats | None  # of the drafter with the most rounds; None: none opened the text
+    drafter: OpeningStats | None  # opening at the drafter with the most rounds; None: none opened the text
     target: OpeningStats | None
     stop_string: str = ""  # the one that ended the answer; empty: none did
-    drafters: tuple[DrafterStats, ...] = ()  # those that were asked for trees, in the order of their first ones
-    sample: int = 0  # as in Started
+    drafters: tuple[DrafterStats, ...] = ()  # drafters that were asked for trees, in the order of first trees
+    sample: int = 0  # number of the answer (`Started.sample`)
 
 
 Event = Started | EchoedPrompt | Round | Complete
@@ -188,7 +190,7 @@ class Completion:
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...]:
-        """Of each token, where the request asks for them."""
+        """Log-probabilities of each token, if the request asks for them."""
         return tuple(each for part in self.rounds for each in part.logprobs)
 
 

@@ -34,7 +34,7 @@ class JsonType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class NumberBounds:
-    """The numbers that a field accepts: an interval, and what a refusal calls it.
+    """Numbers that a field accepts: an interval, and the words of a refusal.
 
     >>> NumberBounds(0, 1, "[)").holds(1)
     False
@@ -49,7 +49,7 @@ class NumberBounds:
     words: str = ""  # "must ..."; empty: made of the interval
 
     def holds(self, value: float) -> bool:
-        """Whether the field accepts a number; False for one that is not a number."""
+        """True if the field accepts a number; False for NaN."""
         above = self.least <= value if self.ends[0] == "[" else self.least < value
         below = value <= self.most if self.ends[1] == "]" else value < self.most
         return (above and below) or value == self.besides
@@ -70,7 +70,7 @@ def whole(least: int, most: int) -> NumberBounds:
 
 
 def unsigned(bits: int) -> NumberBounds:
-    """The whole numbers of so many bits."""
+    """The whole numbers of `bits` bits."""
     return NumberBounds(0, 1 << bits, "[)", words=f"must be an unsigned {bits}-bit number")
 
 
@@ -82,12 +82,12 @@ class Option:
     json_type: JsonType
     help: str  # a line of `dendro generate --help`
     default: Any = None  # None: the server's, or nothing
-    bounds: NumberBounds | None = None  # of the number; of an array or a mapping, of each of its numbers
-    entries: int | None = None  # the most entries of an array or a mapping
-    items: JsonType = JsonType.INTEGER  # of an array
-    limits: str = ""  # what `bounds` does not say, for a reader
-    flags: tuple[str, ...] | None = None  # in the command line; None: of the name; empty: it has none
-    name: str = ""  # in the protocol, in the clients and in errors; read from the list of declarations
+    bounds: NumberBounds | None = None  # bounds of the number, or of each number of an array or a mapping
+    entries: int | None = None  # most entries of an array or a mapping
+    items: JsonType = JsonType.INTEGER  # type of an array's items
+    limits: str = ""  # limits that `bounds` does not express, in words
+    flags: tuple[str, ...] | None = None  # flags of the command line; None: made of the name; empty: no flag
+    name: str = ""  # name in the protocol, the clients and errors; read from the list of declarations
 
     @property
     def accepts(self) -> str:

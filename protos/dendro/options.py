@@ -20,7 +20,7 @@ from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES, Structure
 
 SEED_BITS = 64
 SMALLEST_TEMPERATURE = 1e-6
-"""Below it, logits divided by the temperature could overflow float32."""
+"""Least temperature above 0: logits divided by less could overflow float32."""
 REPETITION_PENALTIES = (0.01, 100.0)
 """The least and the greatest repetition penalty."""
 LARGEST_SHIFT = 100.0
@@ -57,7 +57,7 @@ REQUEST, SAMPLING, STRUCTURE, OUTPUT, SPECULATION = OptionGroup
 NUMBER, INTEGER, BOOLEAN, STRING, ARRAY, OBJECT = JsonType
 
 Biases = Mapping[int, float] | Mapping[str, float] | Mapping[int | str, float]
-"""By token id, or by the text of a token."""
+"""Logit biases by token id, or by the text of a token."""
 
 
 class Options(TypedDict, total=False):

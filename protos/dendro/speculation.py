@@ -16,7 +16,8 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How an answer is speculated on; does not change its tokens. The server refuses contradictory fields by name.
+    """Settings of an answer's speculation, which do not change its tokens. The server refuses contradictory fields by
+    name.
 
     >>> Speculation.parse("auto", max_nodes=8) == Speculation(max_nodes=8)
     True
@@ -25,8 +26,8 @@ class Speculation:
     """
 
     mode: Mode = Mode.AUTO
-    shape: str = ""  # with FIXED: "(3,2,1)", "small:(3,2,1)", "dynamic(6,5,24)", "until(0.6,8)", "proposed(7)", ...
-    policy: str = ""  # with AUTO, the policy that picks the shapes; empty: the server's
+    shape: str = ""  # FIXED alone: "(3,2,1)", "small:(3,2,1)", "dynamic(6,5,24)", "until(0.6,8)", "proposed(7)", ...
+    policy: str = ""  # AUTO alone: the policy that picks the shapes; empty: the server's
     max_nodes: int | None = None  # the most guesses in a round; None: the target's limit
     deadline_ms: int | None = None  # the longest that a round waits for its draft; None: the server's limit
 
