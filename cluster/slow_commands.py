@@ -50,21 +50,30 @@ MEASURING = {
 """Help of the commands of modules of their names."""
 
 OWN = {
-    "speed": ("speed_command", "Compare speeds with transformers and with speculation off."),
-    "load": ("load_command", "Measure many concurrent clients, next to transformers' batches."),
+    "speed": ("cluster.measure.speed_command", "Compare speeds with transformers and with speculation off."),
+    "load": ("cluster.measure.load_command", "Measure many concurrent clients, next to transformers' batches."),
 }
 """Module and help of each bench that also measures a configuration's own models."""
 BUNDLED = {
-    "context": ("context_command", "Measure what a longer context costs a round."),
-    "trees": ("trees_command", "Compare arms, and the policies that choose among them, on recorded answers."),
-    "stopping": ("stopping_command", "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule."),
-    "verify": ("verify_command", "Compare verification modes: coupled, multi-step, block and naive."),
-    "tree-scan": ("tree_scan_command", "Measure what a tree costs a state-space layer."),
-    "kernels": ("kernels_command", "Measure this processor's products of few rows, next to torch's."),
-    "drafter": ("drafter_command", "Measure drafters: levels, drafts, sessions, and long texts."),
-    "targets": ("many_targets_command", "Measure one drafter that serves two targets at once."),
-    "bridge": ("bridge_command", "Measure a drafter of another tokenizer through each bridge."),
-    "structured": ("structured_command", "Measure answers to random JSON schemas, and the time of their masks."),
+    "context": ("cluster.bench.context_command", "Measure what a longer context costs a round."),
+    "trees": (
+        "cluster.bench.trees_command",
+        "Compare arms, and the policies that choose among them, on recorded answers.",
+    ),
+    "stopping": (
+        "cluster.bench.stopping_command",
+        "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule.",
+    ),
+    "verify": ("cluster.bench.verify_command", "Compare verification modes: coupled, multi-step, block and naive."),
+    "tree-scan": ("cluster.bench.tree_scan_command", "Measure what a tree costs a state-space layer."),
+    "kernels": ("cluster.bench.kernels_command", "Measure this processor's products of few rows, next to torch's."),
+    "drafter": ("cluster.bench.drafter_command", "Measure drafters: levels, drafts, sessions, and long texts."),
+    "targets": ("cluster.bench.many_targets_command", "Measure one drafter that serves two targets at once."),
+    "bridge": ("cluster.bench.bridge_command", "Measure a drafter of another tokenizer through each bridge."),
+    "structured": (
+        "cluster.bench.structured_command",
+        "Measure answers to random JSON schemas, and the time of their masks.",
+    ),
 }
 """Module and help of each bench that measures the bundled models alone."""
 BENCHES = OWN | BUNDLED
@@ -85,4 +94,4 @@ def add_measuring(app: typer.Typer) -> None:
 
 for _panel, _benches in {"Your own pair, or the bundled one": OWN, "The bundled models": BUNDLED}.items():
     for _name, (_module, _text) in _benches.items():
-        _add(bench, _name, f"cluster.bench.{_module}", f"bench_{_name.replace('-', '_')}", _text, _panel)
+        _add(bench, _name, _module, f"bench_{_name.replace('-', '_')}", _text, _panel)

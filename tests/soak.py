@@ -30,7 +30,7 @@ from dendro.client import CHANNEL_OPTIONS
 from random_requests import WAYS, Cases, remote
 from smollm2 import REAL_DRAFTER, pair
 
-from cluster.bench.machine import commit_of, processor_name, usable_cores
+from cluster.measure.machine import commit_of, processor_name, usable_cores
 from cluster.running import descendants, running_cluster
 
 SAMPLE_S = 15.0

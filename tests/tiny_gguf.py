@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 from tokenizers.pre_tokenizers import ByteLevel
 
-from cluster.bench.gguf_file import write_gguf
+from cluster.measure.gguf_file import write_gguf
 
 TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
 END = tiny_models.END

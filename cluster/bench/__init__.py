@@ -1,1 +1,1 @@
-"""`dendro bench`: contenders are measured interleaved in one run, and every aim is judged from the reported rows."""
+"""The laboratory: benches of the bundled models, each run by `dendro bench NAME` and imported by nothing else."""

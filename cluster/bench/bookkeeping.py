@@ -28,9 +28,9 @@ from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.measurement import Step
-from cluster.bench.report import aim_row
-from cluster.bench.statistics import Estimate, median_estimate
+from cluster.measure.measurement import Step
+from cluster.measure.report import aim_row
+from cluster.measure.statistics import Estimate, median_estimate
 from cluster.peers.drafter import DrafterHandle, DrafterHandles
 from cluster.peers.opening import Leased, Pace
 from cluster.peers.verifier import VerifierHandle

@@ -9,9 +9,9 @@ from typing import Any
 
 from dendro.speculation import Speculation
 
-from cluster.bench.measurement import Begin, Step
-from cluster.bench.report import Cells, Report, Row, machine_facts, number, target_fact
 from cluster.config import BridgeChoice, Config
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import Cells, Report, Row, machine_facts, number, target_fact
 from cluster.running import local_client
 
 OFF = "off"

@@ -13,9 +13,13 @@ import typer
 
 from cluster.bench.bridge import cases_of, facts_of, measure_bridges, tables_of
 from cluster.bench.bridge_drafters import make_drafter
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import (
+from cluster.command_options import JsonFile
+from cluster.config import DEMO_MODELS, DrafterConfig, TargetConfig, demo_models
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.engines import load_bridge
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import (
     Default,
     MarkdownFile,
     Models,
@@ -25,11 +29,7 @@ from cluster.bench.options import (
     seed_option,
     with_bars,
 )
-from cluster.bench.targets import parameter_count
-from cluster.command_options import JsonFile
-from cluster.config import DEMO_MODELS, DrafterConfig, TargetConfig, demo_models
-from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.engines import load_bridge
+from cluster.measure.targets import parameter_count
 
 PROMPT_TOKENS = 128
 PROMPTS = Default(16, quick=3)

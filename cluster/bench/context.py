@@ -21,10 +21,10 @@ from dendro.text import Sampling
 from tree_kernels.tree_attention import PAGE
 from tree_layers.gguf_weights import gguf_settings
 
-from cluster.bench.in_process import EngineText, tree_of
-from cluster.bench.measurement import Step
-from cluster.bench.statistics import median_estimate
 from cluster.checkpoints import check_library_has
+from cluster.measure.in_process import EngineText, tree_of
+from cluster.measure.measurement import Step
+from cluster.measure.statistics import median_estimate
 from verifier_service.engine import VerifierEngine
 
 OFF, CHAIN, TREE = "off", "(1,1,1,1)", "(3,2,1)"

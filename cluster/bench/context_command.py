@@ -27,14 +27,14 @@ from cluster.bench.context import (
 )
 from cluster.bench.context_report import facts_of, tables_of
 from cluster.bench.context_report import plot as draw
-from cluster.bench.in_process import verifier_of
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import Default, MarkdownFile, Models, PlotFile, numbers_in, present, with_bars
-from cluster.bench.targets import THREADS, Which, parameter_count, target_config
 from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.in_process import verifier_of
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import Default, MarkdownFile, Models, PlotFile, numbers_in, present, with_bars
+from cluster.measure.targets import THREADS, Which, parameter_count, target_config
 
 LENGTHS = Default(CONTEXTS, quick=(256, 1024, 2048))
 REPETITIONS = Default(15, quick=5)

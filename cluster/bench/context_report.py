@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.bench.bookkeeping import LONG, SHORT
 from cluster.bench.context import CHAIN, LIBRARY, OFF, READ_BYTES, TREE, WAYS
-from cluster.bench.report import (
+from cluster.measure.report import (
     Cells,
     Report,
     aims_table,

@@ -15,12 +15,11 @@ from typing import Any
 from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.shapes import MAX_ROWS, LevelShape, TreeShape
 from dendro.text import Sampling
-from dendro.tree import DraftTree
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 
-from cluster.bench.in_process import EngineText
-from cluster.bench.measurement import Step
 from cluster.bench.traces import is_static
+from cluster.measure.in_process import EngineText, star
+from cluster.measure.measurement import Step
 from cluster.policies.sequoia import forwarded_rows
 
 STEP_ROWS = tuple(sorted({*FEW_ROWS, *range(ROW_MULTIPLE, MAX_ROWS + 1, ROW_MULTIPLE)}))
@@ -68,11 +67,6 @@ class ReplayCosts:
 def level_shapes() -> Mapping[int, tuple[LevelShape, LevelShape]]:
     """Rows of a level -> two trees whose drafting differs only by the forward of that level."""
     return {rows: (LevelShape((rows,)), LevelShape((rows, 1))) for rows in LEVEL_ROWS}
-
-
-def star(root: int, rows: int) -> DraftTree:
-    """A tree of `rows` rows: all guesses are children of the root."""
-    return DraftTree.of([root, *range(rows - 1)], [-1] + [0] * (rows - 1))
 
 
 async def _timed(call: Awaitable[Any]) -> float:

@@ -24,11 +24,11 @@ from dendro.tree import DraftTree
 
 from cluster.bench.allocations import held_bytes, peak_bytes
 from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FUSED, DrafterForms, InlineDrafter, TimedDraft
-from cluster.bench.in_process import EngineText
-from cluster.bench.measurement import Step
-from cluster.bench.report import aim_row
-from cluster.bench.statistics import Estimate, median_estimate, paired_ratio
 from cluster.demo.prompts import Prompt
+from cluster.measure.in_process import EngineText
+from cluster.measure.measurement import Step
+from cluster.measure.report import aim_row
+from cluster.measure.statistics import Estimate, median_estimate, paired_ratio
 from drafter_service.models import DrafterModel
 from drafter_service.models.memory import DrafterMemory
 from drafter_service.plan import DraftPlan, Level

@@ -32,14 +32,14 @@ from cluster.bench.drafter_forms import FUSED, DrafterForms, load_forms
 from cluster.bench.drafter_heads import HeadCase, head_aims, head_rows
 from cluster.bench.drafter_report import facts_of, tables_of
 from cluster.bench.drafter_report import plot as draw
-from cluster.bench.in_process import DRAFTER_DTYPE
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import Default, MarkdownFile, Models, PlotFile, present, with_bars
-from cluster.bench.targets import parameter_count
 from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import Prompt, held_out_prompts, load_tokenizer
+from cluster.measure.in_process import DRAFTER_DTYPE
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import Default, MarkdownFile, Models, PlotFile, present, with_bars
+from cluster.measure.targets import parameter_count
 
 THREADS = 1
 REPETITIONS = Default(60, quick=7)

@@ -17,7 +17,7 @@ from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from dendro.tree import LONGEST_TRACE, DraftTree
 from tree_layers.states import SlotPool
 
-from cluster.bench.in_process import DRAFTER_DTYPE, EngineText
+from cluster.measure.in_process import DRAFTER_DTYPE, EngineText
 from drafter_service.acceptance_head import AcceptanceHead
 from drafter_service.engine import node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model

@@ -12,9 +12,9 @@ from dendro.text import Sampling
 
 from cluster.bench.drafter import LEVEL_ROWS, LEVELS, MAMBA2, WHOLE, Measured, PartTimes, in_turns
 from cluster.bench.drafter_forms import FUSED, DrafterForms, InlineDrafter
-from cluster.bench.in_process import EngineText
-from cluster.bench.report import aim_row
-from cluster.bench.statistics import Estimate, median_estimate, paired_ratio
+from cluster.measure.in_process import EngineText
+from cluster.measure.report import aim_row
+from cluster.measure.statistics import Estimate, median_estimate, paired_ratio
 from drafter_service.acceptance_head import VERSION, AcceptanceHead, HeadFacts, weights_of
 from drafter_service.confidence import Calibration
 from drafter_service.models import DrafterModel

@@ -23,7 +23,7 @@ from cluster.bench.drafter import (
 )
 from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FORMS, FUSED
 from cluster.bench.drafter_heads import BLOCKS, WITHOUT
-from cluster.bench.report import (
+from cluster.measure.report import (
     Cells,
     Report,
     aims_table,

@@ -17,9 +17,9 @@ from tree_kernels.matmul.quantised_shapes import QuantisedForm
 from tree_layers.linear import can_be_packed, packed_product
 from tree_layers.quantised_packing import random_blocks
 
-from cluster.bench.measurement import Step
-from cluster.bench.report import aim_row
-from cluster.bench.statistics import Estimate, median_estimate
+from cluster.measure.measurement import Step
+from cluster.measure.report import aim_row
+from cluster.measure.statistics import Estimate, median_estimate
 
 SHAPES = ((384, 21760), (21760, 384), (2048, 8192))
 """Inputs and outputs: the costly target's MLP, and a square-ish layer of a model of 1 to 2 billion parameters."""

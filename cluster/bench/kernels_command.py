@@ -14,10 +14,10 @@ from tree_kernels.matmul import why_not_packed
 from cluster.bench.kernels import SHAPES, aims_of, measure_products, products_of, rows_agree
 from cluster.bench.kernels_report import facts_of, tables_of
 from cluster.bench.kernels_report import plot as draw
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import Default, MarkdownFile, PlotFile, numbers_in, present, with_bars
 from cluster.command_options import JsonFile
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import Default, MarkdownFile, PlotFile, numbers_in, present, with_bars
 
 REPETITIONS = Default(21, quick=5)
 ROWS = Default((1, 2, 4, 8, 16, 32, 64, 128), quick=(1, 8, 32))

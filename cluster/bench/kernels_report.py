@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.bench.kernels import MULTIPLY, OURS, PACKED, PLAIN, READ
-from cluster.bench.report import Cells, Report, aims_table, figure_at, machine_facts, medians, with_interval
+from cluster.measure.report import Cells, Report, aims_table, figure_at, machine_facts, medians, with_interval
 
 COLOURS = {OURS: "#2a7f62", PLAIN: "#d98e04", PACKED: "#5b8db8", READ: "#b8b8b8", MULTIPLY: "#8c6bb1"}
 BITS = {True: "the same", False: "DIFFERENT", None: "not compared"}

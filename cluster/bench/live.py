@@ -13,9 +13,9 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.bench.costs import ReplayCosts
-from cluster.bench.in_process import EngineText
 from cluster.bench.replay import run_fixed
 from cluster.bench.traces import SPARE, Trace, TracedAnswer
+from cluster.measure.in_process import EngineText
 
 
 def live_shapes() -> tuple[TreeShape, ...]:

@@ -18,9 +18,9 @@ from dendro.client import Asking
 from dendro.errors import EngineFailed
 
 from cluster.arms import OFF_ARM, Arm
-from cluster.bench.measurement import Step
-from cluster.bench.report import Row
-from cluster.bench.statistics import median_estimate
+from cluster.measure.measurement import Step
+from cluster.measure.report import Row
+from cluster.measure.statistics import median_estimate
 
 SHAPES = ("(1,1,1,1,1)", "(3,2,2,1,1)")
 """The chain and the tree of the paper."""

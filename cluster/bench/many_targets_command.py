@@ -12,12 +12,15 @@ import typer
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 
-from cluster.bench.costly import costly_checkpoint
-from cluster.bench.machine import report_head
 from cluster.bench.many_targets import TargetsPlan, measure_targets, rows_of
 from cluster.bench.many_targets_report import facts_of, tables_of
-from cluster.bench.measurement import Begin
-from cluster.bench.options import (
+from cluster.command_options import JsonFile, Local
+from cluster.config import DEMO_MODELS, Config, demo_models, pair_config
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.costly import costly_checkpoint
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import (
     Default,
     MarkdownFile,
     Models,
@@ -27,10 +30,7 @@ from cluster.bench.options import (
     seed_option,
     with_bars,
 )
-from cluster.bench.targets import MAMBA2_TARGET, parameter_count
-from cluster.command_options import JsonFile, Local
-from cluster.config import DEMO_MODELS, Config, demo_models, pair_config
-from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.targets import MAMBA2_TARGET, parameter_count
 from cluster.running import running
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cluster.bench.report import Cells, Report, machine_facts, number, target_fact, with_interval
+from cluster.measure.report import Cells, Report, machine_facts, number, target_fact, with_interval
 
 COLUMNS = ("target", "drafter", "shape", "tokens a round", "tokens/s (90 %)", "over off (90 %)", "late drafts")
 

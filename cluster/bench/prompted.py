@@ -7,10 +7,10 @@ from pathlib import Path
 
 from dendro.calls import VerifierPeer
 
-from cluster.bench.measurement import Step
 from cluster.bench.traces import TracedAnswer, write_answer
 from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.prompts import load_tokenizer
+from cluster.measure.measurement import Step
 from cluster.training.acceptance import PROMPT_TOKENS
 
 

@@ -19,9 +19,9 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts
-from cluster.bench.report import Row
-from cluster.bench.statistics import paired_ratio
 from cluster.bench.traces import TracedAnswer, walk
+from cluster.measure.report import Row
+from cluster.measure.statistics import paired_ratio
 from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
 from cluster.policies.stopping import StopRule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cluster.bench.report import Row, aim_row
+from cluster.measure.report import Row, aim_row
 
 FRONT_BAR, MARGINAL_BAR = 1.0, 0.99
 

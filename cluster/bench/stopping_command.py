@@ -12,22 +12,6 @@ import typer
 from dendro.shapes import MAX_ROWS
 
 from cluster.bench.costs import ReplayCosts, measure_drafts, measure_steps
-from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import (
-    KIND_PROMPTS,
-    Default,
-    KindsSettings,
-    MarkdownFile,
-    Models,
-    PlotFile,
-    Temperatures,
-    parse_temperatures,
-    present,
-    seed_option,
-    with_bars,
-)
 from cluster.bench.prompted import write_answers
 from cluster.bench.stopping import (
     FORMS,
@@ -42,11 +26,27 @@ from cluster.bench.stopping_aims import aims_of
 from cluster.bench.stopping_live import live_arms, live_rows, run_live
 from cluster.bench.stopping_report import facts_of, tables_of
 from cluster.bench.stopping_report import plot as draw
-from cluster.bench.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.bench.traces import SPARE, grown_trees
 from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS
+from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import (
+    KIND_PROMPTS,
+    Default,
+    KindsSettings,
+    MarkdownFile,
+    Models,
+    PlotFile,
+    Temperatures,
+    parse_temperatures,
+    present,
+    seed_option,
+    with_bars,
+)
+from cluster.measure.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
 DRAFTER = "mamba2"

@@ -9,11 +9,11 @@ from dendro.shapes import OFF, MarginalShape, TreeShape
 
 from cluster.arms import Arm
 from cluster.bench.live import live_rounds
-from cluster.bench.measurement import Step
-from cluster.bench.report import Row
-from cluster.bench.statistics import paired_ratio
 from cluster.bench.stopping import FORMS, MarginalRounds, new_experience
 from cluster.bench.traces import TracedAnswer
+from cluster.measure.measurement import Step
+from cluster.measure.report import Row
+from cluster.measure.statistics import paired_ratio
 
 LIVE_H = 0.9
 """The fixed h that is run in real time: the greatest of SpecDec++'s grid, as these targets verify a row cheaply."""

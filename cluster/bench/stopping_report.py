@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.report import (
+from cluster.measure.report import (
     Cells,
     Report,
     aims_table,

@@ -21,9 +21,9 @@ from dendro.structure import Structure
 from dendro.text import Finish
 from dendro.tree import DraftTree
 
-from cluster.bench.measurement import Begin, Step
-from cluster.bench.report import Cells, Report, Row, machine_facts, number
 from cluster.bench.schemas import random_schema
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import Cells, Report, Row, machine_facts, number
 
 OFF = "off"
 WAYS = (OFF, "(3,2,1)", "auto")

@@ -11,9 +11,13 @@ import typer
 from dendro.grammars import Grammars
 from tree_layers.checkpoint import read_facts
 
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import (
+from cluster.bench.structured import FOLLOWS, IGNORES, facts_of, measure_structured, tables_of
+from cluster.checkpoint_tokenizer import load_tokenizer, token_bytes_of
+from cluster.command_options import JsonFile
+from cluster.config import demo_config
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import (
     Default,
     MarkdownFile,
     Temperatures,
@@ -22,10 +26,6 @@ from cluster.bench.options import (
     seed_option,
     with_bars,
 )
-from cluster.bench.structured import FOLLOWS, IGNORES, facts_of, measure_structured, tables_of
-from cluster.checkpoint_tokenizer import load_tokenizer, token_bytes_of
-from cluster.command_options import JsonFile
-from cluster.config import demo_config
 from cluster.running import local_client
 
 PROMPT = "config = json.loads("

@@ -30,8 +30,8 @@ from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.checkpoint import read_config
 from tree_layers.gguf_weights import gguf_settings
 
-from cluster.bench.in_process import EngineText, tree_of
-from cluster.bench.measurement import Step
+from cluster.measure.in_process import EngineText, tree_of
+from cluster.measure.measurement import Step
 from cluster.policies.replay import static_path
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup

@@ -26,9 +26,9 @@ from tree_kernels.tree_scan import BlockFold, fold
 from tree_layers.tree_mixers import MixerLayout, RecurrentMemory, RecurrentStep, TreeMamba2
 
 from cluster.bench.allocations import peak_bytes
-from cluster.bench.measurement import Step
-from cluster.bench.report import aim_row
-from cluster.bench.statistics import Estimate, Key, median_estimate, paired_ratio
+from cluster.measure.measurement import Step
+from cluster.measure.report import aim_row
+from cluster.measure.statistics import Estimate, Key, median_estimate, paired_ratio
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.models.mixers import seat_mixers
 from verifier_service.models.seats import ForwardContext

@@ -11,10 +11,6 @@ from dendro.errors import BadRequest
 from transformers.utils import logging
 from tree_kernels.tree_attention import NEAR_CHOICES
 
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import Default, MarkdownFile, PlotFile, present, seed_option, with_bars
-from cluster.bench.targets import THREADS
 from cluster.bench.tree_scan import (
     BEAM_STEPS,
     BEAM_WIDTHS,
@@ -34,6 +30,10 @@ from cluster.bench.tree_scan import (
 from cluster.bench.tree_scan_report import facts_of, tables_of
 from cluster.bench.tree_scan_report import plot as draw
 from cluster.command_options import JsonFile
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import Default, MarkdownFile, PlotFile, present, seed_option, with_bars
+from cluster.measure.targets import THREADS
 
 REPETITIONS = Default(20, quick=5)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.bench.report import Cells, Report, aims_table, figure_at, machine_facts, medians, with_interval
 from cluster.bench.tree_scan import LIBRARY, NEWEST, PACKED, UNROLLED, WAYS
+from cluster.measure.report import Cells, Report, aims_table, figure_at, machine_facts, medians, with_interval
 from verifier_service.models.head import HEAD_ROWS
 
 MIB = 2**20

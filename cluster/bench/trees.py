@@ -12,11 +12,11 @@ import numpy as np
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 
 from cluster.bench.costs import ReplayCosts
-from cluster.bench.measurement import Step
 from cluster.bench.replay import ReplayedAnswer, run_fixed, run_stream, shares
-from cluster.bench.report import Row
-from cluster.bench.statistics import median_estimate, paired_ratio
 from cluster.bench.traces import Trace, is_static, trimmed, walk
+from cluster.measure.measurement import Step
+from cluster.measure.report import Row
+from cluster.measure.statistics import median_estimate, paired_ratio
 from cluster.policies import POLICIES
 
 SIZES = (16, 25, 49)

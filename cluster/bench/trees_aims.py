@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cluster.bench.report import Row, aim_row
-from cluster.bench.statistics import Estimate
 from cluster.bench.trees import ALL, CONFIGURED, FULL, best_policy
 from cluster.bench.trees_causes import three_causes
+from cluster.measure.report import Row, aim_row
+from cluster.measure.statistics import Estimate
 
 DYNAMIC_BAR, BEST_ARM_BAR, OFF_BAR = 1.1, 0.97, 0.98
 

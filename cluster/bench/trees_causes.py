@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from dendro.shapes import DynamicShape, TreeShape
 
-from cluster.bench.report import Row
 from cluster.bench.traces import Trace
 from cluster.bench.trees import FULL, TreesRecord
+from cluster.measure.report import Row
 from drafter_service.confidence import Calibration
 
 BINS = 10

@@ -14,25 +14,8 @@ from dendro.shapes import MAX_ROWS, ProposedShape
 
 from cluster.bench.context import CONTEXTS
 from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure_steps
-from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.bench.live import live_row, live_shapes
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import (
-    KIND_PROMPTS,
-    Default,
-    KindsSettings,
-    MarkdownFile,
-    Models,
-    PlotFile,
-    Temperatures,
-    parse_temperatures,
-    present,
-    seed_option,
-    with_bars,
-)
 from cluster.bench.prompted import write_answers
-from cluster.bench.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.bench.traces import (
     SPARE,
     Forward,
@@ -64,6 +47,23 @@ from cluster.bench.trees_report import plot as draw
 from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS
+from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import (
+    KIND_PROMPTS,
+    Default,
+    KindsSettings,
+    MarkdownFile,
+    Models,
+    PlotFile,
+    Temperatures,
+    parse_temperatures,
+    present,
+    seed_option,
+    with_bars,
+)
+from cluster.measure.targets import COSTLY, THREADS, parameter_count, target_config
 from cluster.policies import POLICIES
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 

@@ -17,12 +17,12 @@ from dendro.shapes import TreeShape
 from tree_kernels.tree_attention import PAGE
 
 from cluster.bench.context import with_positions
-from cluster.bench.in_process import drafter_of, verifier_of
 from cluster.bench.live import live_rounds, live_shapes
-from cluster.bench.measurement import Begin, Step
-from cluster.bench.targets import COSTLY, target_config
 from cluster.bench.traces import SPARE, TracedAnswer
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.in_process import drafter_of, verifier_of
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.targets import COSTLY, target_config
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine
 

@@ -12,10 +12,10 @@ from dendro.modes import VerificationMode
 from dendro.shapes import LevelShape
 from dendro.text import Sampling
 
-from cluster.bench.in_process import EngineText
-from cluster.bench.measurement import Step
-from cluster.bench.report import Row, aim_row
-from cluster.bench.statistics import Key, median_estimate, paired_ratio
+from cluster.measure.in_process import EngineText
+from cluster.measure.measurement import Step
+from cluster.measure.report import Row, aim_row
+from cluster.measure.statistics import Key, median_estimate, paired_ratio
 
 SHAPES: Mapping[int, LevelShape] = {1: LevelShape((1, 1, 1)), 2: LevelShape((2, 2, 2)), 4: LevelShape((4, 4, 2))}
 """By the children of a row: trees of three levels. Of four children the last level has two, for 63 guesses at most."""

@@ -11,10 +11,17 @@ import torch
 import typer
 from dendro.errors import BadRequest
 
-from cluster.bench.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import (
+from cluster.bench.verify import ARMS, ROOM, aims_of, arm_rows, measure_arms
+from cluster.bench.verify_report import facts_of, tables_of
+from cluster.bench.verify_report import plot as draw
+from cluster.command_options import JsonFile
+from cluster.config import DEMO_MODELS
+from cluster.demo.kinds import KINDS, kind_prompts
+from cluster.demo.prompts import load_tokenizer
+from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import (
     KIND_PROMPTS,
     Default,
     KindsSettings,
@@ -26,14 +33,7 @@ from cluster.bench.options import (
     seed_option,
     with_bars,
 )
-from cluster.bench.targets import DEMO, THREADS, parameter_count, target_config
-from cluster.bench.verify import ARMS, ROOM, aims_of, arm_rows, measure_arms
-from cluster.bench.verify_report import facts_of, tables_of
-from cluster.bench.verify_report import plot as draw
-from cluster.command_options import JsonFile
-from cluster.config import DEMO_MODELS
-from cluster.demo.kinds import KINDS, kind_prompts
-from cluster.demo.prompts import load_tokenizer
+from cluster.measure.targets import DEMO, THREADS, parameter_count, target_config
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
 DRAFTER = "mamba2"

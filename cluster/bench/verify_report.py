@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.bench.report import (
+from cluster.bench.verify import by_temperature
+from cluster.measure.report import (
     Cells,
     Report,
     aims_table,
@@ -15,7 +16,6 @@ from cluster.bench.report import (
     target_fact,
     with_interval,
 )
-from cluster.bench.verify import by_temperature
 
 COLOURS = {"coupled": "#2a7f62", "multi-step": "#b23a48", "block": "#e09f3e", "naive": "#8c8c8c"}
 

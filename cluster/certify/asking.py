@@ -11,7 +11,7 @@ from dendro.client import Asking
 from dendro.errors import EngineFailed
 from dendro.speculation import Speculation
 
-from cluster.bench.measurement import Step
+from cluster.measure.measurement import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,6 @@ from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, tokens_of
 from tree_layers.library_mixers import group_norms
 
-from cluster.bench.measurement import Step
 from cluster.certify.asking import SamplingLaw, answers
 from cluster.certify.law import LARGEST_DRAWS, LawFit, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.own_drafter import own_drafter
@@ -37,6 +36,7 @@ from cluster.certify.twin import (
     top_k_as_if_sampled,
 )
 from cluster.checkpoints import check_library_has
+from cluster.measure.measurement import Step
 from cluster.policies import POLICIES
 from drafter_service.engine import DrafterEngine
 from verifier_service.engine import VerifierEngine

@@ -19,8 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.arms import Arm, parsed_arms
-from cluster.bench.machine import describe_machine
-from cluster.bench.measurement import Step
 from cluster.certify import checks
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
@@ -30,6 +28,8 @@ from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import served_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
+from cluster.measure.machine import describe_machine
+from cluster.measure.measurement import Step
 from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster

@@ -16,8 +16,8 @@ from dendro.structure import Structure
 from torch import Tensor
 from tree_kernels.warp import Processors, processed
 
-from cluster.bench.measurement import Step
 from cluster.certify.promises import Promise, first_difference
+from cluster.measure.measurement import Step
 
 FIRST_IDS = 8
 """Number of first ids that are never removed, so that every combination leaves tokens to draw."""

@@ -8,9 +8,9 @@ from random import Random
 from dendro.answer import Completion
 from dendro.client import Asking
 
-from cluster.bench.measurement import Step
 from cluster.certify.asking import SamplingLaw, completion
 from cluster.certify.promises import Promise, first_difference
+from cluster.measure.measurement import Step
 
 STOP_LAWS = (SamplingLaw(), SamplingLaw(1.0))
 LONGEST_STOP = 6

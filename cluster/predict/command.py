@@ -13,15 +13,25 @@ import typer
 from dendro.errors import BadRequest
 
 from cluster.arms import OFF_ARM
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
-from cluster.bench.report import Cells, Report, Row, aim_row, aims_table, interval, machine_facts, number, with_interval
-from cluster.bench.statistics import median_estimate
 from cluster.checkpoints import pairs_of, read_cluster
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
 from cluster.hub import fetched, pinned
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
+from cluster.measure.report import (
+    Cells,
+    Report,
+    Row,
+    aim_row,
+    aims_table,
+    interval,
+    machine_facts,
+    number,
+    with_interval,
+)
+from cluster.measure.statistics import median_estimate
 from cluster.predict.predicting import Predicted, Predicting, PredictPlan, widest
 from cluster.predict.prediction import ceiling_of, over_off, row_of
 from cluster.prompt_files import PromptFile

@@ -10,7 +10,7 @@ from dendro.errors import BadRequest
 from dendro.text import Sampling
 
 from cluster.arms import OFF_ARM, Arm
-from cluster.bench.measurement import Begin, Step
+from cluster.measure.measurement import Begin, Step
 from cluster.predict.prediction import Prediction, predict_by_ranks, predict_by_runs, ranks_determine
 from cluster.tune.measuring import Ranker, RunAnswer, Strangers, Timed
 

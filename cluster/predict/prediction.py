@@ -16,8 +16,8 @@ from statistics import median
 from dendro.shapes import LevelShape, NodeShape
 
 from cluster.arms import Arm
-from cluster.bench.report import Row
-from cluster.bench.statistics import Estimate, median_estimate
+from cluster.measure.report import Row
+from cluster.measure.statistics import Estimate, median_estimate
 from cluster.policies.replay import static_path
 from cluster.tune.measuring import RunAnswer, Timed
 

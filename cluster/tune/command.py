@@ -15,14 +15,14 @@ from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS
 from rich.console import Console
 
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import Begin
-from cluster.bench.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
-from cluster.bench.report import Cells, Report, interval, machine_facts, number, with_interval
-from cluster.bench.targets import parameter_count
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
 from cluster.hub import fetched, pinned
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import Begin
+from cluster.measure.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
+from cluster.measure.report import Cells, Report, interval, machine_facts, number, with_interval
+from cluster.measure.targets import parameter_count
 from cluster.prompt_files import PromptFile
 from cluster.running import running
 from cluster.training.acceptance import ANSWER_TOKENS

@@ -18,10 +18,10 @@ from dendro.step_sizes import StepSizes
 from dendro.text import Sampling
 
 from cluster.arms import OFF_ARM, Arm
-from cluster.bench.measurement import Begin, Step
-from cluster.bench.report import Row
-from cluster.bench.statistics import Estimate, median_estimate, paired_ratio
 from cluster.drafter_figures import accepted
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import Row
+from cluster.measure.statistics import Estimate, median_estimate, paired_ratio
 from cluster.policies.sequoia import Accept, best_tree, expected_tokens
 from cluster.tune import leviathan
 from cluster.tune.measuring import (

@@ -25,13 +25,15 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
 
 from cluster.api.grpc import serve_router
-from cluster.bench import baselines as library
-from cluster.bench import speed_command as command
-from cluster.bench import speed_pairs as pairs
-from cluster.bench import speed_report as reports
-from cluster.bench.costly import WIDTH_STEP, costly_checkpoint, costly_width
-from cluster.bench.machine import describe_machine
-from cluster.bench.measurement import (
+from cluster.config import DEMO_MODELS
+from cluster.demo.prompts import Prompt
+from cluster.measure import baselines as library
+from cluster.measure import speed_command as command
+from cluster.measure import speed_pairs as pairs
+from cluster.measure import speed_report as reports
+from cluster.measure.costly import WIDTH_STEP, costly_checkpoint, costly_width
+from cluster.measure.machine import describe_machine
+from cluster.measure.measurement import (
     ASSISTED,
     AUTO,
     BATCH,
@@ -46,10 +48,10 @@ from cluster.bench.measurement import (
     RoundTimes,
     TimedAnswer,
 )
-from cluster.bench.options import parse_temperatures
-from cluster.bench.ours import ClusterClient, mean_round
-from cluster.bench.report import as_json, as_markdown, show
-from cluster.bench.speed import (
+from cluster.measure.options import parse_temperatures
+from cluster.measure.ours import ClusterClient, mean_round
+from cluster.measure.report import as_json, as_markdown, show
+from cluster.measure.speed import (
     Contenders,
     SpeedPlan,
     SpeedResult,
@@ -59,12 +61,10 @@ from cluster.bench.speed import (
     rows_of,
     step_fits_of,
 )
-from cluster.bench.speed_aims import aims_of
-from cluster.bench.speed_categories import categories_of
-from cluster.bench.statistics import median_estimate, paired_ratio, repeat_difference
-from cluster.bench.targets import COSTLY, DEMO, MAMBA2, parameter_count, target_config
-from cluster.config import DEMO_MODELS
-from cluster.demo.prompts import Prompt
+from cluster.measure.speed_aims import aims_of
+from cluster.measure.speed_categories import categories_of
+from cluster.measure.statistics import median_estimate, paired_ratio, repeat_difference
+from cluster.measure.targets import COSTLY, DEMO, MAMBA2, parameter_count, target_config
 
 VOCABULARY = 64
 
@@ -687,7 +687,7 @@ def test_temperatures_are_read_or_refused():
 
 def test_the_costly_target_differs_from_the_demo_only_by_its_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr("cluster.bench.costly.PARAMETERS", 1)
+    monkeypatch.setattr("cluster.measure.costly.PARAMETERS", 1)
     tiny_llama(tmp_path / "models" / "target", 1)
     demo, costly = (target_config(tmp_path / "models", name) for name in ("demo", "costly"))
     assert costly.drafters == demo.drafters and costly.speculation == demo.speculation
@@ -770,7 +770,7 @@ def test_the_mean_round_is_that_of_the_rounds_after_the_first_in_milliseconds(po
 
 @pytest.mark.parametrize("name", [DEMO, COSTLY])
 def test_no_row_of_a_bench_can_use_another_rows_answers(name, monkeypatch):
-    monkeypatch.setattr("cluster.bench.targets.costly_checkpoint", lambda checkpoint: checkpoint)
+    monkeypatch.setattr("cluster.measure.targets.costly_checkpoint", lambda checkpoint: checkpoint)
     config = target_config(DEMO_MODELS, name)
     (target,) = config.targets.values()
     assert config.speculation.proposers == ("lookup",) and not target.share_prefixes

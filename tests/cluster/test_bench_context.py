@@ -39,8 +39,8 @@ from cluster.bench.context import (
 )
 from cluster.bench.context_command import bench_context, parse_contexts
 from cluster.bench.context_report import plot, tables_of
-from cluster.bench.in_process import tree_of
-from cluster.bench.targets import Which
+from cluster.measure.in_process import tree_of
+from cluster.measure.targets import Which
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -35,8 +35,8 @@ from cluster.bench.drafter import (
 from cluster.bench.drafter_command import measure_drafters
 from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FORMS, FUSED, DrafterForms, InlineDrafter, load_forms
 from cluster.bench.drafter_report import facts_of, plot, tables_of
-from cluster.bench.in_process import EngineText
 from cluster.demo.prompts import Prompt
+from cluster.measure.in_process import EngineText
 from drafter_service.engine import DrafterEngine
 from drafter_service.models import load_model
 from drafter_service.options import DrafterOptions

@@ -15,12 +15,12 @@ from dendro.errors import BadRequest, EngineFailed
 from tiny_hybrids import make_checkpoint as make_hybrid
 from tiny_models import PADDED, make_checkpoint
 
-from cluster.bench import gguf_file
-from cluster.bench.baselines import Baselines
-from cluster.bench.gguf_file import check_exportable, interleaved, write_gguf
-from cluster.bench.llama_cpp import LlamaCppProcess
-from cluster.bench.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_LOOKUP, LLAMA_CPP_ROWS
-from cluster.bench.processes import failure_in
+from cluster.measure import gguf_file
+from cluster.measure.baselines import Baselines
+from cluster.measure.gguf_file import check_exportable, interleaved, write_gguf
+from cluster.measure.llama_cpp import LlamaCppProcess
+from cluster.measure.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_LOOKUP, LLAMA_CPP_ROWS
+from cluster.measure.processes import failure_in
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:

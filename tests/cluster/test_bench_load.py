@@ -11,14 +11,24 @@ from dendro.errors import BadRequest
 
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
-from cluster.bench.against_off import PairsPlan, aims_against_off, first_minute, measure_against_off
-from cluster.bench.hops import hop_process
-from cluster.bench.load import LoadBlock, Loader, LoadPlan, aims_of, measure_load, own_aims, percentiles, ratio, rows_of
-from cluster.bench.load_command import bench_load, parse_clients
-from cluster.bench.load_report import COLUMNS, plot, tables_of
-from cluster.bench.measurement import BATCH, CONTINUOUS
-from cluster.bench.ours import TenantRule
-from cluster.bench.targets import Which
+from cluster.measure.against_off import PairsPlan, aims_against_off, first_minute, measure_against_off
+from cluster.measure.hops import hop_process
+from cluster.measure.load import (
+    LoadBlock,
+    Loader,
+    LoadPlan,
+    aims_of,
+    measure_load,
+    own_aims,
+    percentiles,
+    ratio,
+    rows_of,
+)
+from cluster.measure.load_command import bench_load, parse_clients
+from cluster.measure.load_report import COLUMNS, plot, tables_of
+from cluster.measure.measurement import BATCH, CONTINUOUS
+from cluster.measure.ours import TenantRule
+from cluster.measure.targets import Which
 
 
 def block(way, load, repetition, rate, **more):

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import cli, slow_commands
-from cluster.bench.options import Default
+from cluster.measure.options import Default
 
 BENCHES = [("bench", name) for name in slow_commands.BENCHES]
 
@@ -42,7 +42,7 @@ LIVE = " (default --live; quick --no-live)"
 def place_of(command: tuple[str, ...]) -> str:
     """The module of a command."""
     own = f"cluster.{command[0]}.command"
-    return own if command[0] in slow_commands.MEASURING else f"cluster.bench.{slow_commands.BENCHES[command[-1]][0]}"
+    return own if command[0] in slow_commands.MEASURING else slow_commands.BENCHES[command[-1]][0]
 
 
 @pytest.mark.parametrize(

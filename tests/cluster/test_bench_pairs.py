@@ -15,8 +15,9 @@ import typer
 from dendro.errors import BadRequest, EngineFailed
 from typer.testing import CliRunner
 
-from cluster.bench import speed_command as command
-from cluster.bench.measurement import (
+from cluster.config import Config
+from cluster.measure import speed_command as command
+from cluster.measure.measurement import (
     AUTO,
     GENERATE,
     LLAMA_CPP,
@@ -26,15 +27,14 @@ from cluster.bench.measurement import (
     OFF,
     TimedAnswer,
 )
-from cluster.bench.ours import ClusterClient, TenantRule
-from cluster.bench.report import as_markdown
-from cluster.bench.speed import Contenders, SpeedPlan, answer_lengths, measure, rows_of
-from cluster.bench.speed_aims import never_slower_aims
-from cluster.bench.speed_categories import categories_of, category_table
-from cluster.bench.speed_pairs import SpeedSettings, file_pairs
-from cluster.bench.speed_report import facts_of, tables_of
-from cluster.bench.statistics import lower_bound
-from cluster.config import Config
+from cluster.measure.ours import ClusterClient, TenantRule
+from cluster.measure.report import as_markdown
+from cluster.measure.speed import Contenders, SpeedPlan, answer_lengths, measure, rows_of
+from cluster.measure.speed_aims import never_slower_aims
+from cluster.measure.speed_categories import categories_of, category_table
+from cluster.measure.speed_pairs import SpeedSettings, file_pairs
+from cluster.measure.speed_report import facts_of, tables_of
+from cluster.measure.statistics import lower_bound
 
 SHAPES = ("(1,1)", "(2,1)")
 CATEGORIES = ("code", "letters") * 4

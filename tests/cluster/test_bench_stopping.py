@@ -18,8 +18,6 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts
-from cluster.bench.in_process import EngineText
-from cluster.bench.report import as_json, as_markdown
 from cluster.bench.stopping import (
     CHAIN,
     FORMS,
@@ -45,6 +43,8 @@ from cluster.bench.stopping_aims import aims_of
 from cluster.bench.stopping_live import live_arms, live_rows
 from cluster.bench.stopping_report import facts_of, plot, tables_of
 from cluster.bench.traces import SPARE, TracedAnswer, grown_trees
+from cluster.measure.in_process import EngineText
+from cluster.measure.report import as_json, as_markdown
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions

@@ -32,10 +32,8 @@ from dendro.tree import EMPTY_TRACE, DraftTree
 
 from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts, level_shapes, measure_drafts, measure_steps
-from cluster.bench.in_process import EngineText
 from cluster.bench.live import live_rounds
 from cluster.bench.replay import arm_of, run_fixed, run_policy, run_stream
-from cluster.bench.report import as_markdown
 from cluster.bench.traces import (
     SPARE,
     Forward,
@@ -75,6 +73,8 @@ from cluster.config import DEMO_MODELS
 from cluster.demo.corpus import HELD_OUT
 from cluster.demo.kinds import BLOCK_TOKENS, EDITS, KINDS, PROSE, kind_prompts
 from cluster.demo.prompts import load_passages, load_tokenizer
+from cluster.measure.in_process import EngineText
+from cluster.measure.report import as_markdown
 from cluster.policies import POLICIES, Experience, make_policy
 from cluster.policies.replay import static_path
 from cluster.router.rounds import rounds

@@ -12,10 +12,10 @@ from dendro.modes import VerificationMode
 from dendro.state import NoStates
 from dendro.text import Sampling
 
-from cluster.bench.report import as_markdown
 from cluster.bench.verify import ARMS, VerifiedAnswer, VerifiedArm, aims_of, arm_rows, verified_answer
 from cluster.bench.verify_command import VerifySettings
 from cluster.bench.verify_report import plot, tables_of
+from cluster.measure.report import as_markdown
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine

@@ -12,12 +12,12 @@ from dendro.errors import BadRequest
 from edge import EdgePeers
 from safetensors.torch import save_file
 
-from cluster.bench.baselines import Baselines
 from cluster.bench.context import LibrarySteps
-from cluster.bench.costly import costly_checkpoint
 from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
+from cluster.measure.baselines import Baselines
+from cluster.measure.costly import costly_checkpoint
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 

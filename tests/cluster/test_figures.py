@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cluster.bench.options import present
-from cluster.bench.report import as_markdown, figure_at
+from cluster.measure.options import present
+from cluster.measure.report import as_markdown, figure_at
 
 
 def test_a_legend_wider_than_its_axes_is_whole(tmp_path):

@@ -17,9 +17,9 @@ from tree_layers.gguf_blocks import READ, QuantisedTensors
 from tree_layers.gguf_weights import gguf_settings
 from tree_layers.quantised_packing import ROWS, QuantisedPacking, most_rows
 
-from cluster.bench import gguf_file
 from cluster.config import TargetConfig, demo_config
 from cluster.gguf_files import folder_of
+from cluster.measure import gguf_file
 from cluster.precompiling import kernel_modules
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions

@@ -16,11 +16,14 @@ import typer
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
 
-from cluster.bench.baselines import BaselineProcess
-from cluster.bench.llama_cpp import LlamaCppProcess
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import BASELINES, LLAMA_CPP, LLAMA_CPP_ROWS, Begin
-from cluster.bench.options import (
+from cluster.command_options import JsonFile, Local, given_config
+from cluster.config import DEMO_MODELS, Config
+from cluster.engines import engine_environment
+from cluster.measure.baselines import BaselineProcess
+from cluster.measure.llama_cpp import LlamaCppProcess
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import BASELINES, LLAMA_CPP, LLAMA_CPP_ROWS, Begin
+from cluster.measure.options import (
     Default,
     MarkdownFile,
     Models,
@@ -31,8 +34,8 @@ from cluster.bench.options import (
     seed_option,
     with_bars,
 )
-from cluster.bench.ours import ClusterClient, TenantRule
-from cluster.bench.speed import (
+from cluster.measure.ours import ClusterClient, TenantRule
+from cluster.measure.speed import (
     Contenders,
     SpeedResult,
     answer_lengths,
@@ -42,15 +45,12 @@ from cluster.bench.speed import (
     rows_of,
     step_fits_of,
 )
-from cluster.bench.speed_aims import aims_of, never_slower_aims
-from cluster.bench.speed_categories import categories_of
-from cluster.bench.speed_pairs import MeasuredPair, SpeedSettings, demo_pairs, file_pairs
-from cluster.bench.speed_report import different, facts_of, tables_of
-from cluster.bench.speed_report import plot as draw
-from cluster.bench.targets import COSTLY, MAMBA2, Which, parameter_count
-from cluster.command_options import JsonFile, Local, given_config
-from cluster.config import DEMO_MODELS, Config
-from cluster.engines import engine_environment
+from cluster.measure.speed_aims import aims_of, never_slower_aims
+from cluster.measure.speed_categories import categories_of
+from cluster.measure.speed_pairs import MeasuredPair, SpeedSettings, demo_pairs, file_pairs
+from cluster.measure.speed_report import different, facts_of, tables_of
+from cluster.measure.speed_report import plot as draw
+from cluster.measure.targets import COSTLY, MAMBA2, Which, parameter_count
 from cluster.prompt_files import QUESTIONS, PromptFile
 from cluster.running import running
 from cluster.training.acceptance import ANSWER_TOKENS

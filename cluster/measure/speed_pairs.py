@@ -15,13 +15,13 @@ from typing import Any
 from dendro.errors import BadRequest
 from tree_layers.checkpoint import GGUF
 
-from cluster.bench.measurement import BASELINES, GENERATE, LLAMA_CPP_FILE, LLAMA_CPP_ROWS, LOOKUP
-from cluster.bench.ours import TenantRule
-from cluster.bench.own_target import own_arms, own_prompts, own_target, prompt_facts
-from cluster.bench.speed import SpeedPlan
-from cluster.bench.targets import MAMBA2, target_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.measurement import BASELINES, GENERATE, LLAMA_CPP_FILE, LLAMA_CPP_ROWS, LOOKUP
+from cluster.measure.ours import TenantRule
+from cluster.measure.own_target import own_arms, own_prompts, own_target, prompt_facts
+from cluster.measure.speed import SpeedPlan
+from cluster.measure.targets import MAMBA2, target_config
 from cluster.training.acceptance import PROMPT_TOKENS
 
 TIME_LIMIT_S = 1140.0  # of a whole run on the demo, startup and warm-up included: 19 minutes

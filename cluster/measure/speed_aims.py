@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from cluster.bench.measurement import AUTO, BASELINES, GENERATE, LLAMA_CPP, OFF
-from cluster.bench.report import Row, aim_row
-from cluster.bench.statistics import Estimate
-from cluster.bench.targets import COSTLY
+from cluster.measure.measurement import AUTO, BASELINES, GENERATE, LLAMA_CPP, OFF
+from cluster.measure.report import Row, aim_row
+from cluster.measure.statistics import Estimate
+from cluster.measure.targets import COSTLY
 
 AIM_THREADS = 2
 POLICY_BARS = {0.0: 3.0, 1.0: 2.2}  # policy over ours-off, by temperature

@@ -25,9 +25,9 @@ from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens, Verdict
 from dendro.tree import DraftTree
 
-from cluster.bench.targets import THREADS
 from cluster.config import TargetConfig
 from cluster.engines import verifier_options
+from cluster.measure.targets import THREADS
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
@@ -93,3 +93,8 @@ def tree_of(shape: TreeShape, root: int = 0) -> DraftTree:
     """A tree of a static shape whose guesses all differ. Raises ValueError for other shapes."""
     parents = [-1, *(row for row, count in enumerate(child_counts(shape)) for _ in range(count))]
     return DraftTree.of([root, *range(1, len(parents))], parents)
+
+
+def star(root: int, rows: int) -> DraftTree:
+    """A tree of `rows` rows: all guesses are children of the root."""
+    return DraftTree.of([root, *range(rows - 1)], [-1] + [0] * (rows - 1))

@@ -8,9 +8,9 @@ from typing import Any
 
 from dendro.errors import BadRequest
 
-from cluster.bench.ours import TenantRule
 from cluster.config import Config
 from cluster.hub import fetched, pinned
+from cluster.measure.ours import TenantRule
 from cluster.prompt_files import FilePrompt, by_turns, read_prompts, that_fit, tokenizer_of
 
 

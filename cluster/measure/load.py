@@ -20,13 +20,13 @@ from dendro.answer import collect_stream
 from dendro.client import Asking
 from dendro.errors import EngineFailed
 
-from cluster.bench.baselines import BaselineProcess
-from cluster.bench.measurement import AUTO, BATCH, CONTINUOUS, OFF, Step
-from cluster.bench.ours import TenantClients, TenantRule
-from cluster.bench.report import aim_row
-from cluster.bench.speed import Identity
-from cluster.bench.speed_aims import FIXED_ARM_BAR, NEVER_SLOWER
-from cluster.bench.statistics import Estimate, median_estimate
+from cluster.measure.baselines import BaselineProcess
+from cluster.measure.measurement import AUTO, BATCH, CONTINUOUS, OFF, Step
+from cluster.measure.ours import TenantClients, TenantRule
+from cluster.measure.report import aim_row
+from cluster.measure.speed import Identity
+from cluster.measure.speed_aims import FIXED_ARM_BAR, NEVER_SLOWER
+from cluster.measure.statistics import Estimate, median_estimate
 
 FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)

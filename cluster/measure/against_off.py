@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Protocol
 
-from cluster.bench.load import LoadBlock, Prompt, closed_load, ratio
-from cluster.bench.measurement import AUTO, OFF, Step
-from cluster.bench.report import aim_row
-from cluster.bench.statistics import Estimate, median_estimate
+from cluster.measure.load import LoadBlock, Prompt, closed_load, ratio
+from cluster.measure.measurement import AUTO, OFF, Step
+from cluster.measure.report import aim_row
+from cluster.measure.statistics import Estimate, median_estimate
 
 LEAST_OVER_OFF = 0.98
 """The promise: the policy is at most 2 % slower than no speculation."""

@@ -18,7 +18,8 @@ from typing import Any
 from dendro.errors import BadRequest, EngineFailed
 from tree_layers.gguf_weights import gguf_settings
 
-from cluster.bench.measurement import (
+from cluster.checkpoints import check_library_has
+from cluster.measure.measurement import (
     ASSISTED,
     BATCH,
     BEST_ASSISTED,
@@ -29,8 +30,7 @@ from cluster.bench.measurement import (
     LOOKUP,
     TimedAnswer,
 )
-from cluster.bench.processes import Call, ContenderProcess, Reply, serve_calls
-from cluster.checkpoints import check_library_has
+from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
 
 LOOKUPS = {LOOKUP: (10, 2)} | {name: (guesses, 3) for name, guesses in GRIDS[BEST_LOOKUP].items()}
 """Guesses of a round and the longest n-gram that is looked up; `LOOKUP` has the defaults of the library's generator."""

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 from typer.models import OptionInfo
 
-from cluster.bench.measurement import Begin, Step
-from cluster.bench.report import Cells, Report, as_json, as_markdown, show
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import Cells, Report, as_json, as_markdown, show
 from cluster.tables import PLAIN_WIDTH, page
 
 PlotFile = Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.", show_default=False)]

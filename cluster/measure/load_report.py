@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.load import PERCENTILES, WAYS
-from cluster.bench.measurement import BATCH, CONTINUOUS
-from cluster.bench.report import (
+from cluster.measure.load import PERCENTILES, WAYS
+from cluster.measure.measurement import BATCH, CONTINUOUS
+from cluster.measure.report import (
     Cells,
     Report,
     aims_table,
@@ -18,7 +18,7 @@ from cluster.bench.report import (
     target_fact,
     with_interval,
 )
-from cluster.bench.speed_report import whose_prompts
+from cluster.measure.speed_report import whose_prompts
 
 COLUMNS = (
     "",

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.bench.statistics import CONFIDENCE, Estimate
+from cluster.measure.statistics import CONFIDENCE, Estimate
 from cluster.tables import folding_table
 
 Report = Mapping[str, Any]

@@ -11,8 +11,7 @@ from dendro.engine import started
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
 
-from cluster.bench.costs import star
-from cluster.bench.in_process import EngineText
+from cluster.measure.in_process import EngineText, star
 from cluster.worth import SHAPES, DraftingEngine, TargetEngine
 
 IDS = tuple(range(1, 33))

@@ -16,10 +16,14 @@ from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 
 from cluster import deploy
-from cluster.bench.against_off import BLOCK_ANSWERS, FIRST_S, PairsPlan, aims_against_off, measure_against_off
-from cluster.bench.baselines import BaselineProcess
-from cluster.bench.hops import hop_process
-from cluster.bench.load import (
+from cluster.command_options import JsonFile, given_config
+from cluster.config import DEMO_MODELS, Config, TargetConfig
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.engines import engine_environment
+from cluster.measure.against_off import BLOCK_ANSWERS, FIRST_S, PairsPlan, aims_against_off, measure_against_off
+from cluster.measure.baselines import BaselineProcess
+from cluster.measure.hops import hop_process
+from cluster.measure.load import (
     CONTINUOUS_REPETITIONS,
     WAYS,
     Loader,
@@ -29,11 +33,11 @@ from cluster.bench.load import (
     own_aims,
     rows_of,
 )
-from cluster.bench.load_report import facts_of, tables_of
-from cluster.bench.load_report import plot as draw
-from cluster.bench.machine import report_head
-from cluster.bench.measurement import AUTO, OFF, Begin
-from cluster.bench.options import (
+from cluster.measure.load_report import facts_of, tables_of
+from cluster.measure.load_report import plot as draw
+from cluster.measure.machine import report_head
+from cluster.measure.measurement import AUTO, OFF, Begin
+from cluster.measure.options import (
     Default,
     MarkdownFile,
     Models,
@@ -44,14 +48,10 @@ from cluster.bench.options import (
     seed_option,
     with_bars,
 )
-from cluster.bench.ours import TenantRule
-from cluster.bench.own_target import own_arms, own_prompts, own_target, prompt_facts
-from cluster.bench.speed import Identity
-from cluster.bench.targets import COSTLY, DEMO, parameter_count, target_config
-from cluster.command_options import JsonFile, given_config
-from cluster.config import DEMO_MODELS, Config, TargetConfig
-from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.engines import engine_environment
+from cluster.measure.ours import TenantRule
+from cluster.measure.own_target import own_arms, own_prompts, own_target, prompt_facts
+from cluster.measure.speed import Identity
+from cluster.measure.targets import COSTLY, DEMO, parameter_count, target_config
 from cluster.prompt_files import QUESTIONS, PromptFile
 from cluster.running import running_cluster
 from cluster.tables import PLAIN_WIDTH

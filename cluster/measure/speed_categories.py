@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cluster.bench.measurement import AUTO, LLAMA_CPP, LLAMA_CPP_FILE, OFF
-from cluster.bench.report import Cells, Row, interval, medians, number
-from cluster.bench.speed import SpeedResult
-from cluster.bench.statistics import median_estimate, paired_ratio
+from cluster.measure.measurement import AUTO, LLAMA_CPP, LLAMA_CPP_FILE, OFF
+from cluster.measure.report import Cells, Row, interval, medians, number
+from cluster.measure.speed import SpeedResult
+from cluster.measure.statistics import median_estimate, paired_ratio
 
 PLOTTED = {LLAMA_CPP_FILE: "#9db4d3", LLAMA_CPP: "#4a6fa5", OFF: "#b8b8b8", AUTO: "#2a7f62"}
 

@@ -15,7 +15,7 @@ from dendro.errors import EngineFailed
 from dendro.shapes import TreeShape
 from tree_kernels import step_size
 
-from cluster.bench.measurement import (
+from cluster.measure.measurement import (
     AUTO,
     BASELINES,
     GENERATE,
@@ -30,8 +30,8 @@ from cluster.bench.measurement import (
     Step,
     TimedAnswer,
 )
-from cluster.bench.report import Row
-from cluster.bench.statistics import (
+from cluster.measure.report import Row
+from cluster.measure.statistics import (
     Key,
     lower_bound,
     median_estimate,
@@ -39,7 +39,7 @@ from cluster.bench.statistics import (
     ratios_by_prompt,
     repeat_difference,
 )
-from cluster.bench.targets import MAMBA2
+from cluster.measure.targets import MAMBA2
 from cluster.policies.step_time import degree_of, fit_steps, step_at
 
 COMPARED = (*BASELINES, LLAMA_CPP, LLAMA_CPP_FILE, OFF)

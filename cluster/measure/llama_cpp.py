@@ -20,14 +20,14 @@ from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
 
-from cluster.bench.measurement import (
+from cluster.measure.measurement import (
     GREEDY_ROWS,
     LLAMA_CPP_FILE,
     LLAMA_CPP_LOOKUP,
     LLAMA_CPP_ROWS,
     TimedAnswer,
 )
-from cluster.bench.processes import Call, ContenderProcess, Reply, serve_calls
+from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
 
 LOOKUP_TOKENS = 5
 LOOKUP_NGRAM = 3
@@ -160,7 +160,7 @@ class LlamaCppProcess:
         self._process.stop()
 
     def _export(self, file: Path) -> None:
-        from cluster.bench.gguf_file import check_exportable, write_gguf
+        from cluster.measure.gguf_file import check_exportable, write_gguf
 
         try:
             check_exportable(self._checkpoint, self._dtype)

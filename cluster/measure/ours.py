@@ -12,7 +12,7 @@ from dendro.answer import SpeculationStats, collect_stream
 from dendro.client import Asking, AsyncClient
 from dendro.errors import EngineFailed
 
-from cluster.bench.measurement import OFF, RoundTimes, TimedAnswer
+from cluster.measure.measurement import OFF, RoundTimes, TimedAnswer
 
 
 def mean_round(stats: SpeculationStats) -> RoundTimes | None:

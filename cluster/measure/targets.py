@@ -9,8 +9,8 @@ from pathlib import Path
 from tree_layers.checkpoint import weight_files
 from tree_layers.headers import tensor_shapes
 
-from cluster.bench.costly import costly_checkpoint
 from cluster.config import Config, demo_config
+from cluster.measure.costly import costly_checkpoint
 
 DEMO = "demo"
 COSTLY = "costly"

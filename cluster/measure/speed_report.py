@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.bench.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_FILE, OFF
-from cluster.bench.ours import TenantRule
-from cluster.bench.report import (
+from cluster.measure.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_FILE, OFF
+from cluster.measure.ours import TenantRule
+from cluster.measure.report import (
     Cells,
     Report,
     aims_table,
@@ -20,7 +20,7 @@ from cluster.bench.report import (
     target_fact,
     with_interval,
 )
-from cluster.bench.speed_categories import category_table, plot_categories
+from cluster.measure.speed_categories import category_table, plot_categories
 
 PARTS = {"draft": "draft", "verify": "verification", "queue": "queue", "hop": "hops between peers"}
 """Parts of a round, and their names in the plot."""

@@ -1,0 +1,1 @@
+"""Measuring: contenders are interleaved in one run, and every aim is judged from the reported rows."""
