@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 
 import typer
+from dendro.errors import BadRequest
 
 train = typer.Typer(help="Train models.", no_args_is_help=True)
 bench = typer.Typer(help="Measure, side by side and in one run.", no_args_is_help=True)
 
+LABORATORY = "cluster.bench"
+"""The package of the benches of the bundled models, which is left out of the wheel as these models are."""
 ELSEWHERE = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
 def _run_from(module: str, function: str, context: typer.Context) -> None:
-    """Run a command that is defined, with its options and help, in a module that is slow to import."""
+    """Run a command that is defined, with its options and help, in a module that is slow to import.
+
+    Raises BadRequest for a bench of the bundled models where the package was installed from a wheel, which lacks both.
+    """
+    if module.startswith(LABORATORY) and find_spec(LABORATORY) is None:
+        name = f"bench {context.info_name}"
+        reason = "measures the bundled models; the package has neither them nor this bench: clone the repository,"
+        raise BadRequest(name, f"{reason} run `make setup` there, then `.venv/bin/dendro {name}`")
     command = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     command.command()(getattr(importlib.import_module(module), function))
     command(args=context.args, prog_name=context.command_path)
@@ -92,6 +103,9 @@ def add_measuring(app: typer.Typer) -> None:
         _add(app, name, f"cluster.{name}.command", name, text)
 
 
-for _panel, _benches in {"Your own pair, or the bundled one": OWN, "The bundled models": BUNDLED}.items():
+for _panel, _benches in {
+    "Your own pair, or the bundled one": OWN,
+    "The bundled models, in a checkout": BUNDLED,
+}.items():
     for _name, (_module, _text) in _benches.items():
         _add(bench, _name, _module, f"bench_{_name.replace('-', '_')}", _text, _panel)
