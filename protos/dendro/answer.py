@@ -102,9 +102,7 @@ class SpeculationStats:
 
     policy: str = ""  # the policy that picked the shapes; "off" or "fixed": the request set them
     rounds: int = 0
-    rounds_by_shape: dict[str, int] = field(
-        default_factory=dict
-    )  # key: the requested shape, written like `Round.shape`
+    rounds_by_shape: dict[str, int] = field(default_factory=dict)  # key: requested shape (`Round.shape`)
     rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # key: emitted tokens, after any cut
     emitted_tokens: int = 0
     cut_tokens: int = 0  # tokens of the last round past the answer's end

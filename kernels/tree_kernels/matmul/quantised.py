@@ -26,10 +26,10 @@ class QuantisedBlocks:
     form: QuantisedForm
     fields: Tensor  # [outputs, inputs] uint8
     scales: Tensor  # [outputs, inputs / block] float16 or float32
-    offsets: Tensor | None  # as the scales; None where the form has none
+    offsets: Tensor | None  # shaped like the scales; None if the form has no offsets
 
     def of_rows(self, rows: Tensor) -> QuantisedBlocks:
-        """The same of these outputs."""
+        """Blocks of these outputs only."""
         offsets = None if self.offsets is None else self.offsets[rows]
         return QuantisedBlocks(self.form, self.fields[rows], self.scales[rows], offsets)
 
@@ -56,7 +56,8 @@ class QuantisedBlocks:
 
 @cache
 def _tile_tables(form: QuantisedForm) -> tuple[Tensor, Tensor | None]:
-    """As `cpu.tile_table` and `cpu.dot_table`; None on a processor without dot products. Raises NoKernelsError."""
+    """Tables of tiles (`cpu.tile_table`) and of tiles of dot products; None in place of the latter on a processor
+    without dot products. Raises NoKernelsError."""
     address = load_kernels(f"tree_kernels.matmul.{form.name.lower()}").addresses
 
     def table(panels: Sequence[int], symbol: Callable[[QuantisedForm, int, int], str]) -> Tensor:
@@ -80,7 +81,7 @@ def pack_blocks(blocks: QuantisedBlocks, panel: int, pairs: bool) -> Tensor:
     count, length = -(-outputs // panel), inputs // form.block
     made = in_large_pages((count, length, form.block_bytes(panel)), torch.uint8)
     at, place = 0, torch.arange(panel)
-    if pairs:  # of each 4 neighbouring factors the first two belong to the first half of a vector's outputs
+    if pairs:  # the first 2 of each 4 neighbouring factors belong to the first half of a vector's outputs
         place = place.view(-1, 2, 4, 2).transpose(1, 2).flatten()
     for given in (blocks.scales, blocks.offsets):
         if given is None:
@@ -102,7 +103,7 @@ def pack_blocks(blocks: QuantisedBlocks, panel: int, pairs: bool) -> Tensor:
 
 
 class QuantisedWeight(PackedWeight):
-    """As a PackedWeight of the unpacked weight in bfloat16, of which it has the bits."""
+    """A quantised weight whose products have the bits of a PackedWeight of the unpacked weight in bfloat16."""
 
     def __init__(
         self, blocks: QuantisedBlocks, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype = torch.bfloat16

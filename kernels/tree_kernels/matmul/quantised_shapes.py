@@ -25,7 +25,7 @@ class BlockForm:
     Without an offset the field of b bits stands for a signed number: field - 2^(b - 1).
     """
 
-    bits: int  # of a field
+    bits: int  # bits of a field
     block: int  # inputs that have an output's scale in common
     offset: bool  # whether offsets are stored
     wide: bool  # scales and offsets are float32; else float16
@@ -37,12 +37,12 @@ class BlockForm:
 
     @property
     def fields(self) -> int:
-        """In a word of 32 bits: an output's fields of neighbouring inputs, the first in the lowest bits."""
+        """Number of fields in a word of 32 bits: an output's neighbouring inputs, the first in the lowest bits."""
         return 32 // self.bits
 
     @property
     def places(self) -> tuple[FieldPlace, ...]:
-        """Of a word's fields."""
+        """Places of a word's fields."""
         return FIELD_PLACES[self.bits]
 
     def factor_bytes(self, panel: int) -> int:
@@ -62,12 +62,12 @@ class FieldPlace(NamedTuple):
     """Where a word has a field after it was shifted: inside a float32's mantissa, and high enough for `base` times a
     scale of float16 to be added to an offset without rounding."""
 
-    shift: int  # to the left; negative: to the right
-    position: int  # of the field's lowest bit
+    shift: int  # bits of a shift to the left; negative: to the right
+    position: int  # position of the field's lowest bit
 
     @property
     def base(self) -> int:
-        """With the exponent of this number above it, a field f makes the float32 `base + f`."""
+        """Number whose exponent, above a field f, makes the float32 `base + f`."""
         return 1 << (MANTISSA - self.position)
 
 
@@ -79,8 +79,8 @@ FIELD_PLACES = {
     ),
     8: tuple(FieldPlace(*each) for each in ((7, 7), (7, 15), (-9, 7), (-9, 15))),
 }
-"""Of the fields of a word, by their bits. One shift for several fields: a processor shifts a vector in the time of two
-other operations."""
+"""Places of a word's fields, by the bits of a field. Several fields share one shift: a processor shifts a vector in the
+time of two other operations."""
 FORMS = {
     QuantisedForm.Q4_1: BlockForm(bits=4, block=32, offset=True, wide=False),
     QuantisedForm.Q8_0: BlockForm(bits=8, block=32, offset=False, wide=False),
@@ -95,8 +95,8 @@ def tile_panels() -> tuple[int, ...]:
 
 
 DOT_PANELS = (0, 1, 1, 1, 1, 1, 1, 1, 1)
-"""The same of tiles of dot products, of which there are as many. Two panels with one row took a fifth longer: memory is
-read in turns."""
+"""Panels of tiles of dot products, by number of rows. Two panels with one row took a fifth longer: memory is read in
+turns."""
 
 
 def dot_symbol(form: QuantisedForm, rows: int, panels: int) -> str:

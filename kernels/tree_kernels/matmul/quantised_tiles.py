@@ -147,7 +147,7 @@ class SinglesTile(QuantisedTile):
 
 
 FIRST, SECOND = ([pair * 4 + at // 2 + side for pair in range(LANES // 4) for at in range(4)] for side in (0, 2))
-"""Of a vector of factors: those of the first half of its outputs, each twice; and those of the second half."""
+"""Places in a vector of factors: of the first half of its outputs, each twice; and of the second half."""
 
 
 class PairsTile(QuantisedTile):
@@ -218,7 +218,7 @@ class PairsTile(QuantisedTile):
 
 
 class DotsTile(PairsTile):
-    """The same with dot products of pairs."""
+    """A tile of quantised weights that adds by dot products of pairs."""
 
     def _after_pair(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
         return self._dotted(totals, words, k)
