@@ -50,6 +50,7 @@ OTHER_PROGRAMS = {
 READERS = {
     *("cluster.yaml", "demo-target.yaml", "prompts.jsonl", "schema.json", "code/", "chats.jsonl", "texts/", "texts"),
     *("models/big", "CHECKPOINT", "target-mamba2", "tests/cluster/test_largest.py", "tests/dendro/test_chain.py"),
+    "tests/cluster/test_epsilon_cutoff.py",
     "tests/drafter_service/test_mistral.py",
 }
 """Files and folders that the reader has, or has made by following the page."""
