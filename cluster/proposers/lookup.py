@@ -33,7 +33,17 @@ _NOWHERE: _Ints = np.empty(0, np.int32)
 
 
 class Lookup:
-    """The lookup of one text."""
+    """The lookup of one text.
+
+    The text ends with 1, 2, which stood at its beginning before 3, 4, 1: these tokens are proposed.
+
+    >>> from dendro.text import Limits, Sampling
+    >>> text, lookup = Text([1, 2, 3, 4, 1, 2], Sampling(), Limits(max_length=50)), Lookup()
+    >>> lookup.grow(text)
+    >>> proposal = lookup.propose(text, max_rows=4, max_depth=3)
+    >>> proposal.tokens, proposal.parents
+    ([2, 3, 4, 1], [-1, 0, 1, 2])
+    """
 
     name = "lookup"
 

@@ -13,7 +13,7 @@ from dendro.tree import DraftTree
 
 @dataclass(slots=True, eq=False)
 class _Guess:
-    """A path of one or more of the trees, as its last token."""
+    """The last token of a path that one or more of the trees have."""
 
     token: int
     depth: int
@@ -23,12 +23,21 @@ class _Guess:
 
 
 def merge(trees: Sequence[DraftTree], max_rows: int, max_depth: int) -> DraftTree:
-    """The union of trees with the same root, cut to the `max_rows` rows of greatest value, root included.
+    """Merge trees with one root into their union, cut to the `max_rows` rows of greatest value, root included.
 
     A row's value is the sum over its path of log chances, each the greatest that any tree gives. So no row's value is
-    above its parent's, and a row that stays has all its ancestors. Siblings are in order of value; of equals, those of
-    the earlier tree come first. The first tree is the drafter's; its other fields are kept. Raises ValueError for trees
-    with different roots.
+    above its parent's, and a row that stays has all its ancestors. Siblings are in order of value; equal ones in the
+    order of the trees. The first tree is the drafter's; its other fields are kept. Raises ValueError for trees with
+    different roots.
+
+    Both trees guess 5 after the root, with the chances 0.5 and 0.75; below it the first guesses 1 with half of its
+    chance. The merged tree has 5 with 0.75 and 1 with 0.75 / 2:
+
+    >>> one = DraftTree.of([9, 5, 1], [-1, 0, 1], np.log([1.0, 0.5, 0.25]))
+    >>> two = DraftTree.of([9, 5, 7], [-1, 0, 0], np.log([1.0, 0.75, 0.2]))
+    >>> merged = merge([one, two], max_rows=4, max_depth=4)
+    >>> merged.tokens.tolist(), merged.parents.tolist(), [round(float(np.exp(value)), 3) for value in merged.values]
+    ([9, 5, 1, 7], [-1, 0, 1, 0], [1.0, 0.75, 0.375, 0.2])
     """
     first = trees[0]
     if any(tree.tokens[0] != first.tokens[0] for tree in trees):

@@ -59,14 +59,18 @@ class StopAutomaton:
 
 
 class StopSearch:
-    """Divides a growing text into what may be sent and what could begin a stop string.
+    """Divides a growing text into a part that may be sent and an end that could begin a stop string.
 
-    What has been returned depends on the text alone and not on how it was divided, so a resumed answer continues at the
-    right character.
+    The returned text depends on the whole text alone and not on how it was divided, so a resumed answer continues at
+    the right character.
+
+    >>> search = StopSearch(StopAutomaton(["END"]), included=False)
+    >>> [search.push(part) for part in ("an E", "nd EN", "D more")], search.found
+    (['an ', 'End ', ''], 'END')
     """
 
     def __init__(self, automaton: StopAutomaton, included: bool) -> None:
-        """included: whether the stop string that is found is returned, too"""
+        """included: True if the stop string that is found is returned, too"""
         self.found = ""  # the stop string, once its last character was pushed
         self._automaton = automaton
         self._included = included
@@ -74,8 +78,8 @@ class StopSearch:
         self._held = ""  # the end of the text that is not returned yet: the state's characters
 
     def push(self, text: str) -> str:
-        """What these characters allow to send: all but the longest end that could begin a stop string. Once one is
-        found, the rest up to it; then nothing more."""
+        """Append characters. Returns the text that may be sent: all but the longest end that could begin a stop string.
+        Once a stop string is found, the rest up to it; then nothing more."""
         if self.found:
             return ""
         known, waiting = len(self._held), self._held + text

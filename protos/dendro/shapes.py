@@ -140,6 +140,8 @@ def _until(h: str, numbers: tuple[int, ...], least: str | None) -> TreeShape:
 class LevelShape(TreeShape):
     """A tree in which every row of level i has `widths[i]` children. Without widths: `off`.
 
+    The levels of (3,2,2,1,1) have 3, 6, 12, 12 and 12 guesses, with the root 46 rows:
+
     >>> str(LevelShape((3, 2, 2, 1, 1))), str(LevelShape(())), LevelShape((3, 2, 2, 1, 1)).rows
     ('(3,2,2,1,1)', 'off', 46)
     """
@@ -239,6 +241,8 @@ class NodeShape(TreeShape):
 class BeamShape(TreeShape):
     """A tree of all tokens of a beam search: `steps` levels of the `beams` likeliest paths (STree, Table 1).
 
+    With the root, 3 levels of 4 beams have 13 rows:
+
     >>> str(BeamShape(4, 3)), BeamShape(4, 3).rows
     ('beam(4,3)', 13)
     """
@@ -275,6 +279,8 @@ class DynamicShape(TreeShape):
     """EAGLE-2's tree: on each of `steps` levels the `k` rows of greatest value get `k` children each, and the `total`
     guesses of greatest value are kept (docs/design/drafting.md#dynamic-trees). Drawn guesses are all kept: the numbers
     of children are decided before they are drawn (docs/design/drafting.md#drawn-dynamic-trees).
+
+    With k = 6 and 5 steps, the root gets 6 candidates and each of 4 levels 6 * 6, of which 24 are kept:
 
     >>> str(DynamicShape(6, 5, 24)), DynamicShape(6, 5, 24).rows, DynamicShape(6, 5, 24).candidates
     ('dynamic(6,5,24)', 25, 150)
