@@ -66,7 +66,7 @@ OWN = {
 }
 """Module and help of each bench that also measures a configuration's own models."""
 BUNDLED = {
-    "context": ("cluster.bench.context_command", "Measure what a longer context costs a round."),
+    "context": ("cluster.bench.context", "Measure what a longer context costs a round."),
     "trees": (
         "cluster.bench.trees_command",
         "Compare arms, and the policies that choose among them, on recorded answers.",
@@ -77,7 +77,7 @@ BUNDLED = {
     ),
     "verify": ("cluster.bench.verify_command", "Compare verification modes: coupled, multi-step, block and naive."),
     "tree-scan": ("cluster.bench.tree_scan_command", "Measure what a tree costs a state-space layer."),
-    "kernels": ("cluster.bench.kernels_command", "Measure this processor's products of few rows, next to torch's."),
+    "kernels": ("cluster.bench.kernels", "Measure this processor's products of few rows, next to torch's."),
     "drafter": ("cluster.bench.drafter_command", "Measure drafters: levels, drafts, sessions, and long texts."),
     "targets": ("cluster.bench.many_targets_command", "Measure one drafter that serves two targets at once."),
     "bridge": ("cluster.bench.bridge_command", "Measure a drafter of another tokenizer through each bridge."),

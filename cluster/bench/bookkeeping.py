@@ -8,9 +8,8 @@ without repetition the proposers find nothing; in periodic texts they find as ma
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack, aclosing
-from typing import Any
 
 from dendro.calls import (
     PROTOCOL_VERSION,
@@ -29,7 +28,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.measure.measurement import Step
-from cluster.measure.report import aim_row
+from cluster.measure.report import Row, aim_row
 from cluster.measure.statistics import Estimate, median_estimate
 from cluster.peers.drafter import DrafterHandle, DrafterHandles
 from cluster.peers.opening import Leased, Pace
@@ -163,29 +162,26 @@ async def measure_bookkeeping(blocks: int, step: Step) -> Seconds:
     return seconds
 
 
-def bookkeeping_ratio(found: dict[int, list[float]]) -> Estimate:
-    """A round of the long text over one of the short text, by pairs of neighbouring blocks."""
-    return median_estimate([long / short for short, long in zip(found[SHORT], found[LONG], strict=True)])
-
-
-def bookkeeping_rows(seconds: Seconds) -> list[dict[str, Any]]:
-    """The part of the report: a row for each kind of text."""
+def bookkeeping_rows(seconds: Seconds) -> list[Row]:
+    """The part of the report: a row for each kind of text. Ratios are of pairs of neighbouring blocks."""
     return [
         {
             "text": kind,
             "short_us": median_estimate([1e6 * each for each in found[SHORT]]).as_json(),
             "long_us": median_estimate([1e6 * each for each in found[LONG]]).as_json(),
-            "long_over_short": bookkeeping_ratio(found).as_json(),
+            "long_over_short": median_estimate(
+                [long / short for short, long in zip(found[SHORT], found[LONG], strict=True)]
+            ).as_json(),
         }
         for kind, found in seconds.items()
     ]
 
 
-def bookkeeping_aims(seconds: Seconds) -> list[dict[str, Any]]:
+def bookkeeping_aims(rows: Sequence[Row]) -> list[Row]:
     """At most BAR for each kind of text, in the form of a report's aims."""
     aims = []
-    for kind, found in seconds.items():
-        ratio = bookkeeping_ratio(found)
-        aim = f"bookkeeping of a round at {LONG:,} tokens over {SHORT:,}, {kind}, at most"
+    for row in rows:
+        ratio = Estimate.of(row["long_over_short"])
+        aim = f"bookkeeping of a round at {LONG:,} tokens over {SHORT:,}, {row['text']}, at most"
         aims.append(aim_row(aim, BAR, ratio.median <= BAR, ratio))
     return aims

@@ -1,4 +1,4 @@
-"""Cost by context length: a round of the engine, and the library's decode step.
+"""`dendro bench context`: cost by context length, of a round of the engine and of the library's decode step.
 
 Only the number of tokens before the round changes. Verdicts are not committed, so that the same round can be repeated.
 The engine runs in this process: costs between router and engine do not grow with the context.
@@ -6,25 +6,53 @@ The engine runs in this process: costs between router and engine do not grow wit
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from dendro.errors import BadRequest
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
+from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_layers.gguf_weights import gguf_settings
 
+from cluster.bench.bookkeeping import (
+    BLOCKS,
+    LONG,
+    QUICK_BLOCKS,
+    SHORT,
+    bookkeeping_aims,
+    bookkeeping_rows,
+    measure_bookkeeping,
+)
 from cluster.checkpoints import check_library_has
-from cluster.measure.in_process import EngineText, tree_of
-from cluster.measure.measurement import Step
+from cluster.config import DEMO_MODELS
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.bench import Bench, Column, estimates, option, table
+from cluster.measure.in_process import EngineText, tree_of, verifier_of
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import (
+    Cells,
+    Report,
+    Row,
+    figure_at,
+    interval,
+    medians,
+    number,
+    target_fact,
+)
 from cluster.measure.statistics import median_estimate
+from cluster.measure.targets import THREADS, Which, parameter_count, target_config
+from cluster.measure.turns import by_turns
 from verifier_service.engine import VerifierEngine
 
 OFF, CHAIN, TREE = "off", "(1,1,1,1)", "(3,2,1)"
@@ -38,6 +66,21 @@ CHUNK = 256
 """Tokens of a prefill chunk of the library; our engine's default."""
 READ_BYTES = 512 << 20
 """Read to measure memory bandwidth: far more than caches hold."""
+PROMPT_TOKENS = 256
+COLOURS = {OFF: "#b8b8b8", CHAIN: "#5b8db8", TREE: "#2a7f62", LIBRARY: "#d98e04"}
+
+
+@dataclass(frozen=True, slots=True)
+class ContextOptions:
+    target: Which = option("The demo target, or the costly one made from it: demo or costly.", Which.COSTLY)
+    contexts: tuple[int, ...] = option("Tokens, separated by commas.", CONTEXTS, (256, 1024, 2048), least=2, count=2)
+    repetitions: int = option("Repetitions of each round.", 15, 5, least=1)
+    blocks: int = option("Blocks of rounds without models.", BLOCKS, QUICK_BLOCKS, least=1)
+    models: Path = option("Folder written by `dendro train demo`. Default: the bundled one.", DEMO_MODELS, shown=False)
+
+    def __post_init__(self) -> None:
+        if self.target not in (Which.DEMO, Which.COSTLY):
+            raise BadRequest("target", "one at a time: demo or costly")
 
 
 @dataclass(slots=True)
@@ -110,28 +153,23 @@ async def measure_context(
     for context in contexts:
         text = list(ids[:context])
         peer, row = EngineText(text, Sampling()), ContextRow(context)
-        row.prefill_s = await _timed(peer.open(engine, SPARE))
+        trees = {way: tree_of(TreeShape.parse(way), text[-1]) for way in (OFF, CHAIN, TREE)}
+
+        async def once(way: str, peer: EngineText = peer, trees: Mapping[str, DraftTree] = trees) -> None:
+            if way == LIBRARY:
+                library.step(ids[len(peer.text) - 1])
+            else:
+                await peer.verify(engine, trees[way], len(peer.text))
+
+        started = time.perf_counter()
+        await peer.open(engine, SPARE)
+        row.prefill_s = time.perf_counter() - started
         library.fill(text)
-        for repetition in range(repetitions + 1):
-            for way in (OFF, CHAIN, TREE):
-                seconds = await _timed(peer.verify(engine, tree_of(TreeShape.parse(way), text[-1]), context))
-                if repetition:
-                    row.seconds[way].append(seconds)
-            started = time.perf_counter()
-            library.step(text[-1])
-            if repetition:
-                row.seconds[LIBRARY].append(time.perf_counter() - started)
-            step()
+        row.seconds = await by_turns(WAYS, once, repetitions, step)
         row.session_bytes = engine.stats()["pages_held"] * PAGE * token_bytes
         await peer.close(engine)
         found.append(row)
     return found
-
-
-async def _timed(call: Awaitable[Any]) -> float:
-    started = time.perf_counter()
-    await call
-    return time.perf_counter() - started
 
 
 def read_bandwidth(device: torch.device, times: int = 7) -> float:
@@ -186,3 +224,122 @@ def rows_of(lengths: Sequence[ContextRow]) -> list[dict[str, Any]]:
         for each in lengths
         for way in WAYS
     ]
+
+
+async def measure(options: ContextOptions, begin: Begin) -> dict[str, Any]:
+    name, contexts = options.target.value, options.contexts
+    config = target_config(options.models, name)
+    (target,) = config.targets.values()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(THREADS)
+    count = -(-contexts[-1] // PROMPT_TOKENS)
+    prompts = held_out_prompts(count, PROMPT_TOKENS, load_tokenizer(options.models), options.models)
+    ids = [token for prompt in prompts for token in prompt.token_ids]
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = with_positions(target.checkpoint, contexts[-1] + 2 * SPARE, Path(folder))
+        library = LibrarySteps(checkpoint, target.dtype, device)
+        length = contexts[-1] + SPARE
+        async with verifier_of(name, target, length, checkpoint=checkpoint, device=device) as engine:
+            step = begin(f"{name} target", len(contexts) * (options.repetitions + 1))
+            lengths = await measure_context(engine, library, ids, contexts, options.repetitions, step)
+    bookkeeping = await measure_bookkeeping(options.blocks, begin("bookkeeping", options.blocks + 1))
+    layouts = engine.runner.target.layouts
+    library_bytes = sum(each.kv_heads * (each.key_dim + each.value_dim) for each in layouts) * 2
+    ours = engine.runner.target.token_bytes
+    return {
+        "plan": {
+            "target": name,
+            "parameters": parameter_count(target.checkpoint),
+            "dtype": target.dtype,
+            "repetitions": options.repetitions,
+        },
+        "read_gb_per_second": round(read_bandwidth(device) / 1e9, 2),
+        "rows": rows_of(lengths),
+        "fits": [fit_of(lengths, way, library_bytes if way == LIBRARY else ours) for way in WAYS],
+        "bookkeeping": bookkeeping_rows(bookkeeping),
+    }
+
+
+def facts_of(report: Report) -> Iterator[str]:
+    plan = report["plan"]
+    yield (
+        f"{target_fact(plan['target'], plan)}, its last position raised to the longest context (its output there is "
+        f"meaningless); {plan['repetitions']} repetitions, interleaved"
+    )
+    yield (
+        f"A sum over {READ_BYTES >> 20} MiB reads {report['read_gb_per_second']:.1f} GB/s here. Ours keeps keys and "
+        "values in float32, the library in the weights' type"
+    )
+
+
+def tables_of(report: Report) -> Iterator[Cells]:
+    """Rounds, the lines fitted to them, and rounds without models."""
+    by_context: dict[int, dict[str, Row]] = {}
+    for row in report["rows"]:
+        by_context.setdefault(row["context"], {})[row["way"]] = row
+    yield table(
+        "A round, median and 90 %",
+        by_context.values(),
+        Column("context", lambda row: f"{row[OFF]['context']:,}"),
+        *(estimates(f"{way} ms", way, "round_ms") for way in WAYS),
+        Column("memory of a text MiB", lambda row: f"{row[OFF]['session_bytes'] / 2**20:.1f}"),
+        Column("prefill ms per token", lambda row: f"{row[OFF]['prefill_ms_per_token']:.3f}"),
+    )
+    yield table(
+        "Fitted lines",
+        report["fits"],
+        Column("", lambda fit: fit["way"]),
+        Column("fixed ms", lambda fit: f"{fit['fixed_ms']:.2f}"),
+        Column("us per token", lambda fit: f"{fit['slope_us_per_token']['median']:.3f}"),
+        Column("90 %", lambda fit: interval(fit["slope_us_per_token"], 3)),
+        Column("bytes per token", lambda fit: f"{fit['bytes_per_token']:,}"),
+        Column("GB/s", lambda fit: number(fit["read_gb_per_second"])),
+        Column("largest residual", lambda fit: f"{fit['largest_residual']:.1%}"),
+    )
+    yield table(
+        "Bookkeeping of a round: loop, handles, proposers and peers' texts, without models",
+        report["bookkeeping"],
+        Column("text", lambda row: row["text"]),
+        Column(f"{SHORT:,} tokens, us", lambda row: f"{row['short_us']['median']:.0f}"),
+        Column("90 %", lambda row: interval(row["short_us"], 0)),
+        Column(f"{LONG:,} tokens, us", lambda row: f"{row['long_us']['median']:.0f}"),
+        Column("90 %", lambda row: interval(row["long_us"], 0)),
+        Column("long over short", lambda row: f"{row['long_over_short']['median']:.2f}"),
+        Column("90 %", lambda row: interval(row["long_over_short"])),
+    )
+
+
+def plot(report: Report, path: Path) -> None:
+    """Milliseconds of a round over the tokens before it, with the fitted lines."""
+    with figure_at(path, 1, 1, 7, 4.5) as ((axis,),):
+        for fit in report["fits"]:
+            mine = [row for row in report["rows"] if row["way"] == fit["way"]]
+            contexts, colour = [row["context"] for row in mine], COLOURS[fit["way"]]
+            middles, reach = medians(row["round_ms"] for row in mine)
+            axis.errorbar(contexts, middles, reach, fmt="o", color=colour, label=fit["way"])
+            slope = fit["slope_us_per_token"]["median"] / 1e3
+            fitted = [fit["fixed_ms"] + slope * context for context in contexts]
+            axis.plot(contexts, fitted, "-", color=colour, alpha=0.6)
+        axis.set_xlabel("tokens before the round")
+        axis.set_ylabel("time of a round (ms)")
+        axis.set_title("time of a round by context length (median and 90 % interval)")
+        axis.set_ylim(bottom=0)
+        axis.legend(frameon=False, fontsize=8)
+
+
+CONTEXT = Bench(
+    "context",
+    "Measure a round by context length: time, memory and the bytes that must be read, without speculation, with a "
+    "chain and with a tree, beside transformers' own decoding step. The engine runs in this process. Then the "
+    "bookkeeping of a round, without models, in a text of 100,000 tokens and one of 1,000.",
+    "Under a minute: three lengths, five repetitions.",
+    ContextOptions,
+    lambda options, begin: asyncio.run(measure(options, begin)),
+    lambda report: bookkeeping_aims(report["bookkeeping"]),
+    facts_of,
+    tables_of,
+    plot,
+    threads=lambda options: THREADS,
+    code=("verifier_service", "kernels/tree_kernels/tree_attention", "cluster/router/rounds.py"),
+)
+bench_context = CONTEXT.command()

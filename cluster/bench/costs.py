@@ -6,11 +6,8 @@ hops and queues are not included: `dendro bench speed` measures those.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.shapes import MAX_ROWS, LevelShape, TreeShape
@@ -20,6 +17,7 @@ from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 from cluster.bench.traces import is_static
 from cluster.measure.in_process import EngineText, star
 from cluster.measure.measurement import Step
+from cluster.measure.turns import by_turns, medians_us
 from cluster.policies.sequoia import forwarded_rows
 
 STEP_ROWS = tuple(sorted({*FEW_ROWS, *range(ROW_MULTIPLE, MAX_ROWS + 1, ROW_MULTIPLE)}))
@@ -69,25 +67,17 @@ def level_shapes() -> Mapping[int, tuple[LevelShape, LevelShape]]:
     return {rows: (LevelShape((rows,)), LevelShape((rows, 1))) for rows in LEVEL_ROWS}
 
 
-async def _timed(call: Awaitable[Any]) -> float:
-    started = time.perf_counter()
-    await call
-    return 1e6 * (time.perf_counter() - started)
-
-
 async def measure_steps(
     verifier: VerifierPeer, ids: Sequence[int], temperature: float, repetitions: int, step: Step
 ) -> dict[int, float]:
     """Rows -> a verifier's step, on one text, interleaved. Verdicts are not committed; each first step is warm-up."""
     peer = EngineText(ids, Sampling(temperature=temperature))
     await peer.open(verifier, MAX_ROWS)
-    times: dict[int, list[float]] = {rows: [] for rows in STEP_ROWS}
-    for _ in range(repetitions + 1):
-        for rows, taken in times.items():
-            taken.append(await _timed(peer.verify(verifier, star(ids[-1], rows), len(ids))))
-        step()
+    times = await by_turns(
+        STEP_ROWS, lambda rows: peer.verify(verifier, star(ids[-1], rows), len(ids)), repetitions, step
+    )
     await peer.close(verifier)
-    return {rows: statistics.median(taken[1:]) for rows, taken in times.items()}
+    return medians_us(times)
 
 
 async def measure_drafts(
@@ -105,10 +95,7 @@ async def measure_drafts(
     peer = EngineText(ids, Sampling(temperature=temperature))
     await peer.open(drafter, MAX_ROWS)
     wanted = dict.fromkeys([*shapes, *(shape for pair in level_shapes().values() for shape in pair)])
-    times: dict[TreeShape, list[float]] = {shape: [] for shape in wanted if shape.drafted}
-    for _ in range(repetitions + 1):
-        for shape, taken in times.items():
-            taken.append(await _timed(peer.draft(drafter, shape, len(ids))))
-        step()
+    drafted = [shape for shape in wanted if shape.drafted]
+    times = await by_turns(drafted, lambda shape: peer.draft(drafter, shape, len(ids)), repetitions, step)
     await peer.close(drafter)
-    return {shape: statistics.median(taken[1:]) for shape, taken in times.items()}
+    return medians_us(times)

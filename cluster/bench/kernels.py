@@ -1,11 +1,14 @@
-"""The products of a decode step: ours, also with quantised weights, and the library's beside the times to read the
-weights and to multiply."""
+"""`dendro bench kernels`: the products of a decode step, ours, also with quantised weights, and the library's, beside
+the times to read the weights and to multiply."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,8 +20,9 @@ from tree_kernels.matmul.quantised_shapes import QuantisedForm
 from tree_layers.linear import can_be_packed, packed_product
 from tree_layers.quantised_packing import random_blocks
 
-from cluster.measure.measurement import Step
-from cluster.measure.report import aim_row
+from cluster.measure.bench import Bench, Column, estimates, option, table
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import Cells, Report, Row, aim_row, figure_at, medians
 from cluster.measure.statistics import Estimate, median_estimate
 
 SHAPES = ((384, 21760), (21760, 384), (2048, 8192))
@@ -36,6 +40,24 @@ BARS = (
     ("library's best, from 32 rows", "over_library", 1.1, range(32, 1 << 20)),
 )
 """Ours is at most so many times another time, for these numbers of rows."""
+COLOURS = {OURS: "#2a7f62", PLAIN: "#d98e04", PACKED: "#5b8db8", READ: "#b8b8b8", MULTIPLY: "#8c6bb1"}
+BITS = {True: "the same", False: "DIFFERENT", None: "not compared"}
+
+
+class ProductDtype(StrEnum):
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsOptions:
+    rows: tuple[int, ...] = option(
+        "Numbers of rows, separated by commas.", (1, 2, 4, 8, 16, 32, 64, 128), (1, 8, 32), least=1
+    )
+    repetitions: int = option("Repetitions of each product.", 21, 5, least=1)
+    dtype: ProductDtype = option("Of weights and rows.", ProductDtype.BFLOAT16)
+    threads: int = option("Threads of a product.", 2, least=1, most=64)
 
 
 class TimedProduct(Protocol):
@@ -164,13 +186,13 @@ def rows_agree(products: Sequence[TimedProduct], rows: Sequence[int], x: Tensor)
     return all(torch.equal(form(x[:count].contiguous()), truth[:count]) for count in rows)
 
 
-def aims_of(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def aims_of(report: Report) -> list[Row]:
     """The bars of each shape, judged at the upper end of the interval."""
     found = []
-    for table in tables:
-        name = f"{table['inputs']} x {table['outputs']}"
+    for each in report["products"]:
+        name = f"{each['inputs']} x {each['outputs']}"
         for label, key, bar, judged_rows in BARS:
-            values = [row[key] for row in table["rows"] if row["rows"] in judged_rows]
+            values = [row[key] for row in each["rows"] if row["rows"] in judged_rows]
             if not values:
                 continue
             estimates = [Estimate.of(value) for value in values if value is not None]
@@ -179,3 +201,85 @@ def aims_of(tables: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             why = "" if worst is not None else f"ours is not available: {why_not_packed()}"
             found.append(aim_row(f"{name}: ours over the {label}", bar, met, worst, why, judged="high"))
     return found
+
+
+def measure(options: KernelsOptions, begin: Begin) -> dict[str, Any]:
+    load, dtype = os.getloadavg()[0], getattr(torch, options.dtype)
+    torch.set_num_threads(options.threads)
+    products = []
+    for inputs, outputs in SHAPES:
+        step = begin(f"{inputs} x {outputs}", len(options.rows))
+        ways = products_of(inputs, outputs, dtype, options.threads)
+        x = torch.randn(options.rows[-1], inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
+        same = rows_agree(ways, options.rows, x)
+        rows = list(measure_products(ways, options.rows, options.repetitions, x, step))
+        products.append({"inputs": inputs, "outputs": outputs, "same_bits": same, "rows": rows})
+    plan = {"dtype": options.dtype, "repetitions": options.repetitions, "load": load, "why_not_ours": why_not_packed()}
+    return {"plan": plan, "products": products}
+
+
+def facts_of(report: Report) -> Iterator[str]:
+    plan = report["plan"]
+    yield (
+        f"{plan['dtype']}, {plan['repetitions']} repetitions, interleaved; load average at the start "
+        f"{plan['load']:.1f}; weights are read from memory: copies that no cache holds together take turns"
+    )
+    yield (
+        "multiplying: the time of a product's multiply-adds at the rate of torch's float32 product of matrices in a "
+        "cache, with the same threads"
+    )
+    if any(row["over_ours"] for each in report["products"] for row in each["rows"]):
+        yield "Q4_1, Q8_0, Q4_K and Q6_K: ours with weights in these forms; results have the unpacked weights' bits"
+    if plan["why_not_ours"]:
+        yield f"Our products are not available: {plan['why_not_ours']}"
+
+
+def tables_of(report: Report) -> Iterator[Cells]:
+    """A table of each shape."""
+    for each in report["products"]:
+        title = f"{each['inputs']} x {each['outputs']}; bits of a row for all numbers of rows: "
+        yield table(
+            title + BITS[each["same_bits"]],
+            each["rows"],
+            Column("rows", lambda row: str(row["rows"])),
+            *(estimates(f"{way} ms", "ms", way) for way in each["rows"][0]["ms"]),
+            estimates("ours over reading", "over_reading"),
+            estimates("ours over the larger of reading and multiplying", "over_bound"),
+            estimates("ours over the library's best", "over_library"),
+            *(estimates(f"{form} over ours", "over_ours", form) for form in each["rows"][0]["over_ours"]),
+        )
+
+
+def plot(report: Report, path: Path) -> None:
+    """Milliseconds of a product over its rows, one panel for each shape."""
+    products = report["products"]
+    with figure_at(path, 1, len(products), 4.5 * len(products), 4) as (axes,):
+        for axis, each in zip(axes, products, strict=True):
+            rows = [row["rows"] for row in each["rows"]]
+            for way in each["rows"][0]["ms"]:
+                middles, reach = medians(row["ms"][way] for row in each["rows"])
+                axis.errorbar(rows, middles, reach, fmt="o-", color=COLOURS.get(way), label=way)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_xlabel("rows")
+            axis.set_ylabel("time of a product (ms)")
+            axis.set_title(f"{each['inputs']} x {each['outputs']}")
+            axis.legend(frameon=False, fontsize=8)
+
+
+KERNELS = Bench(
+    "kernels",
+    "Measure products of few rows on this processor: ours, torch's plain and packed ones, and the times to read the "
+    "weights and to multiply. Weights come from memory, not from a cache. Reports whether a row's bits depend on the "
+    "number of rows.",
+    "1, 8 and 32 rows, five repetitions.",
+    KernelsOptions,
+    measure,
+    aims_of,
+    facts_of,
+    tables_of,
+    plot,
+    threads=lambda options: options.threads,
+    code=("kernels/tree_kernels/matmul", "kernels/tree_layers/linear.py"),
+)
+bench_kernels = KERNELS.command()

@@ -26,6 +26,8 @@ Models = Annotated[
 ]
 Temperatures = Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")]
 
+BY_HAND = "<!-- by hand -->"
+"""What follows it on a page stays when a report is written there."""
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
@@ -46,12 +48,12 @@ class Default(Generic[T]):
 
     def option(self, text: str, least: int | None = None) -> OptionInfo:
         """The option, whose help is `text` and both defaults. least: of a number"""
-        text = f"{text} (default {_as_given(self.full)}; quick {_as_given(self.quick)})"
+        text = f"{text} (default {as_given(self.full)}; quick {as_given(self.quick)})"
         option: OptionInfo = typer.Option(min=least, help=text, show_default=False)
         return option
 
 
-def _as_given(default: object) -> str:
+def as_given(default: object) -> str:
     """A default as it would be given on the command line."""
     return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
 
@@ -152,7 +154,8 @@ def present(
         json.write_text(as_json(report))
     if markdown is not None:
         picture = os.path.relpath(plot, markdown.parent) if plot is not None and draw is not None else ""
-        markdown.write_text(as_markdown(report, facts, tables, picture))
+        by_hand = markdown.read_text().partition(BY_HAND)[1:] if markdown.exists() else ()
+        markdown.write_text("\n".join(filter(None, (as_markdown(report, facts, tables, picture), "".join(by_hand)))))
     if plot is not None and draw is not None:
         draw(report, plot)
     if differences:

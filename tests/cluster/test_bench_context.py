@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import aclosing
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -26,9 +27,11 @@ from cluster.bench.bookkeeping import (
 )
 from cluster.bench.context import (
     CHAIN,
+    CONTEXT,
     OFF,
     TREE,
     WAYS,
+    ContextOptions,
     ContextRow,
     LibrarySteps,
     fit_of,
@@ -37,8 +40,6 @@ from cluster.bench.context import (
     rows_of,
     with_positions,
 )
-from cluster.bench.context_command import bench_context, parse_contexts
-from cluster.bench.context_report import plot, tables_of
 from cluster.measure.in_process import tree_of
 from cluster.measure.targets import Which
 from verifier_service.engine import VerifierEngine
@@ -84,14 +85,18 @@ def test_trees_have_the_shapes_they_are_named_after():
 def test_only_one_target_with_attention_is_measured(target):
     """The memory of other targets does not grow with the context."""
     with pytest.raises(BadRequest, match="target: one at a time: demo or costly"):
-        bench_context(target=target)
+        ContextOptions(target=target)
+
+
+def chosen(**given) -> ContextOptions:
+    return CONTEXT.chosen({each.name: given.get(each.name) for each in fields(ContextOptions)}, quick=False)
 
 
 @pytest.mark.parametrize("text", ["", "64", "64,64", "1,64", "a,b"])
 def test_contexts_that_determine_no_line_are_refused(text):
     with pytest.raises(BadRequest, match="contexts"):
-        parse_contexts(text)
-    assert parse_contexts("512,256") == (256, 512)
+        chosen(contexts=text)
+    assert chosen(contexts="512,256").contexts == (256, 512)
 
 
 async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
@@ -118,10 +123,11 @@ async def test_a_small_run_measures_every_way_at_every_length(tmp_path):
     assert {(row["way"], row["context"]) for row in report["rows"]} == {(way, at) for way in WAYS for at in (60, 200)}
     bookkeeping = await measure_bookkeeping(1, lambda: steps.append(1))
     assert len(steps) == 8
-    report |= {"bookkeeping": bookkeeping_rows(bookkeeping), "aims": bookkeeping_aims(bookkeeping)}
-    for _, columns, cells in tables_of(report):
+    report |= {"bookkeeping": bookkeeping_rows(bookkeeping)}
+    report |= {"aims": CONTEXT.aims(report)}
+    for _, columns, cells in CONTEXT.all_tables(report):
         assert cells and all(len(each) == len(columns) for each in cells)
-    plot(report, tmp_path / "plot.png")
+    CONTEXT.plot(report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
 
@@ -146,5 +152,5 @@ def test_no_token_of_the_longest_text_recurs_in_texts_without_repetition():
 
 @pytest.mark.parametrize("ratio, met", [(1.1, True), (1.3, False)])
 def test_the_aim_of_bookkeeping_is_met_at_most_at_its_bar(ratio, met):
-    (aim,) = bookkeeping_aims({"no token twice": {SHORT: [1.0] * 8, LONG: [ratio] * 8}})
+    (aim,) = bookkeeping_aims(bookkeeping_rows({"no token twice": {SHORT: [1.0] * 8, LONG: [ratio] * 8}}))
     assert aim["met"] is met

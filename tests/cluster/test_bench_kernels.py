@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dendro.errors import BadRequest
 from tree_kernels.matmul import why_not_packed
 from tree_kernels.matmul.quantised_shapes import QuantisedForm
 
 from cluster.bench import kernels
 from cluster.bench.kernels import (
+    KERNELS,
     MULTIPLY,
     OURS,
     PLAIN,
     READ,
     SQUARE,
+    KernelsOptions,
     Multiplying,
+    ProductDtype,
     Products,
     aims_of,
     measure_products,
     ratios_of,
 )
-from cluster.bench.kernels_command import bench_kernels, run_kernels
-from cluster.bench.kernels_report import facts_of, plot, tables_of
 
 
 def silent(title, steps):
@@ -45,9 +45,13 @@ def table(few, some, many):
     }
 
 
+def report_of(*products):
+    return {"products": products}
+
+
 def test_aims_are_judged_at_the_upper_end_of_the_worst_row():
-    assert [aim["met"] for aim in aims_of([table(1.1, 1.7, 0.9)])] == [True, True, True]
-    assert [aim["met"] for aim in aims_of([table(1.2, 1.9, 1.05)])] == [False, False, False]
+    assert [aim["met"] for aim in aims_of(report_of(table(1.1, 1.7, 0.9)))] == [True, True, True]
+    assert [aim["met"] for aim in aims_of(report_of(table(1.2, 1.9, 1.05)))] == [False, False, False]
 
 
 def test_without_our_products_no_aim_is_judged_and_the_reason_is_given(monkeypatch):
@@ -55,7 +59,7 @@ def test_without_our_products_no_aim_is_judged_and_the_reason_is_given(monkeypat
     bare = table(1.0, 1.0, 1.0)
     for row in bare["rows"]:
         row["over_reading"] = row["over_library"] = None
-    for aim in aims_of([bare]):
+    for aim in aims_of(report_of(bare)):
         assert aim["met"] is None and "numba is not installed" in aim["why"]
 
 
@@ -93,9 +97,11 @@ def test_every_way_is_measured_in_each_repetition_and_copies_take_turns(monkeypa
 def test_a_small_run_reports_every_way_and_draws(dtype, tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "LEAST_SECONDS", 0.0)
     monkeypatch.setattr(kernels, "COLD_BYTES", 1 << 12)
+    monkeypatch.setattr(kernels, "SHAPES", ((32, 40), (64, 16)))
     before = torch.get_num_threads()
+    options = KernelsOptions(rows=(1, 8, 32), repetitions=2, dtype=ProductDtype(dtype), threads=1)
     try:
-        report = run_kernels((1, 8, 32), 2, dtype, 1, silent, shapes=((32, 40), (64, 16)))
+        report = KERNELS.report(options, silent)
     finally:
         torch.set_num_threads(before)
     assert [each["inputs"] for each in report["products"]] == [32, 64]
@@ -104,13 +110,8 @@ def test_a_small_run_reports_every_way_and_draws(dtype, tmp_path, monkeypatch):
         assert each["same_bits"] is (None if why_not_packed() else True)
         assert [row["rows"] for row in each["rows"]] == [1, 8, 32]
         assert all(set(row["over_ours"]) == forms == set(row["ms"]) & forms for row in each["rows"])
-    titles = [title for title, *_ in tables_of(report)]
+    titles = [title for title, *_ in KERNELS.all_tables(report)]
     assert titles[0].startswith("32 x 40") and titles[-1] == "Aims"
-    assert any("load average" in fact for fact in facts_of(report))
-    plot(report, tmp_path / "kernels.png")
+    assert any("load average" in fact for fact in KERNELS.all_facts(report))
+    KERNELS.plot(report, tmp_path / "kernels.png")
     assert (tmp_path / "kernels.png").stat().st_size > 10_000
-
-
-def test_an_unknown_dtype_is_refused_by_name():
-    with pytest.raises(BadRequest, match="dtype.*int8"):
-        bench_kernels(dtype="int8")

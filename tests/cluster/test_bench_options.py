@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from dataclasses import fields
 from importlib import import_module
 
 import pytest
 from typer.testing import CliRunner
 
 from cluster import cli, slow_commands
+from cluster.measure.bench import Bench, option_of
 from cluster.measure.options import Default
 
 BENCHES = [("bench", name) for name in slow_commands.BENCHES]
@@ -30,7 +32,10 @@ def test_a_default_is_the_quick_one_with_quick_alone_and_none_where_the_option_i
 def test_help_states_the_defaults_of_every_option_that_quick_changes(command: tuple[str, ...]):
     status, text = output_of(*command, "--help")
     assert status == 0
-    defaults = [value for value in vars(import_module(place_of(command))).values() if isinstance(value, Default)]
+    module = vars(import_module(place_of(command))).values()
+    declared = [option_of(each) for bench in module if isinstance(bench, Bench) for each in fields(bench.options)]
+    defaults = [value for value in module if isinstance(value, Default)]
+    defaults += [each.default for each in declared if each.default.full != each.default.quick]
     shown = re.findall(r"\(default ([^();]+); quick ([^()]+)\)", text)
     given = [default.option("").help for default in defaults]
     assert shown and {f" (default {full}; quick {quick})" for full, quick in shown} <= {*given, LIVE}
@@ -56,6 +61,9 @@ def place_of(command: tuple[str, ...]) -> str:
         "bench trees --tokens 0",
         "bench trees --seed -1",
         "bench verify --repetitions 0",
+        "bench kernels --dtype int8",
+        "bench kernels --threads 65",
+        "bench context --repetitions 0",
         "bench targets --prompts 0",
         "bench targets --tokens 1",
         "bench targets --seed 4294967296",

@@ -1,0 +1,135 @@
+"""What all benches share: options, turns, the command, kept reports and the pages made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from dendro.errors import BadRequest
+from typer.testing import CliRunner
+
+from cluster import slow_commands
+from cluster.measure import bench as framework
+from cluster.measure.bench import OLDER, Bench, Column, bare, option, table
+from cluster.measure.options import BY_HAND
+from cluster.measure.report import as_markdown
+from cluster.measure.turns import by_turns
+
+ROOT = Path(__file__).parents[2]
+KEPT = sorted((ROOT / "docs/results").glob("*.json"))
+
+
+@dataclass(frozen=True)
+class ToyOptions:
+    sizes: tuple[int, ...] = option("Sizes.", (1, 2, 3), (1, 2), least=1, count=2)
+    times: int = option("Times.", 7, least=1, most=9)
+
+
+def toy(measured: list[ToyOptions], code: tuple[str, ...] = ("LICENSE.py",)) -> Bench[ToyOptions]:
+    def measure(options, begin):
+        measured.append(options)
+        begin("toy", 1)()
+        return {"rows": [{"size": size} for size in options.sizes]}
+
+    return Bench(
+        "toy",
+        "Measure nothing.",
+        "Two sizes.",
+        ToyOptions,
+        measure,
+        aims=lambda report: [],
+        facts=lambda report: iter(["a fact"]),
+        tables=lambda report: iter([table("Sizes", report["rows"], Column("size", lambda row: str(row["size"])))]),
+        plot=lambda report, path: path.write_text("drawn"),
+        threads=lambda options: 1,
+        code=code,
+    )
+
+
+@pytest.fixture
+def code(tmp_path, monkeypatch) -> Path:
+    """The measured file."""
+    monkeypatch.setattr(framework, "ROOT", tmp_path)
+    file = tmp_path / "measured.py"
+    file.write_text('"""A module."""\nx = 1\n')
+    return file
+
+
+def run(bench: Bench[ToyOptions], *words: object):
+    app = typer.Typer()
+    app.command()(bench.command())
+    return CliRunner().invoke(app, list(map(str, words)), env={"COLUMNS": "200"})
+
+
+def test_options_are_those_given_or_the_defaults(code):
+    measured: list[ToyOptions] = []
+    bench = toy(measured, (code.name,))
+    for words in ([], ["--quick"], ["--quick", "--times", "2", "--sizes", "8,4"]):
+        assert run(bench, *words).exit_code == 0
+    assert measured == [ToyOptions(), ToyOptions((1, 2)), ToyOptions((4, 8), 2)]
+    assert run(bench, "--times", "10").exit_code == 2
+    with pytest.raises(BadRequest, match="sizes"):
+        raise run(bench, "--sizes", "4").exception
+
+
+def test_a_kept_report_is_shown_without_measuring_and_what_was_written_by_hand_stays(code, tmp_path):
+    measured: list[ToyOptions] = []
+    bench, kept, page = toy(measured, (code.name,)), tmp_path / "toy.json", tmp_path / "toy.md"
+    page.write_text(f"old\n{BY_HAND}\n\n## By hand\n")
+    first = run(bench, "--json", kept)
+    again = run(bench, "--report", kept, "--markdown", page)
+    assert again.stdout == first.stdout and len(measured) == 1
+    assert page.read_text().startswith("# dendro bench toy\n") and "old" not in page.read_text()
+    assert page.read_text().endswith(f"| 3 |\n\n{BY_HAND}\n\n## By hand\n")
+    kept.write_text('{"bench": "speed"}')
+    with pytest.raises(BadRequest, match="report: .* is no report of `dendro bench toy`"):
+        bench.kept(kept)
+    kept.write_text("{")
+    with pytest.raises(BadRequest, match="report: .* cannot be read as JSON"):
+        bench.kept(kept)
+
+
+def test_a_report_older_than_the_code_that_it_measures_says_so(code):
+    bench = toy([], (code.name,))
+    report = bench.report(ToyOptions(), lambda title, steps: lambda: None)
+    code.write_text('"""Another text."""\nx = 1  # the same code\n')
+    assert not [fact for fact in bench.all_facts(report) if OLDER in fact]
+    code.write_text("x = 2\n")
+    assert [fact for fact in bench.all_facts(report) if OLDER in fact] == [f"{OLDER}: measured.py changed since"]
+
+
+def test_code_without_comments_and_docstrings_is_still_code():
+    assert (
+        bare('def f():\n    """Text."""\n') == bare("def f():\n    pass  # nothing\n") != bare("def f():\n    return\n")
+    )
+
+
+async def test_ways_take_turns_and_their_first_turn_is_not_counted():
+    called, steps = [], []
+
+    async def call(way):
+        called.append(way)
+
+    times = await by_turns("ab", call, 2, lambda: steps.append(1))
+    assert called == ["a", "b"] * 3 and {way: len(taken) for way, taken in times.items()} == {"a": 2, "b": 2}
+    assert len(steps) == 3
+
+
+@pytest.mark.parametrize("file", KEPT, ids=[file.stem for file in KEPT])
+def test_a_page_is_what_its_kept_report_gives(file):
+    bench = getattr(import_module(slow_commands.BENCHES[file.stem][0]), file.stem.replace("-", "_").upper())
+    report = bench.kept(file)
+    assert bench.code == tuple(each for each in bench.code if (ROOT / each).exists())
+    shown = as_markdown(report, bench.all_facts(report), bench.all_tables(report), f"plots/{file.stem}.png")
+    page = (ROOT / f"docs/{file.stem}.md").read_text().partition(f"\n{BY_HAND}")[0]
+    assert without_age(page) == without_age(shown)
+    assert json.loads(file.read_text())["bench"] == file.stem
+
+
+def without_age(page: str) -> list[str]:
+    """Lines, without that which depends on the checkout's code."""
+    return [line for line in page.splitlines() if OLDER not in line]
