@@ -45,17 +45,17 @@ class PairsPlan:
     tokens: int
     clients: tuple[int, ...]
     temperatures: tuple[float, ...]
-    answers: int | None  # of every client of a block; None: BLOCK_ANSWERS in all
-    pairs: int  # at least, of each load
-    least_s: float  # of the policy's blocks at each load
+    answers: int | None  # answers of every client of a block; None: BLOCK_ANSWERS in all
+    pairs: int  # least pairs of blocks of each load
+    least_s: float  # least seconds of the policy's blocks at each load
 
     @property
     def blocks(self) -> int:
-        """At least."""
+        """Least number of blocks."""
         return 2 * self.pairs * len(self.clients) * len(self.temperatures)
 
     def answers_of(self, clients: int) -> int:
-        """Of every client of a block."""
+        """Number of answers of every client of a block."""
         return self.answers if self.answers is not None else max(BLOCK_ANSWERS // clients, LEAST_ANSWERS)
 
 
@@ -84,8 +84,8 @@ async def measure_against_off(plan: PairsPlan, fresh_router: FreshRouter, step: 
 
 
 def aims_against_off(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
-    """For each load: the median of all pairs, and all that a fresh router answered in its first minute of the policy,
-    its first trial included."""
+    """Aims of each load: for the median of all pairs, and for all that a fresh router answered in the policy's first
+    minute, the first trial included."""
     aims = []
     for load in dict.fromkeys(block.load for block in blocks):
         mine = [block for block in blocks if block.load == load]

@@ -185,12 +185,13 @@ class BaselineProcess:
         self._process.stop()
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """As Baselines.answer; raises EngineFailed with the other process's error."""
+        """Time an answer in the other process (`Baselines.answer`). Raises EngineFailed with that process's error."""
         fields = {"prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
         return TimedAnswer.of(await self._process.call(row, **fields))
 
     async def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[int, float]:
-        """As Baselines.batch: tokens and seconds; raises EngineFailed with the other process's error."""
+        """Time a batch in the other process (`Baselines.batch`). Returns tokens and seconds. Raises EngineFailed with
+        that process's error."""
         reply = await self._process.call(row, prompts=[list(prompt) for prompt in prompts], tokens=tokens)
         return int(reply["tokens"]), float(reply["seconds"])
 

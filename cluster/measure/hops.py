@@ -20,10 +20,10 @@ from dendro.errors import EngineFailed
 
 SERVICE = "dendro.bench.Hops"
 MESSAGE = bytes(64)
-"""About a chunk of one token."""
+"""A message of about the size of a chunk of one token."""
 TICK_S = 0.05
 HOPS = 40
-"""Of each stream."""
+"""Hops of each stream."""
 START_S = 60.0
 
 

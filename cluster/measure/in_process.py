@@ -33,8 +33,8 @@ from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 
 DRAFTER_DTYPE = "float32"
-"""In float32 the order of guesses depends on the text alone, so rounds replay exactly; in bfloat16 it also depends on
-how the text was split into forwards. On a CPU both cost the same."""
+"""Type of drafters. In float32 the order of guesses depends on the text alone, so rounds replay exactly; in bfloat16 it
+also depends on how the text was split into forwards. On a CPU both cost the same."""
 
 
 def verifier_of(

@@ -31,7 +31,7 @@ from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
 
 LOOKUP_TOKENS = 5
 LOOKUP_NGRAM = 3
-"""As in the row of transformers' prompt lookup."""
+"""Tokens of a lookup and of a matched n-gram, as in the row of transformers' prompt lookup."""
 NOT_INSTALLED = "{} is not installed; the extra `llama` has it"
 OURS_ALONE = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR")
 """Variables that our engines need. llama.cpp runs without them: waiting passively makes it slower."""
@@ -84,7 +84,7 @@ class LlamaCppModels:
         self.models = {row: load(lookup if row == LLAMA_CPP_LOOKUP else None) for row in rows}
         for model in self.models.values():
             model.verbose = False
-        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # its log of every step costs time
+        logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # a log of every step costs time
         self.facts = {
             "version": library.__version__,
             "instructions": _enabled(library.llama_print_system_info().decode()),

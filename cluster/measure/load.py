@@ -54,16 +54,16 @@ class LoadBlock:
     repetition: int
     tokens: int = 0
     seconds: float = 0.0
-    first_s: list[float] = field(default_factory=list)  # from each request to its first token
-    between_s: list[float] = field(default_factory=list)  # between tokens: a chunk's wait divided among its tokens
-    guesses: int = 0  # verified
+    first_s: list[float] = field(default_factory=list)  # seconds from each request to its first token
+    between_s: list[float] = field(default_factory=list)  # seconds between tokens: a chunk's wait over its tokens
+    guesses: int = 0  # verified guesses
     trimmed: int = 0  # guesses sent for which the step had no room
-    pages: int = 0  # in use, the greatest sample
+    pages: int = 0  # most pages in use, by samples
     shapes: Counter[str] = field(default_factory=Counter)  # requested shape -> rounds
-    steps_us: int = 0  # of the verifier's steps
-    forwards_us: int = 0  # of these, the model's forwards
+    steps_us: int = 0  # time of the verifier's steps
+    forwards_us: int = 0  # time of the model's forwards in these steps
     router_us: int = 0  # processor time of the router's process
-    rounds: int = 0  # of all requests
+    rounds: int = 0  # rounds of all requests
     hop_us: float = 0.0  # processor time of a hop on one of as many streams; 0 in open loops
 
     @property
@@ -192,12 +192,12 @@ class LoadPlan:
     prompts: tuple[Prompt, ...]
     tokens: int
     clients: tuple[int, ...]
-    answers: int  # of every client of a block
-    arrivals: tuple[float, ...]  # of the open loops, as shares of the largest closed loop's rate without speculation
-    requests: int  # of every open-loop block
+    answers: int  # answers of every client of a block
+    arrivals: tuple[float, ...]  # rates of open loops, as shares of the largest closed loop's without speculation
+    requests: int  # requests of every open-loop block
     repetitions: int
     seed: int
-    ways: tuple[str, ...] = WAYS  # of ours, `off` first
+    ways: tuple[str, ...] = WAYS  # our ways, `off` first
 
     @property
     def blocks(self) -> int:
@@ -230,7 +230,7 @@ async def measure_load(
                     lengths = [loader.length(index) for index in range(clients)]
                     try:
                         _, block.seconds = await library.batch(way, prompts, max(lengths))
-                        block.tokens = sum(lengths)  # without those after an answer's end
+                        block.tokens = sum(lengths)  # tokens up to each answer's end
                         blocks.append(block)
                     except EngineFailed as error:
                         silent[way] = str(error).splitlines()[0][:200]
@@ -243,7 +243,7 @@ async def measure_load(
             per_second = share * full
             for way in order.sample(plan.ways, len(plan.ways)):
                 block = LoadBlock(way, open_load(share), repetition)
-                seed = plan.seed + repetition  # the same arrivals for all ways
+                seed = plan.seed + repetition  # gives all ways equal arrivals
                 blocks.append(await loader.open(block, per_second, plan.requests, seed))
                 step()
     return blocks, silent

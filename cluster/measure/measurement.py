@@ -40,7 +40,7 @@ Begin = Callable[[str, int], Step]
 class RoundTimes:
     """Milliseconds of an answer's mean round, by part, as the router and its peers measured them."""
 
-    total_ms: float  # of the rounds after the first, which includes the prefill
+    total_ms: float  # mean of the rounds after the first, which includes the prefill
     draft_ms: float  # drafting, and waiting at the drafter
     verify_ms: float  # verifying
     queue_ms: float  # waiting at the verifier
@@ -57,15 +57,15 @@ class TimedAnswer:
     """One answer of one contender."""
 
     tokens: tuple[int, ...]
-    seconds: float  # from the request to the last token
-    first_seconds: float  # from the request to the first tokens
-    first_tokens: int  # of the first chunk
+    seconds: float  # time from the request to the last token
+    first_seconds: float  # time from the request to the first tokens
+    first_tokens: int  # tokens of the first chunk
     round_count: int  # chunks of tokens
     rounds: RoundTimes | None = None  # None for the library's answers and for answers of one round
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> TimedAnswer:
-        """From another process's fields, which JSON made lists of; without `rounds`."""
+        """Read another process's fields, which JSON turned into lists; without `rounds`."""
         return cls(**{**fields, "tokens": tuple(fields["tokens"])})
 
     @property

@@ -25,7 +25,7 @@ def own_target(config: Config, name: str) -> Config:
 
 
 def own_prompts(config: Config, file: Path, count: int, tokens: int) -> list[FilePrompt]:
-    """At most `count` prompts of a file, the same of each category, for answers of so many tokens by the one target.
+    """Take up to `count` prompts of a file, as many of each category, for answers of `tokens` tokens by the one target.
 
     Raises BadRequest, naming the option or the file's line.
     """
@@ -44,6 +44,6 @@ def own_arms(config: Config) -> tuple[str, ...]:
 
 
 def prompt_facts(file: Path, prompts: Sequence[FilePrompt], rule: TenantRule) -> dict[str, Any]:
-    """For a report."""
+    """Facts of prompts for a report."""
     shortest = min(len(prompt.token_ids) for prompt in prompts)
     return {"prompt_file": file.name, "shortest_prompt": shortest, "tenants": str(rule)}

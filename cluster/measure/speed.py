@@ -62,7 +62,7 @@ class SpeedPlan:
     baselines: tuple[str, ...]
     seed: int
     choosing: tuple[tuple[int, ...], ...] = ()  # other prompts, on which the library's settings are chosen
-    categories: tuple[str, ...] = ()  # of each prompt; empty: they have none
+    categories: tuple[str, ...] = ()  # category of each prompt; empty: prompts have none
     lengths: Mapping[tuple[int, int, float], int] = field(default_factory=dict)
     """New tokens by prompt, repetition and temperature, where answers stop at their ends."""
 
@@ -88,7 +88,7 @@ class SpeedPlan:
 
     @property
     def answers_of_prompt(self) -> int:
-        """Of all rows at all temperatures, once."""
+        """Number of answers to a prompt, once by all rows at all temperatures."""
         return sum(len(self.rows_at(temperature)) for temperature in self.temperatures)
 
     @property
@@ -106,7 +106,7 @@ class SpeedPlan:
 
     @property
     def choosing_answers(self) -> int:
-        """Of all settings at all temperatures, after one for warm-up."""
+        """Number of answers by all settings at all temperatures, and one for warm-up."""
         settings = sum(len(GRIDS[row]) for row in self.chosen_rows)
         return settings * len(self.choosing) * len(self.temperatures) + bool(settings)
 
@@ -156,7 +156,7 @@ class SpeedResult:
     """All measurements of one target's plan."""
 
     plan: SpeedPlan
-    answers: dict[tuple[str, float], dict[Key, TimedAnswer]] = field(default_factory=dict)  # by row and temperature
+    answers: dict[tuple[str, float], dict[Key, TimedAnswer]] = field(default_factory=dict)  # key: row, temperature
     identity: Identity = field(default_factory=Identity)
     note: str = ""
 
@@ -416,7 +416,7 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
 
 
 def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dict[str, int], Mapping[str, float]]]:
-    """By target and temperature: the measured shapes, each one's padded number of rows, and the policy's arm shares.
+    """Yield, by target and temperature: the measured shapes, the padded rows of each, and the policy's arm shares.
 
     Without proposed shapes, whose numbers of rows depend on the text.
     """

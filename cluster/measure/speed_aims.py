@@ -16,7 +16,7 @@ ABOVE_BAR = 1.0  # policy over the best transformers row: the lower end of its i
 BEST_ARM_BARS = {0.0: 1.0, 1.0: 0.97}  # policy over the fixed arm that was best on the other half, by temperature
 KEPT_BAR = 0.9  # the policy's rate over what its drafts and steps alone would give
 HOP_BAR = 0.05  # hops as a share of a round
-LLAMA_BARS = {"policy": (AUTO, 1.25), "off": (OFF, 0.6)}  # over llama.cpp's plain decoding, at temperature 0
+LLAMA_BARS = {"policy": (AUTO, 1.25), "off": (OFF, 0.6)}  # least ratio to llama.cpp's plain decoding, at temperature 0
 
 NEVER_SLOWER, LEAST_BELOW = 0.98, 0.96  # policy over ours-off: the median, and its lower 90 % bound
 FIXED_ARM_BAR = 0.97  # policy over the fixed arm that was best on the other half

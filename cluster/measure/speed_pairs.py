@@ -24,9 +24,9 @@ from cluster.measure.speed import SpeedPlan
 from cluster.measure.targets import MAMBA2, target_config
 from cluster.training.acceptance import PROMPT_TOKENS
 
-TIME_LIMIT_S = 1140.0  # of a whole run on the demo, startup and warm-up included: 19 minutes
-COSTLY_SHARE = 0.7  # of the time limit, for the first of two targets
-CHOOSING_PROMPTS = 3  # beyond the measured ones, for the library's settings
+TIME_LIMIT_S = 1140.0  # 19 minutes for a whole run on the demo, startup and warm-up included
+COSTLY_SHARE = 0.7  # share of the time limit for the first of two targets
+CHOOSING_PROMPTS = 3  # further prompts, on which the library's settings are chosen
 ASSISTANT = "llama"
 """The demo's drafter that the library can assist with."""
 
@@ -47,14 +47,14 @@ class SpeedSettings:
 class MeasuredPair:
     """A target with its drafters and the plan of its measurement, under the plan's name for the target."""
 
-    config: Config  # of one target
+    config: Config  # a configuration with one target
     plan: SpeedPlan
-    assistant: Path | None = None  # of the library
+    assistant: Path | None = None  # folder of the library's assistant
     own_file: Path | None = None  # the target's GGUF file
     rule: TenantRule | None = None  # None: all answers are of one tenant
     to_end: bool = False  # whether answers stop at their ends
-    until_s: float = math.inf  # since the run began
-    facts: Mapping[str, Any] = field(default_factory=dict)  # of the prompts, for the report
+    until_s: float = math.inf  # seconds since the run began at which it ends
+    facts: Mapping[str, Any] = field(default_factory=dict)  # facts of the prompts, for the report
 
     @property
     def target(self) -> TargetConfig:

@@ -17,7 +17,7 @@ class Estimate:
     median: float
     low: float
     high: float
-    coverage: float  # below 0.9 for fewer than 5 values, whose interval is their range
+    coverage: float  # coverage of the interval; less than 0.9 for fewer than 5 values, whose range it is
 
     @classmethod
     def of(cls, fields: Mapping[str, float]) -> Estimate:
