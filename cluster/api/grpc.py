@@ -40,12 +40,12 @@ SERVER_OPTIONS = (
 """Options of a server that clients call."""
 
 READ_GRACE_S = 5.0
-"""How long after its time limit a request's call stays open for a client that does not read. Its peers are released by
-then."""
+"""Seconds after its time limit for which a request's call stays open for a client that does not read. The request's
+peers are released by then."""
 ABORT_S = 1.0
-"""How long sending the status may take to a client that does not read."""
+"""Seconds that sending the status to a client that does not read may take."""
 CUT_S = 2.0
-"""How long a stopping server waits for the streams that it ends."""
+"""Seconds that a stopping server waits for the streams that it ends."""
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:

@@ -7,7 +7,7 @@ from collections import Counter
 from dendro.errors import BadRequest, Overloaded
 
 KEPT_SHARE = 8
-"""One in so many places is kept for tenants that have less than an equal share."""
+"""One in this number of places is kept for tenants that have less than an equal share."""
 
 
 class Places:

@@ -15,7 +15,7 @@ from dendro.v1 import generation_pb2 as pb
 from google.protobuf.message import DecodeError
 
 SHORT_BYTES = 1 << 16
-"""A message of at most so many bytes is parsed in a millisecond, whatever it has."""
+"""Bytes of a message up to which it is parsed in a millisecond, whatever it contains."""
 MOST_FIELDS = 1 << 14
 """The most fields of a message, each entry of a list being one, also of fields that this version does not know. The
 limits of all lists together allow fewer. Token ids are packed, many in a field."""

@@ -92,9 +92,9 @@ class Opening(Generic[P]):
         ahead: bool = False,
         echoes: bool = False,
     ) -> None:
-        """`vocabulary` and `tokenizer` are the target's, where the peer is no verifier. `sampling`: the peer's, where
-        it differs from the text's. `ahead`: as of `OpenCall`. `echoes`: whether the peer reports the log-probabilities
-        of the text's tokens from `Text.echo_from` on."""
+        """vocabulary, tokenizer: the target's, if the peer is a drafter   sampling: the peer's, if it differs from the
+        text's   ahead: announces a first round of the root alone   echoes: True if the peer reports the
+        log-probabilities of the text's tokens from `Text.echo_from` on"""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased

@@ -133,7 +133,7 @@ class Peers:
     def verifier(
         self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False
     ) -> VerifierHandle:
-        """A verifier for a text. Its lease and its opening run in the background. beside, plain_first: as of
+        """Make the handle of a text's verifier. Lease and opening run in the background. beside, plain_first: see
         `PeersPort.verifier`"""
         facts = self._facts.targets[target] if self._facts is not None else None
         handle = VerifierHandle(

@@ -18,8 +18,8 @@ LONGEST = 16
 SCANNED = 8192
 """The newest occurrences of the root that are considered."""
 MOST = 512
-"""Occurrences of the root that are compared. Where there are more, those that match more of the text's end stay, and of
-these the newest."""
+"""Most occurrences of the root that are compared. If there are more, the ones that match more of the text's end stay,
+the newest first."""
 FEW = 24
 """Occurrences that are compared one by one."""
 SHORT = 1024

@@ -41,13 +41,13 @@ class Proposals:
         self._chances = chances
         self._max_rows = max_rows
         self._max_depth = max_depth
-        self._proposed: list[tuple[str, Proposal]] = []  # last, ...
-        self._trees: list[DraftTree] = []  # ... as trees with values, ...
-        self._base = 0  # ... for a text of this length
+        self._proposed: list[tuple[str, Proposal]] = []  # the last proposals, by proposer
+        self._trees: list[DraftTree] = []  # the last proposals as trees with values
+        self._base = 0  # length of the text for which the last proposals were made
         self._ended = False
 
     def offer(self, text: Text) -> DraftTree:
-        """All proposals for the next round as one tree; the root alone where there are none. Those of one proposer
+        """Merge all proposals for the next round into one tree; the root alone if there are none. A single proposer's
         need no merging: the policy uses their chances and their number."""
         self.propose(text)
         if len(self._trees) == 1:

@@ -327,7 +327,7 @@ class Ingress:
         return self.config.router.request_timeout_s - (self._clock() - job.began_s)
 
     def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
-        """Why the answer in `held`, which is not empty, ended; None where it is incomplete."""
+        """Reason why the answer in `held`, which is not empty, ended; None if it is incomplete."""
         ended = finish_at(job.held[-1], job.served.end_ids, job.limits)
         if not (answer.found or ended or job.complete or len(job.held) >= job.answer_length):
             return None

@@ -16,7 +16,7 @@ WAITING = 4
 
 
 class SharedPrompt:
-    """What the answers to one prompt share: the replica where the first answer's text is opened."""
+    """Shared by the answers to one prompt: the replica where the first answer's text is opened."""
 
     def __init__(self) -> None:
         self.first: Text | None = None  # the first answer's text

@@ -52,7 +52,7 @@ class StopAutomaton:
         self.ends[state] = string
 
     def after(self, state: int, character: str) -> int:
-        """The state after one more character. Over a whole text, as many steps as it has characters, twice at most."""
+        """State after one more character. A whole text takes at most two steps per character."""
         while state and character not in self._next[state]:
             state = self._shorter[state]
         return self._next[state].get(character, 0)
@@ -113,7 +113,7 @@ class AnswerText:
         self._decoded: deque[str] = deque()  # texts of the rounds after which `text_of` was not called yet
 
     def copy(self) -> AnswerText:
-        """A text that continues from the same tokens, by itself, with the same automaton. For use before `cut`."""
+        """A copy that continues independently from here, with the same automaton. For use before `cut`."""
         other = copy.copy(self)
         other._stream, other._search, other._decoded = self._stream.copy(), copy.copy(self._search), deque()
         return other

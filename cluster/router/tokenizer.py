@@ -30,8 +30,8 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str, begins: bool) -> list[int]:
-        """Token ids; with the checkpoint's special tokens at the start where a text `begins`, and without a mark of a
-        beginning, such as a space, where it continues one."""
+        """Called for each prompt. Returns token ids: with the checkpoint's special tokens at the start if the text
+        `begins`, and without a mark of a beginning, such as a space, if it continues one."""
         ...
 
     def encode_literally(self, text: str, begins: bool) -> list[int]:
@@ -196,7 +196,7 @@ class TextStream:
         """Replacement characters that follow, of an incomplete character before the answer that it may not complete."""
 
     def copy(self) -> TextStream:
-        """A stream that continues from the same tokens, by itself."""
+        """A copy that continues independently from here."""
         other = copy.copy(self)
         other._window = self._window.copy()
         return other
@@ -246,8 +246,8 @@ def _stable(text: str) -> int:
 
 
 def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
-    """The last tokens of a text, as many as decoding what follows needs, and their text; all of them where they give
-    none."""
+    """The last tokens of a text that decoding the following ones needs, and their text; all tokens if they give no
+    text."""
     found: list[int] = []
     for stop in range(len(ids), 0, -WINDOW_TOKENS):
         found = tokenizer.visible(ids[max(stop - WINDOW_TOKENS, 0) : stop]) + found
