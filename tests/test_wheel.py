@@ -22,6 +22,8 @@ MOST_BYTES = 2_000_000
 IN_THE_WHEEL = ("certify", "tune", "predict", "demo", "train demo", "train drafter", "bench speed", "bench load")
 HELP = """
 import sys
+# without the finders of a checkout installed as editable, which would find in it what the wheel lacks
+sys.meta_path = [each for each in sys.meta_path if "editable" not in getattr(each, "__module__", "")]
 from cluster import cli
 from typer.testing import CliRunner
 
