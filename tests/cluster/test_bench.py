@@ -730,8 +730,8 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
     assert [aim["met"] for aim in report["aims"]] == [None] * 14
     assert set(report["targets"]["demo"]["llama_cpp"]["left_out"].values()) == {"llama.cpp was not started"}
     identity = report["targets"]["demo"]["identity"]
-    # Seven shapes and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
-    assert identity["answers_compared"] == 8 * 2 * (1 + 2) and identity["differences"] == []
+    # Nine shapes and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
+    assert identity["answers_compared"] == 10 * 2 * (1 + 2) and identity["differences"] == []
     assert {path.suffix for path in tmp_path.glob("0.*")} == {".json", ".md", ".svg"}
     status, report = run_with(AUTO)
     assert status == 1
