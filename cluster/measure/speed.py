@@ -325,7 +325,10 @@ def _by_prompt(values: Mapping[Key, float]) -> list[float]:
 
 def over_best_arm(measured: SpeedResult, temperature: float) -> Row:
     """The policy's rates over those of the best fixed arm, each half of the prompts with the arm that was best on the
-    other half: an arm chosen on the prompts that it is compared on has their luck. `arms`: the two arms."""
+    other half: an arm chosen on the prompts that it is compared on has their luck. `arms`: the two arms. Empty where no
+    fixed arm was measured."""
+    if not measured.plan.shapes:
+        return {}
     rates = {row: measured.rates(row, temperature) for row in measured.plan.ours}
     fixed: dict[Key, float] = {}
     arms: list[str] = []

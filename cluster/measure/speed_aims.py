@@ -33,7 +33,8 @@ def never_slower_aims(rows: Sequence[Row]) -> Iterator[Row]:
         yield aim_row(f"its lower 90 % bound, {at}", LEAST_BELOW, over.low >= LEAST_BELOW, over, judged="low")
         aim, best = f"policy over the best fixed arm, {at}", row.get("over_best_arm")
         if best is None:
-            yield aim_row(aim, FIXED_ARM_BAR, None, None, "a single prompt of each category has no halves")
+            missing = "no fixed arm was measured, or a single prompt of each category, which has no halves"
+            yield aim_row(aim, FIXED_ARM_BAR, None, None, missing)
             continue
         found = Estimate.of(best)
         why = f"the best on the other half of the prompts: {' and '.join(dict.fromkeys(best['arms']))}"

@@ -207,6 +207,9 @@ def bench_speed(
     alone: Annotated[
         bool, typer.Option("--alone", help="Without transformers and llama.cpp; with prompts of a file.")
     ] = False,
+    no_arms: Annotated[
+        bool, typer.Option("--no-arms", help="Without the fixed arms: off and the policy; with prompts of a file.")
+    ] = False,
     temperatures: Temperatures = "0,1",
     local: Local = False,
     seed: Annotated[int, seed_option("the order and of sampling")] = 0,
@@ -237,10 +240,12 @@ def bench_speed(
             parse_tenants(tenants),
             alone,
             settings,
+            no_arms,
         )
     else:
-        if alone or tenants != TenantRule.ANSWERS:
-            raise BadRequest("alone" if alone else "tenants", "has an effect with CONFIG or --prompt-file alone")
+        if alone or no_arms or tenants != TenantRule.ANSWERS:
+            named = "alone" if alone else "no-arms" if no_arms else "tenants"
+            raise BadRequest(named, "has an effect with CONFIG or --prompt-file alone")
         pairs = demo_pairs(_bundled(target, quick).names, settings, models)
     report = with_bars(lambda begin: asyncio.run(run_speed(pairs, settings, begin)))
     found = different(report)

@@ -92,10 +92,11 @@ def file_pairs(
     rules: Sequence[TenantRule],
     alone: bool,
     settings: SpeedSettings,
+    no_arms: bool = False,
 ) -> list[MeasuredPair]:
     """The target of that name of each configuration, with the prompts of a file.
 
-    rules: each is measured   alone: without the library and llama.cpp
+    rules: each is measured   alone: without the library and llama.cpp   no_arms: without fixed arms
     """
     found = []
     for label, given in configs.items():
@@ -111,7 +112,7 @@ def file_pairs(
             plan = _plan(group, config, ids, settings, () if alone else others)
             pair = MeasuredPair(
                 config,
-                replace(plan, categories=categories if any(categories) else ()),
+                replace(plan, categories=categories if any(categories) else (), shapes=() if no_arms else plan.shapes),
                 own_file=own_file if LLAMA_CPP_FILE in plan.baselines else None,
                 rule=whose,
                 to_end=True,

@@ -138,6 +138,16 @@ def test_a_plan_has_the_prompts_that_fit_a_mixture_of_categories_and_every_arm_o
     (small,) = file_pairs({"small": config}, "small", file, [TenantRule.ROWS], True, SETTINGS)
     assert small.plan.shapes == ("own:(1,1)", "other:(1,1)", "other:(2,1)", "proposed(7)")
     assert small.plan.baselines == ()
+    (few,) = file_pairs({"small": config}, "small", file, [TenantRule.ROWS], True, SETTINGS, no_arms=True)
+    assert few.plan.rows == (OFF, AUTO)
+
+
+async def test_without_fixed_arms_the_policy_is_compared_with_off_alone():
+    found, _ = await measured(plan=replace(PLAN, shapes=()))
+    rows = list(rows_of(found))
+    assert [row["name"] for row in rows] == [*PLAN.baselines, OFF, AUTO] and "over_best_arm" not in rows[-1]
+    verdicts = {aim["aim"].split(",")[0]: aim["met"] for aim in never_slower_aims(rows)}
+    assert verdicts["policy over off"] is not None and verdicts["policy over the best fixed arm"] is None
 
 
 def test_the_file_of_a_gguf_target_is_measured_as_it_is(tmp_path):
@@ -157,6 +167,7 @@ def test_each_configuration_and_kind_of_tenant_is_a_group_of_its_own(tmp_path):
     "words, reason",
     [
         (["--alone"], "alone: has an effect with CONFIG or --prompt-file alone"),
+        (["--no-arms"], "no-arms: has an effect with CONFIG"),
         (["--tenants", "rows"], "tenants: has an effect with CONFIG"),
         (["--target", "own"], "target: 'own' is not one of demo, costly, both, mamba2"),
         (["CONFIG", "--tenants", "rows,rows"], "tenants: 'rows,rows' is not answers, rows"),
