@@ -64,7 +64,7 @@ def test_a_sampling_option_is_named_in_seven_files_one_of_them_in_cluster():
     """Tests, generated code and the argument of another library aside. docs/first-change.md lists the seven."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     ours = [each for each in listed if each.endswith((".py", ".proto", ".md")) and each.split("/")[0] != "tests"]
-    generated = ("_pb2.py", "docs/parameters.md", "cluster/bench/llama_cpp.py")
+    generated = ("_pb2.py", "docs/parameters.md", "cluster/measure/llama_cpp.py")
     holding = {
         each for each in ours if not each.endswith(generated) and re.search(r"\bmin_p\b", (ROOT / each).read_text())
     } - {"docs/first-change.md"}
