@@ -16,6 +16,7 @@ from tree_kernels.machine_code import LIBRARY, Code, target_machine
 from tree_kernels.translating import Translator, linked, translating
 
 ARGUMENTS = {"i": types.int64, "f": types.float32}
+TILES = "TILES"
 
 
 def machine_code(module: str) -> Code:
@@ -26,22 +27,30 @@ def machine_code(module: str) -> Code:
     """
     logging.getLogger("numba").setLevel(logging.WARNING)  # it logs its passes at DEBUG
     code = Code()
+    for name, arguments, symbol, translated, machine in optimised(module):
+        if name == TILES:
+            code.shared = [function.name for function in translated.functions if not function.is_declaration]
+        else:
+            _check(name, translated, {*LIBRARY, *code.shared})
+            code.kernels[name] = (symbol, arguments)
+        code.objects.append(machine.emit_object(translated))
+    return code
+
+
+def optimised(module: str) -> Iterator[tuple[str, str, str, Any, Any]]:
+    """Name, arguments, symbol, optimised LLVM module and target machine of each kernel of a module, its TILES first."""
     with _no_collections(), translating():
         found = importlib.import_module(module)
-        if hasattr(found, "TILES"):
+        if hasattr(found, TILES):
             parsed = binding.parse_assembly(str(found.TILES))
             parsed.verify()
-            code.objects.append(target_machine().emit_object(parsed))
-            code.shared = [function.name for function in parsed.functions if not function.is_declaration]
+            yield TILES, "", "", parsed, target_machine()
         for name, (function, arguments) in found.KERNELS.items():
             signature = types.void(*(ARGUMENTS[each] for each in arguments))
             made = cfunc(signature, error_model="numpy", pipeline_class=Translator)(function)
             translated, machine = linked(made._library), made._library.codegen._tm
             _optimise(translated, machine, made.native_name)
-            _check(name, translated, {*LIBRARY, *code.shared})
-            code.objects.append(machine.emit_object(translated))
-            code.kernels[name] = (made.native_name, arguments)
-    return code
+            yield name, arguments, made.native_name, translated, machine
 
 
 @contextmanager

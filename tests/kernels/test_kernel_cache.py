@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
-from tree_kernels import kernel_cache
+from tree_kernels import kernel_cache, printing
 from tree_kernels.kernel_cache import FOLDER, NoKernelsError, load_kernels
 from tree_kernels.matmul import why_not_packed
 
@@ -299,3 +299,12 @@ def test_a_process_that_compiles_kernels_can_use_numba_for_other_things(tmp_path
     print(total(numbers))
     """)
     assert run(tmp_path, both) == f"{DOUBLED} True\n24.0"
+
+
+def test_the_code_of_a_kernel_is_printed_by_its_name(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["printing", "tree_kernels.ranking.loops", "ranking"])
+    printing.main()
+    assert "define" in (out := capsys.readouterr().out) and "@cfunc." in out
+    monkeypatch.setattr("sys.argv", ["printing", "tree_kernels.ranking.loops", "TILES", "--assembly"])
+    printing.main()
+    assert not capsys.readouterr().out, "it has no tiles"
