@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from dendro.client import Speculation
 
 from cluster.api.local import LocalClient
 from cluster.config import DEMO_MODELS, Config, pair_config
@@ -41,14 +42,23 @@ async def test_answers_of_every_drafter_and_of_the_policy_are_those_without_spec
                     )
                     for way in WAYS
                 }
+                # It tries every arm; the configured policy need not: it may find one drafter too slow to try.
+                answers["paper_ucb"] = await client.generate_text(
+                    prompt.token_ids,
+                    temperature=temperature,
+                    seed=number,
+                    max_new_tokens=48,
+                    ignore_end=True,
+                    speculation=Speculation(policy="paper_ucb"),
+                )
                 for way, done in answers.items():
                     assert done.token_ids == answers["off"].token_ids, way
                     assert done.complete.speculation.contradictions == ()
                 assert answers["(1,1,1)"].complete.speculation.rounds_by_shape.keys() == {"mamba2:(1,1,1)"}
                 assert {part.shape for part in answers["llama:(1,1,1)"].rounds} == {"llama:(1,1,1)"}
                 assert answers["llama:(1,1,1)"].complete.speculation.accepted_tokens > 0
-                played |= answers["auto"].complete.speculation.rounds_by_shape.keys()
-    assert {arm.partition(":")[0] for arm in played} == {"off", "mamba2", "llama"}
+                played |= answers["paper_ucb"].complete.speculation.rounds_by_shape.keys()
+    assert {arm.partition(":")[0] for arm in played} >= {"mamba2", "llama"}
 
 
 async def test_a_session_restores_the_state_of_the_drafter_that_saved_it():
