@@ -181,7 +181,7 @@ class Ingress:
         try:
             text = _text_of(job, answer)
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
-            ending.is_(LEFT)
+            ending.ended(LEFT)
             finish = self._finish_of_held(job, answer) if job.held else None
             if job.written is not None and not job.computed_again:
                 responses = self._written_answer(job, job.written, text, answer, ending)
@@ -193,7 +193,7 @@ class Ingress:
                 async for response in responses:
                     yield response
         except DendroError as error:
-            ending.is_(type(error).__name__)
+            ending.ended(type(error).__name__)
             raise
         finally:
             self._log_end(job.request_id, job.tenant, job.began_s, ending)
@@ -208,7 +208,7 @@ class Ingress:
             yield part
         for event in rest:
             yield event
-        ending.is_("written")
+        ending.ended("written")
 
     async def _held_answer(
         self, job: Job, text: Text, answer: AnswerText, finish: Finish, ending: Ending
@@ -227,7 +227,7 @@ class Ingress:
             beside = prompt.first if prompt is not None else None
             verifier = self._peers.verifier(job.served.name, text, beside, plan.plain_first and not job.scores)
             speculation = self._speculation(job, text, running)
-            ending.of(speculation.account)
+            ending.counted_by(speculation.account)
             if prompt is not None:
                 prompt.share(text)
             try:
@@ -267,7 +267,7 @@ class Ingress:
             complete.session = job.session
         elif job.session:
             complete.session = await self._turns.keep(job, text, finish, target)
-        ending.is_(str(finish))
+        ending.ended(str(finish))
         return pb.GenerateResponse(complete=complete)
 
     def _log_end(self, request_id: str, tenant: str, began_s: float, ending: Ending) -> None:
@@ -368,11 +368,11 @@ class Ending:
         self.outcome = outcome
         self.stats = pb.SpeculationStats()
 
-    def of(self, account: RoundAccount) -> None:
-        """The answer is computed; its rounds are counted there."""
+    def counted_by(self, account: RoundAccount) -> None:
+        """Take the statistics from the account of a computed answer."""
         self.stats = account.stats
 
-    def is_(self, outcome: str) -> None:
+    def ended(self, outcome: str) -> None:
         self.outcome = outcome
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 from dendro.calls import Hello, Opened
 from dendro.clock import Clock
@@ -126,11 +125,6 @@ class RequestSpeculation:
         """Set the statistics of `complete`. target: the first opening at a verifier   moves: number of moves to other
         verifiers"""
         self.account.fill(complete, self._drafters.openings, target, moves)
-
-    @property
-    def openings(self) -> Mapping[str, Opened]:
-        """The first opening at each drafter that has opened the text, by the drafter's name."""
-        return self._drafters.openings
 
     def _chosen(self) -> Arm:
         return self._plan.policy.choose(self._offer if self._proposals is not None else None)
