@@ -11,9 +11,51 @@ from tree_layers.errors import CheckpointError
 from tree_layers.token_bytes import token_bytes
 from tree_layers.tokens import TOKENIZER, TOKENIZER_CONFIG
 
+RESERVED = frozenset(
+    {
+        *(
+            "add_generation_prompt",
+            "chat_template",
+            "continue_final_message",
+            "conversation",
+            "documents",
+            "max_length",
+        ),
+        *("messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"),
+        *("sanitize_control_tokens", "tokenizer_kwargs", "tools", "truncation"),
+    }
+)
+"""Names that transformers gives a chat template, or takes as its own parameters."""
 
-def load_tokenizer(folder: Path) -> Any:
-    """transformers' tokenizer. Raises BadRequest for a folder without one that can be loaded."""
+
+def read_template(file: Path) -> str:
+    """The text of a chat template. Raises BadRequest for a file that cannot be read or is no template."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest("chat_template", f"{file} cannot be read: {error}") from error
+    try:
+        render_jinja_template(conversations=[[{"role": "user", "content": "a"}]], chat_template=text)
+    except TemplateSyntaxError as error:
+        raise BadRequest("chat_template", f"{file} is no template of Jinja: line {error.lineno}: {error}") from error
+    except Exception:  # it refuses this conversation, which lacks what a checkpoint's tokenizer gives
+        pass
+    return text
+
+
+def load_tokenizer(folder: Path, template: Path | None = None) -> Any:
+    """transformers' tokenizer. Raises BadRequest for a folder without one that can be loaded. template: the file of a
+    chat template in place of the folder's own"""
+    tokenizer = _tokenizer_of(folder)
+    if template is not None:
+        tokenizer.chat_template = read_template(template)
+    return tokenizer
+
+
+def _tokenizer_of(folder: Path) -> Any:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     try:

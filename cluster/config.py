@@ -115,6 +115,8 @@ class ModelConfig(Replicated):
 class TargetConfig(ModelConfig):
     """A served model: one verifier deployment."""
 
+    chat_template: Path | None = None
+    """The file of a chat template in Jinja, in place of the checkpoint's own."""
     max_length: int = Field(default=2048, ge=2)
     """Tokens of the longest text that a replica holds, prompt and answer together."""
     max_waiting: int = Field(default=64, ge=0)
@@ -444,6 +446,8 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     found = {field: resolved_path(path, folder) for field, path in paths.items()}
     if isinstance(model, DrafterConfig) and model.head is not None:
         found["head"] = (folder / model.head.expanduser()).resolve()
+    if isinstance(model, TargetConfig) and model.chat_template is not None:
+        found["chat_template"] = (folder / model.chat_template.expanduser()).resolve()
     resolved = model.model_copy(update=found)
     for field, name, of in (
         ("revision", resolved.checkpoint_name, "checkpoint"),

@@ -45,9 +45,10 @@ class FilePrompt:
 def tokenizer_of(target: TargetConfig, name: str) -> CheckpointTokenizer:
     """A target's tokenizer, from its folder on this machine. Raises BadRequest, naming the field."""
     try:
-        return CheckpointTokenizer(target.tokenizer_folder, "")
+        return CheckpointTokenizer(target.tokenizer_folder, "", target.chat_template)
     except BadRequest as error:
-        raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
+        field = "chat_template" if error.field == "chat_template" else target.tokenizer_field
+        raise BadRequest(f"targets.{name}.{field}", error.reason) from error
 
 
 def read_prompts(file: Path, tokenizer: CheckpointTokenizer) -> list[FilePrompt]:

@@ -20,8 +20,8 @@ from cluster.arms import Arm
 from cluster.config import Config
 from cluster.policies import RunningRequest
 from cluster.policies.prior import PriorStore
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
+from cluster.router.served import Served
 from cluster.sessions import MemorySessions, Sessions
 
 VOCABULARY = 300
@@ -51,6 +51,14 @@ class ByteTokenizer:
 
     def showing(self) -> ShowingByteTokenizer:
         return ShowingByteTokenizer()
+
+    def chat(self, messages, opens_answer: bool, names=None) -> str:
+        turns = [f"[{each['role']}]{each['content']}<end>" for each in messages]
+        return "".join(turns) + "[assistant]" * opens_answer
+
+    def encode_chat(self, conversation: str) -> list[int]:
+        parts = [list(part.encode()) for part in conversation.split("<end>")]
+        return [token for part in parts for token in [*part, END]][:-1]
 
 
 class ShowingByteTokenizer(ByteTokenizer):

@@ -34,8 +34,8 @@ from toy_cluster import ToyTokenizer, toy_config
 
 from cluster.api.grpc import serve_router
 from cluster.peers.pools import Peers
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
+from cluster.router.served import Served
 from cluster.sessions import MemorySessions
 
 GAP_MS = 50.0

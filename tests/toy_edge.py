@@ -11,8 +11,8 @@ from toy_cluster import ToyTokenizer, toy_config
 
 from cluster.peers.pools import Peers
 from cluster.policies.prior import PriorKey, pack_prior
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
+from cluster.router.served import Served
 from cluster.sessions import MemorySessions
 
 PROMPT = [5, 6, 7]

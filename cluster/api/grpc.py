@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import time
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from contextlib import aclosing
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc.aio
 from dendro.answer import REASON_KEY
 from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
-from dendro.errors import NO_FAULTS, DendroError, EngineFailed, NotFound, OutOfTime, Overloaded, PeerLost, one_line
+from dendro.errors import NO_FAULTS, DendroError, EngineFailed, NotFound, OutOfTime, one_line
 from dendro.samples import count_of_answers
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from cluster.api.places import Places
-from cluster.api.reading import SHORT_BYTES, read_request
+from cluster.api.reading import SHORT_BYTES, Request, read_request
+from cluster.api.requests import CUT_S, RunningRequests, identified
 from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress, log
+
+Response = TypeVar("Response")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -44,8 +44,6 @@ READ_GRACE_S = 5.0
 peers are released by then."""
 ABORT_S = 1.0
 """Seconds that sending the status to a client that does not read may take."""
-CUT_S = 2.0
-"""Seconds that a stopping server waits for the streams that it ends."""
 
 
 def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
@@ -71,44 +69,16 @@ def tenant_of(metadata: Mapping[str, str | bytes]) -> str:
 
 
 class GenerationServicer:
-    """The gRPC shell of an ingress, with a limit of concurrent answers."""
+    """The gRPC shell of an ingress."""
 
-    def __init__(self, ingress: Ingress) -> None:
+    def __init__(self, ingress: Ingress, requests: RunningRequests) -> None:
         self._ingress = ingress
-        self._places = Places(ingress.config.router.max_requests)
+        self._requests = requests
         self._longest_text = ingress.longest_text
         self._reading = asyncio.Lock()
-        self._running: set[asyncio.Task[Any]] = set()
-        self._idle = asyncio.Event()  # set while no request runs
-        self._idle.set()
-        self._cutting = False  # running requests are being ended
-        self._requests = self._refused = self._rounds = 0
-
-    def stats(self) -> dict[str, int]:
-        """Counters; the gauge `running`, of answers; and the processor time that this process has used."""
-        return {
-            "pid": os.getpid(),
-            "requests": self._requests,
-            "refused": self._refused,
-            "rounds": self._rounds,
-            "running": self._places.taken,
-            "cpu_us": time.process_time_ns() // 1000,
-        }
-
-    async def idle(self, timeout_s: float) -> None:
-        """Wait until no request runs, but no longer than `timeout_s`."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._idle.wait()
-
-    def cut(self) -> None:
-        """End all running requests with UNAVAILABLE, at which clients resume them elsewhere."""
-        self._cutting = True
-        for task in self._running:
-            task.cancel()
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """The methods as gRPC takes them. `Generate` gets the bytes of its request, to read them in its own way."""
+        """The methods as gRPC takes them. Those with a prompt get bytes, read in bounded time."""
         methods = {
             "Generate": grpc.unary_stream_rpc_method_handler(
                 self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
@@ -118,6 +88,17 @@ class GenerationServicer:
                 request_deserializer=pb.GetServerInfoRequest.FromString,
                 response_serializer=pb.GetServerInfoResponse.SerializeToString,
             ),
+            "Tokenize": grpc.unary_unary_rpc_method_handler(
+                self.Tokenize, response_serializer=pb.TokenizeResponse.SerializeToString
+            ),
+            "Detokenize": grpc.unary_unary_rpc_method_handler(
+                self.Detokenize, response_serializer=pb.DetokenizeResponse.SerializeToString
+            ),
+            "Abort": grpc.unary_unary_rpc_method_handler(
+                self.Abort,
+                request_deserializer=pb.AbortRequest.FromString,
+                response_serializer=pb.AbortResponse.SerializeToString,
+            ),
         }
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
@@ -125,37 +106,20 @@ class GenerationServicer:
         """Stream the answer. Refuses a request past the limit with RESOURCE_EXHAUSTED."""
         tenant = tenant_of(dict(context.invocation_metadata() or ()))
         try:
-            request = await self._read(data)
-            answers = count_of_answers(request)
-            self._places.take(tenant, answers)
+            request = await self._read(pb.GenerateRequest, data)
+            request_id = identified(request)
+            with self._requests.run(tenant, request_id, count_of_answers(request)):
+                events = self._ingress.generate(request, tenant)
+                del request  # it may be large, and an answer may take long
+                await self._write(events, request_id, context)
         except DendroError as error:
-            self._refused += isinstance(error, Overloaded)
             await _abort(context, *status_of(error))
-            return
-        task = asyncio.current_task()
-        assert task is not None
-        self._running.add(task)
-        self._idle.clear()
-        self._requests += 1
-        events, request_id = self._ingress.generate(request, tenant), request.request_id
-        del request  # it may be large, and an answer may take long
-        try:
-            await self._write(events, request_id, context)
-        except asyncio.CancelledError:
-            if not self._cutting:
-                raise
-            await _abort(context, *status_of(PeerLost("router: is stopped; resume the answer at another")))
-        finally:
-            self._places.leave(tenant, answers)
-            self._running.discard(task)
-            if not self._running:
-                self._idle.set()
 
-    async def _read(self, data: bytes) -> pb.GenerateRequest:
+    async def _read(self, kind: type[Request], data: bytes) -> Request:
         """The message. Long ones are read one after another, so that many take no more memory and time at once than
         one."""
         config = self._ingress.config.router
-        read = partial(read_request, data, self._longest_text, config.max_prompt_bytes)
+        read = partial(read_request, kind, data, self._longest_text, config.max_prompt_bytes)
         if len(data) <= SHORT_BYTES:
             return read()
         async with self._reading:
@@ -173,7 +137,7 @@ class GenerationServicer:
             async with unread, aclosing(responses) as events:
                 async for event in events:
                     await context.write(event)
-                    self._rounds += event.HasField("chunk")
+                    self._requests.count_rounds(event.HasField("chunk"))
         except BaseException as raised:  # every fault becomes a status; details of internal ones stay here
             if isinstance(raised, NO_FAULTS):
                 raise
@@ -193,6 +157,39 @@ class GenerationServicer:
     ) -> pb.GetServerInfoResponse:
         return self._ingress.info()
 
+    async def Tokenize(
+        self, data: bytes, context: grpc.aio.ServicerContext[bytes, pb.TokenizeResponse]
+    ) -> pb.TokenizeResponse:
+        async def answer() -> pb.TokenizeResponse:
+            return await self._ingress.tokenize(await self._read(pb.TokenizeRequest, data))
+
+        return await _answered(answer(), context)
+
+    async def Detokenize(
+        self, data: bytes, context: grpc.aio.ServicerContext[bytes, pb.DetokenizeResponse]
+    ) -> pb.DetokenizeResponse:
+        async def answer() -> pb.DetokenizeResponse:
+            return await self._ingress.detokenize(await self._read(pb.DetokenizeRequest, data))
+
+        return await _answered(answer(), context)
+
+    async def Abort(
+        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
+    ) -> pb.AbortResponse:
+        tenant = tenant_of(dict(context.invocation_metadata() or ()))
+        return pb.AbortResponse(aborted=self._requests.abort(tenant, request.request_id))
+
+
+async def _answered(answer: Awaitable[Response], context: Any) -> Response:
+    """The answer of a unary call. Its error becomes a status."""
+    try:
+        return await answer
+    except BaseException as raised:
+        if isinstance(raised, NO_FAULTS):
+            raise
+        await _abort(context, *logged_status(raised, "without an id"))
+        raise  # not reached: `abort` raises
+
 
 async def _abort(context: Any, code: grpc.StatusCode, details: str, reason: str) -> None:
     await context.abort(code, details, ((REASON_KEY, reason),))
@@ -201,17 +198,17 @@ async def _abort(context: Any, code: grpc.StatusCode, details: str, reason: str)
 class RouterServer:
     """A started server of one ingress, at `address`."""
 
-    def __init__(self, server: grpc.aio.Server, status: Any, servicer: GenerationServicer, address: str) -> None:
+    def __init__(self, server: grpc.aio.Server, status: Any, requests: RunningRequests, address: str) -> None:
         """status: a health.aio.HealthServicer, which the stubs lack"""
         self._server = server
         self._health = status
-        self._servicer = servicer
+        self.requests = requests
         self.address = address
         self.healthy = False
 
     def stats(self) -> dict[str, int]:
-        """The servicer's counters and gauges."""
-        return self._servicer.stats()
+        """Counters and gauges of the requests."""
+        return self.requests.stats()
 
     async def set_healthy(self, healthy: bool) -> None:
         """Report SERVING or NOT_SERVING. Requests are served in either case."""
@@ -226,9 +223,7 @@ class RouterServer:
         self.healthy = False
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.ensure_future(self._server.stop(drain_s + 2 * CUT_S))
-        await self._servicer.idle(drain_s)
-        self._servicer.cut()
-        await self._servicer.idle(CUT_S)
+        await self.requests.drain(drain_s)
         await asyncio.sleep(0)  # lets the calls of ended requests send their status
         await self._server.stop(0.0)  # ends the calls that watch the health
         await stopping
@@ -248,13 +243,13 @@ async def serve_router(
     Raises EngineFailed where no port is free.
     """
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))))
-    servicer = GenerationServicer(ingress)
-    server.add_generic_rpc_handlers((servicer.handlers(),))
+    requests = RunningRequests(ingress.config.router.max_requests)
+    server.add_generic_rpc_handlers((GenerationServicer(ingress, requests).handlers(),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    running = RouterServer(server, status, servicer, _bind(server, host, tuple(ports)))
+    running = RouterServer(server, status, requests, _bind(server, host, tuple(ports)))
     await running.set_healthy(healthy)
     await server.start()
     return running

@@ -7,7 +7,7 @@ the entries of a long message are counted before it is parsed. Fields that this 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from dendro.errors import BadRequest
@@ -22,26 +22,28 @@ limits of all lists together allow fewer. Token ids are packed, many in a field.
 MOST_LISTED = 1 << 17
 """The most numbers of a message's lists, the tokens of its prompt and of its resume aside."""
 
+Request = TypeVar("Request", pb.GenerateRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
+
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}
 _MALFORMED = "request", "is no message of this API"
 
 
-def read_request(data: bytes, most_tokens: int, most_bytes: int) -> pb.GenerateRequest:
-    """The message. Raises BadRequest for one that is malformed, or has more than any request may have.
+def read_request(kind: type[Request], data: bytes, most_tokens: int, most_bytes: int) -> Request:
+    """The message, of class `kind`. Raises BadRequest for one that is malformed, or has more than any request may have.
     most_tokens: of the longest text of all targets   most_bytes: of a prompt that is text"""
     if len(data) > SHORT_BYTES:
-        _Scan(data, most_tokens, most_bytes).message(0, len(data), pb.GenerateRequest.DESCRIPTOR, ())
-    request = _parsed(data)
+        _Scan(data, most_tokens, most_bytes).message(0, len(data), kind.DESCRIPTOR, ())
+    request = _parsed(kind, data)
     request.DiscardUnknownFields()
     if 2 * request.ByteSize() < len(data):  # a message keeps the memory of what was discarded
-        request = _parsed(request.SerializeToString())
+        request = _parsed(kind, request.SerializeToString())
     return request
 
 
-def _parsed(data: bytes) -> pb.GenerateRequest:
+def _parsed(kind: type[Request], data: bytes) -> Request:
     try:
-        return pb.GenerateRequest.FromString(data)
+        return kind.FromString(data)
     except DecodeError:
         raise BadRequest(*_MALFORMED) from None
 
@@ -90,7 +92,7 @@ class _Scan:
             self.message(start, end, kind, name)
         elif field.cpp_type == field.CPPTYPE_UINT32:  # packed: each number ends with a byte below 128
             count = int(np.count_nonzero(np.frombuffer(self._data, np.uint8, end - start, start) < 128))
-            if name in (("token_ids", "ids"), ("resume", "token_ids")):
+            if name in (("token_ids", "ids"), ("token_ids",), ("resume", "token_ids")):
                 self._tokens[name] += count  # a field may come in several parts
                 if (tokens := self._tokens[name]) > self._most_tokens:
                     raise BadRequest(_label(name), f"has {tokens} ids; a text has at most {self._most_tokens}")
@@ -115,7 +117,7 @@ def _label(name: tuple[str, ...]) -> str:
     match name:
         case ():
             return "request"
-        case ("token_ids", *_):
+        case ("token_ids", _):
             return "prompt.token_ids"
         case ("sampling", listed, *_):
             return listed

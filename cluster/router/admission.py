@@ -11,9 +11,9 @@ from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.daemon_threads import in_thread
 from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
-from dendro.grammars import Grammar, Grammars
+from dendro.grammars import Grammar
 from dendro.logprobs import check_echo, check_logprobs
-from dendro.long_work import LONG, PART, off_loop
+from dendro.long_work import PART, off_loop
 from dendro.modes import VerificationMode
 from dendro.options import SEED_BITS
 from dendro.samples import count_of_answers
@@ -21,15 +21,15 @@ from dendro.structure import Structure, structure_from
 from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
 from dendro.token_lists import edits_from, mode_from, numbers_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
-from tree_layers.checkpoint import Facts
 
-from cluster.config import Config, Structures, TargetConfig
-from cluster.hub import fetched_model
+from cluster.config import Config
 from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
 from cluster.router.priors import Priors
+from cluster.router.prompts import checked_ids, ids_of_prompt
+from cluster.router.served import Served
 from cluster.router.speculation import SpeculationPlan, plan_speculation
-from cluster.router.tokenizer import CheckpointTokenizer, Tokenizer
+from cluster.router.tokenizer import Tokenizer
 from cluster.router.words import with_words
 from cluster.sessions import Record, Sessions, Turn, unknown_session
 
@@ -39,38 +39,6 @@ _TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as st
 ANCHOR = "a"
 """A text that an answer can continue."""
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """Facts of a target by which admission refuses requests that the target cannot serve."""
-
-    name: str
-    tokenizer: Tokenizer
-    vocabulary: int
-    max_length: int
-    end_ids: frozenset[int]
-    dtype: str
-    grammars: Grammars | None = None  # grammars for the tokenizer; None: no structure can be requested
-
-    @classmethod
-    def of(cls, name: str, target: TargetConfig, facts: Facts, structures: Structures) -> Served:
-        """Load a target's tokenizer; raises BadRequest naming what is missing."""
-        target = fetched_model(f"targets.{name}", target, weights=False)
-        try:
-            tokenizer = CheckpointTokenizer(target.tokenizer_folder, facts.tokenizer)
-        except BadRequest as error:
-            raise BadRequest(f"targets.{name}.{target.tokenizer_field}", error.reason) from error
-        grammars = Grammars(tokenizer.token_bytes, facts.vocabulary, structures.limits) if structures.enabled else None
-        return cls(
-            name=name,
-            tokenizer=tokenizer,
-            vocabulary=facts.vocabulary,
-            max_length=min(target.max_length, facts.positions or target.max_length),
-            end_ids=facts.end_ids,
-            dtype=target.dtype,
-            grammars=grammars,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +207,7 @@ class Admission:
         record = await self._record(request, tenant)
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None
-        held = await _checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
+        held = await checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
         if resume is not None and not resume.prompt_tokens:
             raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
         if resume is not None and not _TARGET.fullmatch(resume.target):
@@ -336,24 +304,7 @@ class Admission:
 
     async def _prompt(self, request: pb.GenerateRequest, served: Served, earlier: list[int]) -> list[int]:
         """The text before the answer: the session's `earlier` text and this request's prompt."""
-        kind = request.WhichOneof("prompt")
-        if request.literal_prompt and kind != "text":
-            raise BadRequest("literal_prompt", "is about a prompt's text; token ids are used unchanged")
-        if kind == "token_ids":
-            ids = await _checked_ids("prompt.token_ids", request.token_ids.ids, served)
-        elif kind == "text" and request.text:
-            limit = self._config.router.max_prompt_bytes
-            size = len(request.text)  # characters: of more than `limit`, the bytes need not be made
-            size = size if size > limit else len(request.text.encode())
-            if size > limit:
-                raise BadRequest("prompt", f"has {size} bytes; at most {limit}")
-            encode = served.tokenizer.encode_literally if request.literal_prompt else served.tokenizer.encode
-            work = LONG if request.literal_prompt else size // 2  # the first literal prompt makes the encoder
-            ids = await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
-        else:
-            ids = []
-        if not ids:
-            raise BadRequest("prompt", "is empty")
+        ids = await ids_of_prompt(request, served, self._config.router.max_prompt_bytes, earlier)
         return earlier + ids if earlier else ids
 
     def _new_tokens(self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int]) -> int:
@@ -403,30 +354,6 @@ async def _completes(grammar: Grammar, held: list[int], limits: Limits, served: 
         except BadRequest as error:
             raise BadRequest("resume.token_ids", f"are not an answer's: the structure {error.reason}") from None
     return text.complete
-
-
-def _in_vocabulary(ids: list[int], served: Served) -> list[int]:
-    if max(ids, default=0) >= served.vocabulary:
-        raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
-    return ids
-
-
-async def _checked_ids(name: str, raw: Sequence[int], served: Served) -> list[int]:
-    """The ids as a list. More than a text may have are refused before the list is made."""
-    if len(raw) > served.max_length:
-        raise BadRequest(name, f"has {len(raw)} ids; a text has at most {served.max_length}")
-    return await off_loop(len(raw), lambda: _below_vocabulary(name, raw, served.vocabulary))
-
-
-def _below_vocabulary(name: str, raw: Sequence[int], vocabulary: int) -> list[int]:
-    ids: list[int] = []
-    for start in range(0, len(raw), PART):
-        part = raw[start : start + PART]
-        if max(part) >= vocabulary:
-            index, token = next((index, token) for index, token in enumerate(part, start) if token >= vocabulary)
-            raise BadRequest(f"{name}[{index}]", f"{token} is outside the vocabulary of {vocabulary}")
-        ids += part
-    return ids
 
 
 def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:

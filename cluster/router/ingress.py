@@ -38,7 +38,6 @@ from cluster.router.admission import (
     MAX_REQUEST_ID,
     Admission,
     Job,
-    Served,
     check_resumed_structure,
     check_target_of_resume,
     check_written_target,
@@ -47,9 +46,11 @@ from cluster.router.admission import (
 from cluster.router.echo import echo_of
 from cluster.router.ports import HandlePort, PeersPort, VerifierPort
 from cluster.router.priors import Priors
+from cluster.router.prompts import checked_ids, ids_of_prompt
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.rounds import rounds
 from cluster.router.samples import SharedPrompt, merged
+from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
@@ -135,6 +136,19 @@ class Ingress:
                 for name, served in self._served.items()
             ]
         )
+
+    async def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+        """The tokens of a prompt that begins a text. Raises BadRequest naming the field."""
+        served = self._served[self.config.target_named(request.model)]
+        ids = await ids_of_prompt(request, served, self.config.router.max_prompt_bytes)
+        return pb.TokenizeResponse(token_ids=ids, max_length=served.max_length)
+
+    async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+        """The text of tokens. Raises BadRequest naming the field."""
+        served = self._served[self.config.target_named(request.model)]
+        ids = await checked_ids("token_ids", request.token_ids, served)
+        tokenizer = served.tokenizer.showing() if request.show_special_tokens else served.tokenizer
+        return pb.DetokenizeResponse(text=await off_loop(len(ids), lambda: tokenizer.decode(ids)))
 
     async def generate(
         self, request: pb.GenerateRequest, tenant: str = ""

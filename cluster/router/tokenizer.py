@@ -12,7 +12,14 @@ from typing import Any, Protocol
 from dendro.errors import BadRequest
 from tree_layers.token_bytes import BYTE_TOKEN, bytes_of_text, falls_back_to_bytes, form_of, unknown_token
 
-from cluster.checkpoint_tokenizer import backend_of, decoder_of, load_tokenizer, special_ids, token_bytes_of
+from cluster.checkpoint_tokenizer import (
+    RESERVED,
+    backend_of,
+    decoder_of,
+    load_tokenizer,
+    special_ids,
+    token_bytes_of,
+)
 from cluster.prompt_encoder import PromptEncoder
 
 WINDOW_TOKENS = 64
@@ -20,6 +27,8 @@ CONTEXT_TOKENS = 8
 START_TRIES = 4
 """Start positions tried for a shorter window: a character has at most four bytes, each at most one token."""
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+DEVELOPER = "developer"
+"""A role that newer templates know, in place of `system`."""
 MAX_HELD = 3
 """Trailing replacement characters that may be the bytes of one incomplete character; those before them are final."""
 
@@ -54,15 +63,26 @@ class Tokenizer(Protocol):
         """A tokenizer with the same ids whose `decode` turns special tokens into text, too."""
         ...
 
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], opens_answer: bool, names: Mapping[str, Any] | None = None
+    ) -> str:
+        """The text of a conversation by the chat template, its special tokens in it. Raises BadRequest where there is
+        no template, or it refuses the messages. names: further ones that the template can read"""
+        ...
+
+    def encode_chat(self, conversation: str) -> list[int]:
+        """The ids of a conversation's text, which has its special tokens in it, those at the start too."""
+        ...
+
 
 class CheckpointTokenizer:
     """The tokenizer of a Hugging Face checkpoint folder, through transformers and never with code from the folder."""
 
-    def __init__(self, checkpoint: Path, fingerprint: str) -> None:
+    def __init__(self, checkpoint: Path, fingerprint: str, template: Path | None = None) -> None:
         """fingerprint: of its token table (`Facts.tokenizer`), which fixes what ids mean. How the tokenizer splits new
-        text may change during a session."""
+        text may change during a session. template: the file of a chat template in place of the checkpoint's own"""
         self.fingerprint = fingerprint
-        self._tokenizer = load_tokenizer(checkpoint)
+        self._tokenizer = load_tokenizer(checkpoint, template)
         self._special = special_ids(self._tokenizer)
         self._hidden = self._special  # ids that give no text
         self._backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer in Python
@@ -109,14 +129,21 @@ class CheckpointTokenizer:
         """True if the checkpoint has a chat template."""
         return bool(self._tokenizer.chat_template)
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], opens_answer: bool) -> str:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], opens_answer: bool, names: Mapping[str, Any] | None = None
+    ) -> str:
         """The text of a conversation by the checkpoint's chat template; `opens_answer` adds what an answer begins with.
-        Its special tokens are in it. Raises BadRequest where there is no template, or it refuses the messages."""
+        Its special tokens are in it. A template that does not know the role `developer` gets `system`. Raises
+        BadRequest where there is no template, or it refuses the messages. names: others that the template can read"""
         if not self.has_chat:
-            raise BadRequest("checkpoint", "its tokenizer has no chat template")
+            raise BadRequest("messages", "the target has no chat template; set its `chat_template`, or send a prompt")
+        if taken := RESERVED & (names or {}).keys():
+            raise BadRequest("chat_template_kwargs", f"cannot set {', '.join(sorted(taken))}")
+        known = DEVELOPER in str(self._tokenizer.chat_template)
+        given = [{**each, "role": "system"} if each["role"] == DEVELOPER and not known else each for each in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=opens_answer
+                given, tokenize=False, add_generation_prompt=opens_answer, **(names or {})
             )
         except Exception as error:  # templates raise errors of jinja, and any others for what they index
             raise BadRequest("messages", f"the chat template refuses them: {error}") from error

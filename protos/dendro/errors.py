@@ -6,6 +6,7 @@ DendroError
   Conflict        another writer came first: read the session again               ABORTED
   Overloaded      try again later                                                 RESOURCE_EXHAUSTED
     OutOfTime     the request took longer than the server allows: ask for less
+  Aborted         the request was ended by a call of its own client               CANCELLED
   PeerLost        a replica is gone or does not answer: open the text elsewhere   UNAVAILABLE
   EngineFailed    a fault of the server; this request has ended                   INTERNAL
     BadAnswer     a peer's answer is not one that the call can have
@@ -83,6 +84,12 @@ class OutOfTime(Overloaded):
     """The request took longer than the server allows. A client does not resume it."""
 
 
+class Aborted(DendroError):
+    """The request was ended on its own client's demand."""
+
+    code = grpc.StatusCode.CANCELLED
+
+
 class PeerLost(DendroError):
     """A replica is gone, hangs or refuses calls; the text can be opened at another one."""
 
@@ -100,7 +107,7 @@ class BadAnswer(EngineFailed):
 
 
 ERROR_FOR: dict[grpc.StatusCode, type[DendroError]] = {
-    kind.code: kind for kind in (NotFound, Conflict, Overloaded, PeerLost, EngineFailed)
+    kind.code: kind for kind in (NotFound, Conflict, Overloaded, Aborted, PeerLost, EngineFailed)
 }
 
 

@@ -122,7 +122,7 @@ def test_a_long_messages_entries_are_counted_before_it_is_parsed(
 ):
     monkeypatch.setattr(reading, "_parsed", None)  # parsing would fail
     with pytest.raises(BadRequest, match=f"^{refused}"):
-        read_request(data, MAX_LENGTH, MOST_BYTES)
+        read_request(pb.GenerateRequest, data, MAX_LENGTH, MOST_BYTES)
 
 
 def test_all_lists_of_the_longest_request_are_read():
@@ -136,11 +136,11 @@ def test_all_lists_of_the_longest_request_are_read():
         stop=["x" * 1024] * 16,
     )
     request.resume.token_ids.extend([300] * 5000)
-    assert read_request(request.SerializeToString(), 5000, MOST_BYTES) == request
+    assert read_request(pb.GenerateRequest, request.SerializeToString(), 5000, MOST_BYTES) == request
     unpacked = b"".join(b"\x78" + varint(token) for token in range(4096))  # allowed_ids, each a field of its own
     request.sampling.ClearField("allowed_ids")
     data = request.SerializeToString() + b"\x2a" + varint(len(unpacked)) + unpacked
-    assert list(read_request(data, 5000, MOST_BYTES).sampling.allowed_ids) == list(range(4096))
+    assert list(read_request(pb.GenerateRequest, data, 5000, MOST_BYTES).sampling.allowed_ids) == list(range(4096))
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20])
@@ -149,7 +149,10 @@ def test_fields_that_this_version_does_not_know_are_dropped(size: int):
     inside = pb.GenerateRequest(sampling=pb.Sampling.FromString(NOTE + varint(size) + b"x" * size))
     data = request.SerializeToString() + NOTE + varint(size) + b"x" * size + inside.SerializeToString()
     request.sampling.SetInParent()
-    assert read_request(data, MAX_LENGTH, MOST_BYTES).SerializeToString() == request.SerializeToString()
+    assert (
+        read_request(pb.GenerateRequest, data, MAX_LENGTH, MOST_BYTES).SerializeToString()
+        == request.SerializeToString()
+    )
 
 
 async def test_a_malformed_message_is_refused_by_a_status():

@@ -22,8 +22,8 @@ from other_tokenizers import BYTES, SENTENCE, STYLES, llama, loaded, spaced_byte
 from tokenizers import AddedToken, pre_tokenizers
 
 from cluster.api.local import LocalClient
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
+from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText
 from cluster.router.tokenizer import CheckpointTokenizer, TextStream
 from cluster.sessions import MemorySessions

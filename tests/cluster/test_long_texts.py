@@ -20,8 +20,8 @@ from sockets import verifier_at
 from cluster import sessions as sessions_module
 from cluster.redis_server import RedisServer
 from cluster.router import admission
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
+from cluster.router.served import Served
 from cluster.sessions import RedisSessions
 
 TOKENS = 30_000

@@ -22,8 +22,8 @@ from tree_layers.checkpoint import read_facts
 from cluster.api.local import LocalClient
 from cluster.config import Config
 from cluster.peers.local import LocalPeers
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
+from cluster.router.served import Served
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_ingress
 from cluster.sessions import MemorySessions

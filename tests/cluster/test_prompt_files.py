@@ -83,7 +83,7 @@ def test_what_is_no_prompt_is_refused_with_its_line(chatting, tmp_path, line: st
 
 
 def test_conversations_need_a_template(plain, tmp_path):
-    with pytest.raises(BadRequest, match="prompts.jsonl:1: checkpoint: its tokenizer has no chat template"):
+    with pytest.raises(BadRequest, match="prompts.jsonl:1: messages: the target has no chat template"):
         texts_of(tmp_path, plain, {"messages": ASKED})
 
 

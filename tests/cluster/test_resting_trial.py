@@ -21,9 +21,9 @@ from cluster.policies.trial import SpeculationTrial
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.suffix import Automaton, Suffix
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
 from cluster.router.priors import Priors
+from cluster.router.served import Served
 from cluster.sessions import MemorySessions
 
 CLIENTS, TOKENS = 4, 24

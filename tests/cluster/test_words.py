@@ -16,8 +16,8 @@ from other_tokenizers import STYLES, loaded, templated
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.api.local import LocalClient
-from cluster.router.admission import Served
 from cluster.router.ingress import Ingress
+from cluster.router.served import Served
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.sessions import MemorySessions
 

@@ -44,6 +44,21 @@ class GenerationServiceStub:
                 request_serializer=dendro_dot_v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
                 response_deserializer=dendro_dot_v1_dot_generation__pb2.GetServerInfoResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/dendro.v1.GenerationService/Tokenize',
+                request_serializer=dendro_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=dendro_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/dendro.v1.GenerationService/Detokenize',
+                request_serializer=dendro_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=dendro_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/dendro.v1.GenerationService/Abort',
+                request_serializer=dendro_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
+                response_deserializer=dendro_dot_v1_dot_generation__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -73,6 +88,28 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Tokenize returns the tokens that a request with this prompt would have. INVALID_ARGUMENT: a field is wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Detokenize returns the text of tokens. INVALID_ARGUMENT: a field is wrong.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
+        CANCELLED. It is no error if there is none.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -85,6 +122,21 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.GetServerInfo,
                     request_deserializer=dendro_dot_v1_dot_generation__pb2.GetServerInfoRequest.FromString,
                     response_serializer=dendro_dot_v1_dot_generation__pb2.GetServerInfoResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=dendro_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=dendro_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=dendro_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=dendro_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=dendro_dot_v1_dot_generation__pb2.AbortRequest.FromString,
+                    response_serializer=dendro_dot_v1_dot_generation__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +193,87 @@ class GenerationService:
             '/dendro.v1.GenerationService/GetServerInfo',
             dendro_dot_v1_dot_generation__pb2.GetServerInfoRequest.SerializeToString,
             dendro_dot_v1_dot_generation__pb2.GetServerInfoResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dendro.v1.GenerationService/Tokenize',
+            dendro_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            dendro_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dendro.v1.GenerationService/Detokenize',
+            dendro_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            dendro_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dendro.v1.GenerationService/Abort',
+            dendro_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
+            dendro_dot_v1_dot_generation__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,14 @@ class GenerationServiceStub:
     """
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]
     """GetServerInfo returns the served models. It fails only with UNAVAILABLE."""
+    Tokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]
+    """Tokenize returns the tokens that a request with this prompt would have. INVALID_ARGUMENT: a field is wrong."""
+    Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
+    """Detokenize returns the text of tokens. INVALID_ARGUMENT: a field is wrong."""
+    Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
+    """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
+    CANCELLED. It is no error if there is none.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -65,6 +73,14 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     """
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_generation_pb2.GetServerInfoRequest, _generation_pb2.GetServerInfoResponse]  # type: ignore[assignment]
     """GetServerInfo returns the served models. It fails only with UNAVAILABLE."""
+    Tokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.TokenizeRequest, _generation_pb2.TokenizeResponse]  # type: ignore[assignment]
+    """Tokenize returns the tokens that a request with this prompt would have. INVALID_ARGUMENT: a field is wrong."""
+    Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
+    """Detokenize returns the text of tokens. INVALID_ARGUMENT: a field is wrong."""
+    Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
+    """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
+    CANCELLED. It is no error if there is none.
+    """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -93,5 +109,31 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.GetServerInfoResponse, _abc.Awaitable[_generation_pb2.GetServerInfoResponse]]:
         """GetServerInfo returns the served models. It fails only with UNAVAILABLE."""
+
+    @_abc_1.abstractmethod
+    def Tokenize(
+        self,
+        request: _generation_pb2.TokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.TokenizeResponse, _abc.Awaitable[_generation_pb2.TokenizeResponse]]:
+        """Tokenize returns the tokens that a request with this prompt would have. INVALID_ARGUMENT: a field is wrong."""
+
+    @_abc_1.abstractmethod
+    def Detokenize(
+        self,
+        request: _generation_pb2.DetokenizeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.DetokenizeResponse, _abc.Awaitable[_generation_pb2.DetokenizeResponse]]:
+        """Detokenize returns the text of tokens. INVALID_ARGUMENT: a field is wrong."""
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _generation_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.AbortResponse, _abc.Awaitable[_generation_pb2.AbortResponse]]:
+        """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
+        CANCELLED. It is no error if there is none.
+        """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

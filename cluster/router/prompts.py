@@ -1,0 +1,112 @@
+"""The token ids of a request's prompt: of a text, of a conversation, or given as ids."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dendro.errors import BadRequest
+from dendro.long_work import LONG, PART, off_loop
+from dendro.v1 import generation_pb2 as pb
+
+from cluster.router.served import Served
+
+MAX_MESSAGES = 4096
+ROLES = ("system", "developer", "user", "assistant", "tool")
+QUESTION, ANSWER = "A question.", "The answer so far."
+"""A turn before the messages that continue a session: what the template writes after ANSWER follows the session's last
+answer."""
+
+
+async def ids_of_prompt(
+    request: pb.GenerateRequest | pb.TokenizeRequest, served: Served, most_bytes: int, earlier: Sequence[int] = ()
+) -> list[int]:
+    """The ids of a prompt that follows `earlier` tokens; empty for an empty prompt. Raises BadRequest naming the field.
+    most_bytes: of a text, or of all messages together"""
+    kind = request.WhichOneof("prompt")
+    if request.literal_prompt and kind != "text":
+        raise BadRequest("literal_prompt", "is about a prompt's text; token ids and conversations are used unchanged")
+    if isinstance(request, pb.GenerateRequest) and kind == "token_ids":
+        return await checked_ids("prompt.token_ids", request.token_ids.ids, served)
+    if kind == "chat":
+        _check_messages(request.chat.messages, most_bytes)
+        return await off_loop(LONG, lambda: _in_vocabulary(_ids_of_chat(request.chat, served, earlier), served))
+    if kind != "text" or not request.text:
+        return []
+    size = _size("prompt", request.text, most_bytes)
+    encode = served.tokenizer.encode_literally if request.literal_prompt else served.tokenizer.encode
+    work = LONG if request.literal_prompt else size // 2  # the first literal prompt makes the encoder
+    return await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
+
+
+def _size(field: str, text: str, most: int) -> int:
+    """The bytes of a text in UTF-8. Of more characters than `most` they are not made."""
+    size = len(text) if len(text) > most else len(text.encode())
+    _check_size(field, size, most)
+    return size
+
+
+def _check_size(field: str, size: int, most: int) -> None:
+    if size > most:
+        raise BadRequest(field, f"has {size} bytes; at most {most}")
+
+
+def _check_messages(messages: Sequence[pb.ChatMessage], most_bytes: int) -> None:
+    if not 1 <= len(messages) <= MAX_MESSAGES:
+        raise BadRequest("messages", f"has {len(messages)} entries; must have 1 to {MAX_MESSAGES}")
+    for index, each in enumerate(messages):
+        if each.role not in ROLES:
+            raise BadRequest(f"messages[{index}].role", f"is {each.role[:32]!r}; must be one of {', '.join(ROLES)}")
+    _check_size("messages", sum(_size("messages", each.content, most_bytes) for each in messages), most_bytes)
+
+
+def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int]) -> list[int]:
+    tokenizer = served.tokenizer
+    messages = [{"role": each.role, "content": each.content} for each in chat.messages]
+    names = _template_names(chat.chat_template_kwargs)
+    if not earlier:
+        return tokenizer.encode_chat(tokenizer.chat(messages, True, names))
+    turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
+    _, found, rest = tokenizer.chat([*turn, *messages], True, names).partition(ANSWER)
+    if not found:
+        raise BadRequest("messages", "cannot continue a session: the chat template leaves earlier answers out")
+    if earlier[-1] in served.end_ids:  # the template writes it, too
+        rest = rest.removeprefix(tokenizer.showing().decode([earlier[-1]]))
+    return tokenizer.encode(rest, begins=False)
+
+
+def _template_names(text: str) -> Mapping[str, Any]:
+    if not text:
+        return {}
+    try:
+        names = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest("chat_template_kwargs", f"is not JSON: {error}") from None
+    if not isinstance(names, dict):
+        raise BadRequest("chat_template_kwargs", "must be a JSON object")
+    return names
+
+
+def _in_vocabulary(ids: list[int], served: Served) -> list[int]:
+    if max(ids, default=0) >= served.vocabulary:
+        raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
+    return ids
+
+
+async def checked_ids(name: str, raw: Sequence[int], served: Served) -> list[int]:
+    """The ids as a list. More than a text may have are refused before the list is made."""
+    if len(raw) > served.max_length:
+        raise BadRequest(name, f"has {len(raw)} ids; a text has at most {served.max_length}")
+    return await off_loop(len(raw), lambda: _below_vocabulary(name, raw, served.vocabulary))
+
+
+def _below_vocabulary(name: str, raw: Sequence[int], vocabulary: int) -> list[int]:
+    ids: list[int] = []
+    for start in range(0, len(raw), PART):
+        part = raw[start : start + PART]
+        if max(part) >= vocabulary:
+            index, token = next((index, token) for index, token in enumerate(part, start) if token >= vocabulary)
+            raise BadRequest(f"{name}[{index}]", f"{token} is outside the vocabulary of {vocabulary}")
+        ids += part
+    return ids
