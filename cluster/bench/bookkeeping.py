@@ -8,7 +8,7 @@ without repetition the proposers find nothing; in periodic texts they find as ma
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
 
 from dendro.calls import (
@@ -28,8 +28,8 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.measure.measurement import Step
-from cluster.measure.report import Row, aim_row
-from cluster.measure.statistics import Estimate, median_estimate
+from cluster.measure.report import Row
+from cluster.measure.turns import estimate, over
 from cluster.peers.drafter import DrafterHandle, DrafterHandles
 from cluster.peers.opening import Leased, Pace
 from cluster.peers.verifier import VerifierHandle
@@ -163,25 +163,13 @@ async def measure_bookkeeping(blocks: int, step: Step) -> Seconds:
 
 
 def bookkeeping_rows(seconds: Seconds) -> list[Row]:
-    """The part of the report: a row for each kind of text. Ratios are of pairs of neighbouring blocks."""
+    """A row for each kind of text. Ratios are of pairs of neighbouring blocks."""
     return [
         {
             "text": kind,
-            "short_us": median_estimate([1e6 * each for each in found[SHORT]]).as_json(),
-            "long_us": median_estimate([1e6 * each for each in found[LONG]]).as_json(),
-            "long_over_short": median_estimate(
-                [long / short for short, long in zip(found[SHORT], found[LONG], strict=True)]
-            ).as_json(),
+            "short_us": estimate([1e6 * each for each in found[SHORT]]),
+            "long_us": estimate([1e6 * each for each in found[LONG]]),
+            "long_over_short": over(found[LONG], found[SHORT]),
         }
         for kind, found in seconds.items()
     ]
-
-
-def bookkeeping_aims(rows: Sequence[Row]) -> list[Row]:
-    """At most BAR for each kind of text, in the form of a report's aims."""
-    aims = []
-    for row in rows:
-        ratio = Estimate.of(row["long_over_short"])
-        aim = f"bookkeeping of a round at {LONG:,} tokens over {SHORT:,}, {row['text']}, at most"
-        aims.append(aim_row(aim, BAR, ratio.median <= BAR, ratio))
-    return aims

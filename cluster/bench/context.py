@@ -6,13 +6,12 @@ The engine runs in this process: costs between router and engine do not grow wit
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,33 +25,22 @@ from tree_kernels.tree_attention import PAGE
 from tree_layers.gguf_weights import gguf_settings
 
 from cluster.bench.bookkeeping import (
+    BAR,
     BLOCKS,
     LONG,
     QUICK_BLOCKS,
     SHORT,
-    bookkeeping_aims,
     bookkeeping_rows,
     measure_bookkeeping,
 )
 from cluster.checkpoints import check_library_has
-from cluster.config import DEMO_MODELS
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.measure.bench import Bench, Column, estimates, option, table
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option
 from cluster.measure.in_process import EngineText, tree_of, verifier_of
 from cluster.measure.measurement import Begin, Step
-from cluster.measure.report import (
-    Cells,
-    Report,
-    Row,
-    figure_at,
-    interval,
-    medians,
-    number,
-    target_fact,
-)
-from cluster.measure.statistics import median_estimate
-from cluster.measure.targets import THREADS, Which, parameter_count, target_config
-from cluster.measure.turns import by_turns
+from cluster.measure.report import Row
+from cluster.measure.targets import Which, parameter_count, target_config
+from cluster.measure.turns import by_turns, estimate, estimates
 from verifier_service.engine import VerifierEngine
 
 OFF, CHAIN, TREE = "off", "(1,1,1,1)", "(3,2,1)"
@@ -67,7 +55,6 @@ CHUNK = 256
 READ_BYTES = 512 << 20
 """Read to measure memory bandwidth: far more than caches hold."""
 PROMPT_TOKENS = 256
-COLOURS = {OFF: "#b8b8b8", CHAIN: "#5b8db8", TREE: "#2a7f62", LIBRARY: "#d98e04"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +63,7 @@ class ContextOptions:
     contexts: tuple[int, ...] = option("Tokens, separated by commas.", CONTEXTS, (256, 1024, 2048), least=2, count=2)
     repetitions: int = option("Repetitions of each round.", 15, 5, least=1)
     blocks: int = option("Blocks of rounds without models.", BLOCKS, QUICK_BLOCKS, least=1)
-    models: Path = option("Folder written by `dendro train demo`. Default: the bundled one.", DEMO_MODELS, shown=False)
+    models: Path = models()
 
     def __post_init__(self) -> None:
         if self.target not in (Which.DEMO, Which.COSTLY):
@@ -190,7 +177,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return intercept, slope
 
 
-def fit_of(lengths: Sequence[ContextRow], way: str, token_bytes: int) -> dict[str, Any]:
+def fit_of(lengths: Sequence[ContextRow], way: str, token_bytes: int) -> Row:
     """The growth of a way's cost: a line's slope by repetition, and the residuals of the medians from their line.
 
     token_bytes: keys and values of one token, which every round reads.
@@ -200,29 +187,25 @@ def fit_of(lengths: Sequence[ContextRow], way: str, token_bytes: int) -> dict[st
     medians = [(each.context, statistics.median(each.seconds[way])) for each in lengths]
     intercept, slope = line(medians)
     residuals = [abs(intercept + slope * context - seconds) / seconds for context, seconds in medians]
-    estimate = median_estimate([1e6 * slope for slope in slopes])
     return {
         "way": way,
         "fixed_ms": round(1e3 * intercept, 3),
-        "slope_us_per_token": estimate.as_json(),
+        "slope_us_per_token": estimate([1e6 * slope for slope in slopes]),
         "bytes_per_token": token_bytes,
         "read_gb_per_second": round(token_bytes / slope / 1e9, 2) if slope > 0 else None,
         "largest_residual": round(max(residuals), 4),
     }
 
 
-def rows_of(lengths: Sequence[ContextRow]) -> list[dict[str, Any]]:
-    """One object per way and length."""
+def rows_of(lengths: Sequence[ContextRow]) -> list[Row]:
     return [
         {
-            "way": way,
             "context": each.context,
-            "round_ms": median_estimate([1e3 * seconds for seconds in each.seconds[way]]).as_json(),
-            "session_bytes": each.session_bytes if way != LIBRARY else None,
-            "prefill_ms_per_token": round(1e3 * each.prefill_s / each.context, 4) if way != LIBRARY else None,
+            "ms": estimates(each.seconds),
+            "session_mib": round(each.session_bytes / 2**20, 2),
+            "prefill_ms_per_token": round(1e3 * each.prefill_s / each.context, 4),
         }
         for each in lengths
-        for way in WAYS
     ]
 
 
@@ -231,7 +214,6 @@ async def measure(options: ContextOptions, begin: Begin) -> dict[str, Any]:
     config = target_config(options.models, name)
     (target,) = config.targets.values()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(THREADS)
     count = -(-contexts[-1] // PROMPT_TOKENS)
     prompts = held_out_prompts(count, PROMPT_TOKENS, load_tokenizer(options.models), options.models)
     ids = [token for prompt in prompts for token in prompt.token_ids]
@@ -248,83 +230,13 @@ async def measure(options: ContextOptions, begin: Begin) -> dict[str, Any]:
     ours = engine.runner.target.token_bytes
     return {
         "plan": {
-            "target": name,
             "parameters": parameter_count(target.checkpoint),
-            "dtype": target.dtype,
-            "repetitions": options.repetitions,
+            "read_gb_per_second": round(read_bandwidth(device) / 1e9, 2),
         },
-        "read_gb_per_second": round(read_bandwidth(device) / 1e9, 2),
         "rows": rows_of(lengths),
         "fits": [fit_of(lengths, way, library_bytes if way == LIBRARY else ours) for way in WAYS],
         "bookkeeping": bookkeeping_rows(bookkeeping),
     }
-
-
-def facts_of(report: Report) -> Iterator[str]:
-    plan = report["plan"]
-    yield (
-        f"{target_fact(plan['target'], plan)}, its last position raised to the longest context (its output there is "
-        f"meaningless); {plan['repetitions']} repetitions, interleaved"
-    )
-    yield (
-        f"A sum over {READ_BYTES >> 20} MiB reads {report['read_gb_per_second']:.1f} GB/s here. Ours keeps keys and "
-        "values in float32, the library in the weights' type"
-    )
-
-
-def tables_of(report: Report) -> Iterator[Cells]:
-    """Rounds, the lines fitted to them, and rounds without models."""
-    by_context: dict[int, dict[str, Row]] = {}
-    for row in report["rows"]:
-        by_context.setdefault(row["context"], {})[row["way"]] = row
-    yield table(
-        "A round, median and 90 %",
-        by_context.values(),
-        Column("context", lambda row: f"{row[OFF]['context']:,}"),
-        *(estimates(f"{way} ms", way, "round_ms") for way in WAYS),
-        Column("memory of a text MiB", lambda row: f"{row[OFF]['session_bytes'] / 2**20:.1f}"),
-        Column("prefill ms per token", lambda row: f"{row[OFF]['prefill_ms_per_token']:.3f}"),
-    )
-    yield table(
-        "Fitted lines",
-        report["fits"],
-        Column("", lambda fit: fit["way"]),
-        Column("fixed ms", lambda fit: f"{fit['fixed_ms']:.2f}"),
-        Column("us per token", lambda fit: f"{fit['slope_us_per_token']['median']:.3f}"),
-        Column("90 %", lambda fit: interval(fit["slope_us_per_token"], 3)),
-        Column("bytes per token", lambda fit: f"{fit['bytes_per_token']:,}"),
-        Column("GB/s", lambda fit: number(fit["read_gb_per_second"])),
-        Column("largest residual", lambda fit: f"{fit['largest_residual']:.1%}"),
-    )
-    yield table(
-        "Bookkeeping of a round: loop, handles, proposers and peers' texts, without models",
-        report["bookkeeping"],
-        Column("text", lambda row: row["text"]),
-        Column(f"{SHORT:,} tokens, us", lambda row: f"{row['short_us']['median']:.0f}"),
-        Column("90 %", lambda row: interval(row["short_us"], 0)),
-        Column(f"{LONG:,} tokens, us", lambda row: f"{row['long_us']['median']:.0f}"),
-        Column("90 %", lambda row: interval(row["long_us"], 0)),
-        Column("long over short", lambda row: f"{row['long_over_short']['median']:.2f}"),
-        Column("90 %", lambda row: interval(row["long_over_short"])),
-    )
-
-
-def plot(report: Report, path: Path) -> None:
-    """Milliseconds of a round over the tokens before it, with the fitted lines."""
-    with figure_at(path, 1, 1, 7, 4.5) as ((axis,),):
-        for fit in report["fits"]:
-            mine = [row for row in report["rows"] if row["way"] == fit["way"]]
-            contexts, colour = [row["context"] for row in mine], COLOURS[fit["way"]]
-            middles, reach = medians(row["round_ms"] for row in mine)
-            axis.errorbar(contexts, middles, reach, fmt="o", color=colour, label=fit["way"])
-            slope = fit["slope_us_per_token"]["median"] / 1e3
-            fitted = [fit["fixed_ms"] + slope * context for context in contexts]
-            axis.plot(contexts, fitted, "-", color=colour, alpha=0.6)
-        axis.set_xlabel("tokens before the round")
-        axis.set_ylabel("time of a round (ms)")
-        axis.set_title("time of a round by context length (median and 90 % interval)")
-        axis.set_ylim(bottom=0)
-        axis.legend(frameon=False, fontsize=8)
 
 
 CONTEXT = Bench(
@@ -334,12 +246,42 @@ CONTEXT = Bench(
     "bookkeeping of a round, without models, in a text of 100,000 tokens and one of 1,000.",
     "Under a minute: three lengths, five repetitions.",
     ContextOptions,
-    lambda options, begin: asyncio.run(measure(options, begin)),
-    lambda report: bookkeeping_aims(report["bookkeeping"]),
-    facts_of,
-    tables_of,
-    plot,
-    threads=lambda options: THREADS,
+    measure,
+    facts=(
+        "The target has {parameters:,} parameters in bfloat16. Its last position is raised to the longest context: its "
+        "output there is meaningless, its costs are valid",
+        f"A sum over {READ_BYTES >> 20} MiB reads {{read_gb_per_second:.1f}} GB/s here. Ours keeps keys and values in "
+        "float32, the library in the weights' type",
+    ),
+    tables=(
+        ReportTable(
+            "A round, median and 90 %",
+            "rows",
+            "context = context:,; * ms = ms.*:.2f; memory of a text MiB = session_mib:.1f; "
+            "prefill ms per token = prefill_ms_per_token:.3f",
+        ),
+        ReportTable(
+            "Fitted lines",
+            "fits",
+            "way; fixed ms = fixed_ms:.2f; us per token = slope_us_per_token:.3f; bytes per token = bytes_per_token:,; "
+            "GB/s = read_gb_per_second:.2f; largest residual = largest_residual:.1%",
+        ),
+        ReportTable(
+            "Bookkeeping of a round: loop, handles, proposers and peers' texts, without models",
+            "bookkeeping",
+            f"text; {SHORT:,} tokens, us = short_us:.0f; {LONG:,} tokens, us = long_us:.0f; "
+            "long over short = long_over_short:.2f",
+        ),
+    ),
+    aims=(
+        Aim(
+            f"bookkeeping of a round at {LONG:,} tokens over {SHORT:,}, {{text}}, at most",
+            "bookkeeping",
+            "long_over_short",
+            most=BAR,
+        ),
+    ),
+    plots=(Plot("rows", "tokens before the round = context", "time of a round * (ms) = ms.*"),),
     code=("verifier_service", "kernels/tree_kernels/tree_attention", "cluster/router/rounds.py"),
 )
 bench_context = CONTEXT.command()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from statistics import median
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +20,10 @@ from tree_kernels.matmul.quantised_shapes import QuantisedForm
 from tree_layers.linear import can_be_packed, packed_product
 from tree_layers.quantised_packing import random_blocks
 
-from cluster.measure.bench import Bench, Column, estimates, option, table
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, option
 from cluster.measure.measurement import Begin, Step
-from cluster.measure.report import Cells, Report, Row, aim_row, figure_at, medians
-from cluster.measure.statistics import Estimate, median_estimate
+from cluster.measure.report import Row
+from cluster.measure.turns import estimates, over
 
 SHAPES = ((384, 21760), (21760, 384), (2048, 8192))
 """Inputs and outputs: the costly target's MLP, and a square-ish layer of a model of 1 to 2 billion parameters."""
@@ -34,13 +34,6 @@ COLD_BYTES = 128 << 20
 """Products go through so many bytes of weights before one is used again, so that it is read from memory."""
 LEAST_SECONDS = 2e-3
 """A measurement repeats a product until it has taken so long."""
-BARS = (
-    ("reading, up to 8 rows", "over_reading", 1.3, range(1, 9)),
-    ("reading, 16 rows", "over_reading", 2.0, range(16, 17)),
-    ("library's best, from 32 rows", "over_library", 1.1, range(32, 1 << 20)),
-)
-"""Ours is at most so many times another time, for these numbers of rows."""
-COLOURS = {OURS: "#2a7f62", PLAIN: "#d98e04", PACKED: "#5b8db8", READ: "#b8b8b8", MULTIPLY: "#8c6bb1"}
 BITS = {True: "the same", False: "DIFFERENT", None: "not compared"}
 
 
@@ -130,50 +123,33 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
 
 def measure_products(
     products: Sequence[TimedProduct], rows: Sequence[int], repetitions: int, x: Tensor, step: Step
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[Row]:
     """One row of the report for each number of rows. All ways are measured in turn in each repetition."""
     for count in rows:
         given = x[:count].contiguous()
         times: dict[str, list[float]] = {each.name: [] for each in products}
         with torch.inference_mode():
-            for repetition in range(repetitions + 1):
+            for _ in range(repetitions + 1):
                 for each in products:
-                    seconds = each.seconds(given)
-                    if repetition:  # the first one warms up
-                        times[each.name].append(seconds)
+                    times[each.name].append(each.seconds(given))
         step()
-        yield {
-            "rows": count,
-            "ms": {name: median_estimate([1e3 * second for second in own]).as_json() for name, own in times.items()},
-            **ratios_of(times),
-            "over_ours": {
-                form.name: _ratio(times[form.name], times[OURS]).as_json()
-                for form in QuantisedForm
-                if form.name in times
-            },
-        }
+        kept = {name: own[1:] for name, own in times.items()}  # the first one warms up
+        yield {"rows": count, "ms": estimates(kept), **ratios_of(kept)}
 
 
-def ratios_of(times: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Ours over the reading, over the larger of reading and multiplying, and over the library's best, paired by
-    repetition; None without ours.
-
-    The library's best is the way with the smallest median.
-    """
+def ratios_of(times: Mapping[str, Sequence[float]]) -> Row:
+    """Ours over the reading, over the larger of reading and multiplying, and over the library's best; quantised weights
+    over ours. None without ours. The library's best is the way with the smallest median."""
     if OURS not in times:
-        return {"over_reading": None, "over_bound": None, "over_library": None}
-    library = min(
-        (own for name, own in times.items() if name in (PLAIN, PACKED)), key=lambda own: sorted(own)[len(own) // 2]
-    )
+        return {"over_reading": None, "over_bound": None, "over_library": None, "over_ours": {}}
+    ours = times[OURS]
+    library = min((own for name, own in times.items() if name in (PLAIN, PACKED)), key=median)
     return {
-        "over_reading": _ratio(times[OURS], times[READ]).as_json(),
-        "over_bound": _ratio(times[OURS], list(map(max, times[READ], times[MULTIPLY]))).as_json(),
-        "over_library": _ratio(times[OURS], library).as_json(),
+        "over_reading": over(ours, times[READ]),
+        "over_bound": over(ours, list(map(max, times[READ], times[MULTIPLY]))),
+        "over_library": over(ours, library),
+        "over_ours": {form.name: over(times[form.name], ours) for form in QuantisedForm if form.name in times},
     }
-
-
-def _ratio(over: Sequence[float], under: Sequence[float]) -> Estimate:
-    return median_estimate([mine / its for mine, its in zip(over, under, strict=True)])
 
 
 def rows_agree(products: Sequence[TimedProduct], rows: Sequence[int], x: Tensor) -> bool | None:
@@ -186,85 +162,17 @@ def rows_agree(products: Sequence[TimedProduct], rows: Sequence[int], x: Tensor)
     return all(torch.equal(form(x[:count].contiguous()), truth[:count]) for count in rows)
 
 
-def aims_of(report: Report) -> list[Row]:
-    """The bars of each shape, judged at the upper end of the interval."""
-    found = []
-    for each in report["products"]:
-        name = f"{each['inputs']} x {each['outputs']}"
-        for label, key, bar, judged_rows in BARS:
-            values = [row[key] for row in each["rows"] if row["rows"] in judged_rows]
-            if not values:
-                continue
-            estimates = [Estimate.of(value) for value in values if value is not None]
-            worst = max(estimates, key=lambda estimate: estimate.high, default=None)
-            met = None if worst is None else worst.high <= bar
-            why = "" if worst is not None else f"ours is not available: {why_not_packed()}"
-            found.append(aim_row(f"{name}: ours over the {label}", bar, met, worst, why, judged="high"))
-    return found
-
-
 def measure(options: KernelsOptions, begin: Begin) -> dict[str, Any]:
     load, dtype = os.getloadavg()[0], getattr(torch, options.dtype)
-    torch.set_num_threads(options.threads)
-    products = []
+    rows = []
     for inputs, outputs in SHAPES:
         step = begin(f"{inputs} x {outputs}", len(options.rows))
         ways = products_of(inputs, outputs, dtype, options.threads)
         x = torch.randn(options.rows[-1], inputs, generator=torch.Generator().manual_seed(1)).to(dtype)
-        same = rows_agree(ways, options.rows, x)
-        rows = list(measure_products(ways, options.rows, options.repetitions, x, step))
-        products.append({"inputs": inputs, "outputs": outputs, "same_bits": same, "rows": rows})
-    plan = {"dtype": options.dtype, "repetitions": options.repetitions, "load": load, "why_not_ours": why_not_packed()}
-    return {"plan": plan, "products": products}
-
-
-def facts_of(report: Report) -> Iterator[str]:
-    plan = report["plan"]
-    yield (
-        f"{plan['dtype']}, {plan['repetitions']} repetitions, interleaved; load average at the start "
-        f"{plan['load']:.1f}; weights are read from memory: copies that no cache holds together take turns"
-    )
-    yield (
-        "multiplying: the time of a product's multiply-adds at the rate of torch's float32 product of matrices in a "
-        "cache, with the same threads"
-    )
-    if any(row["over_ours"] for each in report["products"] for row in each["rows"]):
-        yield "Q4_1, Q8_0, Q4_K and Q6_K: ours with weights in these forms; results have the unpacked weights' bits"
-    if plan["why_not_ours"]:
-        yield f"Our products are not available: {plan['why_not_ours']}"
-
-
-def tables_of(report: Report) -> Iterator[Cells]:
-    """A table of each shape."""
-    for each in report["products"]:
-        title = f"{each['inputs']} x {each['outputs']}; bits of a row for all numbers of rows: "
-        yield table(
-            title + BITS[each["same_bits"]],
-            each["rows"],
-            Column("rows", lambda row: str(row["rows"])),
-            *(estimates(f"{way} ms", "ms", way) for way in each["rows"][0]["ms"]),
-            estimates("ours over reading", "over_reading"),
-            estimates("ours over the larger of reading and multiplying", "over_bound"),
-            estimates("ours over the library's best", "over_library"),
-            *(estimates(f"{form} over ours", "over_ours", form) for form in each["rows"][0]["over_ours"]),
-        )
-
-
-def plot(report: Report, path: Path) -> None:
-    """Milliseconds of a product over its rows, one panel for each shape."""
-    products = report["products"]
-    with figure_at(path, 1, len(products), 4.5 * len(products), 4) as (axes,):
-        for axis, each in zip(axes, products, strict=True):
-            rows = [row["rows"] for row in each["rows"]]
-            for way in each["rows"][0]["ms"]:
-                middles, reach = medians(row["ms"][way] for row in each["rows"])
-                axis.errorbar(rows, middles, reach, fmt="o-", color=COLOURS.get(way), label=way)
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.set_xlabel("rows")
-            axis.set_ylabel("time of a product (ms)")
-            axis.set_title(f"{each['inputs']} x {each['outputs']}")
-            axis.legend(frameon=False, fontsize=8)
+        bits = BITS[rows_agree(ways, options.rows, x)]
+        for row in measure_products(ways, options.rows, options.repetitions, x, step):
+            rows.append({"inputs": inputs, "outputs": outputs, "bits": bits} | row)
+    return {"plan": {"load": load, "why_not_ours": why_not_packed()}, "rows": rows}
 
 
 KERNELS = Bench(
@@ -275,11 +183,31 @@ KERNELS = Bench(
     "1, 8 and 32 rows, five repetitions.",
     KernelsOptions,
     measure,
-    aims_of,
-    facts_of,
-    tables_of,
-    plot,
-    threads=lambda options: options.threads,
+    facts=(
+        "Load average at the start {load:.1f}; weights are read from memory: copies that no cache holds together take "
+        "turns",
+        "multiplying: the time of a product's multiply-adds at the rate of torch's float32 product of matrices in a "
+        "cache, with the same threads",
+        "Our products are not available: {why_not_ours}",
+    ),
+    tables=(
+        ReportTable(
+            "{inputs} x {outputs}; bits of a row for all numbers of rows: {bits}",
+            "rows",
+            "rows; * ms = ms.*:.2f; ours over reading = over_reading:.2f; ours over the larger of reading and "
+            "multiplying = over_bound:.2f; ours over the library's best = over_library:.2f; "
+            "* over ours = over_ours.*:.2f",
+        ),
+    ),
+    aims=tuple(
+        Aim(f"{{inputs}} x {{outputs}}: ours over the {label}", "rows", path, most=bar, end="high", where=where)
+        for label, path, bar, where in (
+            ("reading, up to 8 rows", "over_reading", 1.3, lambda row: row["rows"] <= 8),
+            ("reading, 16 rows", "over_reading", 2.0, lambda row: row["rows"] == 16),
+            ("library's best, from 32 rows", "over_library", 1.1, lambda row: row["rows"] >= 32),
+        )
+    ),
+    plots=(Plot("rows", "rows", "time of a product * (ms) = ms.*", panel="{inputs} x {outputs}", log="xy"),),
     code=("kernels/tree_kernels/matmul", "kernels/tree_layers/linear.py"),
 )
 bench_kernels = KERNELS.command()

@@ -1,26 +1,43 @@
-"""What a bench declares, and what all benches share: the command, progress, turns, the report and its files."""
+"""What a bench declares (options, rows, columns, aims, plots), and what all share: the command, the report, its files.
+
+A bench is one function that returns rows, and declarations of how they are shown. A row is a mapping; a number with an
+interval is an estimate (`Estimate.as_json`). Declarations name a field of a row by its path, `over_off` or `ms.ours`:
+
+>>> table = ReportTable("Of {kind}", "rows", "arm; tokens/s = rate:.1f; * ms = ms.*:.2f")
+>>> rows = [{"kind": "code", "arm": "off", "rate": 9.25, "ms": {"step": {"median": 2, "low": 1, "high": 3}}}]
+>>> list(table.cells({"rows": rows}))
+[('Of code', ('arm', 'tokens/s', 'step ms'), [('off', '9.2', '2.00 (1.00-3.00)')])]
+"""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import hashlib
 import inspect
 import json
+import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import Field, dataclass, field, fields
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar
+from string import Formatter
+from typing import Annotated, Any, Generic, TypeVar, get_type_hints
 
+import torch
 import typer
 from dendro.errors import BadRequest
+from transformers.utils import logging
 
 from cluster.command_options import JsonFile
+from cluster.config import DEMO_MODELS
 from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
-from cluster.measure.options import Default, MarkdownFile, PlotFile, as_given, numbers_in, present, with_bars
-from cluster.measure.report import Cells, Report, Row, aims_table, machine_facts, with_interval
+from cluster.measure.options import MarkdownFile, PlotFile, as_given, numbers_in, present, with_bars
+from cluster.measure.report import Cells, Report, Row, aim_row, aims_table, figure_at, machine_facts, medians, text_of
+from cluster.measure.statistics import Estimate
+from cluster.measure.targets import THREADS
 
 ROOT = Path(__file__).parents[2]
 OLDER = "Older than the code that it measures"
@@ -33,75 +50,206 @@ KeptReport = Annotated[
 # Options
 @dataclass(frozen=True, slots=True)
 class BenchOption:
-    """How one field of a bench's options is given on the command line."""
+    """How one field of a bench's options is given on the command line: by its name, or by place as an argument."""
 
-    default: Default[Any]
     help: str
+    full: Any  # default
+    quick: Any  # default with --quick
     least: int | None = None
     most: int | None = None
     count: int = 1  # the fewest numbers of a list
     shown: bool = True  # whether help states the default
+    argument: bool = False
 
-    @property
-    def listed(self) -> bool:
-        """True if the option is given as numbers with commas between them."""
-        return isinstance(self.default.full, tuple)
-
-    def parameter(self, name: str) -> inspect.Parameter:
+    def parameter(self, name: str, kind: Any) -> inspect.Parameter:
         """The command's parameter; None unless it is given."""
-        limits: dict[str, Any] = {} if self.listed else {"min": self.least, "max": self.most}
+        listed = isinstance(self.full, tuple) and not self.argument
+        limits: dict[str, Any] = {} if self.least is None or listed else {"min": self.least, "max": self.most}
         text = self.help + (self._defaults if self.shown else "")
-        given = str if self.listed else type(self.default.full)
-        option = typer.Option(None, help=text, show_default=False, **limits)
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=given | None)
+        made = typer.Argument if self.argument else typer.Option
+        given = made(None, help=text, show_default=False, **limits)
+        where = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, where, default=given, annotation=(str if listed else kind) | None)
 
     def value(self, name: str, given: Any, quick: bool) -> Any:
         """The field's value: as given, or its default."""
-        if given is not None and self.listed:
-            kind = type(self.default.full[0])
+        if given is None or given == []:
+            return self.quick if quick else self.full
+        if isinstance(given, str) and isinstance(self.full, tuple):
+            kind = type(self.full[0])
+            if kind is str:
+                return tuple(part.strip() for part in given.split(","))
             return tuple(sorted(numbers_in(name, given, kind, self.least or 0, self.count)))
-        return self.default.chosen(given, quick)
+        return tuple(given) if isinstance(given, list) else given
 
     @property
     def _defaults(self) -> str:
-        full, quick = as_given(self.default.full), as_given(self.default.quick)
+        full, quick = as_given(self.full), as_given(self.quick)
         return f" (default {full}; quick {quick})" if full != quick else f" (default {full})"
 
 
 def option(help: str, full: Any, quick: Any = None, **limits: Any) -> Any:
     """A field of a bench's options. quick: its default with --quick, where that is another   limits: of BenchOption"""
-    default = Default(full, full if quick is None else quick)
-    return field(default=full, metadata={"option": BenchOption(default, help, **limits)})
+    declared = BenchOption(help, full, full if quick is None else quick, **limits)
+    return field(default=full, metadata={"option": declared})
 
 
-def option_of(each: Field[Any]) -> BenchOption:
-    found: BenchOption = each.metadata["option"]
+def seed() -> Any:
+    return option("Seed of all that is random.", 0, least=0, most=(1 << 32) - 1)
+
+
+def models() -> Any:
+    return option("Folder written by `dendro train demo`. Default: the bundled one.", DEMO_MODELS, shown=False)
+
+
+def temperatures() -> Any:
+    return option("Sampling temperatures, separated by commas.", (0.0, 1.0))
+
+
+# Fields of rows
+def at(row: Any, path: Sequence[str]) -> Any:
+    """The value at a path of keys; None where it is missing."""
+    for key in path:
+        row = row.get(key) if isinstance(row, Mapping) else None
+    return row
+
+
+def filled(text: str, row: Mapping[str, Any]) -> str | None:
+    """A text with a row's fields in it; None if one of them is missing or empty."""
+    names = [re.split(r"[\[.]", name)[0] for _, name, _, _ in Formatter().parse(text) if name]
+    return text.format_map(row) if all(row.get(name) not in (None, "", [], {}) for name in names) else None
+
+
+def always(row: Row) -> bool:
+    return True
+
+
+def grouped(name: str, rows: Iterable[Row], where: Callable[[Row], bool] = always) -> dict[str, list[Row]]:
+    """Rows by the text that they make of a name with fields."""
+    found: dict[str, list[Row]] = {}
+    for row in filter(where, rows):
+        found.setdefault(name.format_map(row), []).append(row)
     return found
 
 
-# Tables
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table: its head, and the text of a row's cell."""
+    """A field of rows and how it is shown."""
 
     head: str
-    cell: Callable[[Row], str]
+    path: tuple[str, ...]
+    form: str
+
+    @classmethod
+    def all_of(cls, columns: str, rows: Sequence[Row]) -> Iterator[Column]:
+        """Columns written as `head = path:format` with semicolons between them. A path that ends with `*` stands for
+        all keys there, each of which replaces the star of its head."""
+        for each in columns.split(";"):
+            head, _, place = each.strip().rpartition(" = ")
+            place, _, form = place.partition(":")
+            path = tuple(place.split("."))
+            if path[-1] != "*":
+                yield cls(head or place, path, form)
+                continue
+            for key in dict.fromkeys(key for row in rows for key in at(row, path[:-1]) or ()):
+                yield cls((head or "*").replace("*", key), (*path[:-1], key), form)
 
 
-def estimates(head: str, *keys: str, digits: int = 2) -> Column:
-    """A column of medians and their intervals, which are found in a row under these keys, one in the other."""
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """Rows of the report, as a table for each title that they make."""
 
-    def cell(row: Row) -> str:
-        found: Any = row
-        for key in keys:
-            found = found[key]
-        return with_interval(found, digits)
+    title: str
+    rows: str
+    columns: str
+    where: Callable[[Row], bool] = always
 
-    return Column(head, cell)
+    def cells(self, report: Report) -> Iterator[Cells]:
+        for title, rows in grouped(self.title, report.get(self.rows, ()), self.where).items():
+            columns = list(Column.all_of(self.columns, rows))
+            cells = [tuple(text_of(at(row, each.path), each.form) for each in columns) for row in rows]
+            yield title, tuple(each.head for each in columns), cells
 
 
-def table(title: str, rows: Iterable[Row], *columns: Column) -> Cells:
-    return title, tuple(each.head for each in columns), [tuple(each.cell(row) for each in columns) for row in rows]
+@dataclass(frozen=True, slots=True)
+class Aim:
+    """A bar that a field must reach, `least` or `most`: one aim for each name that rows make, judged by the worst."""
+
+    name: str
+    rows: str
+    path: str
+    least: float | None = None
+    most: float | None = None
+    end: str = "median"  # of an estimate, that is judged
+    where: Callable[[Row], bool] = always
+    why: str = ""  # shown where it is missed, with fields of the row
+
+    def judged(self, report: Report) -> Iterator[Row]:
+        """A row for each name; not judged where no row has a value."""
+        bar = self.most if self.least is None else self.least
+        assert bar is not None
+        for name, rows in grouped(self.name, report.get(self.rows, ()), self.where).items():
+            found = [(self._value(value), row) for row in rows if (value := at(row, self.path.split("."))) is not None]
+            if not found:
+                yield aim_row(name, bar, None, None, "was not measured")
+                continue
+            value, row = (max if self.least is None else min)(found, key=lambda each: each[0])
+            met = value <= bar if self.least is None else value >= bar
+            whole = at(row, self.path.split("."))
+            estimate = Estimate.of(whole) if isinstance(whole, Mapping) else None
+            yield aim_row(name, bar, met, estimate, "" if met else self.why.format_map(row)) | {"value": value}
+
+    def _value(self, found: Any) -> float:
+        value: float = found[self.end] if isinstance(found, Mapping) else found
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """Lines over a field of rows: a panel for each title, a line for each label. x, y: as one column of a table"""
+
+    rows: str
+    x: str
+    y: str
+    line: str = ""
+    panel: str = ""
+    log: str = ""  # the axes that are logarithmic: x, y or xy
+    where: Callable[[Row], bool] = always
+
+    def panels(self, report: Report) -> Iterator[tuple[str, Callable[[Any], None]]]:
+        """Each title, and what draws its axes."""
+        for title, rows in grouped(self.panel, report.get(self.rows, ()), self.where).items():
+            yield title, partial(self._draw, rows)
+
+    def _draw(self, rows: Sequence[Row], axis: Any) -> None:
+        (x,) = Column.all_of(self.x, rows)
+        for label, own in grouped(self.line, rows).items():
+            for y in Column.all_of(self.y, own):
+                points = [(at(row, x.path), at(row, y.path)) for row in own if at(row, y.path) is not None]
+                points.sort(key=lambda point: point[0])
+                middles, reach = medians(each for _, each in points)
+                name = " ".join(filter(None, (label, y.path[-1] if "*" in self.y else "")))
+                axis.errorbar([place for place, _ in points], middles, reach, fmt="o-", markersize=4, label=name)
+        for each in self.log:
+            getattr(axis, f"set_{each}scale")("log")
+        axis.set_xlabel(x.head)
+        axis.set_ylabel(self.y.rpartition(" = ")[0].replace("*", "").strip())
+        axis.legend(frameon=False, fontsize=7)
+
+
+def draw(plots: Iterable[Plot], report: Report, path: Path) -> None:
+    """Write a figure of all panels, at most three beside each other."""
+    panels = [panel for plot in plots for panel in plot.panels(report)]
+    wide = min(3, len(panels))
+    high = -(-len(panels) // wide)
+    with figure_at(path, high, wide, 5.0 * wide, 4.0 * high) as axes:
+        for index, axis in enumerate(axes.flat):
+            if index >= len(panels):
+                axis.set_axis_off()
+                continue
+            title, fill = panels[index]
+            fill(axis)
+            axis.set_title(title, fontsize=9)
 
 
 # A bench
@@ -113,24 +261,28 @@ class Bench(Generic[S]):
     help: str
     quick: str  # help of --quick
     options: type[S]  # a dataclass whose fields are made by `option`
-    measure: Callable[[S, Begin], dict[str, Any]]  # the report without its head and its aims
-    aims: Callable[[Report], list[Row]]
-    facts: Callable[[Report], Iterator[str]]  # the conditions of a measurement, beside the machine's
-    tables: Callable[[Report], Iterator[Cells]]  # all but the aims'; a table without rows is not shown
-    plot: Callable[[Report, Path], None]
-    threads: Callable[[S], int]
-    code: tuple[str, ...]  # what is measured: files and folders of the checkout
+    measure: Callable[[S, Begin], dict[str, Any] | Awaitable[dict[str, Any]]]  # `plan`, a mapping, and lists of rows
+    facts: tuple[str, ...]  # conditions of a measurement, with fields of `plan`; left out where one is empty
+    tables: tuple[ReportTable, ...]
+    aims: tuple[Aim, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    threads: int = THREADS  # of each engine, unless an option says so
+    code: tuple[str, ...] = ()  # what is measured: files and folders of the checkout
 
     def report(self, options: S, begin: Begin) -> Report:
         """Measure; the whole report."""
-        started = time.monotonic()
+        started, threads = time.monotonic(), getattr(options, "threads", self.threads)
+        torch.set_num_threads(threads)
+        logging.set_verbosity_error()
         found = self.measure(options, begin)
-        report = {
-            **report_head(self.name, started, True, 0, self.threads(options)),
-            "code": digests(self.code),
-            **found,
-        }
-        return report | {"aims": self.aims(report)}
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        local, seed = getattr(options, "local", True), getattr(options, "seed", 0)
+        report = {**report_head(self.name, started, local, seed, threads), "code": digests(self.code)}
+        own: Any = options
+        report["options"] = {each.name: as_given(getattr(own, each.name)) for each in fields(own)}
+        report |= found
+        return report | {"aims": [row for aim in self.aims for row in aim.judged(report)]}
 
     def kept(self, file: Path) -> Report:
         """A report that was kept as JSON. Raises BadRequest for another file."""
@@ -144,39 +296,56 @@ class Bench(Generic[S]):
 
     def all_facts(self, report: Report) -> Iterator[str]:
         yield from machine_facts(report)
-        yield from self.facts(report)
+        yield "Options: " + "; ".join(f"{name} {value}" for name, value in report["options"].items())
+        yield from filter(None, (filled(fact, report["plan"]) for fact in self.facts))
         changed = [each for each, now in digests(self.code).items() if report["code"].get(each) != now]
         if changed:
             yield f"{OLDER}: {', '.join(changed)} changed since"
 
     def all_tables(self, report: Report) -> Iterator[Cells]:
-        return (each for each in (*self.tables(report), aims_table(report)) if each[2])
+        for each in self.tables:
+            yield from each.cells(report)
+        if report["aims"]:
+            yield aims_table(report)
 
     def chosen(self, given: Mapping[str, Any], quick: bool) -> S:
         """The options, of those given on the command line and of the defaults."""
-        own: Any = self.options
-        return self.options(
-            **{each.name: option_of(each).value(each.name, given[each.name], quick) for each in fields(own)}
-        )
+        declared = _declared(self.options)
+        return self.options(**{name: each.value(name, given[name], quick) for name, each in declared.items()})
 
     def command(self) -> Callable[..., None]:
         """The function of the command, with a parameter for each option."""
-        own: Any = self.options
-        shared = inspect.signature(_shared, eval_str=True).parameters.values()
-        first = next(iter(shared))
-        quick = first.replace(default=typer.Option(False, "--quick", help=self.quick))
-        parameters = [quick, *list(shared)[1:], *(option_of(each).parameter(each.name) for each in fields(own))]
+        shared = inspect.signature(_shared, eval_str=True).parameters
+        quick = shared["quick"].replace(default=typer.Option(False, "--quick", help=self.quick))
+        kinds = get_type_hints(self.options)
+        own = [each.parameter(name, kinds[name]) for name, each in _declared(self.options).items()]
 
         def run(**given: Any) -> None:
             file = given["report"]
             options = self.chosen(given, given["quick"])
             report = self.kept(file) if file is not None else with_bars(partial(self.report, options))
-            facts, tables = self.all_facts(report), self.all_tables(report)
-            present(report, facts, tables, given["json"], given["markdown"], given["plot"], self.plot)
+            present(
+                report,
+                self.all_facts(report),
+                self.all_tables(report),
+                given["json"],
+                given["markdown"],
+                given["plot"],
+                partial(draw, self.plots) if self.plots else None,
+                differences=report.get("differences", ()),
+            )
 
         run.__doc__ = self.help
-        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*(shared | {"quick": quick}).values(), *own])  # type: ignore[attr-defined]
         return run
+
+
+def _declared(options: Any) -> dict[str, BenchOption]:
+    return {each.name: each.metadata["option"] for each in fields(options)}
+
+
+async def _awaited(found: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+    return await found
 
 
 def _shared(

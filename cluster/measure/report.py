@@ -31,6 +31,21 @@ def interval(found: Mapping[str, float] | None, digits: int = 2) -> str:
     return f"{found['low']:.{digits}f}-{found['high']:.{digits}f}" if found else ""
 
 
+def text_of(value: Any, form: str = "") -> str:
+    """A cell: an estimate with its interval, a mapping or a list with commas, else the value by its format."""
+    if value is None:
+        return ""
+    if isinstance(value, Mapping):
+        if "median" in value:
+            return f"{value['median']:{form}} ({value['low']:{form}}-{value['high']:{form}})"
+        return ", ".join(f"{key} {text_of(each, form)}" for key, each in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, list | tuple):
+        return ", ".join(text_of(each, form) for each in value)
+    return value if isinstance(value, str) else format(value, form)
+
+
 def with_interval(found: Mapping[str, float] | None, digits: int = 2) -> str:
     return f"{found['median']:.{digits}f} ({interval(found, digits)})" if found else ""
 
@@ -134,8 +149,8 @@ def figure_at(path: Path, rows: int, columns: int, width: float, height: float) 
     pyplot.close(figure)
 
 
-def medians(found: Iterable[Mapping[str, float]]) -> tuple[list[float], list[list[float]]]:
-    """Medians, and the lengths of their error bars below and above."""
-    found = list(found)
-    below = [each["median"] - each["low"] for each in found]
-    return [each["median"] for each in found], [below, [each["high"] - each["median"] for each in found]]
+def medians(found: Iterable[Mapping[str, float] | float]) -> tuple[list[float], list[list[float]]]:
+    """Medians, and the lengths of their error bars below and above; those of plain numbers are 0."""
+    ends = [each if isinstance(each, Mapping) else dict.fromkeys(("median", "low", "high"), each) for each in found]
+    below = [each["median"] - each["low"] for each in ends]
+    return [each["median"] for each in ends], [below, [each["high"] - each["median"] for each in ends]]

@@ -8,6 +8,8 @@ from statistics import median
 from typing import TypeVar
 
 from cluster.measure.measurement import Step
+from cluster.measure.report import Row
+from cluster.measure.statistics import median_estimate
 
 Way = TypeVar("Way")
 
@@ -31,3 +33,17 @@ async def by_turns(
 def medians_us(times: Mapping[Way, Sequence[float]]) -> dict[Way, float]:
     """Median microseconds of each way, of `by_turns`' seconds."""
     return {way: 1e6 * median(taken) for way, taken in times.items()}
+
+
+def estimates(times: Mapping[Way, Sequence[float]], scale: float = 1e3) -> dict[str, Row]:
+    """A row's field: each way's estimate, by default milliseconds of seconds."""
+    return {str(way): estimate([scale * each for each in taken]) for way, taken in times.items()}
+
+
+def over(one: Sequence[float], other: Sequence[float]) -> Row:
+    """A row's field: the estimate of the ratios of values that were measured next to each other."""
+    return estimate([mine / its for mine, its in zip(one, other, strict=True)])
+
+
+def estimate(values: Sequence[float]) -> Row:
+    return median_estimate(values).as_json()

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from cluster import slow_commands
 from cluster.measure import bench as framework
-from cluster.measure.bench import OLDER, Bench, Column, bare, option, table
+from cluster.measure.bench import OLDER, Aim, Bench, Plot, ReportTable, bare, filled, option
 from cluster.measure.options import BY_HAND
 from cluster.measure.report import as_markdown
 from cluster.measure.turns import by_turns
@@ -30,10 +30,10 @@ class ToyOptions:
 
 
 def toy(measured: list[ToyOptions], code: tuple[str, ...] = ("LICENSE.py",)) -> Bench[ToyOptions]:
-    def measure(options, begin):
+    async def measure(options, begin):
         measured.append(options)
         begin("toy", 1)()
-        return {"rows": [{"size": size} for size in options.sizes]}
+        return {"plan": {"fact": "a fact", "none": ""}, "rows": [{"size": size} for size in options.sizes]}
 
     return Bench(
         "toy",
@@ -41,11 +41,9 @@ def toy(measured: list[ToyOptions], code: tuple[str, ...] = ("LICENSE.py",)) -> 
         "Two sizes.",
         ToyOptions,
         measure,
-        aims=lambda report: [],
-        facts=lambda report: iter(["a fact"]),
-        tables=lambda report: iter([table("Sizes", report["rows"], Column("size", lambda row: str(row["size"])))]),
-        plot=lambda report, path: path.write_text("drawn"),
-        threads=lambda options: 1,
+        facts=("{fact}", "{none} is left out"),
+        tables=(ReportTable("Sizes", "rows", "size"),),
+        plots=(Plot("rows", "size", "size"),),
         code=code,
     )
 
@@ -96,10 +94,41 @@ def test_a_kept_report_is_shown_without_measuring_and_what_was_written_by_hand_s
 def test_a_report_older_than_the_code_that_it_measures_says_so(code):
     bench = toy([], (code.name,))
     report = bench.report(ToyOptions(), lambda title, steps: lambda: None)
+    assert "a fact" in bench.all_facts(report)
     code.write_text('"""Another text."""\nx = 1  # the same code\n')
     assert not [fact for fact in bench.all_facts(report) if OLDER in fact]
     code.write_text("x = 2\n")
     assert [fact for fact in bench.all_facts(report) if OLDER in fact] == [f"{OLDER}: measured.py changed since"]
+
+
+def around(median):
+    return {"median": median, "low": median - 1, "high": median + 1, "coverage": 0.95}
+
+
+def test_rows_make_a_table_for_each_title_and_a_column_for_each_key():
+    rows = [{"kind": kind, "way": way, "ms": {"a": around(2), "b": None}} for kind in "xy" for way in ("on", "off")]
+    found = list(ReportTable("of {kind}", "rows", "way; * ms = ms.*:.1f").cells({"rows": rows}))
+    assert [title for title, *_ in found] == ["of x", "of y"]
+    assert found[0][1:] == (("way", "a ms", "b ms"), [(way, "2.0 (1.0-3.0)", "") for way in ("on", "off")])
+    assert list(ReportTable("of {kind}", "rows", "way").cells({"rows": []})) == []
+
+
+@pytest.mark.parametrize("aim, met", [(("least", 3.0), (True, False)), (("most", 3.0), (False, False))])
+def test_an_aim_is_judged_by_the_worst_row_of_its_name_at_its_end(aim, met):
+    rows = [{"kind": "x", "over": around(5)}, {"kind": "x", "over": around(4)}, {"kind": "y", "over": around(3)}]
+    end = "low" if aim[0] == "least" else "high"
+    found = list(Aim("{kind} over", "rows", "over", end=end, why="of {kind}", **dict([aim])).judged({"rows": rows}))
+    assert [(row["aim"], row["met"]) for row in found] == [("x over", met[0]), ("y over", met[1])]
+    assert [row.get("why") for row in found] == [
+        None if each else "of " + row["aim"][0] for row, each in zip(found, met, strict=True)
+    ]
+    (unmeasured,) = Aim("{kind} over", "rows", "over", most=1.0).judged({"rows": [{"kind": "z", "over": None}]})
+    assert unmeasured["met"] is None and unmeasured["why"] == "was not measured"
+
+
+def test_a_fact_without_its_field_is_left_out():
+    assert filled("{a:.1f} s", {"a": 2}) == "2.0 s"
+    assert filled("{a} s", {}) is filled("{a} s", {"a": ""}) is filled("{a[0]} s", {"a": []}) is None
 
 
 def test_code_without_comments_and_docstrings_is_still_code():
