@@ -68,7 +68,7 @@ OWN = {
 BUNDLED = {
     "context": ("cluster.bench.context", "Measure what a longer context costs a round."),
     "trees": (
-        "cluster.bench.trees_command",
+        "cluster.bench.trees",
         "Compare arms, and the policies that choose among them, on recorded answers.",
     ),
     "stopping": (

@@ -20,10 +20,10 @@ from dendro.tree import DraftTree
 from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts
 from cluster.bench.traces import Trace
-from cluster.policies import Experience, Experiences, InformedPolicy, make_policy
+from cluster.policies import Experience, InformedPolicy, make_policy
 from cluster.policies.experience import Concurrency
-from cluster.policies.prior import Prior, pair_prior
-from cluster.proposers.chances import Chances, usual_chances
+from cluster.policies.prior import Prior
+from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 
 
@@ -46,10 +46,6 @@ class ReplayedAnswer:
     @property
     def tokens_per_second(self) -> float:
         return 1e6 * sum(each.emitted for each in self.rounds) / sum(each.took_us for each in self.rounds)
-
-    @property
-    def emitted_per_round(self) -> float:
-        return sum(each.emitted for each in self.rounds) / len(self.rounds)
 
     @property
     def arms(self) -> Counter[TreeShape]:
@@ -76,34 +72,6 @@ def run_fixed(shape: TreeShape, trace: Trace, costs: ReplayCosts) -> ReplayedAns
             for base, emitted in trace.rounds(shape)
         ),
     )
-
-
-class ReplayedRouter:
-    """What a router keeps between answers, and its policy's rounds of each: the real objects on recorded rounds.
-
-    The first answer finds nothing known. With `tenants` of their own, later ones begin with what all tenants share.
-    """
-
-    def __init__(self, policy: str, shapes: Sequence[TreeShape], costs: ReplayCosts) -> None:
-        self._policy = policy
-        self._arms = [arm_of(shape) for shape in shapes]
-        self._costs = costs
-        # The targets of traces are Transformers.
-        self._experiences = Experiences(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))
-        self._priors: dict[str, Prior] = {}  # by tenant
-        self._chances: dict[str, Chances] = {}
-
-    def answer(self, trace: Trace, tenant: str) -> ReplayedAnswer:
-        """Replay one answer with a new policy."""
-        experience, notes = self._experiences.of(tenant), Prior()
-        if tenant not in self._priors:
-            self._priors[tenant] = pair_prior(self._priors.values()).begun()
-            self._chances[tenant] = usual_chances(self._chances.values())
-        prior = self._priors[tenant]
-        policy = make_policy(self._policy, self._arms, experience, prior)
-        run = run_policy(policy, experience, trace, self._costs, self._chances[tenant], notes)
-        prior.add(notes)
-        return run
 
 
 def run_policy(
@@ -160,16 +128,12 @@ def run_stream(
     name: str, shapes: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts, passes: int
 ) -> Iterator[list[ReplayedAnswer]]:
     """Replay all answers in order, `passes` times, by one router and as one tenant's; a list per pass."""
-    router = ReplayedRouter(name, shapes, costs)
+    experience = Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))  # targets are Transformers
+    prior, chances, arms = Prior(), Chances(), [arm_of(shape) for shape in shapes]
     for _ in range(passes):
-        yield [router.answer(trace, "") for trace in traces]
-
-
-def shares(runs: Sequence[ReplayedAnswer], window: int) -> list[dict[str, float]]:
-    """The share of each arm in consecutive windows of `window` rounds."""
-    rounds = [played.shape for run in runs for played in run.rounds]
-    found = []
-    for start in range(0, len(rounds), window):
-        counts = Counter(rounds[start : start + window])
-        found.append({str(shape): count / counts.total() for shape, count in counts.most_common()})
-    return found
+        runs = []
+        for trace in traces:
+            policy, notes = make_policy(name, arms, experience, prior), Prior()
+            runs.append(run_policy(policy, experience, trace, costs, chances, notes))
+            prior.add(notes)
+        yield runs

@@ -12,7 +12,6 @@ import typer
 from dendro.shapes import MAX_ROWS
 
 from cluster.bench.costs import ReplayCosts, measure_drafts, measure_steps
-from cluster.bench.prompted import write_answers
 from cluster.bench.stopping import (
     FORMS,
     RecordedDrafts,
@@ -26,7 +25,7 @@ from cluster.bench.stopping_aims import aims_of
 from cluster.bench.stopping_live import live_arms, live_rows, run_live
 from cluster.bench.stopping_report import facts_of, tables_of
 from cluster.bench.stopping_report import plot as draw
-from cluster.bench.traces import SPARE, grown_trees
+from cluster.bench.traces import SPARE, grown_trees, write_answers
 from cluster.command_options import JsonFile
 from cluster.config import DEMO_MODELS
 from cluster.demo.kinds import KINDS
@@ -87,8 +86,9 @@ async def record(settings: StoppingSettings, begin: Begin) -> tuple[StoppingReco
             at = f"temperature {temperature:g}"
             step = begin(f"answers, {at}", 1)
             answers = await write_answers(
-                verifier, settings.models, settings.prompts, settings.tokens, temperature, settings.seed, step
+                verifier, settings.models, settings.prompts, settings.tokens, temperature, settings.seed
             )
+            step()
             step = begin(f"costs, {at}", 2 * (settings.repetitions + 1))
             ids = answers[0].ids[:PROMPT_TOKENS]
             steps = await measure_steps(verifier, ids, temperature, settings.repetitions, step)

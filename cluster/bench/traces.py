@@ -5,10 +5,9 @@ length N from a text of length L follows without the target, by walking down the
 
     N = 1 + the number of the answer's tokens ids[L], ids[L + 1], ... on a path below the root
 
-In a tree of static shape, the path follows from the drafter's ranks of these tokens given the true text, which one
-forward over the text gives for all positions and all shapes (docs/design/policies.md#rank-replay). Beams and dynamic
-trees also depend on guesses beside the text: the drafter's engine grows one at every position. Proposals follow from
-the text alone.
+In a tree of static shape, the path follows from the drafter's ranks of these tokens given the true text
+(docs/design/policies.md#rank-replay). Beams and dynamic trees also depend on guesses beside the text: the drafter's
+engine grows one at every position. Proposals follow from the text alone.
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.shapes import DEFAULT_DEPTH, LevelShape, NodeShape, ProposedShape, TreeShape
 from dendro.text import Limits, Sampling, Text
-from dendro.tree import RANKED, DraftTree, FloatArray, IntArray
-from tree_kernels.noise import NoiseRows
-from tree_kernels.warp import Warp, drafter_ranking
-from tree_layers.checkpoint import read_config
-from tree_layers.gguf_weights import gguf_settings
+from dendro.tree import RANKED, DraftTree
 
+from cluster.demo.kinds import KINDS, kind_prompts
+from cluster.demo.prompts import load_tokenizer
 from cluster.measure.in_process import EngineText, tree_of
 from cluster.measure.measurement import Step
 from cluster.policies.replay import static_path
@@ -38,13 +34,8 @@ from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
 from cluster.proposers.proposal import Proposal
 from cluster.proposers.proposals import OFFERED
-from drafter_service.models import MODELS, load_model
-from drafter_service.options import DTYPES
-from drafter_service.plan import EMPTY_TEXT, Chains
-from drafter_service.runner import REMOVED
+from cluster.training.acceptance import PROMPT_TOKENS
 
-CANDIDATES = 16
-"""Guesses recorded per position, best first."""
 SPARE = 16
 """Tokens of an answer after the measured ones: a round that begins at the last of those is not cut short."""
 
@@ -80,20 +71,13 @@ class TracedAnswer:
             base += count
 
     @property
+    def parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The prompt, and what follows it."""
+        return self.ids[: self.begin], self.ids[self.begin :]
+
+    @property
     def sampling(self) -> Sampling:
         return Sampling(temperature=self.temperature, seed=self.seed)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Guesses:
-    """A drafter's guesses of every token of an answer, given the true text before it: [tokens + SPARE] rows; row i
-    guesses ids[begin + i]."""
-
-    candidates: IntArray  # [rows, CANDIDATES] best first, by score
-    scores: FloatArray  # [rows, CANDIDATES] logits / T plus the position's noise; logits at temperature 0
-    chances: FloatArray  # [rows, CANDIDATES] log-probabilities of the drafter, without noise
-    ranks: IntArray  # [rows] of the target's token in the whole vocabulary
-    entropy: FloatArray  # [rows] of the drafter's distribution, in nats
 
 
 @dataclass(slots=True, eq=False)
@@ -101,7 +85,7 @@ class Trace:
     """One drafter's guesses for one answer."""
 
     answer: TracedAnswer
-    guesses: Guesses
+    ranks: Sequence[int]  # of each token from `begin` on among the drafter's candidates, given the true text before it
     trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # at begin, begin + 1, ..., end - 1
     proposals: list[Proposal] = field(default_factory=list)  # of prompt lookup, at the same positions
     _emitted: dict[TreeShape, list[int]] = field(default_factory=dict)
@@ -112,7 +96,7 @@ class Trace:
             return walk(self.trees[shape][base - self.answer.begin], self.answer.ids[base:])
         if not is_static(shape):
             raise ValueError(f"shape: no trees of {shape} were recorded, and ranks do not determine them")
-        return static_path(shape, self.guesses.ranks[base - self.answer.begin :].tolist())
+        return static_path(shape, self.ranks[base - self.answer.begin :])
 
     def emitted(self, shape: TreeShape, base: int) -> int:
         """N of a round from a text of length `base`."""
@@ -137,8 +121,8 @@ class Trace:
 
     def reported_ranks(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """The ranks of text tokens start..stop-1 as an engine reports them with a tree, at most RANKED."""
-        ranks = self.guesses.ranks[start - self.answer.begin : stop - self.answer.begin]
-        return np.minimum(ranks, RANKED).astype(np.int32)
+        ranks = self.ranks[start - self.answer.begin : stop - self.answer.begin]
+        return np.minimum(np.array(ranks, np.int32), RANKED)
 
 
 def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -170,75 +154,25 @@ async def write_answer(
     return TracedAnswer(kind, name, temperature, seed, ids, len(prompt), tokens)
 
 
-class Forward:
-    """A drafter's logits over a whole text, in one forward."""
-
-    def __init__(self, checkpoint: Path, dtype: str) -> None:
-        """Loads the library's model if the drafter's service does not support the checkpoint's type."""
-        self.served = read_config(checkpoint)["model_type"] in MODELS
-        device = torch.device("cpu")
-        if self.served:
-            self._ours, _ = load_model(checkpoint, DTYPES[dtype], device)
-            self._memory = self._ours.memory(texts=2, nodes=1)
-        else:
-            from transformers import AutoModelForCausalLM
-
-            self._library = AutoModelForCausalLM.from_pretrained(
-                checkpoint, dtype=DTYPES[dtype], **gguf_settings(checkpoint)
-            ).eval()
-
-    @torch.inference_mode()
-    def logits(self, ids: Sequence[int]) -> torch.Tensor:
-        """[len(ids), V] float32: of the token after each, by the target's ids."""
-        if not self.served:
-            found: torch.Tensor = self._library(torch.tensor([ids])).logits[0].float()
-            return found
-        own, given = self._ours.draft_ids, np.array([ids])
-        one, none = np.array([1]), np.zeros(0, np.int64)
-        tokens = given if own is None else own.inside(given)
-        rows = Chains(tokens, np.array([len(ids)]), np.array([0]), np.array([EMPTY_TEXT]), one, none)
-        logits = self._ours.logits(self._memory.chain(rows)[0])
-        if own is None:
-            return logits
-        whole = logits.new_full((len(logits), own.size), REMOVED)  # tokens that are never guessed come last
-        whole[:, own.guessed] = logits
-        return whole
-
-
-@torch.inference_mode()
-def guesses_of(forward: Forward, answer: TracedAnswer) -> Guesses:
-    """A drafter's guesses at every position of an answer."""
-    logits = forward.logits(answer.ids[:-1])[answer.begin - 1 :]
-    warp = Warp(answer.temperature)
-    noise = None
-    if not warp.greedy:
-        rows = NoiseRows(answer.seed, logits.shape[1])
-        noise = torch.stack([rows.row(position) for position in range(answer.begin, len(answer.ids))])
-    width = min(CANDIDATES, logits.shape[1])
-    ranking = drafter_ranking(logits, warp, noise, logits.shape[1])
-    log_probs = (logits if warp.greedy else logits / warp.temperature).log_softmax(1)
-    true = torch.tensor(answer.ids[answer.begin :])
-    ids = ranking.ids[:, :width]
-    return Guesses(
-        candidates=ids.numpy(),
-        scores=ranking.scores[:, :width].numpy(),
-        chances=log_probs.gather(1, ids).numpy(),
-        ranks=(ranking.ids == true[:, None]).int().argmax(1).numpy().astype(np.int64),
-        entropy=-(log_probs.exp() * log_probs).sum(1).numpy(),
+async def write_answers(
+    verifier: VerifierPeer, models: Path, prompts: int, tokens: int, temperature: float, seed: int
+) -> list[TracedAnswer]:
+    """The target's answers to so many prompts of each kind; kinds alternate, also in the order of a replay."""
+    tokenizer = load_tokenizer(models)
+    by_kind = [kind_prompts(kind, prompts, PROMPT_TOKENS, tokenizer, models) for kind in KINDS]
+    asked = [(kind, own[index]) for index in range(prompts) for kind, own in zip(KINDS, by_kind, strict=True)]
+    return await asyncio.gather(
+        *(
+            write_answer(verifier, kind, each.name, each.token_ids, temperature, seed * 1_000_003 + number, tokens)
+            for number, (kind, each) in enumerate(asked)
+        )
     )
-
-
-async def grow_trees(drafter: DrafterPeer, traces: Sequence[Trace], shapes: Sequence[TreeShape], step: Step) -> None:
-    """Record a tree of each shape at every position of these answers, drafted together; all have as many tokens."""
-    grown = await grown_trees(drafter, [trace.answer for trace in traces], shapes, step)
-    for trace, trees in zip(traces, grown, strict=True):
-        trace.trees |= trees
 
 
 async def grown_trees(
     drafter: DrafterPeer, answers: Sequence[TracedAnswer], shapes: Sequence[TreeShape], step: Step
 ) -> list[dict[TreeShape, list[DraftTree]]]:
-    """As `grow_trees`: of each answer, by shape, the trees at its positions."""
+    """Trees of each answer by shape, at its positions, drafted together; all answers have as many tokens."""
     peers = [EngineText(answer.ids[: answer.begin], answer.sampling) for answer in answers]
     await asyncio.gather(*(peer.open(drafter, answer.tokens) for peer, answer in zip(peers, answers, strict=True)))
     trees: list[dict[TreeShape, list[DraftTree]]] = [{shape: [] for shape in shapes} for _ in answers]
@@ -268,15 +202,6 @@ def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
         trace.proposals.append(proposal)
         for shape in shapes:
             trace.trees[shape].append(merge([chances.tree(lookup.name, proposal)], shape.rows, DEFAULT_DEPTH))
-
-
-def disagreements(trace: Trace, shape: TreeShape) -> int:
-    """The number of positions where ranks and grown trees of a static shape give different N."""
-    begin, ranks = trace.answer.begin, trace.guesses.ranks.tolist()
-    return sum(
-        len(walk(tree, trace.answer.ids[begin + offset :])) != len(static_path(shape, ranks[offset:]))
-        for offset, tree in enumerate(trace.trees[shape])
-    )
 
 
 def trimmed(tree: DraftTree, rows: int) -> DraftTree:

@@ -1,23 +1,46 @@
-"""`dendro bench trees`: the report's rows, computed from recorded answers and the cost table."""
+"""`dendro bench trees`: ways to guess, and the policies that choose among them, on answers that were recorded once."""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
-from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.errors import BadRequest
+from dendro.shapes import MAX_ROWS, OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 
-from cluster.bench.costs import ReplayCosts
-from cluster.bench.replay import ReplayedAnswer, run_fixed, run_stream, shares
-from cluster.bench.traces import Trace, is_static, trimmed, walk
-from cluster.measure.measurement import Step
+from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure_steps
+from cluster.bench.live import live_row, live_shapes
+from cluster.bench.replay import ReplayedAnswer, run_fixed, run_stream
+from cluster.bench.traces import (
+    SPARE,
+    Trace,
+    TracedAnswer,
+    grown_trees,
+    is_static,
+    record_proposals,
+    trimmed,
+    walk,
+    write_answers,
+)
+from cluster.config import DrafterConfig
+from cluster.demo.kinds import KINDS
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
+from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.options import KIND_PROMPTS
 from cluster.measure.report import Row
-from cluster.measure.statistics import median_estimate, paired_ratio
+from cluster.measure.statistics import paired_ratio
+from cluster.measure.targets import COSTLY, target_config
+from cluster.measure.turns import estimate
 from cluster.policies import POLICIES
+from cluster.policies.sequoia import longest_trees
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
+from cluster.tune.measuring import Ranker
 
 SIZES = (16, 25, 49)
 """Rows at which ways to grow a tree are compared: those of (3,2,1), beam(6,4) and (3,3,2,1)."""
@@ -34,20 +57,40 @@ GROWN = ((4, 5), (8, 8), (16, 15))
 """k and depth of the dynamic trees."""
 MASTERS = tuple(DynamicShape(k, depth, 63) for k, depth in GROWN)
 """Grown once; smaller dynamic trees are trimmed from them."""
-LIKELIEST = ((8, 8), (15, 8), (15, 16))
+LIKELIEST = ((8, 8), (15, 8), (15, 15))
 """Most levels, and most children of a row, of the likeliest static trees; as deep and as wide as the dynamic trees."""
 WIDE = LevelShape((4, 2, 2, 1, 1))
 """The static tree that is reranked by value: static growth, dynamic rerank."""
-PASSES = 2
-"""Passes over all answers: the first starts with an empty experience, the second is judged."""
-WINDOW = 16
-"""Rounds per point in the plot of arm shares."""
-ALL = "all"
-CONFIGURED, PAPERS = "configured", "paper"
+RANKS = 16
+"""Candidates among which the target's tokens are ranked."""
+SIDE_BY_SIDE = 8
+"""Texts that are drafted together."""
+ALL, CONFIGURED, PAPERS = "all", "configured", "paper's"
 
 
+@dataclass(frozen=True, slots=True)
+class TreesOptions:
+    prompts: int = option(KIND_PROMPTS, 8, 1, least=1)
+    tokens: int = option("New tokens of every answer.", ANSWER_TOKENS, 16, least=1)
+    repetitions: int = option("Measurements of each cost.", 15, 3, least=1)
+    temperatures: tuple[float, ...] = temperatures()
+    drafters: tuple[str, ...] = option(
+        "Folders beside the target. All arms and policies are measured with the first, static trees alone with others.",
+        ("mamba2", "mamba", "llama"),
+        ("mamba2",),
+    )
+    live: bool = option("Also run some arms in real time, with drafter and verifier in this process.", True)
+    seed: int = seed()
+    models: Path = models()
+
+    def __post_init__(self) -> None:
+        for name in self.drafters:
+            if self.drafters.count(name) > 1 or not (self.models / name / "config.json").exists():
+                raise BadRequest("drafters", f"{self.models / name} holds no checkpoint or is named twice")
+
+
+# Arms
 def dynamic_shapes(rows: int) -> tuple[DynamicShape, ...]:
-    """The dynamic trees of `rows` rows."""
     return tuple(DynamicShape(k, depth, rows - 1) for k, depth in GROWN)
 
 
@@ -64,8 +107,7 @@ def grown_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
     known = LevelShape | NodeShape | ProposedShape
     cut = {shape for rows in SIZES for shape in dynamic_shapes(rows)}
     others = [shape for shape in fixed_arms(configured) if not isinstance(shape, known) and shape not in cut]
-    valued = [shape for shape in configured if shape.drafted and is_static(shape)]
-    return (*MASTERS, *others, WIDE, *valued)
+    return (*MASTERS, *others, WIDE, *(shape for shape in configured if shape.drafted and is_static(shape)))
 
 
 def cut_trees(trace: Trace) -> None:
@@ -75,12 +117,13 @@ def cut_trees(trace: Trace) -> None:
             trace.trees[DynamicShape(k, depth, rows - 1)] = [trimmed(tree, rows) for tree in trace.trees[master]]
 
 
+# The record
 @dataclass(frozen=True, slots=True, eq=False)
 class TreesRecord:
     """All measurements; the report is computed from them."""
 
     traces: Mapping[tuple[str, float], Sequence[Trace]]  # by drafter and temperature, in the order of the stream
-    costs: Mapping[tuple[str, float], ReplayCosts]  # of served drafters, by drafter and temperature
+    costs: Mapping[tuple[str, float], ReplayCosts]  # by drafter and temperature
     drafter: str  # whose trees were grown
     arms: tuple[TreeShape, ...]  # the configured ones; policies choose among them
 
@@ -88,10 +131,71 @@ class TreesRecord:
     def temperatures(self) -> tuple[float, ...]:
         return tuple(dict.fromkeys(temperature for _, temperature in self.traces))
 
+    @property
     def kinds(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(trace.answer.kind for traces in self.traces.values() for trace in traces))
+        return (*dict.fromkeys(trace.answer.kind for traces in self.traces.values() for trace in traces), ALL)
 
 
+async def measure(options: TreesOptions, begin: Begin) -> dict[str, Any]:
+    config = target_config(options.models, COSTLY)
+    (target,) = config.targets.values()
+    arms = tuple(arm.shape for arm in config.arms_of(COSTLY))
+    main = options.drafters[0]
+    traces: dict[tuple[str, float], list[Trace]] = {}
+    costs: dict[tuple[str, float], ReplayCosts] = {}
+    live: list[Row] = []
+    texts = options.prompts * len(KINDS)
+    async with verifier_of(COSTLY, target, PROMPT_TOKENS + options.tokens + 2 * SPARE + MAX_ROWS, texts) as verifier:
+        answers: dict[float, list[TracedAnswer]] = {}
+        steps: dict[float, dict[int, float]] = {}
+        for each in options.temperatures:
+            step = begin(f"answers and steps, temperature {each:g}", options.repetitions + 1)
+            answers[each] = await write_answers(
+                verifier, options.models, options.prompts, options.tokens, each, options.seed
+            )
+            ids = answers[each][0].ids[:PROMPT_TOKENS]
+            steps[each] = await measure_steps(verifier, ids, each, options.repetitions, step)
+        for name in options.drafters:
+            ranker = Ranker(DrafterConfig(checkpoint=options.models / name, dtype="float32"), "cpu", RANKS)
+            shapes = [each for each in (*fixed_arms(arms), WIDE) if name == main or is_static(each)]
+            async with drafter_of(options.models / name, SIDE_BY_SIDE) as drafter:
+                for temperature, written in answers.items():
+                    mine = [Trace(each, ranker.ranks(*each.parts, each.sampling)) for each in written]
+                    traces[name, temperature] = mine
+                    step = begin(f"costs of {name}, temperature {temperature:g}", options.repetitions + 1)
+                    drafts = await measure_drafts(drafter, ids, temperature, shapes, options.repetitions, step)
+                    costs[name, temperature] = ReplayCosts(steps[temperature], drafts)
+                    if name != main:
+                        continue
+                    step = begin(f"trees of {name}, temperature {temperature:g}", texts * options.tokens)
+                    for start in range(0, texts, SIDE_BY_SIDE):
+                        await grow_trees(drafter, mine[start : start + SIDE_BY_SIDE], arms, step)
+                    for shape in live_shapes() if options.live else ():
+                        live.append(
+                            await live_row(drafter, verifier, shape, mine[: len(KINDS)], costs[name, temperature])
+                        )
+    recorded = TreesRecord(traces, costs, main, arms)
+    policies = list(policy_rows(recorded, begin("policies", len(options.temperatures) * len(POLICIES) * 2)))
+    return {
+        "plan": {"differences": sum(row["differences"] for row in live), "live_rounds": sum(r["rounds"] for r in live)},
+        "rows": list(arm_rows(recorded)),
+        "policies": policies,
+        "ablation": list(ablation_rows(recorded)),
+        "costs": list(cost_rows(recorded)),
+        "live": live,
+    }
+
+
+async def grow_trees(drafter: Any, traces: Sequence[Trace], arms: Sequence[TreeShape], step: Step) -> None:
+    """Record a tree of each grown shape and each proposal at every position of these answers."""
+    grown = await grown_trees(drafter, [trace.answer for trace in traces], grown_arms(arms), step)
+    for trace, trees in zip(traces, grown, strict=True):
+        trace.trees |= trees
+        record_proposals(trace, [arm for arm in arms if isinstance(arm, ProposedShape)])
+        cut_trees(trace)
+
+
+# Rows
 def of_kind(kind: str, traces: Sequence[Trace]) -> list[Trace]:
     return [trace for trace in traces if kind in (ALL, trace.answer.kind)]
 
@@ -106,197 +210,13 @@ def lengths(shape: TreeShape, traces: Sequence[Trace]) -> list[list[int]]:
     return [[emitted for _, emitted in trace.rounds(shape)] for trace in traces]
 
 
-# (i) Arms
-def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
-    """One row for each kind, temperature, drafter and arm; arms that are not static only for the main drafter."""
-    for (drafter, temperature), traces in recorded.traces.items():
-        costs = recorded.costs.get((drafter, temperature))
-        for kind in (*recorded.kinds(), ALL):
-            mine = of_kind(kind, traces)
-            off = {(index, 0): 1e6 / costs.round_us(OFF) for index in range(len(mine))} if costs else {}
-            for shape in fixed_arms(recorded.arms):
-                if drafter != recorded.drafter and not is_static(shape):
-                    continue
-                row: Row = {
-                    "kind": kind,
-                    "temperature": temperature,
-                    "drafter": drafter,
-                    "arm": str(shape),
-                    "tree_rows": shape.rows,
-                    "prompts": len(mine),
-                    "emitted_per_round": round(emitted_per_round(lengths(shape, mine)), 4),
-                    "draft_ms": None,
-                    "verify_ms": None,
-                    "tokens_per_second": None,
-                    "over_off": None,
-                }
-                if costs:
-                    runs = [run_fixed(shape, trace, costs) for trace in mine]
-                    rates = {(index, 0): run.tokens_per_second for index, run in enumerate(runs)}
-                    draft_us = costs.draft_us(shape)
-                    row |= {
-                        "draft_ms": round(draft_us / 1e3, 3),
-                        "verify_ms": round(fmean(p.took_us - draft_us for run in runs for p in run.rounds) / 1e3, 3),
-                        "tokens_per_second": median_estimate(list(rates.values())).as_json(),
-                        "over_off": paired_ratio(rates, off).as_json(),
-                    }
-                yield row
+def by_answer(values: Sequence[float]) -> dict[tuple[int, int], float]:
+    """Values of answers, for `paired_ratio`."""
+    return {(index, 0): value for index, value in enumerate(values)}
 
 
-# (ii) Static trees, and the ablation of dynamic ones
-def level_shapes_up_to(rows: int, deepest: int = 8) -> list[LevelShape]:
-    """Trees whose widths never increase, of at most `rows` rows and `deepest` levels."""
-    found = []
-
-    def widen(widths: tuple[int, ...], last: int, used: int) -> None:
-        for width in range(1, last + 1):
-            level = last_level(widths) * width
-            if used + level <= rows:
-                found.append(LevelShape((*widths, width)))
-                if len(widths) + 1 < deepest:
-                    widen((*widths, width), width, used + level)
-
-    def last_level(widths: tuple[int, ...]) -> int:
-        return LevelShape(widths).levels[-1] if widths else 1
-
-    widen((), 8, 1)
-    return found
-
-
-def acceptance(traces: Sequence[Trace], depths: int, children: int) -> np.ndarray:
-    """[depths, children] the probability that the j-th child of a row of depth d has the target's token, given that the
-    text's path includes that row; over all positions, along ranks below `children`."""
-    counts = np.zeros((depths, children + 1))
-    for trace in traces:
-        ranks = np.minimum(trace.guesses.ranks, children)
-        for offset in range(trace.answer.tokens):
-            for depth in range(depths):
-                rank = ranks[offset + depth]
-                counts[depth, rank] += 1
-                if rank == children:
-                    break
-    chances: np.ndarray = counts[:, :children] / np.maximum(counts.sum(1, keepdims=True), 1)
-    return chances
-
-
-def likeliest_tree(accept: np.ndarray, rows: int) -> NodeShape:
-    """The static tree of `rows` rows with the greatest N, if a child's acceptance depends on depth and rank alone.
-
-    A row adds its probability of being reached, which is at most its parent's and, with children in order of
-    probability, its previous sibling's. So the rows of greatest probability form a tree, and no other has a greater N.
-    """
-    depths, children = accept.shape
-    accept = np.minimum.accumulate(accept, axis=1)
-    paths: list[tuple[int, ...]] = []
-    heap: list[tuple[float, tuple[int, ...]]] = [(-accept[0, 0], (0,))]
-    while heap and len(paths) < rows - 1:
-        chance, path = heapq.heappop(heap)
-        paths.append(path)
-        depth, rank = len(path), path[-1]
-        if depth < depths:
-            heapq.heappush(heap, (chance * accept[depth, 0], (*path, 0)))
-        if rank + 1 < children:
-            above = chance / accept[depth - 1, rank] if accept[depth - 1, rank] else 0.0
-            heapq.heappush(heap, (above * accept[depth - 1, rank + 1], (*path[:-1], rank + 1)))
-    paths.sort(key=lambda path: (len(path), path))
-    counts = Counter(path[:-1] for path in paths)
-    children_of = [counts[path] for path in [(), *paths]]
-    while children_of and not children_of[-1]:
-        children_of.pop()
-    return NodeShape(tuple(children_of))
-
-
-def best_static(traces: Sequence[Trace], rows: int) -> TreeShape:
-    """Of the level shapes and the likeliest trees of at most `rows` rows, the one with the greatest mean N here."""
-    likeliest = [likeliest_tree(acceptance(traces, *most), rows) for most in LIKELIEST]
-    candidates: list[TreeShape] = [*level_shapes_up_to(rows), *likeliest]
-    return max(candidates, key=lambda shape: emitted_per_round(lengths(shape, traces)))
-
-
-@dataclass(frozen=True, slots=True)
-class GrowthResult:
-    """One way to grow a tree, and its results."""
-
-    name: str
-    shape: str
-    counts: list[list[int]]  # N of every round of every answer
-
-    @property
-    def emitted(self) -> float:
-        return emitted_per_round(self.counts)
-
-    def by_answer(self) -> dict[tuple[int, int], float]:
-        return {(index, 0): fmean(counts) for index, counts in enumerate(self.counts)}
-
-
-STATIC, FITTED, STATIC_VALUE = "static levels", "static, the best in hindsight", "static growth, reranked by value"
-NO_RERANK, FULL = "dynamic growth, not reranked", "dynamic growth, reranked"
-
-
-def ways(traces: Sequence[Trace], rows: int) -> Iterator[GrowthResult]:
-    """EAGLE-2's ablation at one number of tree rows: growth by value or not, rerank by value or not."""
-    named = [shape for shape in (*NAMED, *PAPER) if 1 < shape.rows <= rows]
-    levels = max(named, key=lambda shape: emitted_per_round(lengths(shape, traces)))
-    yield GrowthResult(STATIC, str(levels), lengths(levels, traces))
-    static = best_static(traces, rows)
-    yield GrowthResult(FITTED, str(static), lengths(static, traces))
-
-    def cut(trace: Trace) -> Callable[[int], int]:
-        ids, begin = trace.answer.ids, trace.answer.begin
-        return lambda base: len(walk(trimmed(trace.trees[WIDE][base - begin], rows), ids[base:]))
-
-    kept = [[emitted for _, emitted in trace.answer.rounds(cut(trace))] for trace in traces]
-    yield GrowthResult(STATIC_VALUE, f"{WIDE}, {rows - 1} kept", kept)
-    for beam in BEAMS:
-        if beam.rows == rows:
-            yield GrowthResult(NO_RERANK, str(beam), lengths(beam, traces))
-    dynamic = max(dynamic_shapes(rows), key=lambda shape: emitted_per_round(lengths(shape, traces)))
-    yield GrowthResult(FULL, str(dynamic), lengths(dynamic, traces))
-
-
-def ablation_rows(recorded: TreesRecord) -> Iterator[Row]:
-    """One row for each temperature, number of rows and way; over all prompts."""
-    for temperature in recorded.temperatures:
-        traces = recorded.traces[recorded.drafter, temperature]
-        for rows in SIZES:
-            found = list(ways(traces, rows))
-            best = max((way for way in found if way.name in (STATIC, FITTED)), key=lambda way: way.emitted)
-            for way in found:
-                yield {
-                    "temperature": temperature,
-                    "tree_rows": rows,
-                    "way": way.name,
-                    "shape": way.shape,
-                    "emitted_per_round": round(way.emitted, 4),
-                    "over_best_static": paired_ratio(way.by_answer(), best.by_answer()).as_json(),
-                    "best_static": best.shape,
-                }
-
-
-# Policies
-@dataclass(frozen=True, slots=True, eq=False)
-class PolicyReplay:
-    """The replays of one policy with one set of arms at one temperature."""
-
-    arms_name: str
-    arms: tuple[TreeShape, ...]
-    policy: str
-    temperature: float
-    passes: tuple[list[ReplayedAnswer], ...]
-
-    def runs(self, kind: str, which: int) -> list[ReplayedAnswer]:
-        return [run for run in self.passes[which] if kind in (ALL, run.trace.answer.kind)]
-
-
-def streams(recorded: TreesRecord, step: Step) -> Iterator[PolicyReplay]:
-    """Every policy, on the configured arms and on the paper's, at every temperature."""
-    for temperature in recorded.temperatures:
-        costs = recorded.costs[recorded.drafter, temperature]
-        for arms_name, arms in ((CONFIGURED, recorded.arms), (PAPERS, PAPER)):
-            for policy in POLICIES:
-                passes = run_stream(policy, arms, recorded.traces[recorded.drafter, temperature], costs, PASSES)
-                yield PolicyReplay(arms_name, arms, policy, temperature, tuple(passes))
-                step()
+def rates(runs: Sequence[ReplayedAnswer]) -> list[float]:
+    return [run.tokens_per_second for run in runs]
 
 
 def rate(runs: Sequence[ReplayedAnswer]) -> float:
@@ -305,68 +225,239 @@ def rate(runs: Sequence[ReplayedAnswer]) -> float:
     return 1e6 * sum(played.emitted for played in rounds) / sum(played.took_us for played in rounds)
 
 
-def _rates(runs: Sequence[ReplayedAnswer]) -> dict[tuple[int, int], float]:
-    return {(index, 0): run.tokens_per_second for index, run in enumerate(runs)}
+def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
+    """One row for each kind, temperature, drafter and arm; arms that are not static only for the main drafter."""
+    for (drafter, temperature), traces in recorded.traces.items():
+        costs = recorded.costs[drafter, temperature]
+        for kind in recorded.kinds:
+            mine = of_kind(kind, traces)
+            off = by_answer(rates([run_fixed(OFF, trace, costs) for trace in mine]))
+            for shape in fixed_arms(recorded.arms):
+                if drafter != recorded.drafter and not is_static(shape):
+                    continue
+                runs, draft_us = [run_fixed(shape, trace, costs) for trace in mine], costs.draft_us(shape)
+                steps_us = [played.took_us - draft_us for run in runs for played in run.rounds]
+                yield {
+                    "kind": kind,
+                    "temperature": temperature,
+                    "drafter": drafter,
+                    "arm": str(shape),
+                    "tree_rows": shape.rows,
+                    "emitted_per_round": round(emitted_per_round(lengths(shape, mine)), 4),
+                    "draft_ms": round(draft_us / 1e3, 3),
+                    "verify_ms": round(fmean(steps_us) / 1e3, 3),
+                    "tokens_per_second": estimate(rates(runs)),
+                    "over_off": paired_ratio(by_answer(rates(runs)), off).as_json(),
+                }
 
 
-def best_arm(arms: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts) -> TreeShape:
-    """The fixed arm of the greatest rate on these answers."""
-    return max(arms, key=lambda arm: rate([run_fixed(arm, trace, costs) for trace in traces]))
+def acceptance(traces: Sequence[Trace], depths: int, children: int) -> np.ndarray:
+    """[depths, children] the probability that the j-th child of a row of depth d has the target's token, given that the
+    text's path includes that row; over all positions, along ranks below `children`."""
+    counts = np.zeros((depths, children + 1))
+    for trace in traces:
+        for offset in range(trace.answer.tokens):
+            for depth, rank in enumerate(trace.ranks[offset : offset + depths]):
+                counts[depth, min(rank, children)] += 1
+                if rank >= children:
+                    break
+    chances: np.ndarray = counts[:, :children] / np.maximum(counts.sum(1, keepdims=True), 1)
+    return chances
 
 
-def policy_rows(recorded: TreesRecord, played: Sequence[PolicyReplay]) -> Iterator[Row]:
-    """One row for each policy, set of arms, kind and temperature; all figures but `cold_regret` are of the last pass.
+def best_static(traces: Sequence[Trace], rows: int) -> TreeShape:
+    """The likeliest trees of at most `rows` rows by acceptance on these answers: the one with the greatest mean N."""
+    found = {
+        shape
+        for depths, children in LIKELIEST
+        for shape, _ in longest_trees(acceptance(traces, depths, children), rows, depths, children)
+    }
+    return max(sorted(found, key=str), key=lambda shape: emitted_per_round(lengths(shape, traces)))
 
-    Rates are medians over prompts, as for fixed arms; regrets are over all rounds of all answers.
+
+STATIC, FITTED, STATIC_VALUE = "static levels", "static, the best in hindsight", "static growth, reranked by value"
+NO_RERANK, FULL = "dynamic growth, not reranked", "dynamic growth, reranked"
+
+
+def ways(traces: Sequence[Trace], rows: int) -> Iterator[tuple[str, str, list[list[int]]]]:
+    """EAGLE-2's ablation at one number of tree rows: growth by value or not, rerank by value or not. Yields the way,
+    its shape and N of every round of every answer."""
+
+    def best(shapes: Sequence[TreeShape]) -> TreeShape:
+        return max(shapes, key=lambda shape: emitted_per_round(lengths(shape, traces)))
+
+    def cut(trace: Trace) -> Callable[[int], int]:
+        ids, begin = trace.answer.ids, trace.answer.begin
+        return lambda base: len(walk(trimmed(trace.trees[WIDE][base - begin], rows), ids[base:]))
+
+    levels = best([shape for shape in (*NAMED, *PAPER) if 1 < shape.rows <= rows])
+    yield STATIC, str(levels), lengths(levels, traces)
+    static = best_static(traces, rows)
+    yield FITTED, str(static), lengths(static, traces)
+    kept = [[emitted for _, emitted in trace.answer.rounds(cut(trace))] for trace in traces]
+    yield STATIC_VALUE, f"{WIDE}, {rows - 1} kept", kept
+    for beam in BEAMS:
+        if beam.rows == rows:
+            yield NO_RERANK, str(beam), lengths(beam, traces)
+    dynamic = best(dynamic_shapes(rows))
+    yield FULL, str(dynamic), lengths(dynamic, traces)
+
+
+def ablation_rows(recorded: TreesRecord) -> Iterator[Row]:
+    """One row for each temperature, number of rows and way; over all prompts."""
+    for temperature in recorded.temperatures:
+        for rows in SIZES:
+            found = list(ways(recorded.traces[recorded.drafter, temperature], rows))
+            static = max((counts for way, _, counts in found if way in (STATIC, FITTED)), key=emitted_per_round)
+            for way, shape, counts in found:
+                over = paired_ratio(by_answer(list(map(fmean, counts))), by_answer(list(map(fmean, static))))
+                yield {
+                    "temperature": temperature,
+                    "tree_rows": rows,
+                    "way": way,
+                    "shape": shape,
+                    "emitted_per_round": round(emitted_per_round(counts), 4),
+                    "over_best_static": over.as_json(),
+                }
+
+
+def policy_rows(recorded: TreesRecord, step: Step) -> Iterator[Row]:
+    """One row for each temperature, set of arms, policy and kind; all but `cold_regret` is of the second pass over all
+    answers, which begins with what the first one learned.
+
+    Rates are medians over prompts, as for fixed arms; regrets are over all rounds of all answers. `judged`: the policy
+    whose worst kind comes closest to the best fixed arm, on the configured arms.
     """
-    for stream in played:
-        costs = recorded.costs[recorded.drafter, stream.temperature]
-        for kind in (*recorded.kinds(), ALL):
-            runs = stream.runs(kind, -1)
-            traces = [run.trace for run in runs]
-            best = best_arm(stream.arms, traces, costs)
-            fixed = [run_fixed(best, trace, costs) for trace in traces]
-            off = [run_fixed(OFF, trace, costs) for trace in traces]
-            chosen: Counter[TreeShape] = sum((run.arms for run in runs), Counter())
-            yield {
-                "kind": kind,
-                "temperature": stream.temperature,
-                "arms": stream.arms_name,
-                "policy": stream.policy,
-                "tokens_per_second": median_estimate(list(_rates(runs).values())).as_json(),
-                "emitted_per_round": round(emitted_per_round([[p.emitted for p in run.rounds] for run in runs]), 4),
-                "best_arm": str(best),
-                "best_arm_tokens_per_second": median_estimate(list(_rates(fixed).values())).as_json(),
-                "best_arm_share": round(chosen[best] / chosen.total(), 4),
-                "regret": round(1 - rate(runs) / rate(fixed), 4),
-                "over_best": paired_ratio(_rates(runs), _rates(fixed)).as_json(),
-                "over_off": paired_ratio(_rates(runs), _rates(off)).as_json(),
-                "cold_regret": round(1 - rate(stream.runs(kind, 0)) / rate(fixed), 4),
-                "chosen": {str(arm): round(count / chosen.total(), 4) for arm, count in chosen.most_common()},
-            }
+    for temperature in recorded.temperatures:
+        costs, traces = recorded.costs[recorded.drafter, temperature], recorded.traces[recorded.drafter, temperature]
+        for name, arms in ((CONFIGURED, recorded.arms), (PAPERS, PAPER)):
+            found: dict[str, list[Row]] = {}
+            for policy in POLICIES:
+                cold, warm = run_stream(policy, arms, traces, costs, 2)
+                found[policy] = [
+                    {"policy": policy, "arms": name, "temperature": temperature, "kind": kind}
+                    | _policy_row(arms, _of_kind(kind, cold), _of_kind(kind, warm), costs)
+                    for kind in recorded.kinds
+                ]
+                step()
+            closest = max(found, key=lambda policy: min(row["over_best"]["median"] for row in found[policy][:-1]))
+            for policy, rows in found.items():
+                for row in rows:
+                    judged = name == CONFIGURED and policy == closest and row["kind"] != ALL
+                    yield row | {"judged": judged}
 
 
-def best_policy(rows: Sequence[Row], temperature: float) -> str:
-    """The policy whose worst kind has the best ratio over the best fixed arm, on the configured arms."""
-    worst: dict[str, float] = {}
-    for row in rows:
-        if (row["temperature"], row["arms"]) == (temperature, CONFIGURED) and row["kind"] != ALL:
-            worst[row["policy"]] = min(worst.get(row["policy"], 1e9), row["over_best"]["median"])
-    return max(worst, key=worst.__getitem__)
+def _of_kind(kind: str, runs: Sequence[ReplayedAnswer]) -> list[ReplayedAnswer]:
+    return [run for run in runs if kind in (ALL, run.trace.answer.kind)]
 
 
-def share_rows(recorded: TreesRecord, played: Sequence[PolicyReplay], rows: Sequence[Row]) -> Iterator[Row]:
-    """The best policy's arm shares by windows of rounds, for each kind, over all passes."""
-    for stream in played:
-        if stream.arms_name != CONFIGURED or stream.policy != best_policy(rows, stream.temperature):
-            continue
-        runs = [run for one in stream.passes for run in one]
-        for kind in recorded.kinds():
-            yield {
-                "kind": kind,
-                "temperature": stream.temperature,
-                "policy": stream.policy,
-                "window_rounds": WINDOW,
-                "second_pass_from_round": sum(len(run.rounds) for run in stream.runs(kind, 0)),
-                "shares": shares([run for run in runs if run.trace.answer.kind == kind], WINDOW),
-            }
+def _policy_row(
+    arms: Sequence[TreeShape], cold: list[ReplayedAnswer], warm: list[ReplayedAnswer], costs: ReplayCosts
+) -> Row:
+    by_arm = {arm: [run_fixed(arm, run.trace, costs) for run in warm] for arm in (*arms, OFF)}
+    best = max(arms, key=lambda arm: rate(by_arm[arm]))
+    own, fixed, off = (by_answer(rates(runs)) for runs in (warm, by_arm[best], by_arm[OFF]))
+    chosen = sum((run.arms for run in warm), Counter[TreeShape]())
+    return {
+        "tokens_per_second": estimate(rates(warm)),
+        "emitted_per_round": round(emitted_per_round([[played.emitted for played in run.rounds] for run in warm]), 4),
+        "best_arm": str(best),
+        "best_arm_tokens_per_second": estimate(rates(by_arm[best])),
+        "best_arm_share": round(chosen[best] / chosen.total(), 4),
+        "over_best": paired_ratio(own, fixed).as_json(),
+        "over_off": paired_ratio(own, off).as_json(),
+        "regret": round(1 - rate(warm) / rate(by_arm[best]), 4),
+        "cold_regret": round(1 - rate(cold) / rate(by_arm[best]), 4),
+    }
+
+
+def cost_rows(recorded: TreesRecord) -> Iterator[Row]:
+    """Milliseconds by rows: steps of the target, levels of the drafters."""
+    for (name, temperature), costs in recorded.costs.items():
+        if name == recorded.drafter:
+            ms = {str(rows): round(us / 1e3, 3) for rows, us in costs.step.items()}
+            yield {"what": "verifier step", "temperature": temperature, "ms": ms}
+        ms = {str(rows): round(costs.level_us(rows) / 1e3, 3) for rows in LEVEL_ROWS}
+        yield {"what": f"level of {name}", "temperature": temperature, "ms": ms}
+
+
+TREES = Bench(
+    "trees",
+    "Compare ways to guess: chains, static trees, beams, dynamic trees, and every policy that chooses among them, on "
+    "code, prose and repetitive edits. The target generates each answer once, and a drafter's guesses are recorded at "
+    "every position. As speculation changes no token, all ways are then replayed on the same answers, with round times "
+    "from a table of measured costs of a costly target.",
+    "Under a minute: one prompt of each kind, short answers, one drafter.",
+    TreesOptions,
+    measure,
+    facts=(
+        f"Prompts of {PROMPT_TOKENS} tokens of each kind ({', '.join(KINDS)}); the drafters in {DRAFTER_DTYPE}",
+        "Tokens per second are predicted: tokens over the round times of the cost table, without router, hops and "
+        "queues. Trees of a drafter are replayed without the proposals that the router would merge into them; those of "
+        "prompt lookup are given to policies before they choose, as in the router",
+        "In real time {differences} of {live_rounds} rounds emitted another number of tokens than replayed. Only those "
+        "of dynamic trees may: the drafter's confidences are calibrated further after the recording",
+    ),
+    tables=(
+        ReportTable(
+            "Every arm: {kind}, temperature {temperature:g}, {drafter}",
+            "rows",
+            "arm; rows = tree_rows; emitted per round = emitted_per_round:.2f; draft ms = draft_ms:.2f; verify ms = "
+            "verify_ms:.2f; tokens/s = tokens_per_second:.1f; over off = over_off:.3f",
+        ),
+        ReportTable(
+            "Policies on the {arms} arms, temperature {temperature:g}",
+            "policies",
+            "policy; kind; tokens/s = tokens_per_second:.1f; best fixed arm = best_arm; its tokens/s = "
+            "best_arm_tokens_per_second:.1f; over best arm = over_best:.3f; regret = regret:.1%; cold regret = "
+            "cold_regret:.1%; best arm's share = best_arm_share:.0%; over off = over_off:.3f",
+        ),
+        ReportTable(
+            "What makes a dynamic tree: {tree_rows} rows, temperature {temperature:g} (EAGLE-2's ablation)",
+            "ablation",
+            "way; tree = shape; emitted per round = emitted_per_round:.3f; over the best static = over_best_static:.3f",
+        ),
+        ReportTable("Costs in ms by rows, temperature {temperature:g}", "costs", "what; * = ms.*:.2f"),
+        ReportTable(
+            "In real time: drafter and verifier in this process, without a router",
+            "live",
+            "temperature = temperature:g; arm; rounds; tokens/s in real time = tokens_per_second:.1f; predicted = "
+            "predicted_tokens_per_second:.1f; rounds that differ = differences",
+        ),
+    ),
+    aims=(
+        Aim(
+            "dynamic tree over the best static one, emitted per round, {tree_rows} rows, temperature {temperature:g}",
+            "ablation",
+            "over_best_static",
+            least=1.1,
+            where=lambda row: row["way"] == FULL,
+        ),
+        Aim(
+            "{policy} over the best fixed arm, {kind}, temperature {temperature:g}",
+            "policies",
+            "over_best",
+            least=0.97,
+            where=lambda row: row["judged"],
+            why="it chose {best_arm} in {best_arm_share:.0%} of rounds",
+        ),
+        Aim(
+            "{policy} over off, {kind}, temperature {temperature:g}",
+            "policies",
+            "over_off",
+            least=0.98,
+            where=lambda row: row["judged"],
+        ),
+    ),
+    plots=(
+        Plot(
+            "ablation",
+            "rows of the tree = tree_rows",
+            "tokens per round = emitted_per_round",
+            line="{way}",
+            panel="temperature {temperature:g}",
+        ),
+    ),
+    code=("cluster/policies", "cluster/proposers", "drafter_service/grow.py"),
+)
+bench_trees = TREES.command()

@@ -55,7 +55,9 @@ class Default(Generic[T]):
 
 def as_given(default: object) -> str:
     """A default as it would be given on the command line."""
-    return ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    if isinstance(default, tuple):
+        return ",".join(map(as_given, default))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def seed_option(of: str) -> OptionInfo:

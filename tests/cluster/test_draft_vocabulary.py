@@ -14,14 +14,15 @@ import pytest
 import tiny_models
 from cut_heads import cut_head
 from dendro.speculation import Speculation
+from dendro.text import Sampling
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tree_layers.checkpoint import SAFE
 
-from cluster.bench.traces import Forward, TracedAnswer, guesses_of
 from cluster.checking import examine
-from cluster.config import Config
+from cluster.config import Config, DrafterConfig
 from cluster.running import local_client
+from cluster.tune.measuring import Ranker
 
 SIZE = tiny_models.VOCABULARY
 GUESSED = tuple(sorted(random.Random(4).sample(range(SIZE), 3 * SIZE // 4)))
@@ -99,15 +100,12 @@ def test_check_says_how_many_tokens_are_guessed_and_counts_the_embedding_of_all(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-def test_a_benchs_recorded_guesses_are_those_of_the_head_by_the_targets_ids(models: Path, temperature: float):
-    ids = tuple(random.Random(7).choices(range(SIZE), k=30))
-    answer = TracedAnswer("prose", "text", temperature, 3, ids, 10, 20)
-    whole, cut = (guesses_of(Forward(models / name, "float32"), answer) for name in ("target", "cut"))
-    for position, candidates in enumerate(whole.candidates.tolist()):
-        kept = [token for token in candidates if token in GUESSED]
-        assert len(kept) >= 4 and cut.candidates[position, : len(kept)].tolist() == kept
-        true = ids[10 + position]
-        known = [rank for rank, token in enumerate(cut.candidates[position].tolist()) if token == true]
-        assert (cut.ranks[position] >= len(GUESSED)) == (true not in GUESSED)
-        assert not known or [int(cut.ranks[position])] == known
-    assert (cut.entropy >= 0).all()
+def test_a_token_has_its_rank_among_those_that_the_drafter_guesses(models: Path, temperature: float):
+    answer, sampling = random.Random(7).choices(range(SIZE), k=30), Sampling(temperature=temperature, seed=3)
+    ranked = []
+    for name, width in (("target", SIZE), ("cut", len(GUESSED))):
+        config = DrafterConfig(checkpoint=models / name, dtype="float32")
+        ranked.append(Ranker(config, "cpu", width).ranks(answer[:10], answer[10:], sampling))
+    for token, whole, cut in zip(answer[10:], *ranked, strict=True):
+        assert (cut == len(GUESSED)) == (token not in GUESSED)
+        assert token not in GUESSED or cut <= whole
