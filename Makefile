@@ -34,7 +34,7 @@ check: dev ## ruff, mypy (tests, too), import contracts, generated stubs up to d
 	@$(BIN)/mypy
 	@PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/lint-imports
 	@$(BIN)/python protos/generate.py --check
-	@$(BIN)/python tests/configuration.py --check
+	@$(BIN)/python -m tests.configuration --check
 	@$(SITE)
 
 # A link, an anchor or a page of docs/ that is missing is an error.

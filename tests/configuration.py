@@ -1,7 +1,7 @@
 """The page of the configuration's keys, from the classes that read them.
 
-python tests/configuration.py            write docs/configuration.md
-python tests/configuration.py --check    exit with 1 where docs/configuration.md is out of date
+python -m tests.configuration            write docs/configuration.md
+python -m tests.configuration --check    exit with 1 where docs/configuration.md is out of date
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 HEAD = """\
 # Configuration
 
-Written by `python tests/configuration.py` from the classes in `cluster/config.py` and `cluster/sections.py`;
+Written by `python -m tests.configuration` from the classes in `cluster/config.py` and `cluster/sections.py`;
 `tests/cluster/test_configuration_page.py` compares it.
 
 A configuration is one YAML file. Only `targets`, and in it `checkpoint`, is required. An unknown key is refused by its

@@ -1,8 +1,8 @@
 """Tries causal families of transformers as targets: each is served and certified here, or refused for a property.
 
-python tests/families.py                write docs/families.md from tests/families.json
-python tests/families.py --check        exit with 1 where docs/families.md is out of date
-python tests/families.py --record NAME  try a family, or `all`, and write the result into tests/families.json
+python -m tests.families                write docs/families.md from tests/families.json
+python -m tests.families --check        exit with 1 where docs/families.md is out of date
+python -m tests.families --record NAME  try a family, or `all`, and write the result into tests/families.json
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 import transformers
 from dendro.errors import BadRequest
 from dendro.tree import DraftTree
-from tiny_families import FAMILIES, VOCABULARY, WINDOW, make_checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from tests.support.tiny_families import FAMILIES, VOCABULARY, WINDOW, make_checkpoint
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.families import FamilyError, Property
 from verifier_service.options import VerifierOptions
@@ -39,7 +39,7 @@ GREEDY = 6
 TOLERANCE = 1e-3
 """How far a row's float32 logits may be from the library's, as a share of their spread."""
 
-HOW_TO_RECORD = "python tests/families.py --record {family}"
+HOW_TO_RECORD = "python -m tests.families --record {family}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def written(data: dict[str, Any]) -> str:
     lines = [
         "# Families that can be targets",
         "",
-        "Written by `python tests/families.py` from `tests/families.json`. A family is a `model_type` of transformers;",
+        "Written by `python -m tests.families` from `tests/families.json`. A family is a `model_type` of transformers;",
         f"version {data['transformers']} was tested. A target of a family that is not served is refused when it is",
         "loaded; the error names the property that is the reason. The check is of the checkpoint itself, not of its",
         "family's name: a checkpoint of a served family is refused where its settings give it such a property (rotary",

@@ -1,7 +1,7 @@
 """Requests with parameters: each alone, decoding by the plain formulas, and the page that lists them.
 
-python tests/parameters.py            write docs/parameters.md
-python tests/parameters.py --check    exit with 1 where docs/parameters.md is out of date
+python -m tests.parameters            write docs/parameters.md
+python -m tests.parameters --check    exit with 1 where docs/parameters.md is out of date
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def written() -> str:
     lines = [
         "# Parameters of a request",
         "",
-        "Written by `python tests/parameters.py` from the declarations in `protos/dendro/options.py`;",
+        "Written by `python -m tests.parameters` from the declarations in `protos/dendro/options.py`;",
         "`tests/cluster/test_parameters.py` compares it. Fields are those of",
         "`GenerateRequest` and of its `Sampling` in `protos/dendro/v1/generation.proto`; the clients' `generate` has",
         "the same names. They are applied in this order, to every row of a tree with the row's own path as its text.",

@@ -3,8 +3,8 @@
 The checkpoints keep vocabularies, paddings, key names of configurations, layer layouts, names and forms of files, the
 tokenizer files that exist and the differences of tokenizers. Width and depth are shrunk.
 
-python tests/published.py                   writes docs/pairs.md
-python tests/published.py PAIR FOLDER       writes the shrunk pair; then: dendro generate FOLDER/cluster.yaml --local
+python -m tests.published                   writes docs/pairs.md
+python -m tests.published PAIR FOLDER       writes the shrunk pair; then: dendro generate FOLDER/cluster.yaml --local
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-import tiny_hybrids
 import torch
 import yaml
-from layouts import copy_as, sentencepiece
-from tiny_mamba import randomise as randomise_mamba
-from tiny_models import randomise
 from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
 
 from cluster.pairing import TokenFit, fit_of
+from tests.support import tiny_hybrids
+from tests.support.layouts import copy_as, sentencepiece
+from tests.support.tiny_mamba import randomise as randomise_mamba
+from tests.support.tiny_models import randomise
 
 PAGE = Path(__file__).parents[1] / "docs" / "pairs.md"
 FORM = {"safetensors": "", "bin": "bin", "sharded .bin": "bin-shards", "sharded safetensors": "safetensors-shards"}
@@ -327,7 +327,7 @@ decides, never the size of a vocabulary or the bytes of a file. A pair that does
 where one can be made ([bridge.md](bridge.md)), else `dendro serve` refuses it with the reason. The sizes below are
 those of the published checkpoints, kept in `tests/published.py`; the texts of their tokens are made up there.
 `tests/cluster/test_pairs.py` serves each pair that fits, with width and depth shrunk. This page is made by
-`python tests/published.py`.
+`python -m tests.published`.
 
 A drafter guesses ids below the smaller vocabulary. state-spaces publishes no tokenizer: as a drafter such a
 checkpoint fits where its count of tokens is the target's; as a target it needs `tokenizer`.

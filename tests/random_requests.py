@@ -1,9 +1,9 @@
 """Random requests, each with and without speculation, beside others, resumed, and repeated after they were written.
 
-python tests/random_requests.py                       20,000 requests to two small models in this process
-python tests/random_requests.py --config FILE         to the first target of a configuration, loaded in this process
-python tests/random_requests.py --address HOST:PORT   to a running cluster
-python tests/random_requests.py --first 7 --cases 1   case 7 again: a difference is printed with its case's number
+python -m tests.random_requests                       20,000 requests to two small models in this process
+python -m tests.random_requests --config FILE         to the first target of a configuration, loaded in this process
+python -m tests.random_requests --address HOST:PORT   to a running cluster
+python -m tests.random_requests --first 7 --cases 1   case 7 again: a difference is printed with its case's number
 
 A case compares what a client sees: tokens, text, ending, log-probabilities, echoed prompt and seed, or the error where
 a request is refused. The exit code is 1 where any two differ.
@@ -26,7 +26,6 @@ from random import Random
 
 import grpc.aio
 import numpy as np
-import tiny_models
 from dendro.answer import build_request, complete_from
 from dendro.client import CHANNEL_OPTIONS
 from dendro.errors import DendroError
@@ -42,6 +41,7 @@ from cluster.config import Config
 from cluster.policies import POLICIES
 from cluster.router.ingress import FINISH_REASONS
 from cluster.running import local_ingress
+from tests.support import tiny_models
 
 VOCABULARY = 256
 """Ids of parameters and prompts are below it: one for each byte, and none ends a text."""

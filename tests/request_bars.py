@@ -1,6 +1,6 @@
 """What hostile and large requests cost a router: the longest gap of its loop, and the memory that it takes.
 
-    OMP_NUM_THREADS=1 PYTHONPATH=.:protos:kernels:tests .venv/bin/python tests/request_bars.py
+    OMP_NUM_THREADS=1 .venv/bin/python -m tests.request_bars
 
 Prints a Markdown table, each figure with its bar beside it. One process serves as the router and is measured; its
 client and its verifier, a toy, are processes of their own. Each input gets three routers, and the least of their
@@ -29,15 +29,17 @@ from dendro.logprobs import EchoedLogprobs, TokenLogprobs
 from dendro.options import MAX_ECHOED
 from dendro.servicer import VERIFIER_REPLICA, serve_engine
 from dendro.text import Verdict
-from fakes import END, VOCABULARY, FakeVerifier, RemotePool
-from toy_cluster import ToyTokenizer, toy_config
 
 from cluster.api.grpc import serve_router
 from cluster.peers.pools import Peers
 from cluster.router.ingress import Ingress
 from cluster.router.served import Served
 from cluster.sessions import MemorySessions
+from tests.support.fakes import END, VOCABULARY, FakeVerifier, RemotePool
+from tests.support.toy_cluster import ToyTokenizer, toy_config
 
+THIS = (sys.executable, "-m", "tests.request_bars")
+"""The command of this file."""
 GAP_MS = 50.0
 """The bar of the longest gap."""
 FIXED_MIB = 8.0
@@ -239,7 +241,7 @@ def forget_peak() -> None:
 
 @asynccontextmanager
 async def child(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(sys.executable, __file__, *words, stdout=subprocess.PIPE)
+    process = await asyncio.create_subprocess_exec(*THIS, *words, stdout=subprocess.PIPE)
     try:
         yield process
     finally:
@@ -282,7 +284,7 @@ def measured(name: str) -> dict[str, Any]:
         large, small = Path(folder, "large"), Path(folder, "small")
         large.write_bytes(given.message)
         small.write_bytes(build_request([1, 2], max_new_tokens=4, echo=True, logprobs=0).SerializeToString())
-        words = [sys.executable, __file__, "measure", str(given.messages), str(large), str(small)]
+        words = [*THIS, "measure", str(given.messages), str(large), str(small)]
         done = subprocess.run(words, stdout=subprocess.PIPE, check=True)
     figures: dict[str, Any] = json.loads(done.stdout)
     return figures | {"bar_mib": MESSAGES * len(given.message) * given.messages / MIB + FIXED_MIB}

@@ -1,7 +1,7 @@
 """Random requests of several clients to a cluster of SmolLM2 and a drafter on this machine, for an hour, with faults.
 
-python tests/soak.py                          an hour
-python tests/soak.py --minutes 15 --first 0   shorter; --first is the number of the first case
+python -m tests.soak                          an hour
+python -m tests.soak --minutes 15 --first 0   shorter; --first is the number of the first case
 
 Each case of `tests/random_requests.py` is asked with and without speculation, resumed and repeated. Meanwhile replicas
 of drafter and verifier are killed in turn, and the drafter is stopped for a while. Memory and file descriptors of each
@@ -27,11 +27,11 @@ from pathlib import Path
 import grpc.aio
 import psutil
 from dendro.client import CHANNEL_OPTIONS
-from random_requests import WAYS, Cases, remote
-from smollm2 import REAL_DRAFTER, pair
 
 from cluster.measure.machine import commit_of, processor_name, usable_cores
 from cluster.running import descendants, running_cluster
+from tests.random_requests import WAYS, Cases, remote
+from tests.support.smollm2 import REAL_DRAFTER, pair
 
 SAMPLE_S = 15.0
 GROWTH = 1.25
@@ -152,7 +152,7 @@ async def soak(minutes: float, first: int, clients: int, every_s: float) -> int:
 def heading(given: argparse.Namespace) -> str:
     drafter = REAL_DRAFTER.name if REAL_DRAFTER.is_dir() else "one of random weights"
     return (
-        f"python tests/soak.py --minutes {given.minutes:g} --clients {given.clients} --every {given.every:g}; "
+        f"python -m tests.soak --minutes {given.minutes:g} --clients {given.clients} --every {given.every:g}; "
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, commit {commit_of(Path(__file__).parent)}; "
         f"{processor_name()}, {usable_cores()} cores; SmolLM2-135M-Instruct, drafter: {drafter}"
     )

@@ -1,4 +1,4 @@
-"""What hostile structures cost their neighbours: `python tests/structure_bars.py` prints a table; about five minutes.
+"""What hostile structures cost their neighbours: `python -m tests.structure_bars` prints a table; about five minutes.
 
 The cluster of the bundled models runs in this process (`--local`), its verifier, drafter and router included, so that
 every stall of one is seen by all. Beside each hostile request, asked again as long as the row is measured, a neighbour
@@ -235,13 +235,12 @@ async def schemas_row(router: Ingress, count: int) -> str:
 
 
 END = """
-import asyncio, sys, time
-sys.path.insert(0, {tests!r})
-import structure_bars as bars
+import asyncio, time
+from tests import structure_bars as bars
 from dendro.grammars import Grammars
 from dendro.structure import Structure
 async def main():
-    made = Grammars(lambda: {{each: bytes([each]) for each in range(256)}}, 256)
+    made = Grammars(lambda: {each: bytes([each]) for each in range(256)}, 256)
     task = asyncio.ensure_future(made.compiled(Structure.json_schema(bars.PATTERNS)))
     await asyncio.sleep(0.3)
     print(time.time(), flush=True)
@@ -251,8 +250,7 @@ asyncio.run(main())
 
 def end_s() -> float:
     """Seconds from the end of a program that compiles a hostile structure to the end of its process."""
-    script = END.format(tests=str(Path(__file__).parent))
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", END], check=True, capture_output=True, text=True, timeout=120)
     return time.time() - float(done.stdout)
 
 

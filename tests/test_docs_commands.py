@@ -24,17 +24,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import documented
 import pytest
 import typer
 import yaml
 from dendro.client import Client
-from documented import PAGES, ROOT, DocumentedCommand, FencedBlock, blocks, commands
 from typer.testing import CliRunner
 
 from cluster import cli, slow_commands
 from cluster.config import DEMO_MODELS, Config
 from cluster.running import running
+from tests.support import documented
+from tests.support.documented import PAGES, ROOT, DocumentedCommand, FencedBlock, blocks, commands
 
 COMMANDS = commands()
 OURS = [each for each in COMMANDS if each.words[0] == "dendro"]
@@ -67,7 +67,8 @@ def parsed(words: tuple[str, ...]) -> dict[str, Any]:
     if words[0] in ("train", "bench", *slow_commands.MEASURING):
         command, words = slow_command(words)
     else:
-        command, words = typer.main.get_command(cli.app).commands.get(words[0]), words[1:]
+        group: Any = typer.main.get_command(cli.app)
+        command, words = group.commands.get(words[0]), words[1:]
     if command is None:
         raise UsageError("there is no such command")
     return command.make_context("dendro", list(words)).params

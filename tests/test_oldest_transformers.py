@@ -14,11 +14,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import tiny_hybrids
-import tiny_models
 import torch
 from dendro.tree import DraftTree
 
+from tests.support import tiny_hybrids, tiny_models
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -93,7 +92,7 @@ def test_all_modules_import_and_targets_have_the_same_logits_with_the_oldest_tra
     for family in HYBRIDS:
         tiny_hybrids.make_checkpoint(tmp_path / family, family)
     torch.save({family: logits_of(tmp_path / family) for family in ("llama", *HYBRIDS)}, tmp_path / "logits.pt")
-    paths = [oldest, *(ROOT / each for each in (".", "protos", "kernels", "tests"))]
+    paths = [oldest, *(ROOT / each for each in (".", "protos", "kernels"))]
     ran = subprocess.run(
         [sys.executable, "-c", LOADED, version, str(tmp_path), *modules()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))},

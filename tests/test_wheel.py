@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 from dendro.errors import BadRequest
-from test_names import SOURCE_ROOTS, modules
 from typer.testing import CliRunner
 
 from cluster import cli, slow_commands
+from tests.test_names import SOURCE_ROOTS, modules
 
 ROOT = Path(__file__).parents[1]
 BUILD = "import sys; from setuptools.build_meta import build_wheel; print(build_wheel(sys.argv[1]))"

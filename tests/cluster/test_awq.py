@@ -7,11 +7,9 @@ import shutil
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from dendro.errors import BadRequest
 from dendro.tree import DraftTree
-from routers import LAWS, alone, arrive_at_random
 from safetensors.torch import load_file, save_file
 from tree_kernels.matmul import why_not_packed
 from tree_layers import quantised_packing
@@ -23,6 +21,8 @@ from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import pair_config
 from drafter_service.models import load_model
+from tests.support import tiny_models
+from tests.support.routers import LAWS, alone, arrive_at_random
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
-import edge
 import pytest
 import torch
 import typer
@@ -17,10 +16,8 @@ from dendro.answer import SpeculationStats
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
 from dendro.text import Sampling
-from layouts import FORMS, copy_as
 from rich.console import Console
 from safetensors.torch import save_file
-from tiny_hybrids import make_checkpoint as make_hybrid
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -65,6 +62,9 @@ from cluster.measure.speed_aims import aims_of
 from cluster.measure.speed_categories import categories_of
 from cluster.measure.statistics import median_estimate, paired_ratio, repeat_difference
 from cluster.measure.targets import COSTLY, DEMO, MAMBA2, parameter_count, target_config
+from tests.support import edge
+from tests.support.layouts import FORMS, copy_as
+from tests.support.tiny_hybrids import make_checkpoint as make_hybrid
 
 VOCABULARY = 64
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import other_tokenizers
 import pytest
-import tiny_models
 from tree_layers.checkpoint import read_facts
 
 from cluster.bench.bridge import SHAPES, cases_of, measure_bridges, tables_of
 from cluster.bench.bridge_drafters import make_drafter
 from cluster.config import DEMO_MODELS
+from tests.support import other_tokenizers, tiny_models
 
 PROMPTS = ((10, 20, 30, 40, 7, 8), (9, 200, 150, 151, 40, 41))
 

@@ -8,7 +8,6 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-import tiny_models
 import torch
 from dendro.errors import BadRequest
 from dendro.shapes import TreeShape
@@ -42,6 +41,7 @@ from cluster.bench.context import (
 from cluster.measure.bench import draw
 from cluster.measure.in_process import tree_of
 from cluster.measure.targets import Which
+from tests.support import tiny_models
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-import tiny_drafters
-import tiny_mamba
 import torch
 from dendro.engine import started
 from dendro.errors import BadRequest
@@ -14,7 +12,6 @@ from dendro.shapes import TreeShape
 from dendro.state import NoStates
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from tiny_drafters import FAMILIES, VOCABULARY
 from tree_kernels.noise import reference
 
 from cluster.bench import drafter_forms
@@ -41,6 +38,8 @@ from drafter_service.engine import DrafterEngine
 from drafter_service.models import load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Level
+from tests.support import tiny_drafters, tiny_mamba
+from tests.support.tiny_drafters import FAMILIES, VOCABULARY
 
 CPU = torch.device("cpu")
 

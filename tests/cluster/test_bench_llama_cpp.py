@@ -12,8 +12,6 @@ from types import ModuleType
 import pytest
 import torch
 from dendro.errors import BadRequest, EngineFailed
-from tiny_hybrids import make_checkpoint as make_hybrid
-from tiny_models import PADDED, make_checkpoint
 
 from cluster.measure import gguf_file
 from cluster.measure.baselines import Baselines
@@ -21,6 +19,8 @@ from cluster.measure.gguf_file import check_exportable, interleaved, write_gguf
 from cluster.measure.llama_cpp import LlamaCppProcess
 from cluster.measure.measurement import GENERATE, LLAMA_CPP, LLAMA_CPP_LOOKUP, LLAMA_CPP_ROWS
 from cluster.measure.processes import failure_in
+from tests.support.tiny_hybrids import make_checkpoint as make_hybrid
+from tests.support.tiny_models import PADDED, make_checkpoint
 
 
 def needs(*libraries: str) -> pytest.MarkDecorator:

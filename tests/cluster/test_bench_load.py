@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
-import edge
 import pytest
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
@@ -29,6 +28,7 @@ from cluster.measure.load_report import COLUMNS, plot, tables_of
 from cluster.measure.measurement import BATCH, CONTINUOUS
 from cluster.measure.ours import TenantRule
 from cluster.measure.targets import Which
+from tests.support import edge
 
 
 def block(way, load, repetition, rate, **more):

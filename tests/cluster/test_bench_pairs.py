@@ -10,7 +10,6 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import tiny_models
 import typer
 from dendro.errors import BadRequest, EngineFailed
 from typer.testing import CliRunner
@@ -35,6 +34,7 @@ from cluster.measure.speed_categories import categories_of, category_table
 from cluster.measure.speed_pairs import SpeedSettings, file_pairs
 from cluster.measure.speed_report import facts_of, tables_of
 from cluster.measure.statistics import lower_bound
+from tests.support import tiny_models
 
 SHAPES = ("(1,1)", "(2,1)")
 CATEGORIES = ("code", "letters") * 4

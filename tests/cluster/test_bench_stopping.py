@@ -9,9 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_mamba
 import torch
-from cases import few_of
 from dendro.shapes import DynamicShape, LevelShape, TreeShape, UntilShape
 from dendro.state import NoStates
 from dendro.tree import DraftTree
@@ -48,6 +46,8 @@ from cluster.measure.report import as_json, as_markdown
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support import tiny_mamba
+from tests.support.cases import few_of
 
 CHAINS, TREES = FORMS
 TOKENS = 20

@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import tiny_mamba
 import torch
-from cases import few_of
 from dendro.errors import BadRequest
 from dendro.shapes import (
     OFF,
@@ -72,6 +70,8 @@ from cluster.router.rounds import rounds
 from cluster.tune.measuring import Ranker
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support import tiny_mamba
+from tests.support.cases import few_of
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from dendro.errors import BadRequest
 from dendro.modes import VerificationMode
@@ -18,6 +17,7 @@ from cluster.bench.verify_report import plot, tables_of
 from cluster.measure.report import as_markdown
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support import tiny_models
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

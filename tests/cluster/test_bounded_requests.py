@@ -13,14 +13,14 @@ from dendro.client import AsyncClient
 from dendro.errors import BadRequest, Overloaded
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
-from edge import MAX_LENGTH, EdgePeers, config, ingress
-from sockets import until
 
 from cluster.api import reading
 from cluster.api.grpc import serve_router
 from cluster.api.places import Places
 from cluster.api.reading import MOST_FIELDS, read_request
 from cluster.router.stop_strings import StopAutomaton
+from tests.support.edge import MAX_LENGTH, EdgePeers, config, ingress
+from tests.support.sockets import until
 
 PROMPT = "walk the "
 LISTS: dict[str, Any] = {

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import other_tokenizers
 import pytest
-import tiny_models
 import yaml
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.engine import started
@@ -35,6 +33,7 @@ from drafter_service.bridge.drafter import BridgedDrafter
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.structures import DraftStructure
+from tests.support import other_tokenizers, tiny_models
 
 TEXT = Path(json.__file__).read_text()
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0, seed=11)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from virtual_time import virtual_time
 
 from cluster.peers.limit import CallLimit
+from tests.support.virtual_time import virtual_time
 
 LIMIT_S = 10.0
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import capabilities
 import pytest
+
+from tests.support import capabilities
 
 VALUES = [
     *(("ATEN_CPU_CAPABILITY", value) for value in ("default", "avx2", "avx512")),
@@ -23,9 +24,9 @@ VALUES = [
 @pytest.mark.parametrize(("name", "value"), VALUES, ids=["=".join(each) for each in VALUES])
 def test_rows_are_independent_and_certify_passes_under(name, value, tmp_path):
     done = subprocess.run(
-        [sys.executable, capabilities.__file__, name, value, str(tmp_path)],
+        [sys.executable, "-m", capabilities.__name__, name, value, str(tmp_path)],
         env=os.environ | {name: value, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)},
-        cwd=Path(capabilities.__file__).parent.parent,
+        cwd=Path(capabilities.__file__).parents[2],
         capture_output=True,
         text=True,
     )

@@ -4,10 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import edge
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from dendro.answer import SpeculationStats
 from dendro.errors import BadRequest
@@ -15,7 +13,6 @@ from dendro.grammars import INSTALL
 from dendro.shapes import OFF, LevelShape
 from dendro.speculation import Mode
 from dendro.text import Sampling
-from parameters import PARAMETERS
 
 from cluster.api.local import LocalClient
 from cluster.certify import command
@@ -35,6 +32,8 @@ from cluster.certify.twin import (
 from cluster.config import Config
 from cluster.router.stop_strings import AnswerText, StopSearch
 from cluster.running import running
+from tests.parameters import PARAMETERS
+from tests.support import edge, tiny_models
 
 SMALL = command.CertifySize(
     greedy_prompts=1, greedy_tokens=16, prompts=1, tokens=12, draws=2_000, far_draws=60, own_prompts=1, own_tokens=12,

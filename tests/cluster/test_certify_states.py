@@ -4,10 +4,10 @@ import shutil
 
 import pytest
 from rich.progress import Progress
-from tiny_hybrids import make_checkpoint
 
 from cluster.certify.command import CertifySize, run_certify
 from cluster.config import DEMO_MODELS, pair_config
+from tests.support.tiny_hybrids import make_checkpoint
 
 SMALL = CertifySize(
     greedy_prompts=1,

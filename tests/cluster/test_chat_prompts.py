@@ -11,15 +11,15 @@ import pytest
 from dendro.errors import BadRequest
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import END, EdgePeers, ingress
-from sockets import until
-from tiny_models import write_tokenizer
 
 from cluster.api.grpc import serve_router
 from cluster.config import Config
 from cluster.router.prompts import ANSWER, ids_of_prompt
 from cluster.router.served import Served
 from cluster.router.tokenizer import CheckpointTokenizer
+from tests.support.edge import END, EdgePeers, ingress
+from tests.support.sockets import until
+from tests.support.tiny_models import write_tokenizer
 
 TEMPLATE = (
     "<|end|>{% for m in messages %}[{{ m.role }}]{{ m.content }}<|end|>{% endfor %}"

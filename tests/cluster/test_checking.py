@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 import redis
-import tiny_drafters
-import tiny_models
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
@@ -22,6 +20,7 @@ from cluster import cli
 from cluster.checking import _size
 from cluster.drafter_figures import figures_of, write_figures
 from cluster.redis_server import RedisServer
+from tests.support import tiny_drafters, tiny_models
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cut_heads import write_draft_vocabulary
 from dendro.errors import BadRequest
-from edge import EdgePeers
 from safetensors.torch import save_file
 
 from cluster.bench.context import LibrarySteps
@@ -20,6 +18,8 @@ from cluster.measure.baselines import Baselines
 from cluster.measure.costly import costly_checkpoint
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
+from tests.support.cut_heads import write_draft_vocabulary
+from tests.support.edge import EdgePeers
 
 
 @pytest.fixture

@@ -12,12 +12,10 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
-from cases import few_of
 from dendro.answer import SpeculationStats
 from dendro.declared import OptionGroup
 from dendro.options import OPTIONS
 from dendro.text import Sampling
-from edge import END, EdgePeers, ingress, plain_answer
 from typer.testing import CliRunner, Result
 
 from cluster import cli
@@ -26,6 +24,8 @@ from cluster.api.local import LocalClient
 from cluster.config import DEMO_MODELS
 from cluster.demo import real_pair
 from cluster.request_options import PARTS
+from tests.support.cases import few_of
+from tests.support.edge import END, EdgePeers, ingress, plain_answer
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -172,7 +172,7 @@ async def test_words_and_special_tokens_reach_the_request(monkeypatch: pytest.Mo
     peers = EdgePeers()
     server = await serve_router(ingress(peers))
     try:
-        monkeypatch.setattr("edge.next_token", lambda ids, sampling: END)
+        monkeypatch.setattr("tests.support.edge.next_token", lambda ids, sampling: END)
         words = ("--bad-word", "5,6", "--bad-word-text", "ab", "--logit-bias", "7:1", "--logit-bias-text", "::2")
         words = (*words, "--show-special-tokens", "--literal-prompt", "--echo")
         done = await run("generate", PROMPT, "--address", server.address, *words)

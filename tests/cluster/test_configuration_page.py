@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-import configuration
-from configuration import PAGE, page, sections, undescribed
 from pydantic import Field
 
 import cluster.sections
 from cluster import config
 from cluster.sections import Section
+from tests import configuration
+from tests.configuration import PAGE, page, sections, undescribed
 
 
 def test_the_page_is_generated_from_the_classes():
-    assert PAGE.read_text() == page(), "run python tests/configuration.py"
+    assert PAGE.read_text() == page(), "run python -m tests.configuration"
 
 
 def test_every_key_says_what_it_means():

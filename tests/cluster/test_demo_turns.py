@@ -6,15 +6,15 @@ import json
 from types import SimpleNamespace
 
 import pytest
-import tiny_models
 from dendro.text import Finish
-from tiny_gguf import TEMPLATE
 
 from cluster.config import demo_config
 from cluster.demo import real_pair
 from cluster.demo.real_pair import chosen_pair, real_config
 from cluster.demo.turns import CONTINUATION, chat_turns, demo_turns
 from cluster.router.tokenizer import CheckpointTokenizer
+from tests.support import tiny_models
+from tests.support.tiny_gguf import TEMPLATE
 
 ENDED = TEMPLATE.replace("{% endfor %}", "<|end|>{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}")
 

@@ -7,9 +7,9 @@ import gc
 import psutil
 import pytest
 from dendro.errors import EngineFailed
-from toy_cluster import LOADERS, toy_config
 
 from cluster import deploy
+from tests.support.toy_cluster import LOADERS, toy_config
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of Ray's own process objects

@@ -9,10 +9,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-import other_tokenizers
 import pytest
-import tiny_models
-from cut_heads import cut_head
 from dendro.speculation import Speculation
 from dendro.text import Sampling
 from safetensors.torch import load_file
@@ -23,6 +20,8 @@ from cluster.checking import examine
 from cluster.config import Config, DrafterConfig
 from cluster.running import local_client
 from cluster.tune.measuring import Ranker
+from tests.support import other_tokenizers, tiny_models
+from tests.support.cut_heads import cut_head
 
 SIZE = tiny_models.VOCABULARY
 GUESSED = tuple(sorted(random.Random(4).sample(range(SIZE), 3 * SIZE // 4)))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 from dendro.answer import Completion, EchoedPrompt, Round, build_request
 from dendro.calls import Opened
 from dendro.errors import BadAnswer, BadRequest, EngineFailed
@@ -19,13 +18,14 @@ from dendro.progress import AnswerProgress
 from dendro.text import Finish, Limits, Sampling, Text
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import answer_from, verifier_answer_message
-from edge import EdgePeers, ingress, plain_answer, plain_logprobs, resume_of
 
 from cluster.api.local import LocalClient
 from cluster.config import Config
 from cluster.router import echo as echo_module
 from cluster.running import local_ingress
 from cluster.sessions import MemorySessions
+from tests.support import tiny_models
+from tests.support.edge import EdgePeers, ingress, plain_answer, plain_logprobs, resume_of
 
 PROMPT = "walk the σ tree "
 IDS = list(PROMPT.encode())

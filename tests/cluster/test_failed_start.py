@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 from dendro.errors import BadRequest, DendroError, EngineFailed
-from toy_cluster import LOADERS, toy_config
 from tree_layers.errors import CheckpointError
 
 from cluster import deploy
 from cluster.failed_start import last_line, refusal_in
 from cluster.redis_server import RedisServer
+from tests.support.toy_cluster import LOADERS, toy_config
 from verifier_service.models.families import FamilyError, Property
 
 ROOT = Path(__file__).parents[2]

@@ -7,18 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-import edge
 import pytest
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
-from edge import EdgePeers, resume_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import sentencepiece
-from other_tokenizers import BYTES, SENTENCE, STYLES, llama, loaded, spaced_byte_level, templated
 from tokenizers import AddedToken, pre_tokenizers
 
 from cluster.api.local import LocalClient
@@ -28,6 +24,10 @@ from cluster.router.stop_strings import AnswerText
 from cluster.router.tokenizer import CheckpointTokenizer, TextStream
 from cluster.sessions import MemorySessions
 from cluster.training.data import DataFolder, DataSource
+from tests.support import edge
+from tests.support.edge import EdgePeers, resume_of
+from tests.support.layouts import sentencepiece
+from tests.support.other_tokenizers import BYTES, SENTENCE, STYLES, llama, loaded, spaced_byte_level, templated
 
 
 @pytest.fixture(scope="module", params=STYLES)

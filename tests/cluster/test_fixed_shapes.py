@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from edge import EdgePeers, ingress
-from fakes import FakeDrafter, FakeVerifier, plain
-from sockets import until
-from toy_edge import COUNT, PROMPT, asking, edge
+from tests.support.edge import EdgePeers, ingress
+from tests.support.fakes import FakeDrafter, FakeVerifier, plain
+from tests.support.sockets import until
+from tests.support.toy_edge import COUNT, PROMPT, asking, edge
 
 SLOW_S = 0.1
 """Time of each draft: above 60 ms, the adaptive deadline's limit where rounds are short; below the configured one."""

@@ -8,11 +8,11 @@ import pytest
 from dendro.errors import Overloaded
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
-from fakes import FakeVerifier, new_text, plain
-from virtual_time import virtual_time
 
 from cluster.peers.opening import Leased, Pace
 from cluster.peers.verifier import PATIENCE_S, VerifierHandle
+from tests.support.fakes import FakeVerifier, new_text, plain
+from tests.support.virtual_time import virtual_time
 
 
 class CountedVerifier(FakeVerifier):

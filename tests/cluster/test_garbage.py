@@ -5,10 +5,9 @@ from __future__ import annotations
 import gc
 from pathlib import Path
 
-import tiny_models
-
 from cluster.config import Config
 from cluster.running import running
+from tests.support import tiny_models
 
 
 async def test_what_a_server_in_one_process_loaded_is_not_collected_while_it_serves(tmp_path: Path):

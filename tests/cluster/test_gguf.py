@@ -8,12 +8,10 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from dendro.errors import BadRequest
 from dendro.tree import DraftTree
 from rich.console import Console
-from tiny_gguf import END, FAMILIES, TEMPLATE, write_family, write_llama
 from tree_layers.checkpoint import read_facts
 from tree_layers.errors import CheckpointError
 
@@ -23,6 +21,8 @@ from cluster.config import Config
 from cluster.gguf_files import folder_of
 from cluster.hub import fetched
 from cluster.router.tokenizer import CheckpointTokenizer
+from tests.support import tiny_models
+from tests.support.tiny_gguf import END, FAMILIES, TEMPLATE, write_family, write_llama
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

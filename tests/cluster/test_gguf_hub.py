@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 from dendro.errors import BadRequest
-from small_hub import small_hub, use
-from tiny_gguf import write_llama
 
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
 from cluster.hub import fetched, pinned
+from tests.support.small_hub import small_hub, use
+from tests.support.tiny_gguf import write_llama
 
 pytest.importorskip("gguf")
 

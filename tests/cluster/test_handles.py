@@ -32,11 +32,8 @@ from dendro.modes import VerificationMode
 from dendro.shapes import TreeShape
 from dendro.text import Finish, Sampling, Text, Verdict
 from dendro.tree import DraftTree
-from fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
-from sockets import drafter_at, end, process, until, verifier_at
 from tree_layers.checkpoint import Facts
 from tree_layers.tokens import TokenTable
-from virtual_time import virtual_time
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers import stream
@@ -46,6 +43,9 @@ from cluster.peers.stream import PeerStream
 from cluster.peers.verifier import VerifierHandle
 from cluster.policies import Static
 from cluster.router.rounds import rounds
+from tests.support.fakes import END, VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain
+from tests.support.sockets import drafter_at, end, process, until, verifier_at
+from tests.support.virtual_time import virtual_time
 
 CHAIN = Arm.parse("helper:(1,1,1)")
 

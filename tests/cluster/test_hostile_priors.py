@@ -11,7 +11,6 @@ from dendro.shapes import NodeShape
 from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
-from edge import EdgePeers, ingress, plain_answer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,6 +19,7 @@ from cluster.policies import Experience, Experiences, make_policy, with_chain_an
 from cluster.policies.experience import TENANTS
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
 from cluster.policies.step_time import StepTime
+from tests.support.edge import EdgePeers, ingress, plain_answer
 
 ARMS = with_chain_and_off([Arm.parse("mamba:(1,1,1)"), Arm.parse("mamba:(2,1)")])
 WALK = list(b"walk")

@@ -12,12 +12,12 @@ import pytest
 from dendro.errors import BadRequest, DendroError, NotFound
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape, UntilShape
 from dendro.v1 import generation_pb2 as pb
-from edge import MAX_LENGTH, VOCABULARY, EdgePeers, ingress, resume_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.api.grpc import status_of
 from cluster.router.ingress import Ingress
+from tests.support.edge import MAX_LENGTH, VOCABULARY, EdgePeers, ingress, resume_of
 
 LINES = 12_000
 """Python lines that admitting a request may execute: a few for each of the MAX_LENGTH tokens of a text."""

@@ -9,17 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
-import tiny_models
 from dendro.errors import BadRequest, PeerLost
 from huggingface_hub import errors
 from huggingface_hub.utils import disable_progress_bars
-from small_hub import TOKEN, SmallHub, small_hub, use
 
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
 from cluster.engines import Worker
 from cluster.hub import _explained, fetched, pinned
 from cluster.serve_config import serve_config
+from tests.support import tiny_models
+from tests.support.small_hub import TOKEN, SmallHub, small_hub, use
 
 NAME = "people/model"
 SMALL = {"config.json": b'{"vocab_size": 8}', "tokenizer.json": b"{}", "generation_config.json": b"{ }"}

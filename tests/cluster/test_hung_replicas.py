@@ -25,12 +25,7 @@ from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Text
-from fakes import FakeVerifier, RemotePool, new_text, plain
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from sockets import until, verifier_at
-from tiny_drafters import make_drafter
-from tiny_models import make_checkpoint
-from toy_cluster import load_until_hung
 
 from cluster import deploy
 from cluster.app import VerifierShell
@@ -44,6 +39,11 @@ from cluster.redis_server import RedisServer
 from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support.fakes import FakeVerifier, RemotePool, new_text, plain
+from tests.support.sockets import until, verifier_at
+from tests.support.tiny_drafters import make_drafter
+from tests.support.tiny_models import make_checkpoint
+from tests.support.toy_cluster import load_until_hung
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_hybrids
 from dendro.options import Options
 from tree_layers.checkpoint import read_facts
 
 from cluster.config import Config
 from cluster.running import local_client
 from drafter_service.models import HYBRIDS
+from tests.support import tiny_hybrids
 
 TEXT = [5, 9, 31, 40, 77, 31, 9, 2]
 TOKENS = 25

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import fakes
 import grpc
 import grpc.aio
 import pytest
@@ -23,7 +22,6 @@ from dendro.speculation import Mode, Speculation
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import END, HELLO, MAX_LENGTH, SERVED, VOCABULARY, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster import sessions as sessions_module
 from cluster.api.grpc import serve_router
@@ -32,6 +30,19 @@ from cluster.peers.pools import Peers
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import AHEAD, Ingress
 from cluster.sessions import KEPT_TURNS, MemorySessions, Record, RedisSessions, Sessions
+from tests.support import fakes
+from tests.support.edge import (
+    END,
+    HELLO,
+    MAX_LENGTH,
+    SERVED,
+    VOCABULARY,
+    EdgePeers,
+    config,
+    ingress,
+    plain_answer,
+    resume_of,
+)
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_models
 from dendro.options import Options
 
 from cluster.config import Config
 from cluster.running import local_client
+from tests.support import tiny_models
 
 PROMPTS = ("one two three, one two", "the end of")
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_mamba
-import tiny_models
 import torch
 from dendro.errors import BadRequest
 from dendro.speculation import Speculation
@@ -15,6 +13,7 @@ from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
 from cluster.running import local_client
+from tests.support import tiny_mamba, tiny_models
 
 
 async def test_a_model_without_tokenizer_files_is_served_with_the_configured_tokenizer(tmp_path: Path):

@@ -19,12 +19,12 @@ from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import answer_from, verifier_answer_message, verifier_call_from, verifier_call_message
-from edge import HELLO, EdgePeers, ingress, plain_answer, plain_logprobs, resume_of
 
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.peers.verifier import _check_verdict
 from cluster.sessions import MemorySessions
+from tests.support.edge import HELLO, EdgePeers, ingress, plain_answer, plain_logprobs, resume_of
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())

@@ -13,9 +13,6 @@ from dendro.calls import Hello, OpenCall, RequestParameters, TextUpdate, new_ope
 from dendro.long_work import LONG, PART
 from dendro.text import Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
-from edge import END, VOCABULARY, ByteTokenizer, EdgePeers, config
-from fakes import FakeVerifier
-from sockets import verifier_at
 
 from cluster import sessions as sessions_module
 from cluster.redis_server import RedisServer
@@ -23,6 +20,9 @@ from cluster.router import admission
 from cluster.router.ingress import Ingress
 from cluster.router.served import Served
 from cluster.sessions import RedisSessions
+from tests.support.edge import END, VOCABULARY, ByteTokenizer, EdgePeers, config
+from tests.support.fakes import FakeVerifier
+from tests.support.sockets import verifier_at
 
 TOKENS = 30_000
 IDS = [index * index % 256 for index in range(TOKENS)]

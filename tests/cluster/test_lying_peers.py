@@ -14,19 +14,19 @@ from dataclasses import fields, is_dataclass, replace
 import grpc
 import numpy as np
 import pytest
-import sockets
 from dendro import wire
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.internal.v1 import verifier_pb2
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA
-from fakes import VOCABULARY, FakeDrafter, FakeVerifier, RemotePool, new_text, plain
-from liars import lying, lying_hello
-from sockets import until
-from toy_edge import COUNT, PROMPT, RecordedPriors, answer, asking, edge
 
 from cluster.peers.opening import Opening
 from cluster.policies.prior import unpack_prior
 from cluster.router.ingress import Ingress
+from tests.support import sockets
+from tests.support.fakes import VOCABULARY, FakeDrafter, FakeVerifier, RemotePool, new_text, plain
+from tests.support.liars import lying, lying_hello
+from tests.support.sockets import until
+from tests.support.toy_edge import COUNT, PROMPT, RecordedPriors, answer, asking, edge
 
 
 def all_finite(value: object) -> bool:

@@ -11,12 +11,12 @@ import psutil
 import pytest
 from dendro.answer import Round
 from dendro.client import AsyncClient
-from fakes import FakeVerifier, plain
-from toy_cluster import LOADERS, toy_config
 
 from cluster import deploy
 from cluster.redis_server import RedisServer
 from cluster.serve_config import APPLICATION, ENVIRONMENT
+from tests.support.fakes import FakeVerifier, plain
+from tests.support.toy_cluster import LOADERS, toy_config
 
 SCALING = {"min_replicas": 1, "max_replicas": 2, "leases": 2, "up_after_s": 0.5, "down_after_s": 2}
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import edge
 import pytest
-import tiny_models
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.internal.v1 import verifier_pb2
@@ -15,7 +13,6 @@ from dendro.options import SMALLEST_TEMPERATURE
 from dendro.text import Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import verifier_call_from, verifier_call_message
-from edge import EdgePeers, ingress
 from tree_kernels import warp
 from tree_layers.checkpoint import read_facts
 
@@ -27,6 +24,8 @@ from cluster.router.served import Served
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_ingress
 from cluster.sessions import MemorySessions
+from tests.support import edge, tiny_models
+from tests.support.edge import EdgePeers, ingress
 from verifier_service.requests import processors_of
 
 PROMPT = [5, 6, 7]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import make_checkpoint
 
 from cluster.certify import checks
 from cluster.certify.checks import SHAPES_OF_ITS_OWN, the_target_drafts_for_itself
 from drafter_service.runner import DraftRunner
+from tests.support.tiny_models import make_checkpoint
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

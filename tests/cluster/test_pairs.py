@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import published
 import pytest
 import yaml
 from dendro.speculation import Speculation
-from published import COMMON, PAGE, PAIRS, UNRELATED, PublishedPair
 from tree_layers.checkpoint import read_facts
 from tree_layers.tokens import read_tokens
 
@@ -20,6 +18,8 @@ from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client
 from cluster.tune.prompts import choose_prompts
+from tests import published
+from tests.published import COMMON, PAGE, PAIRS, UNRELATED, PublishedPair
 
 PROMPT = [5, 9, 300, 4000, 77, 31]
 
@@ -78,7 +78,7 @@ def test_stale_keys_of_the_hf_mambas_are_ignored(tmp_path: Path):
 
 
 def test_the_page_of_pairs_is_up_to_date():
-    assert PAGE.read_text() == published.page(), "run: python tests/published.py"
+    assert PAGE.read_text() == published.page(), "run: python -m tests.published"
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -12,12 +12,12 @@ from dendro.errors import BadRequest
 from dendro.options import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_LISTED_IDS, MAX_STOP_IDS, Options
 from dendro.text import Finish
 from dendro.v1 import generation_pb2 as pb
-from edge import END, VOCABULARY, EdgePeers, ingress, resume_of
-from parameters import EACH, PAGE, PARAMETERS, written
-from self_drafting import self_drafting
 
 from cluster.api.local import LocalClient
 from cluster.certify.parameters import random_options
+from tests.parameters import EACH, PAGE, PARAMETERS, written
+from tests.support.edge import END, VOCABULARY, EdgePeers, ingress, resume_of
+from tests.support.self_drafting import self_drafting
 
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 TOKENS = 24
@@ -184,7 +184,7 @@ async def test_a_stop_token_that_the_client_has_ends_a_resumed_answer():
 
 
 def test_the_page_of_parameters_is_up_to_date():
-    assert PAGE.read_text() == written(), "run python tests/parameters.py"
+    assert PAGE.read_text() == written(), "run python -m tests.parameters"
 
 
 def test_the_page_has_every_sampling_field_of_the_public_api_and_each_of_our_tests_parameters():

@@ -11,10 +11,10 @@ import pytest
 from dendro.errors import NotFound
 from dendro.options import Options
 from dendro.serving import Leases
-from fakes import FakeVerifier, new_text, plain
-from sockets import end, process, until, verifier_at
 
 from cluster.peers.opening import Leased, Opening
+from tests.support.fakes import FakeVerifier, new_text, plain
+from tests.support.sockets import end, process, until, verifier_at
 
 
 class Held:
@@ -119,10 +119,10 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_changes
     import ray  # noqa: F401 - before the cluster starts, as a program may have done
     from dendro.answer import Round
     from dendro.client import AsyncClient
-    from toy_cluster import LOADERS, toy_config
 
     from cluster import deploy
     from cluster.redis_server import RedisServer
+    from tests.support.toy_cluster import LOADERS, toy_config
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     before = set(psutil.Process().children(recursive=True))
@@ -166,9 +166,8 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_changes
 
 
 def test_replicas_start_with_the_environment_that_row_independence_needs():
-    from toy_cluster import LOADERS, toy_config
-
     from cluster.app import build
+    from tests.support.toy_cluster import LOADERS, toy_config
 
     targets = build(toy_config(), "redis://nowhere", **LOADERS)._bound_deployment.init_args[2]
     variables = targets["toy"]._bound_deployment.ray_actor_options["runtime_env"]["env_vars"]

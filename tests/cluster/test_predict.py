@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from dendro.answer import SpeculationStats
 from dendro.errors import BadRequest
-from tuned_pair import configured, make_pair
 from typer.testing import CliRunner
 
 from cluster import cli
@@ -25,6 +24,7 @@ from cluster.predict.prediction import (
     replayed_lengths,
 )
 from cluster.tune.measuring import RunAnswer
+from tests.support.tuned_pair import configured, make_pair
 
 CHAIN, TREE, GROWN = (Arm.parse(f"noisy:{shape}") for shape in ("(1,1)", "(2,1)", "dynamic(2,2,4)"))
 

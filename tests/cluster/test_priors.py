@@ -16,7 +16,6 @@ from dendro.shapes import TreeShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import RANKED, DraftTree
-from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
@@ -26,6 +25,7 @@ from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, 
 from cluster.redis_server import RedisServer
 from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors
+from tests.support.edge import EdgePeers, ingress
 
 OFF = OFF_ARM
 PAIR, CHAIN, BUSHY = Arm.parse("mamba:(1,1)"), Arm.parse("mamba:(1,1,1,1)"), Arm.parse("mamba:(3,2,2,1,1)")

@@ -7,11 +7,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import tiny_models
 from dendro.errors import BadRequest
 
 from cluster.prompt_files import QUESTIONS, FilePrompt, by_turns, read_prompts, that_fit
 from cluster.router.tokenizer import CheckpointTokenizer
+from tests.support import tiny_models
 
 TEMPLATE = (
     "{% for each in messages %}[{{ each.role }}]{{ each.content }}\n{% endfor %}"

@@ -9,18 +9,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_experts
-import tiny_models
 import torch
 from dendro.errors import BadRequest
 from dendro.tree import DraftTree
-from routers import LAWS, alone, arrive_at_random
 from safetensors.torch import load_file, save_file
 
 from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import pair_config
 from drafter_service.models import load_model
+from tests.support import tiny_experts, tiny_models
+from tests.support.routers import LAWS, alone, arrive_at_random
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions

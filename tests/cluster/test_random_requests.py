@@ -12,9 +12,9 @@ import pytest
 from dendro.client import CHANNEL_OPTIONS
 from dendro.options import Options
 from dendro.text import Finish
-from random_requests import OTHER, WAYS, Cases, remote, settings
 
 from cluster.running import running_cluster
+from tests.random_requests import OTHER, WAYS, Cases, remote, settings
 
 CASES = 100
 AT_ONCE = 4

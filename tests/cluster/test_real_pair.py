@@ -18,14 +18,14 @@ from dendro.client import Asking
 from dendro.options import Options
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish
-from random_requests import WAYS, Cases
-from smollm2 import ARMS, QUESTIONS, needs_smollm2, pair
 
 from cluster.api.local import LocalClient
 from cluster.certify.checks import MARGINS, LibraryModel
 from cluster.hub import fetched
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_ingress
+from tests.random_requests import WAYS, Cases
+from tests.support.smollm2 import ARMS, QUESTIONS, needs_smollm2, pair
 
 pytestmark = [pytest.mark.long, needs_smollm2, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 TOKENS = 24

@@ -18,14 +18,14 @@ import pytest
 import redis
 import redis.asyncio
 import yaml
-from chart import ROOT, rendered
 from dendro.errors import NotFound, PeerLost
-from sockets import until
 
 from cluster.redis_client import eviction_warning
 from cluster.redis_server import RedisServer, find_redis_server
 from cluster.sessions import Record, RedisSessions
 from cluster.state_store import RedisStates
+from tests.support.chart import ROOT, rendered
+from tests.support.sockets import until
 
 BUDGET_S = 10.0
 """So long that no call fails because the machine is busy; a dropped connection costs half of it."""

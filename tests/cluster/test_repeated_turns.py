@@ -9,7 +9,6 @@ from random import Random
 
 import numpy as np
 import pytest
-import tiny_models
 from dendro.answer import Completion, build_request, collect
 from dendro.errors import BadRequest
 from dendro.progress import AnswerProgress
@@ -23,6 +22,7 @@ from cluster.peers.local import LocalPeers
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import Ingress
 from cluster.sessions import KEPT_TURNS, RedisSessions
+from tests.support import tiny_models
 
 TOKENS = 12
 TURNS = KEPT_TURNS

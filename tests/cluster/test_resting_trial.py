@@ -8,9 +8,6 @@ from collections import Counter
 import pytest
 from dendro import wire
 from dendro.v1 import generation_pb2 as pb
-from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
-from toy_cluster import ToyTokenizer, toy_config
-from toy_edge import RecordedPriors
 
 from cluster.peers.local import LocalPool
 from cluster.peers.pools import Peers
@@ -25,6 +22,9 @@ from cluster.router.ingress import Ingress
 from cluster.router.priors import Priors
 from cluster.router.served import Served
 from cluster.sessions import MemorySessions
+from tests.support.fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
+from tests.support.toy_cluster import ToyTokenizer, toy_config
+from tests.support.toy_edge import RecordedPriors
 
 CLIENTS, TOKENS = 4, 24
 SPECULATIVE = (

@@ -21,16 +21,16 @@ from dendro.errors import EngineFailed, Overloaded
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import ByteTokenizer, EdgePeers, config, ingress, plain_answer
-from faults import Panic
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from sockets import end, process, until
 
 from cluster.api import grpc as api
 from cluster.api.grpc import SERVICE, serve_router
 from cluster.api.status import serve_status
 from cluster.peers import pools
+from tests.support.edge import ByteTokenizer, EdgePeers, config, ingress, plain_answer
+from tests.support.faults import Panic
+from tests.support.sockets import end, process, until
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())

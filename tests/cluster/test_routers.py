@@ -13,13 +13,13 @@ import grpc.aio
 import psutil
 import pytest
 from dendro.client import AsyncClient
-from fakes import FakeVerifier, plain
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from toy_cluster import LOADERS, toy_config
 
 from cluster import deploy
 from cluster.redis_server import RedisServer
 from cluster.serve_config import APPLICATION
+from tests.support.fakes import FakeVerifier, plain
+from tests.support.toy_cluster import LOADERS, toy_config
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_models
 from dendro import attempts as attempts_module
 from dendro.answer import build_request
 from dendro.client import AsyncClient, Client
@@ -16,14 +15,15 @@ from dendro.options import MAX_SAMPLES
 from dendro.progress import RequestProgress
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
-from edge import EdgePeers, config, ingress, plain_answer, plain_logprobs, resume_of
-from fakes import FakePool, FakeVerifier, new_text
 
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.config import Config
 from cluster.peers.pools import Peers
 from cluster.running import local_ingress
+from tests.support import tiny_models
+from tests.support.edge import EdgePeers, config, ingress, plain_answer, plain_logprobs, resume_of
+from tests.support.fakes import FakePool, FakeVerifier, new_text
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())

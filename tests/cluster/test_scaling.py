@@ -12,9 +12,7 @@ import psutil
 import pytest
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
-from fakes import FakeVerifier, plain
 from ray.serve.config import AutoscalingConfig
-from toy_cluster import LOADERS, toy_config
 
 from cluster import deploy
 from cluster.app import build
@@ -22,6 +20,8 @@ from cluster.config import Config
 from cluster.redis_server import RedisServer
 from cluster.scaling import LOAD, by_answers, by_load, replicas_for
 from cluster.serve_config import APPLICATION
+from tests.support.fakes import FakeVerifier, plain
+from tests.support.toy_cluster import LOADERS, toy_config
 
 SCALING = {"min_replicas": 1, "max_replicas": 3, "requests": 4, "up_after_s": 0.5, "down_after_s": 2}
 

@@ -14,10 +14,6 @@ from dendro.errors import PeerLost
 from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
-from edge import SERVED, config
-from fakes import VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain, toy_token
-from sockets import end, process
-from virtual_time import virtual_time
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.drafter import DrafterHandles
@@ -29,6 +25,10 @@ from cluster.router.ingress import Ingress
 from cluster.router.rounds import rounds
 from cluster.sessions import MemorySessions
 from cluster.showing import account_lines, drafter_line
+from tests.support.edge import SERVED, config
+from tests.support.fakes import VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain, toy_token
+from tests.support.sockets import end, process
+from tests.support.virtual_time import virtual_time
 
 ONE, OTHER = Arm.parse("mamba:(1,1,1)"), Arm.parse("small:(1,1,1)")
 CONFIG = config(

@@ -10,15 +10,15 @@ import sys
 
 import psutil
 import pytest
-import tiny_models
 from dendro.answer import Round
 from dendro.client import AsyncClient
 from dendro.text import Sampling
-from routers import RoundByRound
 
 from cluster import deploy
 from cluster.config import Config
 from cluster.redis_server import RedisServer
+from tests.support import tiny_models
+from tests.support.routers import RoundByRound
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -11,13 +11,13 @@ import pytest
 from dendro.errors import Overloaded
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import EdgePeers, ingress
-from fakes import FakeDrafter, FakeVerifier
-from sockets import until
-from toy_edge import asking, edge
 
 from cluster.api.grpc import serve_router
 from cluster.router.ingress import AHEAD
+from tests.support.edge import EdgePeers, ingress
+from tests.support.fakes import FakeDrafter, FakeVerifier
+from tests.support.sockets import until
+from tests.support.toy_edge import asking, edge
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
 """Bytes that a client's connection buffers unread: less than one answer."""

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from dendro.grammars import GrammarText
 from dendro.structure import Structure
-from self_drafting import self_drafting
 
 from cluster.api.local import LocalClient
+from tests.support.self_drafting import self_drafting
 
 SLOW = Structure.regex("[a-f]{9,20}x")
 QUICK = Structure.regex("[g-m]{9,20}y")

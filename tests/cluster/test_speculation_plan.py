@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from time import monotonic
 
-import fakes
 import pytest
 from dendro.answer import Completion, SpeculationStats, build_request
 from dendro.clock import Clock
@@ -18,7 +17,6 @@ from dendro.speculation import Mode, Speculation
 from dendro.text import Finish, Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
-from edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
@@ -29,6 +27,8 @@ from cluster.router.ingress import Ingress
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.sessions import MemorySessions
+from tests.support import fakes
+from tests.support.edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -504,7 +504,9 @@ def test_a_wrong_figure_is_named_as_a_contradiction(wrong: dict, named: str):
 async def test_an_end_of_text_that_cuts_a_round_is_accounted_for(monkeypatch: pytest.MonkeyPatch):
     """The target's third token ends the text; the chain has guesses beyond it."""
     answer = plain_answer(IDS, Sampling(), 12)
-    monkeypatch.setattr("edge.next_token", lambda ids, _: END if len(ids) == len(IDS) + 2 else answer[len(ids) % 12])
+    monkeypatch.setattr(
+        "tests.support.edge.next_token", lambda ids, _: END if len(ids) == len(IDS) + 2 else answer[len(ids) % 12]
+    )
     done = await LocalClient(ingress(EdgePeers())).generate_text(PROMPT, speculation="(1,1,1)", max_new_tokens=12)
     stats = done.complete.speculation
     assert done.complete.finish is Finish.END_OF_TEXT and len(done.token_ids) == 3

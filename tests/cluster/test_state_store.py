@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import redis.asyncio
-import tiny_hybrids
 import torch
 from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.text import Limits, Sampling, Text
@@ -18,6 +17,7 @@ from cluster.redis_server import RedisServer
 from cluster.state_store import PART_BYTES, PREFIX, CircuitBreaker, RedisStates
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support import tiny_hybrids
 
 MOST = 1 << 20
 

@@ -13,7 +13,6 @@ from dendro.smoothing import OUTLIER
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
-from edge import EdgePeers, ingress
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
@@ -22,6 +21,7 @@ from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
 from cluster.policies.least_squares import nonnegative_fit
 from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps
+from tests.support.edge import EdgePeers, ingress
 
 RECORDED: list[tuple[int, float]] = [
     (8, 53720),

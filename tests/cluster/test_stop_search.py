@@ -10,12 +10,12 @@ import pytest
 from dendro.errors import BadRequest
 from dendro.options import MAX_STOP_BYTES, MAX_STOP_STRINGS
 from dendro.text import Finish, StopStrings, Verdict
-from edge import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stop_oracle import ended, first_stop, sendable
 
 from cluster.router.stop_strings import PART_TOKENS, AnswerText, StopAutomaton, StopSearch
+from tests.support.edge import ByteTokenizer
+from tests.support.stop_oracle import ended, first_stop, sendable
 
 LETTERS = "ab"
 

@@ -8,11 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
-import edge
 import grpc.aio
 import pytest
-import tiny_hybrids
-import tiny_mamba
 from dendro.answer import Completion
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
@@ -20,8 +17,6 @@ from dendro.options import MAX_STOP_BYTES
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
-from edge import END, ByteTokenizer, EdgePeers, ingress, plain_answer, resume_of
-from stop_oracle import ended
 
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
@@ -29,6 +24,9 @@ from cluster.config import Config
 from cluster.router.ingress import AHEAD, Ingress
 from cluster.running import local_client
 from cluster.sessions import MemorySessions
+from tests.support import edge, tiny_hybrids, tiny_mamba
+from tests.support.edge import END, ByteTokenizer, EdgePeers, ingress, plain_answer, resume_of
+from tests.support.stop_oracle import ended
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())

@@ -14,9 +14,7 @@ from random import Random
 from typing import cast
 
 import jsonschema
-import other_tokenizers
 import pytest
-import tiny_models
 from dendro.answer import Completion, build_request
 from dendro.errors import BadRequest, Conflict
 from dendro.modes import VerificationMode
@@ -26,8 +24,6 @@ from dendro.state import NoStates
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
-from edge import SERVED, EdgePeers, config, ingress, resume_of
-from self_drafting import self_drafting
 
 from cluster.api.local import LocalClient
 from cluster.bench.schemas import random_schema
@@ -38,6 +34,9 @@ from cluster.router.ingress import Ingress
 from cluster.running import local_client, local_ingress
 from cluster.sessions import MemorySessions
 from drafter_service.engine import DrafterEngine
+from tests.support import other_tokenizers, tiny_models
+from tests.support.edge import SERVED, EdgePeers, config, ingress, resume_of
+from tests.support.self_drafting import self_drafting
 
 PROMPT = "config = json.loads("
 WAYS = ("(3,2,1)", "auto", "dynamic(3,3,8)", "proposed(7)")

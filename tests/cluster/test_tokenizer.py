@@ -7,13 +7,13 @@ from random import Random
 
 import pytest
 from dendro.errors import BadRequest
-from edge import ByteTokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cluster.checkpoint_tokenizer import decoder_of
 from cluster.router.tokenizer import WINDOW_TOKENS, CheckpointTokenizer, TextStream
+from tests.support.edge import ByteTokenizer
 
 TOKENS = st.one_of(
     st.lists(st.integers(0, 256), max_size=200),  # any bytes, and the end token

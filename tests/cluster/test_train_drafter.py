@@ -11,13 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_mamba
-import tiny_models
 import torch
 import yaml
 from dendro.errors import BadRequest
-from small_hub import small_hub, use
-from small_training import CPU, TEMPLATE, WORDS, plan_of, words, write_cluster, write_text, write_words
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tree_layers.checkpoint import read_facts
@@ -41,6 +37,9 @@ from drafter_service.training import loop
 from drafter_service.training.saving import NotSaved
 from drafter_service.training.sizes import SIZES
 from drafter_service.training.vocabulary import draft_embedding
+from tests.support import tiny_mamba, tiny_models
+from tests.support.small_hub import small_hub, use
+from tests.support.small_training import CPU, TEMPLATE, WORDS, plan_of, words, write_cluster, write_text, write_words
 
 
 @pytest.fixture

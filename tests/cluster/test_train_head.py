@@ -11,14 +11,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_mamba
-import tiny_models
 import torch
 import yaml
-from cut_heads import cut_head
 from dendro.errors import BadRequest
 from dendro.options import Options
-from tiny_heads import make_head
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -40,6 +36,9 @@ from drafter_service.acceptance_head import read_head
 from drafter_service.training import examples, loop
 from drafter_service.training.examples import ExampleLaw
 from drafter_service.training.saving import NotSaved
+from tests.support import tiny_mamba, tiny_models
+from tests.support.cut_heads import cut_head
+from tests.support.tiny_heads import make_head
 
 CPU = torch.device("cpu")
 WORDS = 90

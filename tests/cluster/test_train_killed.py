@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from dendro.errors import BadRequest
-from small_training import plan_of, write_cluster, write_text
 
 from cluster.training import data, drafter
 from cluster.training.drafter import CHUNK_S, DrafterRun, train_drafter
@@ -21,12 +20,13 @@ from cluster.training.plan import Length
 from cluster.training.stages import only_run_in
 from drafter_service.training import loop
 from drafter_service.training.loop import Budget, Recipe
+from tests.support.small_training import plan_of, write_cluster, write_text
 
 # Saves after every step, so that little is waited for.
 CHILD = """
 import functools, sys
 from pathlib import Path
-from small_training import Length, plan_of
+from tests.support.small_training import Length, plan_of
 from cluster.training import drafter
 drafter.Recipe = functools.partial(drafter.Recipe, save_every_s=0.0)
 drafter.rows_within = lambda *_: 16

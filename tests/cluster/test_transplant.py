@@ -7,10 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_mamba
 import torch
 from dendro.errors import BadRequest
-from small_training import CPU, WORDS, plan_of, write_cluster, write_text
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from tree_layers.checkpoint import Facts, read_facts
@@ -21,6 +19,8 @@ from cluster.training.drafter import held_out_loss, train_drafter
 from cluster.training.models import checked_target, new_student, start_from, student_from
 from cluster.training.transplant import Transplant, transplant
 from drafter_service.training.sizes import SIZES
+from tests.support import tiny_mamba
+from tests.support.small_training import CPU, WORDS, plan_of, write_cluster, write_text
 
 LETTER = bytes_to_unicode()
 

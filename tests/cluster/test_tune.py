@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 import yaml
 from dendro.answer import SpeculationStats
@@ -18,7 +17,6 @@ from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.state import MemoryStates
 from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text
-from tuned_pair import configured, make_pair
 from typer.testing import CliRunner
 
 from cluster import cli
@@ -44,6 +42,8 @@ from cluster.tune.tuning import SearchLimits, Tuned, arms_of, as_arm, is_chain, 
 from cluster.tune.writing import check_writable, field_of_arms, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support import tiny_models
+from tests.support.tuned_pair import configured, make_pair
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -6,12 +6,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-import tiny_hybrids
 from dendro.answer import Completion
 from dendro.client import Asking
 
 from cluster.config import Config
 from cluster.running import local_client
+from tests.support import tiny_hybrids
 
 ADDED = (1, 17, 200)
 """Tokens that a turn adds."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_models
 import torch
 from dendro.options import Options
 from dendro.speculation import Speculation
 
 from cluster.config import Config
 from cluster.running import local_client
+from tests.support import tiny_models
 
 PROMPTS = ("one two three, one two", "the end of")
 TOKENS = 24

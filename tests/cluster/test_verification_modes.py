@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-import tiny_models
 from dendro.answer import build_request
 from dendro.drawn_form import has_drawn_form
 from dendro.errors import BadRequest
@@ -20,7 +19,6 @@ from dendro.options import Options
 from dendro.speculation import Speculation
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb
-from edge import EdgePeers, config, ingress
 
 from cluster.api.local import LocalClient
 from cluster.config import Config
@@ -30,6 +28,8 @@ from cluster.policies.prior import PriorKey
 from cluster.router.speculation import plan_speculation
 from cluster.running import local_ingress
 from drafter_service.sampled import DrawnGrowth, GuessDraws
+from tests.support import tiny_models
+from tests.support.edge import EdgePeers, config, ingress
 
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 TOKENS = 24

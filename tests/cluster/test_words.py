@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import edge
 import pytest
 from dendro.answer import build_request
 from dendro.errors import BadRequest
 from dendro.options import MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_WORD_BYTES
 from dendro.structure import Structure, StructureForm
 from dendro.text import Finish
-from edge import END, EdgePeers, ingress, resume_of
-from other_tokenizers import STYLES, loaded, templated
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.api.local import LocalClient
@@ -20,6 +17,9 @@ from cluster.router.ingress import Ingress
 from cluster.router.served import Served
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.sessions import MemorySessions
+from tests.support import edge
+from tests.support.edge import END, EdgePeers, ingress, resume_of
+from tests.support.other_tokenizers import STYLES, loaded, templated
 
 
 @pytest.fixture(scope="module", params=STYLES)

@@ -11,10 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import fakes
 import pytest
-import tiny_mamba
-import tiny_models
 import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.engine import started
@@ -23,12 +20,13 @@ from dendro.shapes import OFF, TreeShape
 from dendro.state import MemoryStates
 from dendro.text import Finish, Limits, Sampling, Text
 from dendro.tree import DraftTree
-from fakes import FakeDrafter, FakeVerifier
-from sockets import drafter_at, verifier_at
 from transformers import AutoModelForCausalLM
 
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support import fakes, tiny_mamba, tiny_models
+from tests.support.fakes import FakeDrafter, FakeVerifier
+from tests.support.sockets import drafter_at, verifier_at
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -17,7 +17,11 @@ from dendro.modes import VerificationMode
 from dendro.shapes import DynamicShape, LevelShape, TreeShape
 from dendro.text import Sampling
 from dendro.tree import ChildLaw, DraftTree
-from enumeration import (
+from tree_kernels.sampled_walk import SparseLaw
+from tree_kernels.tree_walk import Walk
+
+from drafter_service.sampled import GuessDraws, drawn_growth_of
+from tests.support.enumeration import (
     LOSSLESS,
     LOSSY,
     ROOT,
@@ -36,10 +40,6 @@ from enumeration import (
     unchanged,
     walks,
 )
-from tree_kernels.sampled_walk import SparseLaw
-from tree_kernels.tree_walk import Walk
-
-from drafter_service.sampled import GuessDraws, drawn_growth_of
 
 MULTI_STEP = [
     pytest.param(reference.multi_step, id="reference"),

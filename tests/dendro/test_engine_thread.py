@@ -9,7 +9,8 @@ from collections.abc import Callable
 import pytest
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import DendroError, EngineFailed, NotFound, PeerLost
-from faults import Panic
+
+from tests.support.faults import Panic
 
 
 class PanicOfCall(Panic):

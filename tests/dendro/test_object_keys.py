@@ -9,9 +9,10 @@ from typing import Any
 
 import jsonschema
 import pytest
-from byte_grammars import admits, compiled
 from dendro.errors import BadRequest
 from dendro.object_keys import beginning, exact
+
+from tests.support.byte_grammars import admits, compiled
 
 pytest.importorskip("llguidance")
 

@@ -10,13 +10,14 @@ import re
 import jsonschema
 import numpy as np
 import pytest
-from byte_grammars import admits, compiled, made
 from dendro.errors import BadRequest
 from dendro.grammars import Grammar
 from dendro.lark_text import token_references
 from dendro.patterns import other_keys, translated
 from dendro.schemas import enforceable
 from dendro.structure import Structure
+
+from tests.support.byte_grammars import admits, compiled, made
 
 pytest.importorskip("llguidance")
 

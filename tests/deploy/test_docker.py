@@ -12,11 +12,11 @@ from pathlib import Path
 
 import ray
 import yaml
-from chart import ROOT, values_of
 from packaging.requirements import Requirement
 
 from cluster import serve_config
 from cluster.config import Config
+from tests.support.chart import ROOT, values_of
 
 DOCKER = ROOT / "deploy" / "docker"
 TEXT = (DOCKER / "Dockerfile").read_text()

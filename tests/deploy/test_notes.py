@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from chart import CHART, SMALL
 from helm_python import Chart
+
+from tests.support.chart import CHART, SMALL
 
 
 def test_the_notes_name_the_service_and_the_port_that_clients_call():

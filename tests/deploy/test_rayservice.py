@@ -8,13 +8,13 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import ray
-from chart import CHART, KUBERNETES, SMALL, merged, rendered, serve_config, service, strict_crd, values_of
 from helm_python import HelmError
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster import serve_config as ours
 from cluster.app import DRAIN_MARGIN_S
 from cluster.config import Config
+from tests.support.chart import CHART, KUBERNETES, SMALL, merged, rendered, serve_config, service, strict_crd, values_of
 
 FILES = tuple(sorted(path.name for path in CHART.glob("values-*.yaml")))
 ALL = ["small", *FILES]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import kubernetes_validate
 import pytest
-from chart import KUBERNETES, SMALL, merged, rendered, service
 from helm_python import HelmError
 from ray._private.services import get_address
 from redis.connection import parse_url
+
+from tests.support.chart import KUBERNETES, SMALL, merged, rendered, service
 
 SECRET = {"redis": {"existingSecret": "mine"}}
 

@@ -7,8 +7,9 @@ import re
 
 import jsonschema
 import pytest
-from chart import CHART, SMALL, merged, rendered, values_of
 from helm_python import HelmError, lint
+
+from tests.support.chart import CHART, SMALL, merged, rendered, values_of
 
 DEFAULTS = values_of("values.yaml")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())

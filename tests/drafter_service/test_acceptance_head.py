@@ -18,12 +18,12 @@ from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from safetensors.torch import load_file, save_file
-from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
-from tiny_heads import make_head, random_tensors
 
 from drafter_service.acceptance_head import FACTS, HEAD_FILE, HeadFacts, read_head, write_head
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.support.tiny_drafters import FAMILIES, VOCABULARY, make_drafter
+from tests.support.tiny_heads import make_head, random_tensors
 
 CPU = torch.device("cpu")
 SHAPES = (

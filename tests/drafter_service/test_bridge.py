@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import other_tokenizers
 import pytest
-import tiny_models
 from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 from hypothesis import given, settings
@@ -26,6 +24,7 @@ from drafter_service.bridge.kinds import KINDS, BridgeKind, IntersectionBridge, 
 from drafter_service.bridge.translation import LONGEST_SEGMENT, Translation, closed_segments
 from drafter_service.bridge.vocabularies import NO_TOKEN, VocabularyMap
 from drafter_service.mapped_noise import MappedNoise
+from tests.support import other_tokenizers, tiny_models
 
 CODE = inspect.getsource(json.decoder) + inspect.getsource(textwrap)
 PROSE = "The quick brown fox — “jumps” over 12,345 lazy dogs; déjà vu, naïve café.\n"

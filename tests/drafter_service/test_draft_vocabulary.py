@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cut_heads import cut_head, write_draft_vocabulary
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.shapes import DynamicShape, LevelShape, NodeShape, TreeShape
@@ -23,8 +22,6 @@ from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from safetensors.torch import load_file, save_file
-from tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
-from tiny_heads import make_head
 from tree_kernels.noise import NoiseTokens, gumbel_noise, reference
 from tree_layers.checkpoint import read_facts, weights_fingerprint
 from tree_layers.draft_vocabulary import DRAFT_VOCABULARY, IDS, OTHERS_BASIS, OTHERS_ROWS
@@ -35,6 +32,9 @@ from drafter_service.models import load_model
 from drafter_service.models.backbone import Ends
 from drafter_service.options import DrafterOptions
 from drafter_service.runner import DraftLaw
+from tests.support.cut_heads import cut_head, write_draft_vocabulary
+from tests.support.tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
+from tests.support.tiny_heads import make_head
 
 CPU = torch.device("cpu")
 GUESSED = tuple(sorted(random.Random(1).sample(range(VOCABULARY), 40)))

@@ -7,9 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import tiny_mamba
 import torch
-from cut_heads import cut_head
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.modes import VerificationMode
 from dendro.shapes import DynamicShape, LevelShape, TreeShape
@@ -17,14 +15,16 @@ from dendro.state import NoStates
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from enumeration import LOSSLESS, Laws, Text, distance, law_of, trees
-from tiny_drafters import VOCABULARY, make_drafter
 from tree_kernels.sampled_walk import SparseLaw, drawn_order, multi_step
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.models.backbone import Ends
 from drafter_service.options import DrafterOptions
+from tests.support import tiny_mamba
+from tests.support.cut_heads import cut_head
+from tests.support.enumeration import LOSSLESS, Laws, Text, distance, law_of, trees
+from tests.support.tiny_drafters import VOCABULARY, make_drafter
 
 FORMS = pytest.mark.parametrize("form", ["eager", "fused"])
 FEW, FEW_GUESSED = 5, (0, 2, 3)

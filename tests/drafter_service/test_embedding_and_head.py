@@ -10,11 +10,11 @@ import pytest
 import torch
 from dendro.errors import BadRequest
 from safetensors.torch import load_file, save_file
-from tiny_families import VOCABULARY, make_checkpoint
 from transformers import AutoModelForCausalLM
 
 from drafter_service.models import MODELS, load_model
 from drafter_service.plan import EMPTY_TEXT, Chains
+from tests.support.tiny_families import VOCABULARY, make_checkpoint
 
 CPU = torch.device("cpu")
 EMBEDDINGS = ("model.embed_tokens.weight", "backbone.embeddings.weight", "model.embeddings.weight")

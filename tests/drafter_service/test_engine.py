@@ -24,7 +24,6 @@ from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, T
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from tiny_drafters import FAMILIES, PADDED, VOCABULARY, WITH_HYBRID, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
 
@@ -34,6 +33,7 @@ from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.texts import DraftRound
+from tests.support.tiny_drafters import FAMILIES, PADDED, VOCABULARY, WITH_HYBRID, Family, make_drafter
 
 CPU = torch.device("cpu")
 CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))

@@ -15,13 +15,13 @@ from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import DynamicShape, LevelShape
 from dendro.state import MemoryStates, NoStates
 from dendro.text import Limits, Sampling, Tokens
-from faults import Panic
 from safetensors.torch import load_file, save_file
-from tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from drafter_service.texts import DrafterText
+from tests.support.faults import Panic
+from tests.support.tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
 POISON = 11
 """A token whose embedding is not finite, and so are the scores after it."""

@@ -10,17 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import few_of
 from dendro.errors import BadRequest
-from rare_limits import TEXT, library_logits, random_model, write_rare_checkpoint
-from tiny_families import VOCABULARY, tiny_config
-from tiny_models import byte_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafter_service.models import MODELS, load_model
 from drafter_service.models.fused import FUSED
 from drafter_service.plan import EMPTY_TEXT, Chains
+from tests.support.cases import few_of
+from tests.support.rare_limits import TEXT, library_logits, random_model, write_rare_checkpoint
+from tests.support.tiny_families import VOCABULARY, tiny_config
+from tests.support.tiny_models import byte_tokenizer
 
 KINDS = few_of(sorted(MODELS), "llama", "mamba", "mamba2")
 SET: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None}}

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tiny_drafters import VOCABULARY, WITH_HYBRID, make_drafter
 
 from drafter_service.models import load_model
 from drafter_service.plan import EMPTY_TEXT, Chains
+from tests.support.tiny_drafters import VOCABULARY, WITH_HYBRID, make_drafter
 
 
 @pytest.mark.parametrize("family", WITH_HYBRID)

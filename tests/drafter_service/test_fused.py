@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
-from text_cases import TextCase, chains_of, ints, level_of
-from tiny_drafters import make_drafter
-from tiny_mamba import Family, make_checkpoint, tiny_config
 from tree_layers.arrays import as_tensor
 
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
 from drafter_service.plan import EMPTY_TEXT, Chains, Level, Nodes, TextFold
+from tests.support.text_cases import TextCase, chains_of, ints, level_of
+from tests.support.tiny_drafters import make_drafter
+from tests.support.tiny_mamba import Family, make_checkpoint, tiny_config
 
 TEXTS, NODES = 4, 64
 CPU = torch.device("cpu")

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_hybrids
 import torch
 import transformers
 from dendro.errors import BadRequest
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import PADDED, PUBLISHED, VOCABULARY
-from tiny_mamba import randomise, write_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drafter_service.models import HYBRIDS, load_model
 from drafter_service.plan import EMPTY_TEXT, Chains
+from tests.support import tiny_hybrids
+from tests.support.tiny_hybrids import PADDED, PUBLISHED, VOCABULARY
+from tests.support.tiny_mamba import randomise, write_tokenizer
 
 CPU = torch.device("cpu")
 # A variant of each family beside the one of `tiny_hybrids`.

@@ -14,12 +14,12 @@ from dendro.errors import BadRequest
 from dendro.shapes import LevelShape
 from dendro.state import MemoryStates, NoStates
 from dendro.text import Limits, Sampling, Tokens
-from tiny_drafters import POSITIONS, VOCABULARY, make_drafter
 
 from drafter_service.engine import DrafterEngine
 from drafter_service.models import load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import EMPTY_TEXT, Chains
+from tests.support.tiny_drafters import POSITIONS, VOCABULARY, make_drafter
 
 CPU = torch.device("cpu")
 ROPES = {

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tiny_hybrids
 import torch
-from text_cases import TextCase, chains_of, ints, level_of
-from tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
 
 from drafter_service.models import HYBRIDS, DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
 from drafter_service.plan import EMPTY_TEXT, Chains, TextFold
+from tests.support import tiny_hybrids
+from tests.support.text_cases import TextCase, chains_of, ints, level_of
+from tests.support.tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
 
 TEXTS, NODES = 4, 64
 

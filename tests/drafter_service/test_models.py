@@ -11,12 +11,20 @@ import pytest
 import torch
 from dendro.errors import BadRequest
 from safetensors.torch import load_file, save_file
-from tiny_mamba import FAMILIES, PADDED, VOCABULARY, Family, make_checkpoint, make_state_spaces, write_tokenizer
 from transformers import PreTrainedModel
 
 from drafter_service.models import load_model
 from drafter_service.models.memory import DrafterMemory
 from drafter_service.plan import EMPTY_TEXT, Chains, Level, Nodes, TextFold
+from tests.support.tiny_mamba import (
+    FAMILIES,
+    PADDED,
+    VOCABULARY,
+    Family,
+    make_checkpoint,
+    make_state_spaces,
+    write_tokenizer,
+)
 
 CPU = torch.device("cpu")
 Made = dict[Family, tuple[PreTrainedModel, dict[str, Path]]]

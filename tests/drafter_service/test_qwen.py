@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
-from tiny_mamba import VOCABULARY, write_tokenizer
-from tiny_models import randomise
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drafter_service.models import load_model
 from drafter_service.plan import EMPTY_TEXT, Chains
+from tests.support.tiny_mamba import VOCABULARY, write_tokenizer
+from tests.support.tiny_models import randomise
 
 CPU = torch.device("cpu")
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 104}

@@ -26,7 +26,6 @@ from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from tiny_drafters import VOCABULARY, Family, make_drafter
 from tree_kernels.noise import gumbel_noise
 
 from drafter_service import structures, text_masks
@@ -36,6 +35,7 @@ from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.structures import DraftStructure, keep_allowed
+from tests.support.tiny_drafters import VOCABULARY, Family, make_drafter
 
 END = 0  # of no text
 BYTES = {token: bytes([31 + token]) for token in range(1, VOCABULARY)}

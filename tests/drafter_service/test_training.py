@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_hybrids
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -41,6 +40,7 @@ from drafter_service.training.teacher import (
     TeacherText,
     write_teacher_outputs,
 )
+from tests.support import tiny_hybrids
 
 Scan = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 

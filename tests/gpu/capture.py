@@ -7,8 +7,9 @@ import time
 
 import torch
 from dendro.tree import DraftTree
-from random_target import BUCKETS, runner_of
-from step import DEVICE, require_device, write_result
+
+from tests.gpu.random_target import BUCKETS, runner_of
+from tests.gpu.step import DEVICE, require_device, write_result
 
 KINDS_OF_DRAWING = 3
 

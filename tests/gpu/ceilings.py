@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from step import DEVICE, DRY, require_device, seconds, write_result
+
+from tests.gpu.step import DEVICE, DRY, require_device, seconds, write_result
 
 COPY_BYTES = 1 << (20 if DRY else 32)
 PRODUCTS = (

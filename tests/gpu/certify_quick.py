@@ -8,11 +8,11 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import Progress
-from step import DEVICE, DRY, require_device, write_result
 
 from cluster.certify.command import QUICK, CertifySize, run_certify
 from cluster.certify.promises import show
 from cluster.config import Config, demo_config
+from tests.gpu.step import DEVICE, DRY, require_device, write_result
 
 TINY = CertifySize(
     greedy_prompts=1,

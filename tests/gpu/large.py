@@ -23,10 +23,7 @@ import numpy as np
 import torch
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from routers import RoundByRound, guessing
 from safetensors.torch import save_file
-from step import DEVICE, DRY, require_device, write_result
-from tiny_mamba import write_tokenizer
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
     AutoModelForCausalLM,
@@ -37,6 +34,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from tests.gpu.step import DEVICE, DRY, require_device, write_result
+from tests.support.routers import RoundByRound, guessing
+from tests.support.tiny_mamba import write_tokenizer
 from verifier_service import engine as engines
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
@@ -394,7 +394,7 @@ parser.add_argument("--out", type=Path, help="where its findings are written")
 given = parser.parse_args()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if given.narrow and DEVICE.type != "cpu":  # a CPU's attention reads float32 pages
-    engines.load_target = load_narrow
+    engines.load_target = load_narrow  # type: ignore[attr-defined]  # a name that the engine imports
 if given.model:
     asyncio.run(of_model(given.model, given.out))
 else:

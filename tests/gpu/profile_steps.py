@@ -11,14 +11,14 @@ from dendro.shapes import LevelShape
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from random_target import runner_of
-from step import DEVICE, DRY, require_device, seconds, write_result
 from torch.profiler import ProfilerActivity, profile
 from tree_kernels.warp import Warp
 
 from cluster.config import DEMO_MODELS
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
+from tests.gpu.random_target import runner_of
+from tests.gpu.step import DEVICE, DRY, require_device, seconds, write_result
 from verifier_service.device import DeviceRunner
 from verifier_service.rows import NO_ROWS, StepPlan, pack, text_rows
 from verifier_service.walk import Draw
@@ -59,7 +59,7 @@ def verifier_steps() -> list[dict[str, object]]:
 
 
 async def drafting_levels() -> list[dict[str, object]]:
-    found = []
+    found: list[dict[str, object]] = []
     engine = DrafterEngine.load(DEMO_MODELS / "mamba2", DrafterOptions(name="mamba2", device=DEVICE), states=NoStates())
     await engine.start()
     text = Tokens()

@@ -6,9 +6,9 @@ import tempfile
 from pathlib import Path
 
 import torch
-from step import DEVICE, DRY
-from tiny_models import make_checkpoint
 
+from tests.gpu.step import DEVICE, DRY
+from tests.support.tiny_models import make_checkpoint
 from verifier_service.device import DeviceRunner
 from verifier_service.models import load_target
 from verifier_service.recurrent import Arrangement

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from step import DEVICE, DRY, require_device, write_result
 from torch import Tensor
 from tree_kernels.norm import GATE_FIRST, RowNorm
 from tree_kernels.norm.triton import norm_rows
+
+from tests.gpu.step import DEVICE, DRY, require_device, write_result
 
 ROWS = (1, 2, 3, 8, 16) if DRY else (1, 2, 3, 4, 5, 7, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
 SHAPES = ((64, 96),) if DRY else ((576, 1536), (2048, 2048), (2048, 8192), (4096, 4096), (4096, 14336), (14336, 4096))

@@ -132,7 +132,7 @@ def install(wheels: Path, site: Path) -> str:
 
 
 def environment(dry: bool, site: Path) -> dict[str, str]:
-    paths = [site, ROOT, ROOT / "protos", ROOT / "kernels", ROOT / "tests"]
+    paths = [site, ROOT, ROOT / "protos", ROOT / "kernels"]
     given = {
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "PYTHONUNBUFFERED": "1",

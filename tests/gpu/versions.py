@@ -7,7 +7,8 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from step import DEVICE, require_device, write_result
+
+from tests.gpu.step import DEVICE, require_device, write_result
 
 PACKAGES = (
     "torch",

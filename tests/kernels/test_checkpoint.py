@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import sentencepiece
 from safetensors.torch import save_file
 from tree_layers.checkpoint import read_facts, weight_files, weights_fingerprint
 from tree_layers.errors import CheckpointError
 from tree_layers.headers import tensor_shapes
 from tree_layers.tokens import read_tokens
+
+from tests.support.layouts import sentencepiece
 
 LLAMA = {"model_type": "llama", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}
 MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}

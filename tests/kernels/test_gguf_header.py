@@ -6,9 +6,10 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from tiny_gguf import array, header, tensor, text, whole, write_llama
 from tree_layers.errors import CheckpointError
 from tree_layers.gguf_header import MAX_ELEMENTS, MAX_KEYS, MAX_TENSORS, read_gguf_header
+
+from tests.support.tiny_gguf import array, header, tensor, text, whole, write_llama
 
 gguf = pytest.importorskip("gguf")
 HUGE = (1 << 64) - 1

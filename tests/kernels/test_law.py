@@ -11,10 +11,11 @@ from itertools import permutations, product
 import numpy as np
 import pytest
 import torch
-from enumeration import LOSSLESS, LOSSY, context
 from scipy.stats import chi2_contingency, chisquare
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.tree_walk import walk
+
+from tests.support.enumeration import LOSSLESS, LOSSY, context
 
 VOCABULARY = 3
 TOKENS = range(VOCABULARY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import STRICT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tree_kernels.matmul import packing, why_not_packed
@@ -23,6 +22,8 @@ from tree_layers.linear import (
     why_not_compiled,
 )
 from tree_layers.row_weights import make_rows_independent
+
+from tests.support.exactness import STRICT
 
 BUCKETS = (8, 16, 24, 32, 48, 64)
 

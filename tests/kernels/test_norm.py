@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from nearest_casts import round_casts
 from tree_kernels.norm import GATE_FIRST, GATE_LAST, NO_GATE, RowNorm, norm
+
+from tests.support.nearest_casts import round_casts
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.norm.triton import norm_rows  # noqa: E402

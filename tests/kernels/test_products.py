@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from other_kernels import give_a_batch_of_one_other_bits
 from tree_kernels.products import bmm
+
+from tests.support.other_kernels import give_a_batch_of_one_other_bits
 
 
 @pytest.mark.parametrize("simulated", [False, True], ids=["real", "simulated"])

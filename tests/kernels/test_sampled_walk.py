@@ -11,9 +11,23 @@ import numpy as np
 import pytest
 import tree_kernels.sampled_walk.cpu as served
 import tree_kernels.sampled_walk.reference as reference
-from enumeration import LOSSLESS, LOSSY, Law, Laws, Tree, Verify, context, law_of, siblings, trees, walks, worst
 from tree_kernels.sampled_walk import NoiseCoins, SparseLaw, drawn_order, law_of_scores, lenient_greedy
 from tree_kernels.tree_walk import Walk
+
+from tests.support.enumeration import (
+    LOSSLESS,
+    LOSSY,
+    Law,
+    Laws,
+    Tree,
+    Verify,
+    context,
+    law_of,
+    siblings,
+    trees,
+    walks,
+    worst,
+)
 
 MULTI_STEP = [
     pytest.param(reference.multi_step, id="reference"),

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from dendro.tree import DraftTree
-from tensor_core_products import multiply_as_tensor_cores
 from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows
 from tree_kernels.tree_attention import reference as plain_attention
 from tree_kernels.tree_attention.splits import (
@@ -29,6 +28,7 @@ from tree_kernels.tree_attention.splits import (
     why_not_on_tensor_cores,
 )
 
+from tests.support.tensor_core_products import multiply_as_tensor_cores
 from verifier_service.rows import NO_ROWS, Far, pack, text_rows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")

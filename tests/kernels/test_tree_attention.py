@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from other_kernels import give_a_batch_of_one_other_bits
 from tree_kernels.commit import commit
 from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, near_window, reference
 from tree_kernels.tree_attention.compiled import (
@@ -21,6 +20,8 @@ from tree_kernels.tree_attention.compiled import (
     why_not_for,
 )
 from tree_kernels.tree_attention.cpu import attend, prepare, write
+
+from tests.support.other_kernels import give_a_batch_of_one_other_bits
 
 NEAR = 16
 needs_kernels = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())

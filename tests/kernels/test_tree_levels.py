@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from dendro.shapes import TreeShape
-from text_cases import ints
-from tiny_mamba import Family, make_checkpoint, tiny_config
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.ranking import Orders, ranked
 
@@ -17,6 +15,8 @@ from drafter_service.grow import fixed_form
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.models.memory import FusedMemory
 from drafter_service.plan import Level, Levels, Nodes
+from tests.support.text_cases import ints
+from tests.support.tiny_mamba import Family, make_checkpoint, tiny_config
 
 WIDTH = 4
 

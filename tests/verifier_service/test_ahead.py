@@ -6,17 +6,16 @@ import asyncio
 
 import numpy as np
 import pytest
-import tiny_mamba
-import tiny_models
 import torch
 from dendro.errors import BadRequest, NotFound
 from dendro.state import MemoryStates
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from exactness import bitwise_or_skip
-from routers import LAWS, RoundByRound, alone, guessing
 from tree_kernels.tree_attention import PAGE
 
+from tests.support import tiny_mamba, tiny_models
+from tests.support.exactness import bitwise_or_skip
+from tests.support.routers import LAWS, RoundByRound, alone, guessing
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
 import torch
-from made_once import made_once
 from transformers import OlmoConfig, OlmoForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.llama import modeling_llama
 from tree_kernels.tree_attention import compiled
 from tree_kernels.tree_attention.compiled import why_not_compiled
 
 import verifier_service.models as models
+from tests.support import tiny_models
+from tests.support.made_once import made_once
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
 import torch
-from made_once import made_once
 from transformers.models.llama import modeling_llama
 from tree_kernels.decoder_layer import why_not_compiled
 
 import verifier_service.models as models
+from tests.support import tiny_models
+from tests.support.made_once import made_once
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions

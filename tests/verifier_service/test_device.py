@@ -18,12 +18,13 @@ from dendro.logprobs import TokenLogprobs
 from dendro.modes import VerificationMode, draft_seed
 from dendro.text import Sampling
 from dendro.tree import ChildLaw, DraftTree
-from routers import LAWS, RoundByRound, alone, guessing
-from tiny_models import make_checkpoint
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.sampled_walk import drawn_order, law_of_scores
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import History, Processors, Warp, processed, tokens_of
+
+from tests.support.routers import LAWS, RoundByRound, alone, guessing
+from tests.support.tiny_models import make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 

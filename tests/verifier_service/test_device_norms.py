@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nearest_casts import round_casts
 from torch import nn
 from tree_layers.library_mixers import GroupedNorm
+
+from tests.support.nearest_casts import round_casts
 
 pytest.importorskip("triton", reason="triton is not installed")
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -168,8 +169,7 @@ def test_a_norm_that_computes_something_else_keeps_its_forward(build):
 
 
 def test_a_cpus_target_keeps_its_own_norms(tmp_path, monkeypatch):
-    from tiny_models import make_checkpoint
-
+    from tests.support.tiny_models import make_checkpoint
     from verifier_service.models import load_target
 
     monkeypatch.setattr("verifier_service.models.use_norm_kernel", lambda *_: pytest.fail("a kernel of accelerators"))

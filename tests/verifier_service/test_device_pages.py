@@ -12,10 +12,11 @@ import pytest
 import torch
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from tensor_core_products import multiply_as_tensor_cores
-from tiny_models import make_checkpoint
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import Warp
+
+from tests.support.tensor_core_products import multiply_as_tensor_cores
+from tests.support.tiny_models import make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 

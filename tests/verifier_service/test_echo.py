@@ -6,8 +6,6 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import tiny_hybrids
-import tiny_models
 import torch
 from dendro.calls import RequestParameters
 from dendro.engine import started
@@ -16,10 +14,11 @@ from dendro.logprobs import TokenLogprobs
 from dendro.options import MAX_ECHOED
 from dendro.text import Limits, Sampling
 from dendro.tree import DraftTree
-from exactness import bitwise_or_skip
-from made_once import made_once
-from routers import RoundByRound
 
+from tests.support import tiny_hybrids, tiny_models
+from tests.support.exactness import bitwise_or_skip
+from tests.support.made_once import made_once
+from tests.support.routers import RoundByRound
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -16,10 +16,10 @@ from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, Ver
 from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.text import Finish, Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from exactness import announces_what_it_must
-from tiny_models import END, FAMILIES, VOCABULARY, make_checkpoint
 from transformers import AutoModelForCausalLM
 
+from tests.support.exactness import announces_what_it_must
+from tests.support.tiny_models import END, FAMILIES, VOCABULARY, make_checkpoint
 from verifier_service.engine import VerifierEngine, _hello_of
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions

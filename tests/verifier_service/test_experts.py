@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from exactness import announces_what_it_must, bitwise_or_skip
-from made_once import made_once
-from routers import LAWS, arrive_at_random
-from tiny_experts import FAMILIES, make_checkpoint
-from tiny_hybrids import paths_below, tree_below
 from torch import nn
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import use_experts_implementation
 from tree_layers.linear import RowForms
 from tree_layers.row_weights import make_rows_independent
 
+from tests.support.exactness import announces_what_it_must, bitwise_or_skip
+from tests.support.made_once import made_once
+from tests.support.routers import LAWS, arrive_at_random
+from tests.support.tiny_experts import FAMILIES, make_checkpoint
+from tests.support.tiny_hybrids import paths_below, tree_below
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.experts import is_experts, seat_experts

@@ -7,18 +7,18 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-import tiny_mamba
 import torch
 import transformers
 from dendro.errors import BadRequest
-from families import HOW_TO_RECORD, PAGE, read, try_family, written
-from tiny_families import FAMILIES, WINDOW, make_checkpoint
 from torch import nn
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
 from tree_layers.tree_mixers import TreeMamba2
 
+from tests.families import HOW_TO_RECORD, PAGE, read, try_family, written
+from tests.support import tiny_mamba
+from tests.support.tiny_families import FAMILIES, WINDOW, make_checkpoint
 from verifier_service import models
 from verifier_service.models import families, load_target, mixers
 from verifier_service.models.families import FamilyError, Property
@@ -43,7 +43,7 @@ def test_every_causal_family_is_served_and_certified_or_refused_for_a_property(f
 
 
 def test_the_page_of_families_is_up_to_date():
-    assert PAGE.read_text() == written(KNOWN), "write it with `python tests/families.py`"
+    assert PAGE.read_text() == written(KNOWN), "write it with `python -m tests.families`"
 
 
 def test_every_recorded_refusal_gives_a_property_of_the_closed_list():

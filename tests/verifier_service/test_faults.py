@@ -6,8 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-import tiny_mamba
-import tiny_models
 import torch
 from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound
@@ -16,8 +14,9 @@ from dendro.modes import VerificationMode
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from faults import Panic
 
+from tests.support import tiny_mamba, tiny_models
+from tests.support.faults import Panic
 from verifier_service.engine import VerifierEngine
 from verifier_service.logprobs import walk_with_logprobs
 from verifier_service.options import VerifierOptions

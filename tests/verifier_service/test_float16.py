@@ -6,15 +6,14 @@ import shutil
 
 import numpy as np
 import pytest
-import tiny_hybrids
-import tiny_models
 import torch
 from dendro.errors import BadRequest
-from exactness import announces_what_it_must
-from routers import LAWS, RoundByRound, alone, guessing
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import paths_below, tree_below
 
+from tests.support import tiny_hybrids, tiny_models
+from tests.support.exactness import announces_what_it_must
+from tests.support.routers import LAWS, RoundByRound, alone, guessing
+from tests.support.tiny_hybrids import paths_below, tree_below
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tiny_hybrids
 import torch
 from dendro.engine import started
 from dendro.text import Sampling
-from exactness import bitwise_or_skip
-from made_once import made_once
-from routers import RoundByRound, guessing
-from tiny_hybrids import VOCABULARY
 
+from tests.support import tiny_hybrids
+from tests.support.exactness import bitwise_or_skip
+from tests.support.made_once import made_once
+from tests.support.routers import RoundByRound, guessing
+from tests.support.tiny_hybrids import VOCABULARY
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_hybrids
-import tiny_models
 import torch
 from dendro.tree import DraftTree
-from routers import RoundByRound
 
+from tests.support import tiny_hybrids, tiny_models
+from tests.support.routers import RoundByRound
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.options import VerifierOptions

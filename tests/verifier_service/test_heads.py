@@ -5,17 +5,17 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import few_of
 from dendro.errors import BadRequest
-from exactness import announces_what_it_must
-from made_once import made_once
-from routers import LAWS, RoundByRound, arrive_at_random, guessing, watch_logits
-from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers.models.falcon_h1.modeling_falcon_h1 import FalconH1RMSNormGated
 from tree_kernels.tree_attention import PAGE
 from tree_layers.errors import CheckpointError
 from tree_layers.library_mixers import GroupedNorm, is_mixer
 
+from tests.support.cases import few_of
+from tests.support.exactness import announces_what_it_must
+from tests.support.made_once import made_once
+from tests.support.routers import LAWS, RoundByRound, arrive_at_random, guessing, watch_logits
+from tests.support.tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, plan_shards
 from verifier_service.models.mamba_in_llama import library_config

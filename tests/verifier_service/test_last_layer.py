@@ -6,11 +6,11 @@ from functools import partial
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
-from made_once import made_once
 from transformers.models.llama import modeling_llama
 
+from tests.support import tiny_models
+from tests.support.made_once import made_once
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions

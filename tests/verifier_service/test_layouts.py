@@ -6,18 +6,17 @@ import pickle
 import shutil
 
 import pytest
-import tiny_hybrids
-import tiny_models
 import torch
 from dendro.errors import BadRequest
-from layouts import FORMS, copy_as
-from made_once import made_once
-from tiny_hybrids import oracle, paths_below, tree_below
-from tiny_mamba import make_state_spaces
 from torch import nn
 from transformers.models.mamba2 import modeling_mamba2
 
 from cluster.certify.checks import LibraryModel
+from tests.support import tiny_hybrids, tiny_models
+from tests.support.layouts import FORMS, copy_as
+from tests.support.made_once import made_once
+from tests.support.tiny_hybrids import oracle, paths_below, tree_below
+from tests.support.tiny_mamba import make_state_spaces
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.models.reading import load_library_model

@@ -11,18 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import few_of
 from dendro.calls import OpenCall, VerifyCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
 from dendro.tree import DraftTree
-from routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
-from tiny_models import WINDOW, make_checkpoint
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import pages_for
 
+from tests.support.cases import few_of
+from tests.support.routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
+from tests.support.tiny_models import WINDOW, make_checkpoint
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of

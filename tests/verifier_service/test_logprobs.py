@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny_hybrids
-import tiny_models
 import torch
 from dendro.calls import RequestParameters
 from dendro.engine import started
@@ -17,11 +15,12 @@ from dendro.logprobs import TokenLogprobs
 from dendro.options import MAX_TOP_LOGPROBS
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from exactness import bitwise_or_skip
-from parameters import parameters_of
-from routers import RoundByRound, guessing
 from tree_kernels.warp import Warp
 
+from tests.parameters import parameters_of
+from tests.support import tiny_hybrids, tiny_models
+from tests.support.exactness import bitwise_or_skip
+from tests.support.routers import RoundByRound, guessing
 from verifier_service import logprobs as logprobs_module
 from verifier_service.engine import VerifierEngine
 from verifier_service.logprobs import likeliest_tokens

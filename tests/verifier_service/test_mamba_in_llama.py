@@ -13,11 +13,11 @@ import pytest
 import torch
 from dendro.errors import BadRequest
 from dendro.state import MemoryStates
-from exactness import announces_what_it_must
-from routers import LAWS, RoundByRound
 from safetensors.torch import load_file, save_file
-from tiny_hybrids import VOCABULARY, make_mamba_in_llama, oracle, paths_below, tree_below
 
+from tests.support.exactness import announces_what_it_must
+from tests.support.routers import LAWS, RoundByRound
+from tests.support.tiny_hybrids import VOCABULARY, make_mamba_in_llama, oracle, paths_below, tree_below
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny_models
 import torch
 from dendro.engine import started
 from dendro.errors import BadRequest
@@ -16,11 +15,12 @@ from dendro.modes import VerificationMode, draft_seed
 from dendro.shapes import LevelShape, TreeShape
 from dendro.text import Sampling
 from dendro.tree import ChildLaw, DraftTree
-from routers import RoundByRound
 from scipy.stats import chisquare
 from tree_kernels.sampled_walk import drawn_order, law_of_scores
 from tree_kernels.warp import Warp
 
+from tests.support import tiny_models
+from tests.support.routers import RoundByRound
 from verifier_service.engine import VerifierEngine
 from verifier_service.modes import check_laws
 from verifier_service.options import VerifierOptions

@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import tiny_models
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.engine import started
 from dendro.errors import BadRequest
 from dendro.text import Finish, Limits, Sampling, Tokens
-from exactness import bitwise_or_skip
-from parameters import EACH, decoded, parameters_of
-from routers import RoundByRound, guessing
 
 from cluster.certify.parameters import random_options
+from tests.parameters import EACH, decoded, parameters_of
+from tests.support import tiny_models
+from tests.support.exactness import bitwise_or_skip
+from tests.support.routers import RoundByRound, guessing
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 import torch
 from dendro.tree import DraftTree
-from tiny_gguf import FACTORS, random_blocks, write_llama
 from transformers import AutoModelForCausalLM
 from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.quantised import FewRowsWeight, QuantisedWeight
@@ -21,6 +20,7 @@ from cluster.config import TargetConfig, demo_config
 from cluster.gguf_files import folder_of
 from cluster.measure import gguf_file
 from cluster.precompiling import kernel_modules
+from tests.support.tiny_gguf import FACTORS, random_blocks, write_llama
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

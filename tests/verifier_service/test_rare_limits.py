@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from families import read
-from rare_limits import assert_has_the_librarys_logits, rare_engine, write_rare_checkpoint
+
+from tests.families import read
+from tests.support.rare_limits import assert_has_the_librarys_logits, rare_engine, write_rare_checkpoint
 
 QUICK = {"gemma2": "attn_logit_softcapping", "gpt_oss": "swiglu_limit", "mamba2": "time_step_limit", "olmo": "clip_qkv"}
 """Families that are always tried, and the limit that each must have."""

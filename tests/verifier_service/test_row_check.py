@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from exactness import announces_what_it_must, bitwise_or_skip
-from made_once import made_once
-from other_kernels import give_a_batch_of_one_other_bits
-from tiny_experts import make_checkpoint as make_experts
-from tiny_hybrids import make_checkpoint as make_hybrid
-from tiny_models import make_checkpoint
 from torch import nn
 from tree_kernels.tree_attention import compiled, cpu
 
 import verifier_service.models as models
 from cluster.certify.command import _exactness
+from tests.support.exactness import announces_what_it_must, bitwise_or_skip
+from tests.support.made_once import made_once
+from tests.support.other_kernels import give_a_batch_of_one_other_bits
+from tests.support.tiny_experts import make_checkpoint as make_experts
+from tests.support.tiny_hybrids import make_checkpoint as make_hybrid
+from tests.support.tiny_models import make_checkpoint
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 from verifier_service.row_check import RowTrace

@@ -22,14 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from cases import few_of
 from dendro.errors import BadRequest, PeerLost
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from routers import LAWS, RoundByRound, arrive_at_random
-from tiny_models import END, PADDED, VOCABULARY, make_checkpoint, randomise, write_tokenizer
 from tree_kernels.tree_attention import PAGE
 
+from tests.support.cases import few_of
+from tests.support.routers import LAWS, RoundByRound, arrive_at_random
+from tests.support.tiny_models import END, PADDED, VOCABULARY, make_checkpoint, randomise, write_tokenizer
 from verifier_service import shards
 from verifier_service.collectives import WorkerLost
 from verifier_service.engine import VerifierEngine

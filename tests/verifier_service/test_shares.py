@@ -8,9 +8,9 @@ import pytest
 from dendro.calls import CloseCall, OpenCall, Opened
 from dendro.engine import Ticket
 from dendro.errors import Overloaded
-from routers import RoundByRound
 from tree_kernels.tree_attention import PAGE
 
+from tests.support.routers import RoundByRound
 from verifier_service.requests import Capacity, PendingCall
 from verifier_service.scheduler import StepScheduler
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import tiny_mamba
-import tiny_models
 import torch
 from dendro.tree import DraftTree
-from made_once import made_once
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 from tree_kernels.matmul import why_not_packed
 from tree_layers.linear import why_not_compiled
 
+from tests.support import tiny_mamba, tiny_models
+from tests.support.made_once import made_once
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

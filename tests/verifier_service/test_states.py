@@ -10,18 +10,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from cases import few_of
 from dendro.errors import BadRequest, PeerLost
 from dendro.state import MemoryStates, NoStates
 from dendro.tree import DraftTree
 from dendro.wire import MAX_STEP_SIZES
-from exactness import bitwise_or_skip
-from made_once import made_once
-from routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
-from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from transformers.models.bamba.modeling_bamba import BambaAttention
 from tree_kernels.tree_attention import PAGE
 
+from tests.support.cases import few_of
+from tests.support.exactness import bitwise_or_skip
+from tests.support.made_once import made_once
+from tests.support.routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
+from tests.support.tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory
 from verifier_service.options import VerifierOptions

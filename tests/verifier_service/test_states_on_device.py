@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from dendro.text import Sampling
-from routers import RoundByRound, guessing
-from tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from tree_layers.library_mixers import group_norms
 
+from tests.support.routers import RoundByRound, guessing
+from tests.support.tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

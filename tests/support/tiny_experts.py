@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import transformers
-from tiny_models import END, PADDED, randomise, write_tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.support.tiny_models import END, PADDED, randomise, write_tokenizer
 
 COMMON: dict[str, Any] = {
     "vocab_size": PADDED,

@@ -8,12 +8,12 @@ import signal
 import sys
 
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
-from edge import EdgePeers, ingress
-from fakes import FakeDrafter, FakeVerifier, new_text
 
 from cluster.api.grpc import serve_router
 from cluster.peers.opening import Leased, Opening
 from cluster.peers.stream import VERIFIER, PeerStream, RemoteVerifier
+from tests.support.edge import EdgePeers, ingress
+from tests.support.fakes import FakeDrafter, FakeVerifier, new_text
 
 
 async def main(kind: str, *words: str) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tiny_models
 from tokenizers.pre_tokenizers import ByteLevel
 
 from cluster.measure.gguf_file import write_gguf
+from tests.support import tiny_models
 
 TEMPLATE = "{% for message in messages %}[{{ message['role'] }}]{{ message['content'] }}{% endfor %}"
 END = tiny_models.END

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tiny_mamba
-import tiny_models
 import torch
 import yaml
 from tokenizers import Tokenizer
@@ -21,6 +19,7 @@ from cluster.training.data import DataSource
 from cluster.training.models import checked_target
 from cluster.training.plan import DrafterPlan, Length
 from drafter_service.training.sizes import StudentSize
+from tests.support import tiny_mamba, tiny_models
 
 CPU = torch.device("cpu")
 WORDS = 90

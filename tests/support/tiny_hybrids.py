@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-import mamba_in_llama
 import torch
 import transformers
 from dendro.tree import DraftTree
-from tiny_mamba import FAMILIES as DRAFTING
-from tiny_mamba import PADDED, VOCABULARY, randomise, tiny_config, write_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from tree_layers.checkpoint import CONFIG
+
+from tests.support import mamba_in_llama
+from tests.support.tiny_mamba import FAMILIES as DRAFTING
+from tests.support.tiny_mamba import PADDED, VOCABULARY, randomise, tiny_config, write_tokenizer
 
 COMMON: dict[str, Any] = {"vocab_size": PADDED, "hidden_size": 32, "max_position_embeddings": 4096}
 ATTENTION: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}

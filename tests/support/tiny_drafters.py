@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import tiny_hybrids
-import tiny_mamba
-import tiny_models
-from tiny_mamba import PADDED, VOCABULARY, write_tokenizer
 from transformers import PreTrainedModel
+
+from tests.support import tiny_hybrids, tiny_mamba, tiny_models
+from tests.support.tiny_mamba import PADDED, VOCABULARY, write_tokenizer
 
 Family = Literal["mamba", "mamba2", "llama", "granitemoehybrid"]
 FAMILIES: tuple[Family, ...] = ("mamba", "mamba2", "llama")

@@ -1,4 +1,6 @@
-"""Tests row independence with other instructions of a library: `python capabilities.py NAME VALUE FOLDER`.
+"""Tests row independence with other instructions of a library.
+
+python -m tests.support.capabilities NAME VALUE FOLDER
 
 NAME is an environment variable that this process was started with: ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA or MKL_CBWR.
 The process first prints what the library reports that it uses. Where that is not VALUE, it prints NOT RUN and exits
@@ -17,7 +19,7 @@ import sys
 from pathlib import Path
 
 NOT_RUN = 75
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 
 CHECKS = (
     "kernels/test_elementwise.py",
@@ -65,11 +67,11 @@ def certified(folder: Path) -> bool:
     """Whether a local cluster keeps every promise of `dendro certify`; its target has experts, in float32."""
     from rich.console import Console
     from rich.progress import Progress
-    from tiny_experts import make_checkpoint
 
     from cluster.certify.command import CertifySize, run_certify
     from cluster.certify.promises import show
     from cluster.config import DEMO_MODELS, pair_config
+    from tests.support.tiny_experts import make_checkpoint
 
     make_checkpoint(folder, "mixtral", vocab_size=4096)
     shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", folder)

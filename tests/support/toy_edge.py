@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from dendro.v1 import generation_pb2 as pb
-from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
-from sockets import drafter_at, verifier_at
-from toy_cluster import ToyTokenizer, toy_config
 
 from cluster.peers.pools import Peers
 from cluster.policies.prior import PriorKey, pack_prior
 from cluster.router.ingress import Ingress
 from cluster.router.served import Served
 from cluster.sessions import MemorySessions
+from tests.support.fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
+from tests.support.sockets import drafter_at, verifier_at
+from tests.support.toy_cluster import ToyTokenizer, toy_config
 
 PROMPT = [5, 6, 7]
 COUNT = 30

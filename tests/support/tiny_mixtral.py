@@ -1,6 +1,6 @@
 """A tiny Mixtral with random weights, a Mamba of the same tokenizer as its drafter, and a configuration of both.
 
-python tests/tiny_mixtral.py FOLDER     then: dendro certify FOLDER/cluster.yaml --quick
+python -m tests.support.tiny_mixtral FOLDER     then: dendro certify FOLDER/cluster.yaml --quick
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import tiny_mamba
-import tiny_models
 import torch
 from transformers import MambaForCausalLM, MixtralConfig, MixtralForCausalLM
+
+from tests.support import tiny_mamba, tiny_models
 
 CLUSTER = """\
 targets:

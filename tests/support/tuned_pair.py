@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import tiny_mamba
-import tiny_models
 import torch
 import yaml
 from transformers import Mamba2ForCausalLM
+
+from tests.support import tiny_mamba, tiny_models
 
 
 def make_pair(folder: Path) -> tuple[Path, Path]:

@@ -6,12 +6,11 @@ import contextlib
 import os
 import threading
 
-from edge import ByteTokenizer, Served
-from fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
-
 from cluster.config import Config
 from cluster.engines import load_replica
 from cluster.router.ingress import Ingress
+from tests.support.edge import ByteTokenizer, Served
+from tests.support.fakes import END, VOCABULARY, FakeDrafter, FakeVerifier
 
 
 class ToyTokenizer(ByteTokenizer):

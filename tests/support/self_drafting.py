@@ -7,13 +7,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import tiny_hybrids
-import tiny_models
 from tokenizers import Tokenizer
 
 from cluster.config import Config
 from cluster.router.ingress import Ingress
 from cluster.running import local_ingress
+from tests.support import tiny_hybrids, tiny_models
 
 
 @asynccontextmanager

@@ -4,7 +4,8 @@ patterns, and its order of sums is a library's, which depends on the shape."""
 from __future__ import annotations
 
 import numpy as np
-from nearest_casts import round_casts
+
+from tests.support.nearest_casts import round_casts
 
 CHUNK = 16
 """Products that are added exactly, then rounded with the sum before them."""

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_mamba
 from tree_layers.errors import CheckpointError
 
 from cluster.config import Config
 from cluster.demo.real_pair import REAL_DRAFTER, SMOLLM2
 from cluster.gguf_files import file_of_package
+from tests.support import tiny_mamba
 
 VOCABULARY = 49_152
 ARMS = ("off", "(1,1,1,1)", "(3,2,2,1,1)", "beam(5,3)", "dynamic(4,5,15)", "proposed(15)")

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from dendro.tree import DraftTree
-from tiny_families import VOCABULARY, randomise, tiny_config
-from tiny_models import byte_tokenizer
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tests.support.tiny_families import VOCABULARY, randomise, tiny_config
+from tests.support.tiny_models import byte_tokenizer
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 

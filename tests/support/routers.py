@@ -8,7 +8,8 @@ import numpy as np
 from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
-from exactness import bitwise_or_skip
+
+from tests.support.exactness import bitwise_or_skip
 
 LAWS = (
     Sampling(),

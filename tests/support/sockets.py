@@ -7,11 +7,11 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases, Replica
-from fakes import FakeDrafter, FakeVerifier, RemotePool
+
+from tests.support.fakes import FakeDrafter, FakeVerifier, RemotePool
 
 
 @asynccontextmanager
@@ -37,10 +37,11 @@ async def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> Asy
 
 
 async def process(*words: str) -> tuple[asyncio.subprocess.Process, str]:
-    """Start a process of children.py; returns it with the first line that it prints."""
+    """Start a process of `children`; returns it with the first line that it prints."""
     child = await asyncio.create_subprocess_exec(
         sys.executable,
-        str(Path(__file__).parent / "children.py"),
+        "-m",
+        "tests.support.children",
         *words,
         stdout=asyncio.subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},

@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "chart"
-CRD = Path(__file__).parent / "deploy" / "data" / "ray.io_rayservices.yaml"
+CRD = ROOT / "tests" / "deploy" / "data" / "ray.io_rayservices.yaml"
 KUBERNETES = "1.34"
 SMALL = {"cluster": {"targets": {"demo": {"checkpoint": "/checkpoints/target"}}}}
 

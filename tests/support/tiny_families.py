@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tiny_models import byte_tokenizer
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.support.tiny_models import byte_tokenizer
 
 VOCABULARY = 64
 WINDOW = 24
