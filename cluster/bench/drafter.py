@@ -1,4 +1,4 @@
-"""The time of a drafter: levels, whole drafts, many sessions at once, and texts of different lengths.
+"""`dendro bench drafter`: the time of a drafter (levels, whole drafts, many sessions) and its memory by text length.
 
 Every form of a model does the same work in turns, in one thread of this process, at temperature 1 with prepared noise.
 Before it is measured, a form runs one forward untimed: its weights are then in the caches, as in a process that only
@@ -7,145 +7,213 @@ drafts.
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from statistics import median
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
-from dendro.shapes import TreeShape
+from dendro.calls import DraftCall
+from dendro.engine import Ticket
+from dendro.errors import BadRequest, EngineFailed
+from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from dendro.shelf import Arrays
 from dendro.text import Sampling
-from dendro.tree import DraftTree
+from dendro.tree import LONGEST_TRACE, DraftTree
+from tree_layers.states import SlotPool
 
 from cluster.bench.allocations import held_bytes, peak_bytes
-from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FUSED, DrafterForms, InlineDrafter, TimedDraft
-from cluster.demo.prompts import Prompt
-from cluster.measure.in_process import EngineText
-from cluster.measure.measurement import Step
-from cluster.measure.report import aim_row
-from cluster.measure.statistics import Estimate, median_estimate, paired_ratio
-from drafter_service.models import DrafterModel
+from cluster.bench.context import CONTEXTS, with_positions
+from cluster.demo.prompts import Prompt, held_out_prompts, load_tokenizer
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option
+from cluster.measure.in_process import DRAFTER_DTYPE, EngineText
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import Row
+from cluster.measure.targets import parameter_count
+from cluster.measure.turns import estimates, over
+from drafter_service.engine import node_slots, text_slots
+from drafter_service.models import DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
-from drafter_service.plan import DraftPlan, Level
+from drafter_service.plan import DraftPlan, Level, Levels
+from drafter_service.runner import DraftRunner
+from drafter_service.scheduler import DraftScheduler
+from drafter_service.texts import DrafterText
 
-MAMBA2, MAMBA, LLAMA = "mamba2", "mamba", "llama"
-DRAFTERS = (MAMBA2, MAMBA, LLAMA)
+EAGER, FUSED = "eager", "fused"
+FORMS = (EAGER, FUSED)
+"""EAGER computes with torch's operators, on any device, and is the reference of the other. FUSED runs compiled
+kernels."""
+MAMBA2, MAMBA, LLAMA = DRAFTERS = ("mamba2", "mamba", "llama")
 """Folders of the demo's drafters."""
 LEVELS = TreeShape.parse("(4,3,1)")
 LEVEL_ROWS = (1, 4, 12)
 """Rows of the first levels of LEVELS that go through the model."""
-STEP_ROWS = 1
-"""Rows of the level that is measured at texts of different lengths."""
-CHAIN, TREE, BEAM, DYNAMIC = "(1,1,1,1)", "(3,2,1)", "beam(5,3)", "dynamic(4,5,15)"
-SHAPES = (CHAIN, TREE, BEAM, DYNAMIC)
+TREE = "(3,2,1)"
+SHAPES = ("(1,1,1,1)", TREE, "beam(5,3)", "dynamic(4,5,15)")
 ACCEPTED = 2
 """The most guesses by which a text grows between two of its drafts; a token of the corpus follows them."""
-WHOLE = "whole"
-LAYERS, LOGITS, RANKING = "layers", "logits", "ranking"
-LEVEL_PARTS = (LAYERS, LOGITS, RANKING)
+PROMPT_TOKENS, PASSAGE_TOKENS = 128, 256
+"""Tokens of a drafted text, and of each of the prompts that together are a longer one."""
 COPIES = 2
 """Texts over whose number the measured bytes of a text are averaged."""
-
+ROOM = 4096
+"""Tokens by which a text may grow."""
 LEVEL_BARS = {MAMBA2: {1: 7.0, 4: 6.0, 12: 3.3}, MAMBA: {1: 4.5, 4: 3.8, 12: 2.2}}
-"""By how many times FUSED computes a level sooner than EAGER, by drafter and rows."""
-DRAFT_BARS = {MAMBA2: {CHAIN: 6.0, TREE: 6.0, BEAM: 5.0, DYNAMIC: 5.0}}
-"""By how many times FUSED drafts a tree sooner than EAGER, by drafter and shape."""
+DRAFT_BARS = {MAMBA2: dict(zip(SHAPES, (6.0, 6.0, 5.0, 5.0), strict=True))}
+"""By how many times FUSED is sooner than EAGER, by drafter and rows of a level, and by drafter and shape of a draft."""
+CPU = torch.device("cpu")
 
 
-class PartTimes:
-    """Seconds of a thing and of its parts, by form. Values of the same index were measured next to each other."""
-
-    def __init__(self, forms: Iterable[str], parts: Iterable[str]) -> None:
-        self.forms = tuple(forms)
-        self.seconds: dict[str, dict[str, list[float]]] = {
-            part: {form: [] for form in self.forms} for part in (WHOLE, *parts)
-        }
-
-    def add(self, form: str, seconds: Mapping[str, float]) -> None:
-        """seconds: by part, WHOLE included"""
-        for part, took in seconds.items():
-            self.seconds[part][form].append(took)
-
-    def over(self, form: str) -> Estimate:
-        """The paired ratio of EAGER's time to this form's."""
-        eager, other = (
-            {(index, 0): took for index, took in enumerate(self.seconds[WHOLE][each])} for each in (EAGER, form)
-        )
-        return paired_ratio(eager, other)
-
-    def as_row(self) -> dict[str, Any]:
-        """The fields of a report's row."""
-        return {
-            "ms": {
-                form: median_estimate([1e3 * took for took in values]).as_json()
-                for form, values in self.seconds[WHOLE].items()
-            },
-            "parts_ms": {
-                form: {
-                    part: round(1e3 * median(found[form]), 4) for part, found in self.seconds.items() if part != WHOLE
-                }
-                for form in self.forms
-            },
-            "eager_over": {form: self.over(form).as_json() for form in self.forms if form != EAGER},
-        }
+@dataclass(frozen=True, slots=True)
+class DrafterBenchOptions:
+    repetitions: int = option("Repetitions of everything.", 60, 7, least=1)
+    sessions: tuple[int, ...] = option("Texts that draft at once.", (1, 2, 4, 8, 16, 32), (1, 8, 32), least=1)
+    contexts: tuple[int, ...] = option("Tokens of the longer texts.", CONTEXTS, (256, 2048), least=2)
+    models: Path = models()
 
 
-Measured = tuple[PartTimes, str, dict[str, float]]
-"""Where a measurement belongs, its form, and its seconds by part."""
+# Forms
+@dataclass(frozen=True, slots=True)
+class DrafterForms:
+    """A drafter's model, loaded in every form that can be had."""
+
+    name: str
+    models: Mapping[str, DrafterModel]  # by form, in the order of FORMS; EAGER is among them
+    missing: str = ""  # why FUSED cannot be had
 
 
-def in_turns(forms: Iterable[str], order: random.Random) -> list[str]:
-    """The forms in random order: caches depend on what ran before, so no form always follows the same one."""
-    listed = list(forms)
-    return order.sample(listed, len(listed))
+def load_forms(name: str, checkpoint: Path) -> DrafterForms:
+    """Load a drafter in DRAFTER_DTYPE on the CPU. Raises BadRequest for a checkpoint that cannot be used."""
+    load = partial(load_model, checkpoint, getattr(torch, DRAFTER_DTYPE), CPU)
+    models = {EAGER: load(form=EAGER)[0]}
+    try:
+        return DrafterForms(name, models | {FUSED: load(form=FUSED)[0]})
+    except BadRequest as error:
+        return DrafterForms(name, models, str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class TimedDraft:
+    """One draft of one or more texts."""
+
+    trees: tuple[DraftTree, ...]  # of each text
+    plans: tuple[DraftPlan, ...]  # of its forwards
+    seconds: float
+
+
+class InlineDrafter:
+    """A scheduler and a runner, used as the engine uses them, in the caller's thread."""
+
+    def __init__(self, model: DrafterModel, texts: int, *, by_level: bool = False) -> None:
+        """texts: the most that are open   by_level: every level is a forward of its own"""
+        slots, nodes = text_slots(texts), node_slots(MAX_ROWS, DEFAULT_DEPTH)
+        self.runner = DraftRunner(model, slots, nodes, CPU)
+        pools = SlotPool(slots), SlotPool(nodes)
+        at_once = (lambda session: False) if by_level else self.runner.runs_levels
+        self._scheduler = DraftScheduler("bench", *pools, texts, LONGEST_TRACE, runs_levels=at_once)
+        self._lengths: dict[EngineText, int] = {}  # tokens of each text at the last call
+        self._last: DraftPlan | None = None  # the last draft's last level
+
+    @torch.inference_mode()
+    def open(self, text: EngineText) -> DrafterText:
+        """Open a text and prefill all of it but the root."""
+        call = text.open_call(ROOM)
+        session = self._scheduler.open(Ticket(0.0), call, 0, self.runner.vocabulary)
+        self.runner.admit(session.number, call.parameters.sampling, self.runner.vocabulary)
+        while (plan := self._scheduler.next().plan) is not None:
+            self._scheduler.apply(self.runner.run(plan))
+        self._scheduler.answers.clear()
+        self._lengths[text] = len(text.text)
+        return session
+
+    @torch.inference_mode()
+    def draft(self, texts: Sequence[EngineText], shape: TreeShape) -> TimedDraft:
+        """Draft a tree of each text, all at once. Before the time starts, calls and noise are prepared, and the last
+        draft's last level runs again: the model is then in the processor's caches."""
+        scheduler, runner = self._scheduler, self.runner
+        if self._last is not None:
+            runner.run(self._last)
+        calls = [DraftCall(text.update(self._lengths[text]), shape) for text in texts]
+        tickets = [Ticket(scheduler.clock()) for _ in calls]
+        self._prepare_noise()
+        plans = list[DraftPlan]()
+        started = time.perf_counter()
+        for ticket, call in zip(tickets, calls, strict=True):
+            scheduler.draft(ticket, call)
+        while len(scheduler.answers) < len(calls):
+            step = scheduler.next()
+            if step.folds:
+                runner.fold(step.folds)
+            assert step.plan is not None
+            scheduler.apply(runner.run(step.plan))
+            plans.append(step.plan)
+        seconds = time.perf_counter() - started
+        trees = {ticket: answer for ticket, answer in scheduler.answers if isinstance(answer, DraftTree)}
+        if len(trees) < len(calls):
+            raise EngineFailed(f"a draft of {shape} failed: {scheduler.answers}")
+        scheduler.answers.clear()
+        # A level writes the same into the kept nodes again; a chain would advance its text.
+        self._last = plans[-1] if isinstance(plans[-1].rows, Level | Levels) else None
+        self._lengths.update((text, len(text.text)) for text in texts)
+        return TimedDraft(tuple(trees[ticket] for ticket in tickets), tuple(plans), seconds)
+
+    def _prepare_noise(self) -> None:
+        """Compute all noise that the scheduler expects to need, as an idle engine does."""
+        wanted = self._scheduler.noise_wanted
+        for session, positions in wanted.items():
+            while self.runner.prepare(session, positions):
+                pass
+        wanted.clear()
+
+
+# Cases
+class MeasuredCase(Protocol):
+    """Work that forms do in turns."""
+
+    times: dict[str, list[float]]  # seconds by form
+
+    def seconds(self, form: str) -> float:
+        """Do the work once."""
+        ...
+
+    def after_turns(self) -> None:
+        """Called when every form had its turn."""
+        ...
 
 
 class LevelCase:
-    """A drafter at one text, and levels of a tree below it, in every form."""
+    """A level of a tree below one text, of so many rows."""
 
-    def __init__(self, forms: DrafterForms, ids: Sequence[int], measured: Sequence[int] = LEVEL_ROWS) -> None:
-        """measured: rows of the measured levels, among LEVEL_ROWS"""
-        self.name, self.context = forms.name, len(ids)
-        self.times = {rows: PartTimes(forms.models, LEVEL_PARTS) for rows in measured}
-        self.text_bytes: dict[str, int] = {}  # by form: what a text slot may take at this length
-        self.held_bytes: dict[str, int] = {}  # by form: tensors that a memory was measured to hold for a text
-        self.step_bytes: dict[str, int] = {}  # by form: peak of the tensors of a forward of one row
-        self._drafters: dict[str, InlineDrafter] = {}
-        self._plans: dict[str, dict[int, DraftPlan]] = {}  # form -> rows -> plan
+    def __init__(self, forms: DrafterForms, ids: Sequence[int], rows: int) -> None:
+        self.name, self.context, self.rows = forms.name, len(ids), rows
+        self.times: dict[str, list[float]] = {form: [] for form in forms.models}
+        self.held: dict[str, int] = {}  # by form: bytes of tensors that a memory was measured to hold for the text
+        self.temporary: dict[str, int] = {}  # by form: peak bytes of the tensors of the level's forward
+        self._runs: dict[str, Callable[[], Any]] = {}
         for form, model in forms.models.items():
-            self._drafters[form] = drafter = InlineDrafter(model, 1, by_level=True)
-            text = EngineText(ids, Sampling(temperature=1.0))
+            drafter, text = InlineDrafter(model, 1, by_level=True), EngineText(ids, Sampling(temperature=1.0))
             session, memory = drafter.open(text), drafter.runner.memory
-            self.text_bytes[form] = memory.text_bytes(len(ids))
-            self.held_bytes[form] = held_by_text(model, memory.save(session.slot, session.covers))
-            levels = drafter.draft([text], LEVELS).plans[: len(LEVEL_ROWS)]
-            self._plans[form] = dict(zip(LEVEL_ROWS, levels, strict=True))
-            assert [plan.rows.count for plan in levels] == list(LEVEL_ROWS)
+            self.held[form] = held_by_text(model, memory.save(session.slot, session.covers))
+            plans = {plan.rows.count: plan for plan in drafter.draft([text], LEVELS).plans}
+            self._runs[form] = partial(drafter.runner.run, plans[rows])
             with torch.inference_mode():
-                self.step_bytes[form] = peak_bytes(partial(drafter.runner.run, levels[0]))
+                self.temporary[form] = peak_bytes(self._runs[form])
 
-    def measure(self, order: random.Random) -> Iterator[Measured]:
-        """Run every level in every form, untimed, timed, and by its parts."""
-        for rows, times in self.times.items():
-            for form in in_turns(times.forms, order):
-                plan, runner = self._plans[form][rows], self._drafters[form].runner
-                assert isinstance(plan.rows, Level)
-                runner.run(plan)
-                clock = [time.perf_counter()]
-                runner.run(plan)
-                clock.append(time.perf_counter())
-                hidden = runner.memory.level(plan.rows)
-                clock.append(time.perf_counter())
-                runner.model.logits(hidden)
-                clock.append(time.perf_counter())
-                whole, layers, logits = (after - before for before, after in pairwise(clock))
-                seconds = {WHOLE: whole, LAYERS: layers, LOGITS: logits, RANKING: whole - layers - logits}
-                yield times, form, seconds
+    def seconds(self, form: str) -> float:
+        run = self._runs[form]
+        run()
+        began = time.perf_counter()
+        run()
+        return time.perf_counter() - began
+
+    def after_turns(self) -> None:
+        """Nothing changes: the level is the same in each turn."""
 
 
 def held_by_text(model: DrafterModel, saved: Arrays) -> int:
@@ -176,15 +244,15 @@ def same_tree(one: DraftTree, other: DraftTree) -> bool:
 
 
 class DraftCase:
-    """Drafts of one shape for one or more texts at once, in every form."""
+    """Drafts of one shape for one or more texts at once."""
 
     def __init__(self, forms: DrafterForms, shape: str, prompts: Sequence[Prompt]) -> None:
         """prompts: one for each session"""
-        self.name, self.shape = forms.name, TreeShape.parse(shape)
-        self.times = PartTimes(forms.models, DRAFT_PARTS)
-        self.trees = 0
-        self.equal = {form: 0 for form in forms.models if form != EAGER}  # trees that are the same as EAGER's
+        self.name, self.shape, self.sessions = forms.name, TreeShape.parse(shape), len(prompts)
+        self.times: dict[str, list[float]] = {form: [] for form in forms.models}
+        self.trees = self.equal = 0  # trees, and those that all forms drafted alike
         self._prompts, self._rounds = prompts, 0
+        self._drafted: dict[str, tuple[DraftTree, ...]] = {}
         self._texts = [
             EngineText(each.token_ids, Sampling(temperature=1.0, seed=seed)) for seed, each in enumerate(prompts)
         ]
@@ -193,109 +261,166 @@ class DraftCase:
             for text in self._texts:
                 drafter.open(text)
 
-    @property
-    def sessions(self) -> int:
-        return len(self._prompts)
+    def seconds(self, form: str) -> float:
+        draft = self._drafters[form].draft(self._texts, self.shape)
+        self._drafted[form] = draft.trees
+        return draft.seconds
 
-    def measure(self, order: random.Random) -> Iterator[Measured]:
-        """Draft once in every form; then every text grows by guesses of EAGER's tree and a token of the corpus."""
-        drafts: dict[str, TimedDraft] = {}
-        for form in in_turns(self.times.forms, order):
-            drafts[form] = draft = self._drafters[form].draft(self._texts, self.shape)
-            yield self.times, form, {WHOLE: draft.seconds, **draft.parts}
-        trees = drafts[EAGER].trees
-        self.trees += len(trees)
-        for form in self.equal:
-            self.equal[form] += sum(map(same_tree, drafts[form].trees, trees))
-        for text, tree, prompt in zip(self._texts, trees, self._prompts, strict=True):
+    def after_turns(self) -> None:
+        """Every text grows by guesses of EAGER's tree and a token of the corpus."""
+        for text, prompt, *trees in zip(self._texts, self._prompts, *self._drafted.values(), strict=True):
+            self.trees += 1
+            self.equal += all(same_tree(trees[0], tree) for tree in trees)
             following = prompt.continuation_ids[self._rounds % len(prompt.continuation_ids)]
-            text.text.extend([*accepted_path(tree), following])
+            text.text.extend([*accepted_path(trees[0]), following])
         self._rounds += 1
 
 
-class MeasuredCase(Protocol):
-    """What is measured in turns with others."""
-
-    def measure(self, order: random.Random) -> Iterator[Measured]: ...
-
-
 def measure_in_turns(cases: Sequence[MeasuredCase], repetitions: int, step: Step) -> None:
-    """Measure all cases in turns, after a warm-up of each."""
+    """Measure all cases in turns, after a warm-up of each; forms in random order, as caches depend on what ran
+    before."""
     order = random.Random(0)
     with torch.inference_mode():
         for repetition in range(repetitions + 1):
             for case in cases:
-                for times, form, seconds in case.measure(order):
+                for form in order.sample(list(case.times), len(case.times)):
+                    seconds = case.seconds(form)
                     if repetition:
-                        times.add(form, seconds)
+                        case.times[form].append(seconds)
+                case.after_turns()
             step()
 
 
-# The report's rows
-def level_rows(cases: Sequence[LevelCase]) -> list[dict[str, Any]]:
-    """One object per drafter, length and level."""
-    return [
-        {"drafter": case.name, "context": case.context, "rows": rows, **times.as_row()}
-        for case in cases
-        for rows, times in case.times.items()
-    ]
+# Rows
+def timed(case: LevelCase | DraftCase) -> Row:
+    """Milliseconds by form, and their ratio where there are two."""
+    ratio = over(case.times[EAGER], case.times[FUSED]) if FUSED in case.times else None
+    return {"drafter": case.name, "ms": estimates(case.times), "eager_over_fused": ratio}
 
 
-def memory_rows(cases: Sequence[LevelCase], weights: Mapping[str, int]) -> list[dict[str, Any]]:
-    """One object per drafter, length and form. weights: bytes of a drafter's weights"""
-    return [
-        {
-            "drafter": case.name,
-            "context": case.context,
-            "form": form,
-            "weights_bytes": weights[case.name],
-            "slot_bytes": case.text_bytes[form],
-            "text_bytes": case.held_bytes[form],
-            "step_bytes": case.step_bytes[form],
-            "total_bytes": weights[case.name] + case.held_bytes[form] + case.step_bytes[form],
-        }
-        for case in cases
-        for form in case.held_bytes
-    ]
+def level_row(case: LevelCase, weights: int) -> Row:
+    """weights: bytes of the drafter's weights"""
+    held = {form: round(each / 1024, 1) for form, each in case.held.items()}
+    whole = {form: round((weights + each + case.temporary[form]) / 1024, 1) for form, each in case.held.items()}
+    memory = {"text_kib": held, "all_kib": whole}
+    bar = LEVEL_BARS.get(case.name, {}).get(case.rows)
+    return timed(case) | {"context": case.context, "rows": case.rows, "bar": bar} | memory
 
 
-def draft_rows(cases: Sequence[DraftCase]) -> list[dict[str, Any]]:
-    """One object per drafter, shape and number of sessions."""
-    return [
-        {
-            "drafter": case.name,
-            "shape": str(case.shape),
-            "sessions": case.sessions,
-            "trees": case.trees,
-            "equal_trees": dict(case.equal),
-            **case.times.as_row(),
-        }
-        for case in cases
-    ]
+def draft_row(case: DraftCase) -> Row:
+    counted = {"sessions": case.sessions, "trees": case.trees, "equal": case.equal}
+    bar = DRAFT_BARS.get(case.name, {}).get(str(case.shape))
+    return timed(case) | {"shape": str(case.shape), "bar": bar} | counted
 
 
-def drafter_aims(
-    levels: Sequence[Mapping[str, Any]], drafts: Sequence[Mapping[str, Any]], missing: Mapping[str, str]
-) -> list[dict[str, Any]]:
-    """The aims, judged by the lower ends of the intervals.
+def measure(options: DrafterBenchOptions, begin: Begin) -> dict[str, Any]:
+    load, tokenizer, folder = os.getloadavg()[0], load_tokenizer(options.models), options.models
+    prompts = held_out_prompts(max(options.sessions), PROMPT_TOKENS, tokenizer, folder)
+    passages = held_out_prompts(-(-options.contexts[-1] // PASSAGE_TOKENS), PASSAGE_TOKENS, tokenizer, folder)
+    with tempfile.TemporaryDirectory() as copies:
+        paths = {name: folder / name for name in DRAFTERS}
+        paths[LLAMA] = with_positions(paths[LLAMA], options.contexts[-1] + MAX_ROWS, Path(copies))
+        drafters = [load_forms(name, path) for name, path in paths.items()]
+    parameters = {name: parameter_count(folder / name) for name in DRAFTERS}
+    found = measure_drafters(
+        drafters,
+        {name: count * getattr(torch, DRAFTER_DTYPE).itemsize for name, count in parameters.items()},
+        prompts,
+        [token for passage in passages for token in passage.token_ids],
+        options,
+        begin,
+    )
+    missing = "; ".join(f"{each.name}: {each.missing}" for each in drafters if each.missing)
+    facts = {name: f"{count:,}" for name, count in parameters.items()}
+    return {"plan": {"parameters": facts, "missing": missing, "load": load}, **found}
 
-    missing: drafter -> why it has no form FUSED
+
+def measure_drafters(
+    drafters: Sequence[DrafterForms],
+    weights: Mapping[str, int],
+    prompts: Sequence[Prompt],
+    ids: Sequence[int],
+    options: DrafterBenchOptions,
+    begin: Begin,
+) -> dict[str, list[Row]]:
+    """Rows of levels, of longer texts, of drafts and of many sessions.
+
+    weights: bytes of each drafter's weights   prompts: at least one for each session
+    ids: a text of at least the longest context
     """
-    wanted: list[tuple[str, str, float, Mapping[str, Any] | None]] = []
-    for drafter, by_rows in LEVEL_BARS.items():
-        for rows, bar in by_rows.items():
-            found = next((row for row in levels if (row["drafter"], row["rows"]) == (drafter, rows)), None)
-            wanted.append((drafter, f"a level of {rows} row{'s' * (rows > 1)}", bar, found))
-    for drafter, by_shape in DRAFT_BARS.items():
-        for shape, bar in by_shape.items():
-            found = next((row for row in drafts if (row["drafter"], row["shape"]) == (drafter, shape)), None)
-            wanted.append((drafter, f"a draft of {shape}", bar, found))
-    aims = []
-    for drafter, thing, bar, row in wanted:
-        aim, ratio = f"{drafter}, {thing}: {EAGER} over {FUSED}, at least", (row or {}).get("eager_over", {}).get(FUSED)
-        if ratio is None:
-            aims.append(aim_row(aim, bar, None, None, missing.get(drafter, "was not measured")))
-        else:
-            estimate = Estimate.of(ratio)
-            aims.append(aim_row(aim, bar, estimate.low >= bar, estimate, judged="low"))
-    return aims
+    levels = [LevelCase(forms, prompts[0].token_ids, rows) for forms in drafters for rows in LEVEL_ROWS]
+    lengths = [LevelCase(forms, ids[:context], LEVEL_ROWS[0]) for context in options.contexts for forms in drafters]
+    drafts = [DraftCase(forms, shape, prompts[:1]) for shape in SHAPES for forms in drafters]
+    batches = [DraftCase(forms, TREE, prompts[:count]) for count in options.sessions for forms in drafters]
+    work: dict[str, list[MeasuredCase]] = {"levels": [*levels, *lengths], "drafts": [*drafts, *batches]}
+    for title, cases in work.items():
+        measure_in_turns(cases, options.repetitions, begin(title, options.repetitions + 1))
+    return {
+        "levels": [level_row(case, weights[case.name]) for case in levels],
+        "lengths": [level_row(case, weights[case.name]) for case in lengths],
+        "drafts": list(map(draft_row, drafts)),
+        "sessions": list(map(draft_row, batches)),
+    }
+
+
+TIMES = "* ms = ms.*:.3f; eager over fused = eager_over_fused:.2f"
+FASTER: dict[str, Any] = {
+    "path": "eager_over_fused",
+    "least": "bar",
+    "end": "low",
+    "where": lambda row: row["bar"] is not None,
+}
+DRAFTER = Bench(
+    "drafter",
+    "Time the demo's drafters in every form, in this process, with one thread, at temperature 1: levels of a tree, "
+    "whole drafts, 1 to 32 sessions at once; and the time and memory of the three drafters from 256 to 8,192 tokens.",
+    "Under a minute: fewer lengths, sessions, repetitions.",
+    DrafterBenchOptions,
+    measure,
+    facts=(
+        "Load average at the start {load:.2f}",
+        f"Parameters of the demo's drafters, in {DRAFTER_DTYPE}: {{parameters}}",
+        "Not measured in form fused: {missing}",
+        "Forms take turns in random order. Before the time starts, noise is computed and the form runs one forward. No "
+        "router, sockets or thread of an engine: a scheduler and a runner are called in turn. Ratios are of "
+        "neighbouring measurements; aims are judged by the lower end of the interval",
+        f"Levels: forwards of {', '.join(map(str, LEVEL_ROWS))} rows, the first of tree {LEVELS}, with ranking. "
+        f"Drafts: between two drafts a text of {PROMPT_TOKENS} tokens grows by at most {ACCEPTED} guesses and a token "
+        "of the corpus. Equal: trees that all forms drafted alike, the warm-up's included",
+        "Longer texts: as in Figure 1 of Mamba Drafters for Speculative Decoding (arXiv 2506.01206), drafters of equal "
+        f"size. The last position of {LLAMA} is raised to the longest text: its costs are valid, its guesses there are "
+        "meaningless. Memory: tensors held for a text, measured by torch.profiler; all: with weights and the peak of a "
+        "forward of one row",
+    ),
+    tables=(
+        ReportTable("A level with ranking, median and 90 %", "levels", f"drafter; rows; {TIMES}"),
+        ReportTable("A draft, median and 90 %", "drafts", f"drafter; shape; {TIMES}; trees; equal"),
+        ReportTable(
+            f"Sessions that draft {TREE} at once, median and 90 %",
+            "sessions",
+            f"drafter; sessions; {TIMES}; trees; equal",
+        ),
+        ReportTable(
+            "A level of 1 row by the length of the text, median and 90 %",
+            "lengths",
+            f"tokens = context:,; drafter; {TIMES}; * text KiB = text_kib.*:,.1f; * all KiB = all_kib.*:,.1f",
+        ),
+    ),
+    aims=(
+        Aim("{drafter}, a level of {rows} rows: eager over fused, at least", "levels", **FASTER),
+        Aim("{drafter}, a draft of {shape}: eager over fused, at least", "drafts", **FASTER),
+    ),
+    plots=(
+        Plot("lengths", "tokens of the text = context", "time of a level * (ms) = ms.*", line="{drafter}", log="x"),
+        Plot(
+            "lengths",
+            "tokens of the text = context",
+            "memory of a text * (KiB) = text_kib.*",
+            line="{drafter}",
+            log="xy",
+        ),
+    ),
+    threads=1,
+    code=("drafter_service", "kernels/tree_kernels/mamba_level"),
+)
+bench_drafter = DRAFTER.command()

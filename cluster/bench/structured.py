@@ -1,12 +1,12 @@
-"""What structured answers cost: the masks of a round, with and without a tree, and the rounds of whole answers, with a
-drafter that follows the structure and with one that does not."""
+"""`dendro bench structured`: the masks of a round, with and without a tree, and the rounds of whole answers, with a
+drafter that follows the structure and with one that ignores it."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -20,11 +20,17 @@ from dendro.speculation import Speculation
 from dendro.structure import Structure
 from dendro.text import Finish
 from dendro.tree import DraftTree
+from tree_layers.checkpoint import read_facts
 
 from cluster.bench.schemas import random_schema
+from cluster.checkpoint_tokenizer import load_tokenizer, token_bytes_of
+from cluster.config import demo_config
+from cluster.measure.bench import Bench, ReportTable, option, seed, temperatures
 from cluster.measure.measurement import Begin, Step
-from cluster.measure.report import Cells, Report, Row, machine_facts, number
+from cluster.measure.report import Row
+from cluster.running import local_client
 
+PROMPT = "config = json.loads("
 OFF = "off"
 WAYS = (OFF, "(3,2,1)", "auto")
 TREE = LevelShape((3, 2, 1))
@@ -40,44 +46,68 @@ CASES = (
 """Structures, ways and drafters of the measured answers."""
 
 
+@dataclass(frozen=True, slots=True)
+class StructuredOptions:
+    schemas: int = option("Random schemas.", 40, 4, least=1)
+    tokens: int = option("The most tokens of an answer.", 128, 64, least=1)
+    temperatures: tuple[float, ...] = temperatures()
+    seed: int = seed()
+
+
+async def measure(options: StructuredOptions, begin: Begin) -> dict[str, Any]:
+    config = demo_config()
+    target = next(iter(config.targets.values()))
+    vocabulary = read_facts(target.checkpoint, target.tokenizer).vocabulary
+
+    def grammars_of() -> Grammars:
+        return Grammars(lambda: token_bytes_of(load_tokenizer(target.tokenizer_folder)), vocabulary)
+
+    without = {name: drafter.model_copy(update={"structures": False}) for name, drafter in config.drafters.items()}
+    async with (
+        local_client(config) as follows,
+        local_client(config.model_copy(update={"drafters": without})) as ignores,
+    ):
+        return await measure_structured({FOLLOWS: follows, IGNORES: ignores}, grammars_of, options, begin)
+
+
 async def measure_structured(
-    clients: Mapping[str, Asking],
-    grammars_of: Callable[[], Grammars],
-    prompt: str,
-    schemas: int,
-    tokens: int,
-    temperatures: Sequence[float],
-    seed: int,
-    begin: Begin,
-) -> tuple[list[Row], list[str]]:
-    """Rows of answers and of masks, and the answers that speculation changed. clients: by what their drafters do with
-    structures   grammars_of: makes a compiler that has compiled nothing"""
-    rows: list[Row] = []
+    clients: Mapping[str, Asking], grammars_of: Callable[[], Grammars], options: StructuredOptions, begin: Begin
+) -> dict[str, Any]:
+    """clients: by what their drafters do with structures   grammars_of: makes a compiler that has compiled nothing"""
+    answered: list[Row] = []
+    masks: list[Row] = []
     differences: list[str] = []
-    structures = [Structure.json_schema(random_schema(Random(seed + index))) for index in range(schemas)]
-    for temperature in temperatures:
-        step = begin(f"answers at temperature {temperature:g}", len(CASES) * schemas)
+    structures = [
+        Structure.json_schema(random_schema(Random(options.seed + index))) for index in range(options.schemas)
+    ]
+    for temperature in options.temperatures:
+        step = begin(f"answers at temperature {temperature:g}", len(CASES) * options.schemas)
         found: dict[tuple[str, str, str], list[Completion]] = {case: [] for case in CASES}
         for index, structure in enumerate(structures):  # the cases take turns
             for kind, way, drafter in CASES:
                 structured = kind == SCHEMAS
-                options: Options = {
-                    "max_new_tokens": tokens,
+                request: Options = {
+                    "max_new_tokens": options.tokens,
                     "temperature": temperature,
-                    "seed": seed + index,
+                    "seed": options.seed + index,
                     "structure": structure if structured else None,
                     "ignore_end": not structured,
                     "speculation": Speculation.parse(way),
                 }
-                done = await clients[drafter].generate_text(prompt, **options)
+                done = await clients[drafter].generate_text(PROMPT, **request)
                 found[kind, way, drafter].append(done)
                 if done.token_ids != found[kind, OFF, FOLLOWS][index].token_ids:
                     differences.append(f"temperature {temperature:g}, {kind}, {way}, drafter {drafter}, schema {index}")
                 step()
-        rows += [_answers_row(temperature, *case, answers) for case, answers in found.items()]
-        step = begin(f"masks at temperature {temperature:g}", schemas)
-        rows += await _mask_rows(grammars_of(), temperature, structures, found[SCHEMAS, OFF, FOLLOWS], step)
-    return rows, differences
+        answered += [_answers_row(temperature, *case, answers) for case, answers in found.items()]
+        step = begin(f"masks at temperature {temperature:g}", options.schemas)
+        emitted = {  # by rows of a round
+            rows: _answers_row(temperature, SCHEMAS, way, FOLLOWS, found[SCHEMAS, way, FOLLOWS])["emitted_per_round"]
+            for rows, way in ((1, OFF), (TREE.rows, str(TREE)))
+        }
+        for row in await _mask_rows(grammars_of(), structures, found[SCHEMAS, OFF, FOLLOWS], step):
+            masks.append({"temperature": temperature, **row, "us_per_token": row["mean_us"] / emitted[row["rows"]]})
+    return {"plan": {}, "answers": answered, "masks": masks, "differences": differences}
 
 
 def _answers_row(temperature: float, kind: str, way: str, drafter: str, answers: Sequence[Completion]) -> Row:
@@ -85,13 +115,11 @@ def _answers_row(temperature: float, kind: str, way: str, drafter: str, answers:
     rounds, emitted = sum(each.rounds for each in stats), sum(each.emitted_tokens for each in stats)
     after, decode_us = sum(each.decode_tokens for each in stats), sum(each.decode_us for each in stats)
     return {
-        "measured": "answers",
         "temperature": temperature,
         "structure": kind,
         "way": way,
         "drafter": "-" if way == OFF or kind == UNSTRUCTURED else drafter,
-        "answers": len(answers),
-        "ended": sum(each.complete.finish is not Finish.LENGTH for each in answers),
+        "ended": f"{sum(each.complete.finish is not Finish.LENGTH for each in answers)} of {len(answers)}",
         "tokens": emitted,
         "emitted_per_round": emitted / rounds,
         "draft_ms_per_round": sum(each.draft_us for each in stats) / rounds / 1e3,
@@ -101,7 +129,7 @@ def _answers_row(temperature: float, kind: str, way: str, drafter: str, answers:
 
 
 async def _mask_rows(
-    grammars: Grammars, temperature: float, structures: Sequence[Structure], answers: Sequence[Completion], step: Step
+    grammars: Grammars, structures: Sequence[Structure], answers: Sequence[Completion], step: Step
 ) -> list[Row]:
     """Masks along finished answers: of the root alone, and of a tree of TREE whose rows are all allowed."""
     compile_us: list[float] = []
@@ -122,8 +150,6 @@ async def _mask_rows(
         step()
     return [
         {
-            "measured": "masks",
-            "temperature": temperature,
             "rows": rows,
             "rounds": len(found),
             "median_us": statistics.median(found),
@@ -154,61 +180,36 @@ def _allowed_tree(text: GrammarText, rest: Sequence[int]) -> DraftTree:
     return DraftTree.of(tokens, parents)
 
 
-def facts_of(report: Report) -> Iterator[str]:
-    """What the tables need to be understood."""
-    plan = report["plan"]
-    yield from machine_facts(report)
-    yield (
-        f"The demo's target and drafter, after {json.dumps(plan['prompt'])}; {plan['schemas']} random schemas, answers "
-        f"of at most {plan['tokens']} tokens; structure none: as many answers without one, of exactly so many tokens. "
-        f"The drafter {FOLLOWS}: its guesses are masked; {IGNORES}: `structures: false` in its configuration"
-    )
-
-
-def tables_of(report: Report) -> Iterator[Cells]:
-    """The answers' rounds, and the time of masks."""
-    answers = [row for row in report["rows"] if row["measured"] == "answers"]
-    masks = [row for row in report["rows"] if row["measured"] == "masks"]
-    heads = ("structure", "T", "way", "drafter", "ended", "tokens", "tokens per round")
-    yield (
-        "Answers",
-        (*heads, "draft ms per round", "verify ms per round", "tokens/s"),
-        [
-            (
-                row["structure"],
-                f"{row['temperature']:g}",
-                row["way"],
-                row["drafter"],
-                f"{row['ended']} of {row['answers']}",
-                str(row["tokens"]),
-                number(row["emitted_per_round"]),
-                number(row["draft_ms_per_round"]),
-                number(row["verify_ms_per_round"]),
-                number(row["tokens_per_s"], 0),
-            )
-            for row in answers
-        ],
-    )
-    times = ("median us", "mean us", "99 % below us", "us per emitted token", "compile ms")
-    yield "Masks", ("masks of", "T", "rounds", *times), [_mask_cells(row, answers) for row in masks]
-
-
-def _mask_cells(row: Row, answers: Sequence[Row]) -> tuple[str, ...]:
-    """us per emitted token: the mean, by the tokens that a round without a tree or with one of TREE emits."""
-    way = OFF if row["rows"] == 1 else str(TREE)
-    emitted: Any = next(
-        each["emitted_per_round"]
-        for each in answers
-        if (each["structure"], each["way"], each["temperature"]) == (SCHEMAS, way, row["temperature"])
-        and each["drafter"] != IGNORES
-    )
-    return (
-        f"{row['rows']} row{'s' * (row['rows'] > 1)}",
-        f"{row['temperature']:g}",
-        str(row["rounds"]),
-        number(row["median_us"], 0),
-        number(row["mean_us"], 0),
-        number(row["p99_us"], 0),
-        number(row["mean_us"] / emitted, 0),
-        number(row["compile_ms"], 1),
-    )
+STRUCTURED = Bench(
+    "structured",
+    "Measure answers to random JSON schemas on the demo's models, beside answers without a structure: tokens per "
+    "round, draft and verification time with speculation off, fixed and chosen, by a drafter that follows the "
+    "structure and by one that ignores it, and the time of a round's masks with and without a tree. Exit status 1 "
+    "where an answer differs from plain decoding.",
+    "Four schemas, answers of at most 64 tokens.",
+    StructuredOptions,
+    measure,
+    facts=(
+        f"The demo's target and drafter, after `{PROMPT}`; structure none: as many answers without one, of exactly so "
+        f"many tokens. The drafter {FOLLOWS}: its guesses are masked; {IGNORES}: `structures: false` in its "
+        "configuration",
+    ),
+    tables=(
+        ReportTable(
+            "Answers",
+            "answers",
+            "structure; T = temperature:g; way; drafter; ended; tokens; tokens per round = emitted_per_round:.2f; "
+            "draft ms per round = draft_ms_per_round:.2f; verify ms per round = verify_ms_per_round:.2f; tokens/s = "
+            "tokens_per_s:.0f",
+        ),
+        ReportTable(
+            "Masks",
+            "masks",
+            "rows of a mask = rows; T = temperature:g; rounds; median us = median_us:.0f; mean us = mean_us:.0f; 99 % "
+            "below us = p99_us:.0f; us per emitted token = us_per_token:.0f; compile ms = compile_ms:.1f",
+        ),
+    ),
+    threads=1,
+    code=("protos/dendro/grammars.py", "protos/dendro/schemas.py", "verifier_service", "drafter_service"),
+)
+bench_structured = STRUCTURED.command()

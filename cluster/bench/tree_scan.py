@@ -1,4 +1,5 @@
-"""The cost of a tree in one Mamba-2 layer: packed, as a batch of its paths, and by transformers' chunk scan.
+"""`dendro bench tree-scan`: the cost of a tree in one Mamba-2 layer, packed, as a batch of its paths, and by
+transformers' chunk scan.
 
 The layer has random weights and a published model's size. The text ends one and a half blocks after its checkpoint; a
 tree below it is computed in every way, interleaved. Ours are the mixers and the rows that the engine runs.
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,18 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from dendro.errors import EngineFailed
+from dendro.errors import BadRequest, EngineFailed
 from torch import Tensor
 from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
 from tree_kernels import step_size
-from tree_kernels.tree_scan import BlockFold, fold
+from tree_kernels.tree_attention import NEAR_CHOICES
 from tree_layers.tree_mixers import MixerLayout, RecurrentMemory, RecurrentStep, TreeMamba2
 
 from cluster.bench.allocations import peak_bytes
-from cluster.measure.measurement import Step
-from cluster.measure.report import aim_row
-from cluster.measure.statistics import Estimate, Key, median_estimate, paired_ratio
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, option, seed
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.report import Row
+from cluster.measure.turns import estimates, over
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.models.mixers import seat_mixers
 from verifier_service.models.seats import ForwardContext
@@ -38,21 +41,39 @@ from verifier_service.recurrent_steps import recurrent_step
 PACKED = "packed"
 UNROLLED = "unrolled"
 LIBRARY = "transformers, checkpoint and ring"
-NEWEST = "transformers, newest state"
-WAYS = (PACKED, UNROLLED, LIBRARY, NEWEST)
+WAYS = (PACKED, UNROLLED, LIBRARY)
 WIDTH = 4
 """Taps of the convolution."""
 VOCABULARY = 50288
 LIBRARY_BOUND = 1e-3
 """Bound of the relative difference of ours and the library's: all is float32 but the convolution's output, where
 another order of summation may round to another bfloat16."""
-AIM_ROWS = 15
-SPEED_BAR, MEMORY_BAR = 1.0, 1.05
-MEMORY_ROWS = 63
-"""Rows of the tree whose memory is judged."""
 BINARY_DEPTHS, BEAM_STEPS, BEAM_WIDTHS = (0, 3, 4, 5), (4, 8, 16), (2, 3, 4, 5)
 
 CPU = torch.device("cpu")
+MIB = 2**20
+
+
+class PublishedSize(StrEnum):
+    SMALLEST = "130m"
+    SMALL = "370m"
+    MIDDLE = "780m"
+    LARGE = "1.3b"
+    LARGEST = "2.7b"
+
+
+@dataclass(frozen=True, slots=True)
+class TreeScanOptions:
+    size: PublishedSize = option("Published Mamba-2 model of the layer's size.", PublishedSize.SMALLEST)
+    block: int = option("Tokens of a block: 16, 32 or 64, at least the depth of the deepest tree.", 16)
+    repetitions: int = option("Repetitions of each step.", 20, 5, least=1)
+    beams: bool = option("Also measure trees of beams.", True, False)
+    all_sizes: bool = option("Measure the memory of models of all published sizes, not of this one alone.", True, False)
+    seed: int = seed()
+
+    def __post_init__(self) -> None:
+        if self.block not in NEAR_CHOICES:
+            raise BadRequest("block", f"{self.block} is none of {', '.join(map(str, NEAR_CHOICES))}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +95,28 @@ class ScanModelSize:
         channels = inner + 2 * self.groups * self.state
         return MixerLayout(channels, self.heads, self.width, self.groups, self.state, torch.bfloat16)
 
+    def config(self, layers: int) -> Mamba2Config:
+        return Mamba2Config(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            num_hidden_layers=layers,
+            num_heads=self.heads,
+            head_dim=self.width,
+            n_groups=self.groups,
+            state_size=self.state,
+            expand=self.heads * self.width // self.hidden,
+            conv_kernel=WIDTH,
+            tie_word_embeddings=True,
+        )
+
     @property
     def weight_bytes(self) -> int:
         """Bytes of a checkpoint in bfloat16, with embeddings tied to the head."""
-        inner, channels = self.heads * self.width, self.layout.channels
-        layer = self.hidden * (inner + channels + self.heads) + (WIDTH + 1) * channels + 3 * self.heads
-        layer += inner + inner * self.hidden + self.hidden
-        return 2 * (self.layers * layer + self.vocabulary * self.hidden + self.hidden)
+        with torch.device("meta"):
+            model: Any = Mamba2ForCausalLM(self.config(self.layers))
+        model.tie_weights()
+        numbers: int = sum(each.numel() for each in model.parameters())
+        return 2 * numbers
 
 
 SIZES = {
@@ -190,8 +226,8 @@ class ScanLayer:
             D=1 + 0.1 * self._random(layout.heads),
             dt_limit=(0.0, float("inf")),
         )
-        # Checkpoints after one block and after two, and for the library one after the whole text.
-        self.memory = RecurrentMemory([layout], self.scratch + max(step_size(rows), self.root), 4, CPU).layers[0]
+        # Checkpoints after one block and after two.
+        self.memory = RecurrentMemory([layout], self.scratch + max(step_size(rows), self.root), 3, CPU).layers[0]
         self.text = self.inputs(self.root)
         self._fill()
 
@@ -210,8 +246,6 @@ class ScanLayer:
         folds = (FoldOf(0, blocks[0], 1), FoldOf(-1, blocks[1], 2))
         step = recurrent_step(replace(rows, folds=folds), self.root, 1, CPU)
         self.mixer(self.text.raw, self.text.dt, self.memory, step)
-        rest = BlockFold(2, torch.from_numpy(slots[2 * self.block :]), 3)
-        (self.memory.states[3],) = fold(self.memory.inputs, self.memory.states, [rest], self.mixer.A)
 
     def step(self, trails: Sequence[Sequence[int]]) -> RecurrentStep:
         """A step whose rows write consecutive slots from `scratch` on; padding is for matrix products only."""
@@ -238,13 +272,9 @@ class ScanLayer:
             first += len(path)
         return self.ours(ScanInputs(given.raw[index], given.dt[index]), trails)
 
-    def library(self, given: ScanInputs, shape: ScanTree, ring: bool) -> Callable[[], Tensor]:
-        """The paths as a batch for transformers' chunk scan; the returned function computes y [rows, H P].
-
-        ring: start from the checkpoint, with the tokens since it prepended, instead of from the newest state.
-
-        The convolution runs over the tree's tokens alone, after the text's last inputs.
-        """
+    def library(self, given: ScanInputs, shape: ScanTree) -> Callable[[], Tensor]:
+        """The paths as a batch for transformers' chunk scan, from the checkpoint, with the tokens since it in front.
+        Returns what computes y [rows, H P]. The convolution runs over the tree's tokens alone."""
         layout, mixer, memory = self.size.layout, self.mixer, self.memory
         batch, longest = len(shape.leaves), max(map(len, shape.leaves))
         index = torch.tensor([[*path, *[path[-1]] * (longest - len(path))] for path in shape.leaves])
@@ -252,11 +282,10 @@ class ScanLayer:
         raw, dt = given.raw[index], given.dt[index].float()
         before = memory.raw[self.root + 2 - WIDTH : self.root + 1].expand(batch, -1, -1)
         weight, bias = mixer.conv_weight.t().contiguous(), mixer.conv_bias
-        slots = slice(1 + self.block, 1 + self.root) if ring else slice(0, 0)
+        slots = slice(1 + self.block, 1 + self.root)
         ring_x, ring_B = (each[slots].expand(batch, -1, -1, -1) for each in memory.inputs[:2])
-        ring_dt = self.text.dt[slots.start - 1 : slots.stop - 1].float() if ring else self.text.dt[:0].float()
-        ring_dt = ring_dt.expand(batch, -1, -1)
-        state = memory.states[1 if ring else 3].expand(batch, -1, -1, -1)
+        ring_dt = self.text.dt[slots.start - 1 : slots.stop - 1].float().expand(batch, -1, -1)
+        state = memory.states[1].expand(batch, -1, -1, -1)
         shared = layout.groups * layout.size
         parts = (layout.heads * layout.width, shared, shared)
 
@@ -284,29 +313,11 @@ class ScanLayer:
         return run
 
 
-def shapes_of(quick: bool, seed: int) -> tuple[ScanTree, ...]:
-    """The measured trees; a quick run has no beams."""
+def shapes_of(options: TreeScanOptions) -> tuple[ScanTree, ...]:
     trees = [binary(depth) for depth in BINARY_DEPTHS]
-    if not quick:
-        trees += [beams(steps, width, seed) for steps in BEAM_STEPS for width in BEAM_WIDTHS]
+    if options.beams:
+        trees += [beams(steps, width, options.seed) for steps in BEAM_STEPS for width in BEAM_WIDTHS]
     return tuple(trees)
-
-
-@dataclass(slots=True)
-class ScanResult:
-    """The measurements of one tree in every way."""
-
-    shape: ScanTree
-    seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
-    temporary_bytes: dict[str, int] = field(default_factory=dict)
-
-    def over_packed(self, way: str) -> Estimate:
-        """The paired ratio of this way's time to packed's."""
-        over, packed = self._keyed(way), self._keyed(PACKED)
-        return paired_ratio(over, packed)
-
-    def _keyed(self, way: str) -> dict[Key, float]:
-        return {(repetition, 0): seconds for repetition, seconds in enumerate(self.seconds[way])}
 
 
 def ways_of(layer: ScanLayer, shape: ScanTree) -> dict[str, Callable[[], Tensor]]:
@@ -315,8 +326,7 @@ def ways_of(layer: ScanLayer, shape: ScanTree) -> dict[str, Callable[[], Tensor]
     return {
         PACKED: layer.packed(given, shape),
         UNROLLED: layer.unrolled(given, shape),
-        LIBRARY: layer.library(given, shape, ring=True),
-        NEWEST: layer.library(given, shape, ring=False),
+        LIBRARY: layer.library(given, shape),
     }
 
 
@@ -326,84 +336,58 @@ def check_agreement(shape: ScanTree, ways: Mapping[str, Callable[[], Tensor]]) -
     packed = ways[PACKED]()[torch.tensor([row for path in shape.leaves for row in path])]
     if not torch.equal(packed, ways[UNROLLED]()):
         raise EngineFailed(f"{shape.name}: rows packed in a tree differ from the same rows on their own paths")
-    far = max(float((ways[way]() - packed).norm() / packed.norm()) for way in (LIBRARY, NEWEST))
+    far = float((ways[LIBRARY]() - packed).norm() / packed.norm())
     if not far < LIBRARY_BOUND:
         raise EngineFailed(f"{shape.name}: ours and transformers' differ by {far:.1e}, relative")
     return far
 
 
-def measure_tree_scan(
-    layer: ScanLayer, shapes: Sequence[ScanTree], repetitions: int, step: Step
-) -> tuple[list[ScanResult], float]:
-    """All ways of all trees, interleaved, after a warm-up; also the library's largest relative difference."""
-    found = [ScanResult(shape) for shape in shapes]
+def layer_rows(layer: ScanLayer, shapes: Sequence[ScanTree], repetitions: int, step: Step) -> tuple[list[Row], float]:
+    """A row for each tree, all ways of all trees interleaved after a warm-up; and the library's largest difference."""
+    seconds: list[dict[str, list[float]]] = [{way: [] for way in WAYS} for _ in shapes]
     with torch.inference_mode():
         ways = [ways_of(layer, shape) for shape in shapes]
         far = max(check_agreement(shape, mine) for shape, mine in zip(shapes, ways, strict=True))
-        for each, mine in zip(found, ways, strict=True):
-            each.temporary_bytes = {way: peak_bytes(mine[way]) for way in WAYS}
+        temporaries = [{way: round(peak_bytes(mine[way]) / MIB, 4) for way in WAYS} for mine in ways]
         step()
         order = random.Random(0)
         for _ in range(repetitions):
-            for each, mine in zip(found, ways, strict=True):
+            for times, mine in zip(seconds, ways, strict=True):
                 # Caches depend on what ran before: no way always follows the same one.
                 for way in order.sample(WAYS, len(WAYS)):
                     started = time.perf_counter()
                     mine[way]()
-                    each.seconds[way].append(time.perf_counter() - started)
+                    times[way].append(time.perf_counter() - started)
             step()
-    return found, far
+    return [
+        {
+            "tree": shape.name,
+            "rows": shape.rows,
+            "paths": len(shape.leaves),
+            "unrolled_rows": shape.unrolled_rows,
+            "ms": estimates(times),
+            "over_packed": {way: over(times[way], times[PACKED]) for way in WAYS[1:]},
+            "temporary_mib": held,
+        }
+        for shape, times, held in zip(shapes, seconds, temporaries, strict=True)
+    ], far
 
 
-@dataclass(frozen=True, slots=True)
-class ScanMemory:
-    """The memory of a whole model for one text and a step of one tree, in bytes."""
-
-    size: str
-    name: str
-    rows: int
-    weights: int
-    kept: int  # the text's checkpoints and ring
-    scratch: int  # the inputs of a step's rows
-    temporaries: int  # peak of a step
-    logits: int  # of the temporaries; of one block of rows
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.kept + self.scratch + self.temporaries
-
-
-def plain_of(memory: Sequence[ScanMemory], other: ScanMemory) -> ScanMemory:
-    """The same model's memory in plain decoding."""
-    return next(each for each in memory if each.size == other.size and each.rows == 1)
-
-
-def model_memory(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) -> list[ScanMemory]:
-    """The memory for each tree, packed, at an engine whose deepest tree it is.
+def memory_rows(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) -> Iterator[Row]:
+    """MiB of a whole model, one text and a step of each tree, packed, at an engine whose deepest tree it is. The first
+    tree is plain decoding.
 
     Temporaries are measured on a model of one layer: a layer's are freed before the next layer's are allocated.
     """
     layout = size.layout
     run = ForwardContext()
-    config = Mamba2Config(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        num_hidden_layers=1,
-        num_heads=size.heads,
-        head_dim=size.width,
-        n_groups=size.groups,
-        state_size=size.state,
-        expand=size.heads * size.width // size.hidden,
-        conv_kernel=WIDTH,
-        tie_word_embeddings=True,
-    )
-    model: Any = Mamba2ForCausalLM(config)
+    model: Any = Mamba2ForCausalLM(size.config(layers=1))
     model = model.bfloat16().eval().requires_grad_(False)
     seat_mixers(Path("random"), model, run)
     head = model.lm_head.weight.float()
     layer = ScanLayer(size, block, max(shape.rows for shape in shapes), seed=0)
     run.recurrent = RecurrentMemory([layout], len(layer.memory.raw), len(layer.memory.states), CPU)
-    found = []
+    plain = 0.0
     for shape in shapes:
         step = layer.step([[layer.scratch + row for row in path] for path in shape.paths])
         tokens = torch.zeros(1, len(step.slots), dtype=torch.int64)
@@ -419,48 +403,96 @@ def model_memory(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) ->
             forward()
             temporaries = peak_bytes(forward)
         extent = Extent.of(block, shape.depth + 1, shape.depth)
-        kept = size.layers * (extent.ring * layout.token_bytes + extent.checkpoints * layout.state_bytes)
-        scratch = size.layers * len(step.slots) * layout.token_bytes
-        logits = min(len(step.slots), HEAD_ROWS) * size.vocabulary * 4
-        found.append(
-            ScanMemory(size.name, shape.name, shape.rows, size.weight_bytes, kept, scratch, temporaries, logits)
-        )
-    return found
-
-
-def rows_of_report(found: Sequence[ScanResult]) -> list[dict[str, Any]]:
-    """One object per tree."""
-    return [
-        {
-            "tree": each.shape.name,
-            "rows": each.shape.rows,
-            "depth": each.shape.depth,
-            "paths": len(each.shape.leaves),
-            "unrolled_rows": each.shape.unrolled_rows,
-            "ms": {way: median_estimate([1e3 * took for took in each.seconds[way]]).as_json() for way in WAYS},
-            "over_packed": {way: each.over_packed(way).as_json() for way in WAYS if way != PACKED},
-            "temporary_bytes": each.temporary_bytes,
+        parts = {
+            "weights": size.weight_bytes,
+            "kept": size.layers * (extent.ring * layout.token_bytes + extent.checkpoints * layout.state_bytes),
+            "scratch": size.layers * len(step.slots) * layout.token_bytes,
+            "temporaries": temporaries,
         }
-        for each in found
-    ]
+        total = sum(parts.values())
+        plain = plain or total
+        logits = min(len(step.slots), HEAD_ROWS) * size.vocabulary * 4
+        yield {
+            "model": size.name,
+            "step": shape.name if shape.rows > 1 else "plain decoding",
+            "rows": shape.rows,
+            "mib": {name: round(held / MIB, 2) for name, held in (parts | {"logits": logits, "all": total}).items()},
+            "over_plain": round(total / plain, 4),
+        }
 
 
-def aims_of(rows: Sequence[Mapping[str, Any]], memory: Sequence[ScanMemory]) -> list[dict[str, Any]]:
-    """The aims: never slower than unrolled paths, and at most MEMORY_BAR times the memory of plain decoding."""
-    aims: list[dict[str, Any]] = []
-    for row in rows:
-        if row["rows"] >= AIM_ROWS:
-            found = Estimate.of(row["over_packed"][UNROLLED])
-            aim = f"unrolled over packed, {row['tree']}, {row['rows']} rows"
-            why = "judged by the interval's lower end"
-            aims.append(aim_row(aim, SPEED_BAR, found.low > SPEED_BAR, found, why))
-    for each in memory:
-        plain = plain_of(memory, each)
-        if each is not plain:
-            ratio = each.total / plain.total
-            judged = each.rows == MEMORY_ROWS
-            aim = f"memory over plain decoding's, {each.size}, {each.name}, {each.rows} rows"
-            why = "" if judged else f"the aim is for {MEMORY_ROWS} rows"
-            met = ratio <= MEMORY_BAR if judged else None
-            aims.append(aim_row(aim, MEMORY_BAR, met, None, why) | {"value": round(ratio, 4)})
-    return aims
+def measure(options: TreeScanOptions, begin: Begin) -> dict[str, Any]:
+    size, shapes = SIZES[options.size], shapes_of(options)
+    layer = ScanLayer(size, options.block, max(shape.unrolled_rows for shape in shapes), options.seed)
+    step = begin(f"a layer of {size.name}", options.repetitions + 1)
+    rows, far = layer_rows(layer, shapes, options.repetitions, step)
+    trees = (binary(0), binary(5), beams(BEAM_STEPS[-1], BEAM_WIDTHS[-1], options.seed))
+    sizes = SIZES.values() if options.all_sizes else (size,)
+    step, memory = begin("memory of models", len(sizes)), list[Row]()
+    for each in sizes:
+        memory += memory_rows(each, options.block, trees)
+        step()
+    return {"plan": {"largest_difference": far}, "rows": rows, "memory": memory}
+
+
+TREE_SCAN = Bench(
+    "tree-scan",
+    "Time a tree in a state-space layer: packed, as a batch of its paths, and by transformers' chunk scan; and measure "
+    "the memory of a model with trees, relative to plain decoding. Runs on the CPU, in this process.",
+    "A few seconds: binary trees and one size alone, five repetitions.",
+    TreeScanOptions,
+    measure,
+    facts=(
+        "A Mamba-2 layer of random weights; inputs in bfloat16, decays and sums in float32. The tree's root is one and "
+        "a half blocks after the checkpoint",
+        "Times are of the convolution and the scan, from the linear layer's output to y; without linear layers, folds, "
+        "and the index lists that all layers of a step share",
+        f"{PACKED}: each row of the tree once. {UNROLLED}: all rows of all paths from the root to a leaf, by the same "
+        "kernels in one batch that reads the checkpoint once. Both are padded to 8 rows",
+        f"{LIBRARY}: `mamba2_chunk_scan` in PyTorch over the paths as a batch, the ring's tokens in front, already "
+        "convolved, in one chunk (the published 256 would pad each path to 256 tokens)",
+        "Before measuring: every packed row has the bits of the same row on its own path; the library's answers are "
+        "within {largest_difference:.1e} of ours, relative",
+        "Temporaries: peak bytes of torch tensors allocated by the call, its result included, by torch.profiler",
+        "Memory of a model: weights in bfloat16; one text's checkpoints and ring, kept by an engine whose deepest tree "
+        "is this one; scratch for the rows of this step; the temporaries of a whole step, float32 logits of at most "
+        f"{HEAD_ROWS} rows at a time among them",
+    ),
+    tables=(
+        ReportTable(
+            "A layer's step, median and 90 %",
+            "rows",
+            "tree; rows; paths; rows unrolled = unrolled_rows; * ms = ms.*:.2f",
+        ),
+        ReportTable("Over packed, median and 90 % of paired ratios", "rows", "tree; rows; * = over_packed.*:.2f"),
+        ReportTable("Temporaries of a layer's step, MiB", "rows", "tree; rows; * = temporary_mib.*:.2f"),
+        ReportTable(
+            "Memory of a whole model and one text, MiB",
+            "memory",
+            "model; step; rows; * = mib.*:.2f; over plain = over_plain:.3f",
+        ),
+    ),
+    aims=(
+        Aim(
+            "unrolled over packed, {tree}, {rows} rows",
+            "rows",
+            f"over_packed.{UNROLLED}",
+            least=1.0,
+            end="low",
+            where=lambda row: row["rows"] >= 15,
+        ),
+        Aim(
+            "memory over plain decoding's, {model}, {step}, {rows} rows",
+            "memory",
+            "over_plain",
+            most=1.05,
+            where=lambda row: row["rows"] == 63,
+        ),
+    ),
+    plots=(
+        Plot("rows", "rows of the tree = rows", "time of a layer's step * (ms) = ms.*", log="y"),
+        Plot("rows", "rows of the tree = rows", "over packed * = over_packed.*", log="y"),
+    ),
+    code=("kernels/tree_kernels/tree_scan", "kernels/tree_layers/tree_mixers.py", "verifier_service/recurrent.py"),
+)
+bench_tree_scan = TREE_SCAN.command()

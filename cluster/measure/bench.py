@@ -178,7 +178,7 @@ class Aim:
     name: str
     rows: str
     path: str
-    least: float | None = None
+    least: float | str | None = None  # a text names the rows' field that has the bar
     most: float | None = None
     end: str = "median"  # of an estimate, that is judged
     where: Callable[[Row], bool] = always
@@ -186,16 +186,17 @@ class Aim:
 
     def judged(self, report: Report) -> Iterator[Row]:
         """A row for each name; not judged where no row has a value."""
-        bar = self.most if self.least is None else self.least
-        assert bar is not None
+        path = self.path.split(".")
         for name, rows in grouped(self.name, report.get(self.rows, ()), self.where).items():
-            found = [(self._value(value), row) for row in rows if (value := at(row, self.path.split("."))) is not None]
+            bar: Any = self.most if self.least is None else self.least
+            bar = rows[0][bar] if isinstance(bar, str) else bar
+            found = [(self._value(value), row) for row in rows if (value := at(row, path)) is not None]
             if not found:
                 yield aim_row(name, bar, None, None, "was not measured")
                 continue
             value, row = (max if self.least is None else min)(found, key=lambda each: each[0])
             met = value <= bar if self.least is None else value >= bar
-            whole = at(row, self.path.split("."))
+            whole = at(row, path)
             estimate = Estimate.of(whole) if isinstance(whole, Mapping) else None
             yield aim_row(name, bar, met, estimate, "" if met else self.why.format_map(row)) | {"value": value}
 
@@ -280,7 +281,8 @@ class Bench(Generic[S]):
         local, seed = getattr(options, "local", True), getattr(options, "seed", 0)
         report = {**report_head(self.name, started, local, seed, threads), "code": digests(self.code)}
         own: Any = options
-        report["options"] = {each.name: as_given(getattr(own, each.name)) for each in fields(own)}
+        shown = [name for name, each in _declared(self.options).items() if each.shown]
+        report["options"] = {name: as_given(getattr(own, name)) for name in shown}
         report |= found
         return report | {"aims": [row for aim in self.aims for row in aim.judged(report)]}
 

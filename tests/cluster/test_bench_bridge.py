@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tree_layers.checkpoint import read_facts
 
-from cluster.bench.bridge import SHAPES, cases_of, measure_bridges, tables_of
+from cluster.bench.bridge import BRIDGE, SHAPES, BridgeOptions, cases_of, measure_bridges
 from cluster.bench.bridge_drafters import make_drafter
 from cluster.config import DEMO_MODELS
 from tests.support import other_tokenizers, tiny_models
@@ -33,20 +33,17 @@ def models(tmp_path_factory) -> Path:
 @pytest.mark.slow
 async def test_each_drafter_is_measured_through_its_bridges_and_changes_no_answer(models):
     cases, steps = cases_of(models / "same", models / "other"), []
+    options = BridgeOptions(tokens=12, seed=5)
     rows, differences = await measure_bridges(
-        models / "target", cases, PROMPTS, 12, (0.0, 1.0), 5, lambda title, count: lambda: steps.append(title)
+        models / "target", cases, PROMPTS, options, lambda title, count: lambda: steps.append(title)
     )
     assert differences == []
-    assert [(row["drafter"], row["bridge"], row["temperature"], row["shape"]) for row in rows] == [
-        (case.drafter, case.bridge, temperature, shape)
-        for case in cases
-        for temperature in (0.0, 1.0)
-        for shape in SHAPES
+    assert [(row["drafter"], row["bridge"], row["temperature"], tuple(row["per_round"])) for row in rows] == [
+        (case.drafter, case.bridge, temperature, SHAPES) for case in cases for temperature in (0.0, 1.0)
     ]
     assert len(steps) == len(PROMPTS) * 2 * (1 + len(cases) * len(SHAPES)), "plain decoding is asked once"
-    assert all(row["emitted_per_round"] >= 1 and row["guesses_per_round"] > 0 for row in rows)
-    ((_, heads, cells),) = tables_of({"rows": rows})
-    assert len(cells) == len(cases) and all(len(line) == len(heads) for line in cells)
+    assert all(emitted >= 1 and held > 1 for row in rows for emitted, held in row["per_round"].values())
+    assert len(list(BRIDGE.all_tables({"rows": rows, "aims": []}))) == 2
 
 
 @pytest.mark.long

@@ -14,25 +14,28 @@ from dendro.text import Sampling
 from dendro.tree import DraftTree
 from tree_kernels.noise import reference
 
-from cluster.bench import drafter_forms
+from cluster.bench import drafter
 from cluster.bench.drafter import (
     DRAFT_BARS,
+    DRAFTER,
+    EAGER,
+    FORMS,
+    FUSED,
     LEVEL_BARS,
     LEVEL_ROWS,
     SHAPES,
-    WHOLE,
     DraftCase,
-    PartTimes,
+    DrafterBenchOptions,
+    DrafterForms,
+    InlineDrafter,
     accepted_path,
-    drafter_aims,
     held_by_text,
-    in_turns,
+    load_forms,
+    measure_drafters,
     measure_in_turns,
 )
-from cluster.bench.drafter_command import measure_drafters
-from cluster.bench.drafter_forms import DRAFT_PARTS, EAGER, FORMS, FUSED, DrafterForms, InlineDrafter, load_forms
-from cluster.bench.drafter_report import facts_of, plot, tables_of
 from cluster.demo.prompts import Prompt
+from cluster.measure.bench import draw
 from cluster.measure.in_process import EngineText
 from drafter_service.engine import DrafterEngine
 from drafter_service.models import load_model
@@ -65,7 +68,7 @@ def model_at(folder):
 
 def two_forms(folder, other=None):
     """The same model as both forms, or another one as FUSED."""
-    return DrafterForms(folder.name, {EAGER: model_at(folder), FUSED: model_at(other or folder)}, {})
+    return DrafterForms(folder.name, {EAGER: model_at(folder), FUSED: model_at(other or folder)})
 
 
 @pytest.mark.parametrize("shape", ["(3,2,1)", "beam(5,3)", "dynamic(4,5,15)"])
@@ -87,7 +90,7 @@ async def test_a_measured_draft_is_the_engines(checkpoint, shape):
             text.text.extend([*accepted_path(ours), following])
 
 
-def test_parts_are_of_the_whole_draft_and_accepted_nodes_are_folded(checkpoint):
+def test_accepted_nodes_are_folded(checkpoint):
     inline, text, shape = (
         InlineDrafter(model_at(checkpoint), 1, by_level=True),
         EngineText(ids_of(20), Sampling()),
@@ -99,8 +102,6 @@ def test_parts_are_of_the_whole_draft_and_accepted_nodes_are_folded(checkpoint):
     text.text.extend([*accepted_path(first.trees[0]), 1])
     second = inline.draft([text], shape)
     assert all(isinstance(plan.rows, Level) for plan in second.plans), "the accepted nodes are folded, not read again"
-    assert set(second.parts) == set(DRAFT_PARTS) and min(second.parts.values()) > 0
-    assert sum(second.parts.values()) == pytest.approx(second.seconds)
 
 
 def test_noise_is_ready_before_a_draft_is_timed(checkpoint, monkeypatch):
@@ -132,9 +133,9 @@ def test_trees_that_differ_between_forms_are_counted(tmp_path):
     tiny_mamba.make_checkpoint(other, "mamba2", seed=1)
     same, different = (DraftCase(two_forms(one, each), "(3,2,1)", prompts_of(2)) for each in (one, other))
     measure_in_turns([same, different], 2, lambda: None)
-    assert (same.trees, same.equal) == (6, {FUSED: 6})
-    assert (different.trees, different.equal) == (6, {FUSED: 0})
-    assert {len(values) for values in same.times.seconds[WHOLE].values()} == {2}, "a warm-up's times are not kept"
+    assert (same.trees, same.equal) == (6, 6)
+    assert (different.trees, different.equal) == (6, 0)
+    assert {len(values) for values in same.times.values()} == {2}, "a warm-up's times are not kept"
 
 
 def test_the_path_of_best_guesses_ends_at_a_leaf():
@@ -152,22 +153,16 @@ def test_the_measured_memory_of_a_text_is_what_a_drafter_states(checkpoint):
 
 
 # Forms
-def test_only_the_eager_form_is_loaded_where_there_is_no_other(checkpoint, monkeypatch):
-    monkeypatch.setattr(drafter_forms, "load_model", lambda path, dtype, device: ("model", "checkpoint"))
-    forms = load_forms("d", checkpoint)
-    assert forms.models == {EAGER: "model"} and "no fused form" in forms.missing[FUSED]
-
-
 def test_a_form_that_cannot_be_had_is_missing_with_its_reason(checkpoint, monkeypatch):
     def load(path, dtype, device, form="auto"):
         if form in refused:
             raise BadRequest("form", f"{form} needs a compiler")
         return f"{form} model", "checkpoint"
 
-    monkeypatch.setattr(drafter_forms, "load_model", load)
+    monkeypatch.setattr(drafter, "load_model", load)
     refused: tuple[str, ...] = (FUSED,)
     forms = load_forms("d", checkpoint)
-    assert forms.models == {EAGER: "eager model"} and "needs a compiler" in forms.missing[FUSED]
+    assert forms.models == {EAGER: "eager model"} and "needs a compiler" in forms.missing
     refused = ()
     assert load_forms("d", checkpoint).models == {EAGER: "eager model", FUSED: "fused model"}
     refused = (EAGER,)
@@ -178,60 +173,36 @@ def test_a_form_that_cannot_be_had_is_missing_with_its_reason(checkpoint, monkey
 def test_every_form_that_can_be_had_drafts_the_same_trees(checkpoint):
     case = DraftCase(load_forms(checkpoint.name, checkpoint), "(3,2,1)", prompts_of(3))
     measure_in_turns([case], 3, lambda: None)
-    assert case.trees == 12 and all(count == case.trees for count in case.equal.values())
-
-
-def test_no_form_always_follows_the_same_one():
-    order = random.Random(0)
-    assert {tuple(in_turns(FORMS, order)) for _ in range(20)} == {(EAGER, FUSED), (FUSED, EAGER)}
+    assert case.trees == case.equal == 12
 
 
 # The report
-def times_of(ratio, repetitions=12):
-    times = PartTimes(FORMS, DRAFT_PARTS)
-    for repetition in range(1, repetitions + 1):
-        times.add(EAGER, {WHOLE: ratio * repetition})
-        times.add(FUSED, {WHOLE: repetition})
-    return times
+def judged(level, draft):
+    def rows(key, bars, times):
+        return [
+            {"drafter": name, key: each, "bar": bar, "eager_over_fused": times and around(9, times * bar)}
+            for name, own in bars.items()
+            for each, bar in own.items()
+        ]
+
+    unjudged = {"drafter": "llama", "rows": 1, "bar": None, "eager_over_fused": around(1, 1)}
+    report = {"levels": [*rows("rows", LEVEL_BARS, level), unjudged], "drafts": rows("shape", DRAFT_BARS, draft)}
+    return [row for aim in DRAFTER.aims for row in aim.judged(report)]
 
 
-def test_ratios_are_of_neighbouring_measurements():
-    """The times grow from one repetition to the next; their ratio does not."""
-    estimate = times_of(6.5).over(FUSED)
-    assert (estimate.low, estimate.median, estimate.high) == pytest.approx((6.5, 6.5, 6.5))
-
-
-def made_up(level, draft):
-    def row(ratio, low):
-        return {"eager_over": {FUSED: {"median": ratio, "low": low, "high": 2 * ratio, "coverage": 0.92}}}
-
-    levels = [
-        {"drafter": name, "rows": rows, **row(9, level * bar)}
-        for name, bars in LEVEL_BARS.items()
-        for rows, bar in bars.items()
-    ]
-    drafts = [
-        {"drafter": name, "shape": shape, **row(9, draft * bar)}
-        for name, bars in DRAFT_BARS.items()
-        for shape, bar in bars.items()
-    ]
-    return levels, drafts
+def around(ratio, low):
+    return {"median": ratio, "low": low, "high": 2 * ratio, "coverage": 0.92}
 
 
 def test_aims_are_judged_by_the_lower_end_of_the_interval():
-    aims = drafter_aims(*made_up(level=1.0, draft=0.99), missing={})
+    aims = judged(level=1.0, draft=0.99)
     assert [aim["met"] for aim in aims] == [True] * 6 + [False] * 4
     assert [aim["bar"] for aim in aims] == [7.0, 6.0, 3.3, 4.5, 3.8, 2.2, 6.0, 6.0, 5.0, 5.0]
     assert aims[0]["value"] == 7.0 and aims[0]["interval"] == [7.0, 18]
 
 
-def test_without_a_fused_form_no_aim_is_judged_and_the_reason_is_given():
-    levels, drafts = made_up(1.0, 1.0)
-    for row in (*levels, *drafts):
-        row["eager_over"] = {}
-    aims = drafter_aims(levels, drafts, {"mamba2": "no compiler", "mamba": "no kernels"})
-    assert {aim["met"] for aim in aims} == {None}
-    assert [aim["why"] for aim in aims] == ["no compiler"] * 3 + ["no kernels"] * 3 + ["no compiler"] * 4
+def test_without_a_fused_form_no_aim_is_judged():
+    assert {aim["met"] for aim in judged(None, None)} == {None}
 
 
 @pytest.mark.parametrize("forms", [(EAGER,), FORMS], ids=["eager alone", "both forms"])
@@ -239,8 +210,8 @@ def test_a_small_run_measures_every_part(tmp_path, forms):
     drafters = []
     for name in FAMILIES:
         tiny_drafters.make_drafter(tmp_path / name, name)
-        missing = {form: "is not there" for form in FORMS if form not in forms}
-        drafters.append(DrafterForms(name, {form: model_at(tmp_path / name) for form in forms}, missing))
+        models = {form: model_at(tmp_path / name) for form in forms}
+        drafters.append(DrafterForms(name, models, "" if FUSED in forms else "is not there"))
     steps = []
 
     def begin(title, count):
@@ -248,40 +219,19 @@ def test_a_small_run_measures_every_part(tmp_path, forms):
         return lambda: steps.append(1)
 
     weights = dict.fromkeys(FAMILIES, 1000)
-    found = measure_drafters(drafters, weights, prompts_of(2), ids_of(150), (1, 2), (70, 150), 2, begin)
+    options = DrafterBenchOptions(repetitions=2, sessions=(1, 2), contexts=(70, 150))
+    found = measure_drafters(drafters, weights, prompts_of(2), ids_of(150), options, begin)
     assert sum(steps) == 0
-    assert [(row["drafter"], row["rows"]) for row in found["rows"]] == [(n, r) for n in FAMILIES for r in LEVEL_ROWS]
+    assert [(row["drafter"], row["rows"]) for row in found["levels"]] == [(n, r) for n in FAMILIES for r in LEVEL_ROWS]
     assert [row["shape"] for row in found["drafts"]] == [shape for shape in SHAPES for _ in FAMILIES]
     assert [(row["sessions"], row["trees"]) for row in found["sessions"]] == [(1, 3)] * 3 + [(2, 6)] * 3
-    assert {row["context"] for row in found["lengths"]} == {row["context"] for row in found["memory"]} == {70, 150}
-    for row in (*found["rows"], *found["drafts"], *found["sessions"], *found["lengths"]):
-        assert tuple(row["ms"]) == tuple(row["parts_ms"]) == forms and tuple(row["eager_over"]) == forms[1:]
+    assert {row["context"] for row in found["lengths"]} == {70, 150}
+    for row in (row for rows in found.values() for row in rows):
+        assert tuple(row["ms"]) == forms and (row["eager_over_fused"] is None) is (FUSED not in forms)
         assert all(each["median"] > 0 for each in row["ms"].values())
-    memory = {(row["drafter"], row["context"]): row["text_bytes"] for row in found["memory"]}
+    memory = {(row["drafter"], row["context"]): row["text_kib"][EAGER] for row in found["lengths"]}
     assert memory["llama", 150] > memory["llama", 70] and memory["mamba", 150] == memory["mamba", 70] > 0
-    assert all(row["total_bytes"] > 1000 for row in found["memory"])
-    assert all(row["step_bytes"] > 0 for row in found["memory"] if row["drafter"] == "llama")
-    assert [aim["met"] is None for aim in found["aims"]] == [FUSED not in forms] * 13
-    heads = [(row["drafter"], row["rows"]) for row in found["heads"]]
-    assert heads == [(name, rows) for name in FAMILIES for rows in LEVEL_ROWS if FUSED in forms]
-    listed = [{"drafter": each.name, "parameters": 250, "missing": dict(each.missing)} for each in drafters]
-    plan = {"drafters": listed, "dtype": "float32", "tokens": 20, "repetitions": 2, "load_average": 0.5}
-    head = {
-        "machine": {
-            "libraries": {},
-            "environment": {},
-            "processor": "",
-            "cores": 1,
-            "accelerator": "",
-            "threads": 1,
-            "python": "",
-        },
-        "settings": {"command": "", "local": True, "date": "", "commit": "", "seconds": 1},
-    }
-    report = {**head, "plan": plan, **found}
-    for _, columns, cells in tables_of(report):
-        assert cells and all(len(each) == len(columns) for each in cells)
-    facts = "\n".join(facts_of(report))
-    assert "0.50" in facts and ("is not there" in facts) is (FUSED not in forms)
-    plot(report, tmp_path / "plot.png")
+    assert all(row["all_kib"][EAGER] > row["text_kib"][EAGER] for row in found["lengths"])
+    assert len(list(DRAFTER.all_tables({**found, "aims": []}))) == 4
+    draw(DRAFTER.plots, found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000

@@ -7,14 +7,20 @@ from pathlib import Path
 import pytest
 import torch
 from dendro.errors import BadRequest
-from dendro.modes import VerificationMode
 from dendro.state import NoStates
 from dendro.text import Sampling
 
-from cluster.bench.verify import ARMS, VerifiedAnswer, VerifiedArm, aims_of, arm_rows, verified_answer
-from cluster.bench.verify_command import VerifySettings
-from cluster.bench.verify_report import plot, tables_of
-from cluster.measure.report import as_markdown
+from cluster.bench.verify import (
+    ARMS,
+    VERIFY,
+    VerifiedAnswer,
+    VerifiedArm,
+    VerifyOptions,
+    arm_rows,
+    claim_rows,
+    verified_answer,
+)
+from cluster.measure.bench import draw
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from tests.support import tiny_models
@@ -45,29 +51,19 @@ def test_rows_are_paired_with_the_coupled_mode_of_the_same_tree():
         assert row["speed_over_coupled"]["median"] == (1 if coupled else 2)
 
 
-def test_an_aim_is_judged_by_its_interval():
-    met = [aim["met"] for aim in aims_of(found(), 1.0)]
-    assert met == [True, True, False, False]  # block, multi-step with chains; coupled is below both others
-    answers = found()
-    for prompt, rounds in enumerate((20, 30, 60)):  # of block: 3, 2 and 1 token a round; of multi-step 3
-        answers[VerifiedArm(VerificationMode.BLOCK, 1)][prompt, 0] = VerifiedAnswer(60, rounds, 1.0)
-        answers[VerifiedArm(VerificationMode.BLOCK, 1)][prompt, 1] = VerifiedAnswer(60, rounds, 1.0)
-    undecided = aims_of(answers, 1.0)[0]
-    assert undecided["met"] is None and "more of them are needed" in undecided["why"]
-
-
-def test_the_report_shows_every_arm(tmp_path: Path):
-    rows, aims = arm_rows(found(), 1.0) + arm_rows(found(), 0.6), aims_of(found(), 1.0)
-    report = {"bench": "verify", "rows": rows, "aims": aims}
-    text = as_markdown(report, [], tables_of(report))
-    assert text.count("| multi-step |") == 6 and text.count("MISSED") == 2 and "## Temperature 0.6" in text
-    plot(report, tmp_path / "verify.png")
+def test_a_claim_is_missed_where_its_interval_lies_below_1(tmp_path: Path):
+    report = {"rows": arm_rows(found(), 1.0) + arm_rows(found(), 0.6), "claims": claim_rows(found(), 1.0)}
+    aims = [row for aim in VERIFY.aims for row in aim.judged(report)]
+    assert [row["met"] for row in aims] == [True, True, False, False]  # coupled is below both others
+    titles = [title for title, *_ in VERIFY.all_tables(report | {"aims": aims})]
+    assert titles == ["Temperature 1", "Temperature 0.6", "Aims"]
+    draw(VERIFY.plots, report, tmp_path / "verify.png")
     assert (tmp_path / "verify.png").stat().st_size > 1000
 
 
 def test_temperature_0_is_refused():
     with pytest.raises(BadRequest, match="^temperatures: must be above 0"):
-        VerifySettings(1, 8, 1, (1.0, 0.0), 0, Path())
+        VerifyOptions(temperatures=(0.0, 1.0))
 
 
 @pytest.mark.slow
