@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,8 @@ from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases, ReplicaKind
 from dendro.state import StateStore
 
+from cluster.api import metrics
+from cluster.api.collectors import RedisMetrics, ReplicaMetrics, RouterMetrics
 from cluster.api.grpc import address_of, serve_router
 from cluster.api.status import serve_status
 from cluster.config import Config, DrafterConfig, ModelConfig, Redis, Router, TargetConfig
@@ -39,7 +41,7 @@ from cluster.router.ingress import Ingress
 from cluster.scaling import LOAD, by_load
 from cluster.sections import Scaling
 from cluster.sessions import RedisSessions
-from cluster.state_store import RedisPriors, RedisStates
+from cluster.state_store import CircuitBreaker, RedisPriors, RedisStates
 
 if TYPE_CHECKING:
     from ray.serve import Application, Deployment
@@ -64,16 +66,36 @@ class _Shell:
     """What the deployments of engines share. Serve calls `lease`; routers call the replica's own gRPC server."""
 
     _kind: ReplicaKind
+    _numbers: tuple[metrics.MetricFamily, ...]
+    _steps: tuple[metrics.MetricFamily, metrics.MetricFamily]
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, name: str, model: Any, longest_s: float, states: Callable[[], StateStore], load: Callable[..., Engine]
+        self,
+        name: str,
+        model: Any,
+        longest_s: float,
+        states: Callable[[], StateStore],
+        status_ports: Iterable[int],
+        load: Callable[..., Engine],
     ) -> None:
         _log_to_serve_file()
-        self._engine = load(name, model, states())
+        store = states()
+        self._engine = load(name, model, store)
         await self._engine.start()
-        leases = Leases(cap_s=longest_s)
-        self._replica = await serve_engine(self._kind, self._engine, leases, node_address(), fault=self._engine.fault)
+        leases, self._host = Leases(cap_s=longest_s), node_address()
+        self._replica = await serve_engine(self._kind, self._engine, leases, self._host, fault=self._engine.fault)
+        collectors = (
+            ReplicaMetrics(name, self._numbers, self._steps, self._engine, self._replica.stats),
+            RedisMetrics(_breakers_of(states=store)),
+        )
+        self._status, self._status_port = await serve_status(
+            collectors, lambda: not self._engine.fault(), self._host, status_ports, "grpc.replica_status_port"
+        )
         freeze_loaded()
+
+    async def addresses(self) -> dict[str, str]:
+        """`status`: the address of this replica's metrics and health."""
+        return {"status": address_of(self._host, self._status_port)}
 
     async def lease(self) -> AsyncIterator[dict[str, str]]:
         """Yields address and lease token once, then waits until the lease ends on the replica's own stream."""
@@ -95,6 +117,7 @@ class _Shell:
             raise RuntimeError(fault)
 
     async def __del__(self) -> None:  # Serve awaits it once the replica is drained
+        await self._status.cleanup()
         await self._replica.stop()
         await self._engine.stop()
 
@@ -103,12 +126,14 @@ class DrafterShell(_Shell):
     """A drafter replica."""
 
     _kind = DRAFTER_REPLICA
+    _numbers, _steps = metrics.DRAFTER_NUMBERS, metrics.DRAFTER_STEPS
 
 
 class VerifierShell(_Shell):
     """A verifier replica."""
 
     _kind = VERIFIER_REPLICA
+    _numbers, _steps = metrics.VERIFIER_NUMBERS, metrics.VERIFIER_STEPS
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -116,9 +141,10 @@ class VerifierShell(_Shell):
         model: TargetConfig,
         longest_s: float,
         states: Callable[[], StateStore],
+        status_ports: Iterable[int],
         load: Callable[[str, TargetConfig, StateStore], LocalVerifier],
     ) -> None:
-        await super().__init__(name, model, longest_s, states, load)
+        await super().__init__(name, model, longest_s, states, status_ports, load)
         if model.tensor_parallel > 1:
             self._watch = asyncio.create_task(self._end_with_engine())
 
@@ -155,15 +181,20 @@ class RouterShell:
         sessions = RedisSessions(redis_url, config.redis.record_ttl_s)
         self._drain_s = config.router.drain_s
         grpc, routers = config.grpc, config.router.most_replicas
+        served = ingress(config, peers, sessions, priors=priors)
         self._server = await serve_router(
-            ingress(config, peers, sessions, priors=priors),
+            served,
             grpc.host,
             grpc.client_ports(routers),
             grpc.share_port,
             healthy=False,
         )
+        collectors = (
+            RouterMetrics(served, self._server.stats),
+            RedisMetrics(_breakers_of(sessions=sessions, priors=priors.blobs)),
+        )
         self._status, self._status_port = await serve_status(
-            self._server.stats, lambda: self._server.healthy, grpc.host, grpc.status_ports(routers)
+            collectors, lambda: self._server.healthy, grpc.host, grpc.status_ports(routers), "grpc.status_port"
         )
         self._host = node_address() if grpc.host in EVERY_ADDRESS else grpc.host
         self._starting = asyncio.create_task(self._become_healthy(peers, sessions))
@@ -217,7 +248,7 @@ def build(
 ) -> Application:
     """The application of a configuration. The loaders are parameters, so that tests can deploy their own engines."""
     longest_s = config.router.request_timeout_s + DRAIN_MARGIN_S
-    states = _RedisStatesAt(redis_url, config.redis)
+    states, status_ports = _RedisStatesAt(redis_url, config.redis), config.grpc.replica_status_ports
     limits = config.structures.limits
     draft = partial(load_drafter, targets=config.targets, limits=limits) if drafter is None else drafter
     verify = partial(load_replica, limits=limits) if verifier is None else verifier
@@ -241,12 +272,12 @@ def build(
     targets = {
         name: _deployment(
             VerifierShell, **replicas(f"verifier-{name}", target, target.max_waiting), **_group_of(target)
-        ).bind(name, target, longest_s, states, verify)
+        ).bind(name, target, longest_s, states, status_ports, verify)
         for name, target in config.targets.items()
     }
     drafters = {
         name: _deployment(DrafterShell, **replicas(f"drafter-{name}", model)).bind(
-            name, model, longest_s, states, draft
+            name, model, longest_s, states, status_ports, draft
         )
         for name, model in config.drafters.items()
     }
@@ -312,6 +343,11 @@ def _group_of(target: TargetConfig) -> dict[str, Any]:
         return {}
     bundles = [target.resources.bundle] * target.tensor_parallel
     return {"placement_group_bundles": bundles, "placement_group_strategy": "PACK"}
+
+
+def _breakers_of(**stores: object) -> dict[str, CircuitBreaker]:
+    """The circuit breakers of the stores that are in Redis, by what is stored."""
+    return {name: store.breaker for name, store in stores.items() if isinstance(store, RedisSessions | RedisStates)}
 
 
 def _log_to_serve_file() -> None:

@@ -279,8 +279,12 @@ class Structures(Section):
         return StructureLimits(**self.model_dump(exclude={"enabled"}))
 
 
+MOST_REPLICAS_HERE = 64
+"""Ports from `grpc.replica_status_port` on of which a replica takes one: the most replicas of a machine that has it."""
+
+
 class Grpc(Section):
-    """The ports of each router."""
+    """The ports of each router, and those of replicas for metrics."""
 
     host: str = "127.0.0.1"
     """The address that routers listen at: the default accepts calls from this machine alone, `0.0.0.0` from all."""
@@ -292,6 +296,9 @@ class Grpc(Section):
     status_port: int = Field(default=0, ge=0, le=65535)
     """A router's own port, for its metrics and health over HTTP; the first that is free from this one on. Zero: a free
     port."""
+    replica_status_port: int = Field(default=0, ge=0, le=65535)
+    """A port of each drafter's and verifier's replica for its metrics and health, at the address at which routers call
+    it; the first that is free from this one on. Zero: a free port."""
 
     def _ports(self, first: int, routers: int) -> range:
         return range(first, min(first + routers, 65536)) if first else range(1)
@@ -299,6 +306,11 @@ class Grpc(Section):
     def client_ports(self, routers: int) -> range:
         """The ports of which a router takes the first that is free, where `routers` of them run."""
         return self._ports(self.port, 1 if self.share_port else routers)
+
+    @property
+    def replica_status_ports(self) -> range:
+        """Ports of which a replica takes the first that is free for metrics and health."""
+        return self._ports(self.replica_status_port, MOST_REPLICAS_HERE)
 
     def status_ports(self, routers: int) -> range:
         """Ports of which a router takes the first that is free for metrics and health, where `routers` of them run."""

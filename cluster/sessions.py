@@ -209,7 +209,7 @@ class RedisSessions:
         self._redis = connect(url, budget_s)
         self.ttl_s = ttl_s
         self.budget_s = budget_s
-        self._breaker = CircuitBreaker()
+        self.breaker = CircuitBreaker()
         self._known_secret: bytes | None = None
 
     async def new_token(self, tenant: str) -> str:
@@ -233,8 +233,8 @@ class RedisSessions:
         try:
             return await within_two_attempts(self.budget_s, self._redis, work)
         except TimeoutError:
-            self._breaker.note("no answer in time")
-            self._breaker.failed()
+            self.breaker.note("no answer in time")
+            self.breaker.failed()
             raise PeerLost(f"session: the store does not answer within {self.budget_s:g} s") from None
 
     async def _read(self, token: str, tenant: str) -> Record:
@@ -294,7 +294,7 @@ class RedisSessions:
 
     async def _ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         try:
-            return await self._breaker.ask(call)
+            return await self.breaker.ask(call)
         except CircuitOpen:
             raise PeerLost("session: the store does not answer; it is called again in a moment") from None
         except REDIS_FAULTS as error:

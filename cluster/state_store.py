@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import redis.asyncio
-from dendro.clock import Clock
+from dendro.clock import Clock, microseconds
 from dendro.state import MAX_BLOB_BYTES
 from dendro.tasks import BackgroundTasks
 
@@ -67,6 +67,18 @@ async def within_two_attempts(
     return await within(budget_s / 2, call())
 
 
+@dataclass(slots=True)
+class CallCounters:
+    """Calls to Redis by outcome."""
+
+    answered: int = 0
+    refused: int = 0  # answered with an error
+    failed: int = 0  # not answered, or not in time
+    skipped: int = 0  # not made, as the circuit was open
+    opened: int = 0  # times that the circuit opened
+    answer_us: int = 0  # time of the calls that were answered
+
+
 class CircuitOpen(Exception):
     """No call was made: the last ones failed."""
 
@@ -87,7 +99,13 @@ class CircuitBreaker:
         self.clock = clock
         self._in_a_row = 0
         self._shut_until = 0.0
+        self.counters = CallCounters()
         self._logged = ("", -math.inf)  # the last reason of a failure that was logged, and when
+
+    @property
+    def shut(self) -> bool:
+        """True if no call is made, but for one probe after each pause."""
+        return self._in_a_row >= self.failures
 
     def allows(self) -> bool:
         """True if a call may be made now. After the pause the first caller makes the probe."""
@@ -101,16 +119,20 @@ class CircuitBreaker:
     async def ask(self, call: Callable[[], Awaitable[Answer]]) -> Answer:
         """The answer of a call to Redis. Raises CircuitOpen, or one of REDIS_FAULTS."""
         if not self.allows():
+            self.counters.skipped += 1
             raise CircuitOpen
+        began_s = self.clock()
         try:
             answer = await call()
         except REDIS_FAULTS as error:
             self.note(reason_of(error))
             if answers(error):
                 self._in_a_row = 0
+                self.counters.refused += 1
             else:
                 self.failed()
             raise
+        self.counters.answer_us += microseconds(self.clock() - began_s)
         self.succeeded()
         return answer
 
@@ -123,9 +145,12 @@ class CircuitBreaker:
 
     def succeeded(self) -> None:
         self._in_a_row = 0
+        self.counters.answered += 1
 
     def failed(self) -> None:
         self._in_a_row += 1
+        self.counters.failed += 1
+        self.counters.opened += self._in_a_row == self.failures
         if self._in_a_row >= self.failures:
             self._shut_until = self.clock() + self.open_s
 

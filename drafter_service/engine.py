@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed
 from dendro.grammars import TokenBytes
 from dendro.guidance import LIMITS, StructureLimits
+from dendro.measured import StepTotals, totals_by_size
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
@@ -50,11 +52,16 @@ class _Saved:
     arrays: Arrays
 
 
+STEP_SIZES = tuple(1 << power for power in range(13))
+"""Numbers of rows by which forwards are counted, each with those up to it; the last has longer ones, too."""
+
+
 @dataclass
 class DrafterCounters:
     """Totals since the engine was loaded."""
 
     forwards: int = 0
+    forward_us: int = 0  # time of the forwards
     rows: int = 0  # tokens that went through the model
     trees: int = 0  # trees sent
 
@@ -96,6 +103,7 @@ class DrafterEngine:
             clock=clock,
         )
         self.counters = DrafterCounters()
+        self._by_rows = totals_by_size(STEP_SIZES)
 
     @classmethod
     def load(
@@ -160,8 +168,17 @@ class DrafterEngine:
     def stats(self) -> dict[str, int]:
         """Counters since the engine was loaded, open sessions and free slots, by name."""
         kept = asdict(self._shelf.counters)
-        free = {"free_slots": self.free_slots, "free_nodes": self.free_nodes}
+        free = {
+            "free_slots": self.free_slots,
+            "free_nodes": self.free_nodes,
+            "slots": self._text_slots - 1,
+            "nodes": self._node_slots - 1,
+            "places": self._options.max_sessions,
+        }
         return asdict(self.counters) | kept | {"sessions": self.sessions} | free
+
+    def steps_by_rows(self) -> Mapping[int, StepTotals]:
+        return self._by_rows
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
         """Most bytes of all text and node slots, as `states`, if no text is longer than `longest` tokens."""
@@ -319,14 +336,18 @@ class DrafterEngine:
         return True
 
     def _forward(self, plan: DraftPlan) -> None:
+        began_s = self._clock()
         try:
             self._scheduler.apply(self._runner.run(plan))
         except BaseException as error:  # a panic of a native library is no Exception
             log.exception("a forward of the drafter failed")
             self._scheduler.fail(f"drafter: {error}")
             return
+        rows, took_us = plan.rows.count, microseconds(self._clock() - began_s)
         self.counters.forwards += 1
-        self.counters.rows += plan.rows.count
+        self.counters.forward_us += took_us
+        self.counters.rows += rows
+        self._by_rows[STEP_SIZES[min(bisect_left(STEP_SIZES, rows), len(STEP_SIZES) - 1)]].add(took_us)
 
     def _send_answers(self) -> None:
         """Send the scheduler's answers. A closing session's memory is copied before its slot is freed."""

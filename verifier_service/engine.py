@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from dendro.errors import BadRequest
 from dendro.grammars import Grammars, GrammarText, TokenBytes
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
 from dendro.health import LONGEST_STEP_S
+from dendro.measured import StepTotals
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
@@ -361,9 +362,13 @@ class VerifierEngine:
         self.scheduler.gone(ask.call.update.opening)
         ask.ticket.settle(_Left(session.parameters.tenant, ids, digest, arrays))
 
+    def steps_by_rows(self) -> Mapping[int, StepTotals]:
+        return self.scheduler.by_rows
+
     def stats(self) -> dict[str, int]:
-        """Counters since the engine was loaded, and numbers of pages and texts held now, by name."""
-        memory = self.scheduler.memory
+        """Counters since the engine was loaded, and numbers of pages, states and texts held now, by name."""
+        memory, capacity = self.scheduler.memory, self.scheduler.capacity
+        places = memory.places
         return {
             **asdict(self.scheduler.counters),
             **(asdict(self._shelf.counters) if self._shelf is not None else {}),
@@ -371,7 +376,14 @@ class VerifierEngine:
             "pages": memory.book.pages,
             "pages_held": memory.held,
             "pages_held_at_most": memory.peak,
+            "states": places.count if places is not None else 0,
+            "states_held": places.count - places.free if places is not None else 0,
             "sessions": self.sessions,
+            "waiting": sum(not session.admitted for session in list(self.scheduler.sessions.values())),
+            "places": capacity.max_sessions,
+            "waiting_places": capacity.max_waiting,
+            "structures_compiled": self._grammars.compiles if self._grammars is not None else 0,
+            "structures_refused": self._grammars.refused if self._grammars is not None else 0,
         }
 
     def memory_bytes(self, longest: int) -> dict[str, int]:

@@ -302,6 +302,11 @@ class VerifierCounters:
     ahead: int = 0  # rounds that were begun before their calls
     unclaimed: int = 0  # rounds begun ahead whose verdict no call asked for: the next call had another tree
     preempted: int = 0  # preemptions: a text's pages went to an older one, and it is computed again
+    structures: int = 0  # texts with a structure that ended
+    structure_items: int = 0  # items of their masks
+    structure_budget: int = 0  # items that their masks were allowed
+    structures_stuck: int = 0  # rounds after which a structure allowed no token: their answers end with an error
+    masks_late: int = 0  # rounds left out of a step because their masks were not ready
 
 
 @dataclass(slots=True, eq=False)

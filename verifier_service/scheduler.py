@@ -24,6 +24,7 @@ from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.logprobs import EchoedLogprobs
+from dendro.measured import totals_by_size
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
@@ -59,6 +60,7 @@ class StepScheduler:
         places = StatePool(arranged.places, arranged.extent) if arranged is not None else None
         self.memory = PageTable(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
         self.counters = VerifierCounters()
+        self.by_rows = totals_by_size(capacity.sizes)  # steps and their times, as in the counters
         self.costs = StepCosts()
         self.sessions: dict[bytes, VerifierText] = {}  # key: opening; oldest first
         self._inbox: deque[PendingCall] = deque()  # calls that `next` has not handled yet
@@ -129,6 +131,7 @@ class StepScheduler:
             if share.ask is not None:
                 verdict = guarded(partial(self._verdict, share, share.ask, *next(walks), outcome))
                 if isinstance(verdict, MasksPending):
+                    self.counters.masks_late += 1
                     session.masks = verdict.work
                 elif isinstance(verdict, BadRequest):  # no token continues its text, or its answer's structure
                     self._refuse(session, share.ask, verdict)
@@ -146,7 +149,9 @@ class StepScheduler:
         self._running = []
         self.counters.forward_us += outcome.forward_us
         self._ended = self.clock()
-        self.counters.step_us += microseconds(self._ended - self._began)
+        took_us = microseconds(self._ended - self._began)
+        self.counters.step_us += took_us
+        self.by_rows[self._size].add(took_us)
         for session, ask, verdict in verdicts:  # last: the next calls may arrive at once
             if session.drop(ask):
                 session.early = verdict
@@ -161,6 +166,7 @@ class StepScheduler:
                 self._free(opening, error)
 
     def _refuse(self, session: VerifierText, ask: PendingCall, error: BadRequest) -> None:
+        self.counters.structures_stuck += error.field == "structure"
         session.drop(ask)  # nobody waits for a round begun ahead: the round's call will run, and be refused
         ask.ticket.settle(error)
 
@@ -358,6 +364,10 @@ class StepScheduler:
         if session is None:
             return
         self.memory.release(session.memory)
+        if session.structure is not None:
+            self.counters.structures += 1
+            self.counters.structure_items += session.structure.items
+            self.counters.structure_budget += session.structure.budget
         self._closed.append(session.number)
         self._fail(session, error or NotFound("opening: it was closed"))
 

@@ -112,7 +112,8 @@ class GenerationServicer:
                 events = self._ingress.generate(request, tenant)
                 del request  # it may be large, and an answer may take long
                 await self._write(events, request_id, context)
-        except DendroError as error:
+        except DendroError as error:  # not the ingress's: `_write` has sent those, and the ingress counted them
+            self._ingress.totals.failed(error)
             await _abort(context, *status_of(error))
 
     async def _read(self, kind: type[Request], data: bytes) -> Request:
@@ -142,6 +143,8 @@ class GenerationServicer:
             if isinstance(raised, NO_FAULTS):
                 raise
             error = OutOfTime("request: its answer was not read in time") if unread.expired() else raised
+            if unread.expired():
+                self._ingress.totals.failed(error)
             abort = _abort(context, *logged_status(error, request_id))
             if not unread.expired():
                 await abort

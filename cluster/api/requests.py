@@ -46,6 +46,7 @@ class RunningRequests:
             "refused": self._refused,
             "rounds": self._rounds,
             "running": self._places.taken,
+            "places": self._places.most,
             "cpu_us": time.process_time_ns() // 1000,
         }
 

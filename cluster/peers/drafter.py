@@ -316,6 +316,12 @@ class DrafterHandles:
         """The first opening at each drafter that has opened the text."""
         return {name: handle.opened for name, handle in self.handles.items() if handle.opened is not None}
 
+    @property
+    def fallbacks(self) -> dict[tuple[str, str], int]:
+        """Rounds without the tree that was asked for, by drafter and reason."""
+        handles = self.handles.items()
+        return {(name, reason): rounds for name, handle in handles for reason, rounds in handle.fallbacks.items()}
+
     def strike(self, arm: Arm) -> None:
         """Count a refused tree at the arm's drafter."""
         if arm.drafted:
@@ -362,6 +368,7 @@ class NoDrafter:
     """The handle of a target that has no drafter."""
 
     openings: Mapping[str, Opened] = MappingProxyType({})
+    fallbacks: Mapping[tuple[str, str], int] = MappingProxyType({})
 
     def strike(self, arm: Arm) -> None:
         return

@@ -52,6 +52,7 @@ from cluster.router.rounds import rounds
 from cluster.router.samples import SharedPrompt, merged
 from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText
+from cluster.router.totals import AnswerMeter, RouterTotals
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
 
@@ -97,7 +98,8 @@ class Ingress:
         self.config = config
         self._clock = clock
         self._peers = peers
-        self._turns = TurnWriter(sessions)
+        self.turns = TurnWriter(sessions)
+        self.totals = RouterTotals(config)
         if served is None:
             facts = read_cluster(config)
             check_pairs(config, facts)
@@ -166,6 +168,7 @@ class Ingress:
         except BaseException as error:
             outcome = type(error).__name__ if isinstance(error, DendroError) else REFUSED
             self._log_end(request_id, tenant, began_s, Ending(outcome))
+            self.totals.failed(error)
             raise
         del request  # it may be large, and an answer may take long
         if job.answers == 1:
@@ -174,9 +177,13 @@ class Ingress:
             prompt = SharedPrompt()
             rest = [self._answer_beside(job.of_sample(sample), answer, prompt) for sample in range(1, job.answers)]
             answers = merged([self._answer(job, answer.copy(), prompt), *rest])
-        async with aclosing(answers):
-            async for response in answers:
-                yield response
+        try:
+            async with aclosing(answers):
+                async for response in answers:
+                    yield response
+        except BaseException as error:
+            self.totals.failed(error)
+            raise
 
     async def _answer_beside(
         self, job: Job, answer: AnswerText, prompt: SharedPrompt
@@ -210,7 +217,7 @@ class Ingress:
             ending.ended(type(error).__name__)
             raise
         finally:
-            self._log_end(job.request_id, job.tenant, job.began_s, ending)
+            self._log_end(job.request_id, job.tenant, job.began_s, ending, job.served.name)
 
     async def _written_answer(
         self, job: Job, turn: Turn, text: Text, answer: AnswerText, ending: Ending
@@ -240,7 +247,10 @@ class Ingress:
         with concurrency.running(fixed=not plan.free) as running:
             beside = prompt.first if prompt is not None else None
             verifier = self._peers.verifier(job.served.name, text, beside, plan.plain_first and not job.scores)
-            speculation = self._speculation(job, text, running)
+            meter = AnswerMeter(
+                self.totals.targets[job.served.name], job.began_s, len(job.prompt), resumed=job.resume is not None
+            )
+            speculation = self._speculation(job, text, running, meter)
             ending.counted_by(speculation.account)
             if prompt is not None:
                 prompt.share(text)
@@ -250,18 +260,21 @@ class Ingress:
                     async for each in done:
                         yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
             finally:
+                meter.left(speculation.fallbacks, verifier.moves, verifier.reopened)
                 if plan.learns:
                     self._priors.learn(job.kind, speculation.notes, job.experience)
         finish = text.finish if job.answer_length else Finish.LENGTH
         assert finish is not None and verifier.hello is not None
-        yield await self._completed(job, text, answer, finish, verifier.hello.target, complete, ending)
+        completed = await self._completed(job, text, answer, finish, verifier.hello.target, complete, ending)
+        meter.completed(self._clock())
+        yield completed
 
-    def _speculation(self, job: Job, text: Text, running: RunningRequest) -> RequestSpeculation:
+    def _speculation(self, job: Job, text: Text, running: RunningRequest, meter: AnswerMeter) -> RequestSpeculation:
         """Make the text's speculation. The verifier's handle must exist."""
         name, plan = job.served.name, job.plan
         drafters = self._peers.drafters(name, text, running, plan.deadline_s, plan.adaptive)
         proposals = self._libraries[name].of(job.tenant, plan.proposed_rows, job.sampling.temperature)
-        return RequestSpeculation(plan, job.experience, running, text, drafters, proposals, self._clock)
+        return RequestSpeculation(plan, job.experience, running, text, drafters, proposals, self._clock, meter)
 
     async def _completed(
         self,
@@ -280,11 +293,12 @@ class Ingress:
         if job.written is not None:
             complete.session = job.session
         elif job.session:
-            complete.session = await self._turns.keep(job, text, finish, target)
+            complete.session = await self.turns.keep(job, text, finish, target)
         ending.ended(str(finish))
         return pb.GenerateResponse(complete=complete)
 
-    def _log_end(self, request_id: str, tenant: str, began_s: float, ending: Ending) -> None:
+    def _log_end(self, request_id: str, tenant: str, began_s: float, ending: Ending, target: str = "") -> None:
+        self.totals.outcomes[target, ending.outcome] += 1
         log.info(
             "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
             one_line(request_id, MAX_REQUEST_ID),

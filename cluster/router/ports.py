@@ -32,6 +32,11 @@ class DrafterPort(Drafter, HandlePort, Protocol):
         """Tokens and time of the first opening at each drafter that has opened the text, by the drafter's name."""
         ...
 
+    @property
+    def fallbacks(self) -> Mapping[tuple[str, str], int]:
+        """Rounds without the tree that was asked for, by drafter and reason."""
+        ...
+
     def strike(self, arm: Arm) -> None:
         """Called after a round whose tree the verifier refused. Counts the tree; after some of them the arm's drafter
         is asked for no more."""
@@ -47,6 +52,7 @@ class VerifierPort(Verifier, HandlePort, Protocol):
     """A verifier, leased for one request."""
 
     moves: int  # number of replacements of the verifier
+    reopened: int  # times that the text was opened again at the same verifier
     hello: Hello | None  # hello of the leased replica; None until one is leased
 
     @property

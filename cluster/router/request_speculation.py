@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from dendro.calls import Hello, Opened
 from dendro.clock import Clock
@@ -19,6 +20,7 @@ from cluster.proposers.proposals import Proposals
 from cluster.router.account import RoundAccount
 from cluster.router.ports import DrafterPort
 from cluster.router.speculation import SpeculationPlan
+from cluster.router.totals import AnswerMeter
 
 
 class RequestSpeculation:
@@ -34,8 +36,9 @@ class RequestSpeculation:
         drafters: DrafterPort,
         proposals: Proposals | None = None,
         clock: Clock = time.monotonic,
+        meter: AnswerMeter | None = None,
     ) -> None:
-        """clock: returns seconds"""
+        """clock: returns seconds   meter: counts the rounds in the router's totals"""
         self.notes = Prior()  # statistics of this request's rounds, for later requests of its kind
         self.account = RoundAccount(plan.name, plan.names_drafters)
         self._plan = plan
@@ -46,12 +49,14 @@ class RequestSpeculation:
         self._proposals = proposals
         self._stopping = StopRule(experience) if plan.stops else None
         self._clock = clock
+        self._meter = meter
         self._hello: Hello | None = None
         self._arm: Arm = OFF_ARM  # the current round's arm
         self._began_s = 0.0  # time at which the current round began
         self._disturbed = False  # True if a text was being opened when the current round began
         self._announced = False  # True if the verifier may have begun the next round, without a tree
         self._delayed = False  # True if the policy chose a tree for a round that was announced without one
+        self._why_off = ""  # why the current round's arm is `off`, if it is
 
     @property
     def arm_name(self) -> str:
@@ -79,6 +84,7 @@ class RequestSpeculation:
         self._delayed = self._announced and not chosen.off
         self._announced = False
         self._arm = OFF_ARM if self._delayed else chosen
+        self._why_off = "first" if first else "announced" if self._delayed else "chosen"
         self._disturbed = self._experience.concurrency.opening > 0
         return self._arm
 
@@ -114,6 +120,13 @@ class RequestSpeculation:
         if self._stopping is not None:
             self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
         self.account.learn(arm, tree, verdict, int(took_us), now_s)
+        if self._meter is not None:
+            self._meter.round(arm, tree, verdict, now_s, self._why_off)
+
+    @property
+    def fallbacks(self) -> Mapping[tuple[str, str], int]:
+        """Rounds without the tree that was asked for, by drafter and reason."""
+        return self._drafters.fallbacks
 
     async def close(self, text: Text) -> None:
         """Close the text at all drafters. Never raises, and may be called again."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 
-from dendro.errors import Conflict, NotFound, PeerLost, one_line
+from dendro.errors import Conflict, DendroError, NotFound, PeerLost, one_line
 from dendro.text import Finish, Text
 
 from cluster.router.admission import MAX_REQUEST_ID, Job
@@ -18,6 +19,8 @@ class TurnWriter:
 
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
+        self.kept = 0  # turns that were written
+        self.not_kept: Counter[str] = Counter()  # turns of which that is not known or not so, by the error
 
     async def keep(self, job: Job, text: Text, finish: Finish, target: str) -> str:
         """Write the session's record. Returns its token. Raises PeerLost where it is not known whether the store has
@@ -45,10 +48,14 @@ class TurnWriter:
             turns=(*(earlier.turns if earlier else ()), turn)[-KEPT_TURNS:],
         )
         try:
-            return await self._write(job, record)
-        except PeerLost as error:
-            log.warning("request %s: its turn may not be kept: %s", one_line(job.request_id, MAX_REQUEST_ID), error)
+            session = await self._write(job, record)
+        except DendroError as error:
+            self.not_kept[type(error).__name__] += 1
+            if isinstance(error, PeerLost):
+                log.warning("request %s: its turn may not be kept: %s", one_line(job.request_id, MAX_REQUEST_ID), error)
             raise
+        self.kept += 1
+        return session
 
     async def _write(self, job: Job, record: Record, again: bool = True) -> str:
         """Write a record; returns the token that it is stored under. Raises PeerLost where it stays unknown whether the

@@ -11,6 +11,7 @@ from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, 
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadRequest, NotFound
 from dendro.long_work import off_loop
+from dendro.measured import StepTotals
 from dendro.tree import DraftTree
 
 from drafter_service.bridge.branches import LONGEST_TAIL
@@ -96,6 +97,9 @@ class BridgedDrafter:
 
     def stats(self) -> dict[str, int]:
         return self.engine.stats() | {"bridged": len(self._texts)}
+
+    def steps_by_rows(self) -> Mapping[int, StepTotals]:
+        return self.engine.steps_by_rows()
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
         return self.engine.memory_bytes(longest)

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -21,6 +21,7 @@ from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.health import LONGEST_STEP_S, StepWatch
+from dendro.measured import StepTotals
 
 log = logging.getLogger("dendro.engine")
 
@@ -49,6 +50,11 @@ class Engine(Peer, Protocol):
 
     def stats(self) -> dict[str, int]:
         """Counters since the engine was loaded, and numbers of what it holds now, by name."""
+        ...
+
+    def steps_by_rows(self) -> Mapping[int, StepTotals]:
+        """Steps of the model since the engine was loaded, by their padded number of rows. May be called from any
+        thread."""
         ...
 
     def memory_bytes(self, longest: int) -> dict[str, int]:

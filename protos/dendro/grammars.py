@@ -92,6 +92,8 @@ class Grammars:
         self._limits = limits
         self._lock = threading.Lock()
         self._patience = patience
+        self.compiles = 0  # structures that were compiled
+        self.refused = 0  # structures that were refused when they were first compiled
 
     async def compiled(self, structure: Structure, tenant: str = "") -> Grammar:
         """The grammar of a structure. Raises BadRequest, naming the field, for one that does not compile within the
@@ -106,8 +108,10 @@ class Grammars:
             waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # callers may be gone
             try:
                 kept = await asyncio.shield(waiting)
+                self.compiles += 1
             except BadRequest as error:
                 kept = error
+                self.refused += 1
             self._kept[structure] = kept
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
@@ -320,6 +324,16 @@ class GrammarText:
         """True if the text is what the structure describes, and no text may follow."""
         return self.place().complete
 
+    @property
+    def items(self) -> int:
+        """Items of the masks of the answer so far."""
+        return self.place().items
+
+    @property
+    def budget(self) -> int:
+        """Items that the masks of the answer may have had so far."""
+        return self._start.limits.of_answer(len(self._taken))
+
     def place(self) -> GrammarPlace:
         """Place after the text. Going on from it does not change this text."""
         return self._places[-1]
@@ -372,6 +386,11 @@ class GrammarPlace:
     def stuck(self) -> bool:
         """True if the text is unfinished, and no token can follow."""
         return not self.may_end and not self.text.any()
+
+    @property
+    def items(self) -> int:
+        """Items of the masks of the text's tokens."""
+        return self._state.items
 
     @property
     def allowed(self) -> Bits:

@@ -146,7 +146,7 @@ async def test_a_connection_that_a_load_balancer_dropped_silently_costs_half_a_b
             assert await states.save("b", b"y")
         else:
             await check_first_calls(sessions, states, token)
-        assert states.counters.errors == 0 and sessions._breaker.allows()
+        assert states.counters.errors == 0 and sessions.breaker.allows()
 
 
 async def test_after_a_failover_the_old_primary_is_left(server: RedisServer):

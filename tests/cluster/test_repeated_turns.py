@@ -140,8 +140,8 @@ async def test_a_written_turn_repeated_or_resumed_anywhere_gives_the_same_answer
             continue
         session = written.done.complete.session
         kept = [*kept, written][-TURNS // 2 :]
-        record = await router._turns._sessions.read(session, "")
+        record = await router.turns._sessions.read(session, "")
         for each in {id(each): each for each in (kept[-1], kept[int(rng.integers(len(kept)))])}.values():
             await check_again(router, each, rng)
-        assert await router._turns._sessions.read(session, "") == record
+        assert await router.turns._sessions.read(session, "") == record
     assert len(kept) == TURNS // 2

@@ -25,11 +25,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.api import grpc as api
+from cluster.api.collectors import RouterMetrics
 from cluster.api.grpc import SERVICE, serve_router
 from cluster.api.status import serve_status
 from cluster.peers import pools
 from tests.support.edge import ByteTokenizer, EdgePeers, config, ingress, plain_answer
 from tests.support.faults import Panic
+from tests.support.scraped import total
 from tests.support.sockets import end, process, until
 
 PROMPT = "walk the "
@@ -255,8 +257,11 @@ async def test_any_client_of_grpc_finds_a_router_that_is_added_behind_a_name_and
 
 
 async def test_the_other_port_has_metrics_and_health():
-    async with serving() as server:
-        status, port = await serve_status(server.stats, lambda: server.healthy, "127.0.0.1", [0])
+    router = ingress(EdgePeers())
+    server = await serve_router(router)
+    try:
+        collectors = [RouterMetrics(router, server.stats)]
+        status, port = await serve_status(collectors, lambda: server.healthy, "127.0.0.1", [0], "grpc.status_port")
         try:
             async with AsyncClient(server.address) as client:
                 done = await client.generate_text(PROMPT, max_new_tokens=5, speculation="off")
@@ -268,16 +273,18 @@ async def test_the_other_port_has_metrics_and_health():
 
                 code, text = await page("/metrics")
                 found = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-                assert code == 200 and float(found["dendro_router_rounds_total"]) == len(done.rounds) == 5
+                assert code == 200 and total(text, "dendro_router_rounds_total") == len(done.rounds) == 5
                 assert float(found["dendro_router_requests_total"]) == 1 and float(found["dendro_router_running"]) == 0
                 assert float(found["process_cpu_seconds_total"]) > 0
                 assert await page("/healthz") == (200, "SERVING\n")
                 await server.set_healthy(False)
                 assert await page("/healthz") == (503, "NOT_SERVING\n")
             with pytest.raises(EngineFailed, match="status_port"):
-                await serve_status(server.stats, lambda: True, "127.0.0.1", [port])
+                await serve_status([], lambda: True, "127.0.0.1", [port], "grpc.status_port")
         finally:
             await status.cleanup()
+    finally:
+        await server.stop()
 
 
 async def test_answers_survive_a_restart_of_both_routers_at_once(monkeypatch, caplog):

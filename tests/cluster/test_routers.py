@@ -19,6 +19,7 @@ from cluster import deploy
 from cluster.redis_server import RedisServer
 from cluster.serve_config import APPLICATION
 from tests.support.fakes import FakeVerifier, plain
+from tests.support.scraped import total
 from tests.support.toy_cluster import LOADERS, toy_config
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -28,11 +29,31 @@ def slow_verifier(name, model, states) -> FakeVerifier:
     return FakeVerifier(pause_s=0.02)
 
 
-def each_router(method):
-    """What the method answers at every running router."""
+def each_of(deployment, method):
+    """What the method answers at every running replica of a deployment."""
     from ray import serve
 
-    return serve.get_deployment_handle("router", APPLICATION).broadcast(method).results(timeout_s=30.0)
+    return serve.get_deployment_handle(deployment, APPLICATION).broadcast(method).results(timeout_s=30.0)
+
+
+def each_router(method):
+    """What the method answers at every running router."""
+    return each_of("router", method)
+
+
+async def page_at(address: str, path: str) -> tuple[int, str]:
+    """Status and text of a page of a status port."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://{address}{path}") as page:
+        return page.status, await page.text()
+
+
+async def opened_at(deployment: str, counter: str) -> float:
+    """Texts that were opened at a deployment's replica, by its own status port."""
+    (replica,) = await asyncio.to_thread(each_of, deployment, "addresses")
+    assert await page_at(replica["status"], "/healthz") == (200, "SERVING\n")
+    status, page = await page_at(replica["status"], "/metrics")
+    assert status == 200 and "process_cpu_seconds_total" in page and "dendro_redis_breaker_open" in page
+    return total(page, counter)
 
 
 async def healthy(router) -> bool:
@@ -40,8 +61,7 @@ async def healthy(router) -> bool:
     async with grpc.aio.insecure_channel(router["clients"], options=[("grpc.enable_http_proxy", 0)]) as channel:
         check = health_pb2_grpc.HealthStub(channel).Check
         served = (await check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=10)).status == SERVING
-    async with aiohttp.ClientSession() as session, session.get(f"http://{router['status']}/healthz") as page:
-        return served and page.status == 200
+    return served and (await page_at(router["status"], "/healthz"))[0] == 200
 
 
 async def all_healthy(count: int) -> list[dict[str, str]]:
@@ -88,6 +108,8 @@ def test_on_serve_clients_call_routers_at_their_own_ports_and_the_death_of_one_f
                     break
             os.kill(stats[0]["pid"], signal.SIGKILL)
             await asked
+        assert await opened_at("verifier-toy", "dendro_verifier_openings_total") >= 8
+        assert await opened_at("drafter-helper", "dendro_drafter_openings_total") == 0
         assert stats[0]["pid"] not in {each["pid"] for each in await asyncio.to_thread(each_router, "stats")}
         await all_healthy(2)
 

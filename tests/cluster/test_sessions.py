@@ -144,7 +144,7 @@ async def test_a_dead_store_raises_peer_lost_and_is_not_called_for_a_while():
     for _ in range(5):
         with pytest.raises(PeerLost):
             await store.read(token, "")
-    assert not store._breaker.allows()
+    assert not store.breaker.allows()
     await store.close()
 
 

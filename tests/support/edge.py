@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -115,7 +116,7 @@ class EdgeVerifier:
     def __init__(self, peers: EdgePeers, text: Text) -> None:
         self.peers = peers
         self.text = text
-        self.moves = 0
+        self.moves = self.reopened = 0
         self.hello = peers.hello or HELLO
         self.opened = Opened(0, len(text) - 1, 10)
 
@@ -161,12 +162,18 @@ class EdgeDrafter:
     def __init__(self, peers: EdgePeers, text: Text) -> None:
         self.peers = peers
         self.openings: dict[str, Opened] = {}
+        self.lost: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def fallbacks(self) -> Counter[tuple[str, str]]:
+        return self.lost
 
     async def prepare(self, text: Text, arm: Arm) -> None:
         self.peers.prepared.append(arm)
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         if arm.off or self.peers.drafter_lost:
+            self.lost.update([(arm.maker, "lost")] if arm.drafted else [])
             return replace(DraftTree.root_only(text.root), missed=not arm.off)
         shape = arm.shape
         self.openings.setdefault(arm.maker, Opened(0, len(text) - 1, 10))

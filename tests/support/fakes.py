@@ -22,6 +22,7 @@ from dendro.calls import (
     VerifyCall,
 )
 from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
+from dendro.measured import StepTotals
 from dendro.shapes import DEFAULT_DEPTH, LevelShape
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
@@ -90,6 +91,9 @@ class _Fake:
         return await asyncio.get_running_loop().create_future()
 
     def stats(self) -> dict[str, int]:
+        return {}
+
+    def steps_by_rows(self) -> dict[int, StepTotals]:
         return {}
 
     def memory_bytes(self, longest: int) -> dict[str, int]:
