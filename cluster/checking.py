@@ -17,6 +17,7 @@ from rich.console import Console
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
+from cluster.api.keys import read_keys
 from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig
 from cluster.drafter_figures import read_figures
@@ -128,6 +129,7 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None], timer:
         if pairing.refusal:
             report.add_problem(misfit(name, of, pairing))
     _examine_redis(config, report)
+    _examine_keys(config, report)
     timings = Timings(timer)
     if load:
         _load_all(config, report, show_line, timings)
@@ -161,6 +163,17 @@ def _examine_redis(config: Config, report: Report) -> None:
         report.redis = "can be reached"
         if warning:
             report.warnings.append(warning)
+
+
+def _examine_keys(config: Config, report: Report) -> None:
+    """Find whether the file of keys can be read here, and whether it has any."""
+    if config.auth.keys is None:
+        return
+    try:
+        if not read_keys(config.auth.keys).keys:
+            report.warnings.append("auth.keys: the file has no key; all calls are refused until `dendro keys add`")
+    except BadRequest as error:
+        report.add_problem(error)
 
 
 def _why(config: Config, drafter: str, target: str, pairing: Pairing) -> str:

@@ -33,10 +33,13 @@ from cluster.command_options import (
     ConfigArgument,
     ConfigOption,
     JsonFile,
+    KeyFile,
     Local,
     given_config,
+    given_key,
 )
 from cluster.config import Config
+from cluster.key_commands import keys
 from cluster.request_options import options_given, takes_request_options
 from cluster.running import descendants, local_client, running_cluster, survivors
 from cluster.showing import (
@@ -63,6 +66,7 @@ app = typer.Typer(
 )
 app.add_typer(train, name="train")
 app.add_typer(bench, name="bench")
+app.add_typer(keys, name="keys")
 
 errors = Console(stderr=True)
 
@@ -104,7 +108,7 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
 
 @asynccontextmanager
 async def _client(
-    config: Path | None, address: str, local: bool, timeout_s: float = TIMEOUT_S
+    config: Path | None, address: str, local: bool, timeout_s: float = TIMEOUT_S, key_file: Path | None = None
 ) -> AsyncIterator[Asking]:
     """A client of the cluster at `address`; else, where `local`, of engines in this process; else of a cluster that is
     started here and ends with the context."""
@@ -113,9 +117,11 @@ async def _client(
     if address:
         if config is not None:
             raise BadRequest("--config", "belongs to a cluster that is started here; --address names a running one")
-        async with AsyncClient(address, timeout_s=timeout_s) as client:
+        async with AsyncClient(address, key=given_key(key_file), timeout_s=timeout_s) as client:
             yield client
     else:
+        if key_file is not None:
+            raise BadRequest("--key-file", "belongs to --address; a cluster that is started here needs no key")
         async with _own_client(given_config(config), local, timeout_s) as client:
             yield client
 
@@ -127,7 +133,10 @@ async def _own_client(config: Config, local: bool, timeout_s: float = TIMEOUT_S)
         async with local_client(config) as near:
             yield near
     else:
-        async with running_cluster(config) as started, AsyncClient(started, proxy=False, timeout_s=timeout_s) as client:
+        async with (
+            running_cluster(config.private()) as started,
+            AsyncClient(started, proxy=False, timeout_s=timeout_s) as client,
+        ):
             yield client
 
 
@@ -206,6 +215,7 @@ def generate(
     timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Of the whole answer, with the calls that fail. Not of --local.")
     ] = TIMEOUT_S,
+    key_file: KeyFile = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object for each answer.", rich_help_panel="Output")
     ] = False,
@@ -221,7 +231,7 @@ def generate(
         )
 
     async def run() -> None:
-        async with _client(config, address, local, timeout) as client:
+        async with _client(config, address, local, timeout, key_file) as client:
             write = on_output()
             if json or request.n > 1:
                 for one in collect_samples([event async for event in client.send(request)]):

@@ -3,11 +3,13 @@ options with numbers are read."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from dendro.arguments import secret_of
 from dendro.errors import BadRequest
 
 from cluster.config import Config, demo_config
@@ -19,6 +21,27 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help=_CONFIG, sho
 TargetName = Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)]
 Local = Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", show_default=False)]
+
+KEY_VARIABLE = "DENDRO_API_KEY"
+KeyFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--key-file",
+        help=f"A file whose content is the API key for --address. Default: the environment's {KEY_VARIABLE}.",
+        show_default=False,
+    ),
+]
+
+
+def given_key(path: Path | None = None) -> str:
+    """The API key for calls to an address; empty where none is given. An argument of the command would show it in the
+    list of processes."""
+    if path is None:
+        return secret_of(KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").strip())
+    try:
+        return secret_of("--key-file", path.read_text().strip())
+    except (OSError, UnicodeDecodeError):
+        raise BadRequest("--key-file", f"{path} cannot be read") from None
 
 
 def given_config(path: Path | None) -> Config:

@@ -14,13 +14,13 @@ invalid value by the name of its field.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
 
 import yaml
+from dendro.destinations import is_loopback
 from dendro.errors import BadRequest
 from dendro.guidance import LIMITS, StructureLimits
 from dendro.health import LONGEST_STEP_S
@@ -34,7 +34,7 @@ from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
 from cluster.redis_address import unreadable
-from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section
+from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section, first_fault
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -283,6 +283,28 @@ MOST_REPLICAS_HERE = 64
 """Ports from `grpc.replica_status_port` on of which a replica takes one: the most replicas of a machine that has it."""
 
 
+class Auth(Section):
+    """Who may call the routers (docs/security.md). `auth: none`: whoever reaches them. A `grpc.host` beyond this
+    machine needs this section."""
+
+    keys: Path | None = None
+    """The file of API keys, which `dendro keys` writes and routers read again when it changes. Calls without one of its
+    keys are refused; a key decides the tenant and has limits."""
+    open: bool = False
+    """True is what `auth: none` means; without keys alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.open and self.keys is not None:
+            raise ValueError("open: is set beside keys")
+        return self
+
+
+def _auth_section(value: Any) -> Any:
+    """`none` as a section."""
+    return {"open": True} if value == "none" else value
+
+
 class Grpc(Section):
     """The ports of each router, and those of replicas for metrics."""
 
@@ -328,6 +350,7 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     redis: Redis = Redis()
     grpc: Grpc = Grpc()
+    auth: Annotated[Auth, BeforeValidator(_auth_section)] = Auth()
     structures: Structures = Structures()
     verification_modes: tuple[VerificationMode, ...] = ()
     """Modes beside coupled and greedy that requests may name: naive, multi-step, block and lenient. A drafter that
@@ -340,6 +363,11 @@ class Config(Section):
                 raise ValueError(f"verification_modes: {mode} is always served; list {', '.join(LISTED_MODES)}")
         if len(set(self.verification_modes)) < len(self.verification_modes):
             raise ValueError("verification_modes: names one twice")
+        if self.reachable and self.auth.keys is None and not self.auth.open:
+            raise ValueError(
+                f"grpc.host: is {self.grpc.host!r}, which other machines reach: set auth.keys, or `auth: none` to "
+                "answer whoever calls"
+            )
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 raise ValueError(f"name {name!r}: only letters, digits, '-', '_' and '.' are allowed")
@@ -379,8 +407,22 @@ class Config(Section):
         try:
             config = cls.model_validate(sections)
         except ValidationError as error:
-            raise BadRequest(*_first_fault(error)) from None
+            field, reason = first_fault(error)
+            raise BadRequest(field or "config", reason) from None
+        if config.auth.keys is not None:
+            keys = (folder / config.auth.keys.expanduser()).resolve()
+            config = config.model_copy(update={"auth": config.auth.model_copy(update={"keys": keys})})
         return config.with_models(lambda where, model: _resolved(where, model, folder))
+
+    @property
+    def reachable(self) -> bool:
+        """Whether routers listen beyond this machine."""
+        return not is_loopback(self.grpc.host)
+
+    def private(self) -> Config:
+        """A copy for the cluster that a command starts for itself: on this machine alone, without keys."""
+        grpc = self.grpc.model_copy(update={"host": "127.0.0.1"}) if self.reachable else self.grpc
+        return self.model_copy(update={"grpc": grpc, "auth": Auth()})
 
     def with_models(self, change: Callable[[str, ModelConfig], ModelConfig]) -> Config:
         """A copy with `change(path, entry)` in place of each target's and drafter's entry, whose path is `path`."""
@@ -468,24 +510,6 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
         if getattr(resolved, field) and not name:
             raise BadRequest(f"{where}.{field}", f"belongs to a name on the hub, and {of} is not one")
     return resolved
-
-
-def _first_fault(error: ValidationError) -> tuple[str, str]:
-    """Path and reason of the first error; the reason ends with the number of further ones."""
-    faults = error.errors(include_url=False)
-    fault = faults[0]
-    path = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        reason = "is an unknown key"
-    elif fault["type"] == "missing":
-        reason = "is missing"
-    else:
-        reason = str(fault.get("ctx", {}).get("error", fault["msg"]))
-        head, _, rest = reason.partition(": ")
-        if rest and re.fullmatch(r"[\w.-]+", head):  # a section's check begins with its field
-            path, reason = ".".join(part for part in (path, head) if part), rest
-    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-    return path or "config", reason + more
 
 
 def pair_config(

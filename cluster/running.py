@@ -18,6 +18,7 @@ from dendro.errors import EngineFailed
 from dendro.state import MemoryStates
 
 from cluster.api.grpc import serve_router
+from cluster.api.keys import read_keys
 from cluster.api.local import LocalClient
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
@@ -47,6 +48,8 @@ def _ready(config: Config, here: bool) -> Config:
     the hub are fetched now, while a terminal can show the progress."""
     config = pinned(config)
     check_checkpoints(config)
+    if config.auth.keys is not None:
+        read_keys(config.auth.keys)
     if here:
         fetched(config)
     return config
@@ -114,7 +117,9 @@ async def local_client(config: Config) -> AsyncIterator[LocalClient]:
 
 @asynccontextmanager
 async def running(config: Config, local: bool) -> AsyncIterator[str]:
-    """Yields the address of a server that runs as long as the context: a cluster, or this process if `local`."""
+    """Yields the address of a server that runs as long as the context: a cluster, or this process if `local`. It
+    listens on this machine alone and needs no key."""
+    config = config.private()
     if not local:
         async with running_cluster(config) as address:
             yield address

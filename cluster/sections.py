@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class Section(BaseModel):
@@ -87,3 +88,21 @@ class Replicated(Section):
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
             raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
         return self
+
+
+def first_fault(error: ValidationError) -> tuple[str, str]:
+    """Path and reason of the first error; the reason ends with the number of further ones."""
+    faults = error.errors(include_url=False)
+    fault = faults[0]
+    path = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        reason = "is an unknown key"
+    elif fault["type"] == "missing":
+        reason = "is missing"
+    else:
+        reason = str(fault.get("ctx", {}).get("error", fault["msg"]))
+        head, _, rest = reason.partition(": ")
+        if rest and re.fullmatch(r"[\w.-]+", head):  # a section's check begins with its field
+            path, reason = ".".join(part for part in (path, head) if part), rest
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return path, reason + more

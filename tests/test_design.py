@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = ("ARCHITECTURE.md", "README.md", "CONTRIBUTING.md", "docs", "kernels")
 """Markdown whose relative links are followed."""
-NAMES_CODE = ("ARCHITECTURE.md", "docs/design")
+NAMES_CODE = ("ARCHITECTURE.md", "docs/design", "docs/security.md")
 """Markdown whose paths in backticks exist, with the names after `::` defined there."""
 SHORT = ("ARCHITECTURE.md", "README.md", "docs/design")
 """Markdown without long paragraphs."""

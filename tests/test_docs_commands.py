@@ -49,6 +49,7 @@ OTHER_PROGRAMS = {
 """Programs that no test of this file starts, each with the reason."""
 READERS = {
     *("cluster.yaml", "demo-target.yaml", "prompts.jsonl", "schema.json", "code/", "chats.jsonl", "texts/", "texts"),
+    "keys.json",
     *("models/big", "CHECKPOINT", "target-mamba2", "tests/cluster/test_largest.py", "tests/dendro/test_chain.py"),
     "tests/cluster/test_epsilon_cutoff.py",
     "tests/drafter_service/test_mistral.py",
@@ -67,8 +68,9 @@ def parsed(words: tuple[str, ...]) -> dict[str, Any]:
     if words[0] in ("train", "bench", *slow_commands.MEASURING):
         command, words = slow_command(words)
     else:
-        group: Any = typer.main.get_command(cli.app)
-        command, words = group.commands.get(words[0]), words[1:]
+        command = typer.main.get_command(cli.app)
+    while (inside := getattr(command, "commands", None)) is not None and words:
+        command, words = inside.get(words[0]), words[1:]
     if command is None:
         raise UsageError("there is no such command")
     return command.make_context("dendro", list(words)).params

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import grpc.aio
-from dendro.answer import REASON_KEY
-from dendro.client import MAX_MESSAGE_BYTES, TENANT_KEY
-from dendro.errors import NO_FAULTS, DendroError, EngineFailed, NotFound, OutOfTime, one_line
+from dendro.answer import REASON_KEY, RETRY_AFTER_KEY
+from dendro.client import MAX_MESSAGE_BYTES
+from dendro.errors import (
+    NO_FAULTS,
+    BadRequest,
+    DendroError,
+    EngineFailed,
+    LimitReached,
+    NotFound,
+    OutOfTime,
+    one_line,
+)
 from dendro.samples import count_of_answers
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from cluster.api.callers import CallerIdentity, Callers
 from cluster.api.reading import SHORT_BYTES, Request, read_request
 from cluster.api.requests import CUT_S, RunningRequests, identified
 from cluster.router.admission import MAX_REQUEST_ID
@@ -39,6 +50,8 @@ SERVER_OPTIONS = (
 )
 """Options of a server that clients call."""
 
+SEND_S = 30.0
+"""Seconds that a client may take to send its request."""
 READ_GRACE_S = 5.0
 """Seconds after its time limit for which a request's call stays open for a client that does not read. The request's
 peers are released by then."""
@@ -62,59 +75,72 @@ def logged_status(error: BaseException, request_id: str) -> tuple[grpc.StatusCod
     return code, details, reason
 
 
-def tenant_of(metadata: Mapping[str, str | bytes]) -> str:
-    """The tenant that the gateway wrote into the metadata; empty where there is no gateway."""
-    value = metadata.get(TENANT_KEY, "")
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 class GenerationServicer:
     """The gRPC shell of an ingress."""
 
-    def __init__(self, ingress: Ingress, requests: RunningRequests) -> None:
+    def __init__(self, ingress: Ingress, requests: RunningRequests, callers: Callers) -> None:
         self._ingress = ingress
         self._requests = requests
+        self._callers = callers
         self._longest_text = ingress.longest_text
         self._reading = asyncio.Lock()
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """The methods as gRPC takes them. Those with a prompt get bytes, read in bounded time."""
-        methods = {
-            "Generate": grpc.unary_stream_rpc_method_handler(
-                self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
-            ),
-            "GetServerInfo": grpc.unary_unary_rpc_method_handler(
-                self.GetServerInfo,
-                request_deserializer=pb.GetServerInfoRequest.FromString,
-                response_serializer=pb.GetServerInfoResponse.SerializeToString,
-            ),
-            "Tokenize": grpc.unary_unary_rpc_method_handler(
-                self.Tokenize, response_serializer=pb.TokenizeResponse.SerializeToString
-            ),
-            "Detokenize": grpc.unary_unary_rpc_method_handler(
-                self.Detokenize, response_serializer=pb.DetokenizeResponse.SerializeToString
-            ),
-            "Abort": grpc.unary_unary_rpc_method_handler(
-                self.Abort,
-                request_deserializer=pb.AbortRequest.FromString,
-                response_serializer=pb.AbortResponse.SerializeToString,
-            ),
+        """The methods as gRPC takes them. Each gets a stream of bytes, so that it knows who calls before it takes the
+        one message of a call, which it then reads in bounded time."""
+        unary = {
+            "GetServerInfo": self.GetServerInfo,
+            "Tokenize": self.Tokenize,
+            "Detokenize": self.Detokenize,
+            "Abort": self.Abort,
         }
+        methods: dict[str, Any] = {
+            name: grpc.stream_unary_rpc_method_handler(
+                partial(self._answer, method), response_serializer=methodcaller("SerializeToString")
+            )
+            for name, method in unary.items()
+        }
+        methods["Generate"] = grpc.stream_stream_rpc_method_handler(
+            self.Generate, response_serializer=pb.GenerateResponse.SerializeToString
+        )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
-    async def Generate(self, data: bytes, context: grpc.aio.ServicerContext[bytes, pb.GenerateResponse]) -> None:
-        """Stream the answer. Refuses a request past the limit with RESOURCE_EXHAUSTED."""
-        tenant = tenant_of(dict(context.invocation_metadata() or ()))
+    async def Generate(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, pb.GenerateResponse]
+    ) -> None:
+        """Stream the answer. Refuses a caller without a valid key, and a request past a limit."""
         try:
-            request = await self._read(pb.GenerateRequest, data)
+            caller = self._caller(context)
+            request = await self._read(pb.GenerateRequest, await _one_message(messages))
             request_id = identified(request)
-            with self._requests.run(tenant, request_id, count_of_answers(request)):
-                events = self._ingress.generate(request, tenant)
+            with self._requests.run(caller.tenant, request_id, count_of_answers(request)):
+                events = self._ingress.generate(request, caller.tenant, caller.allowance)
                 del request  # it may be large, and an answer may take long
                 await self._write(events, request_id, context)
         except DendroError as error:  # not the ingress's: `_write` has sent those, and the ingress counted them
             self._ingress.totals.failed(error)
-            await _abort(context, *status_of(error))
+            await _abort(context, error)
+
+    def _caller(self, context: Any) -> CallerIdentity:
+        """Who calls. Raises Unauthenticated or LimitReached."""
+        return self._callers.caller(dict(context.invocation_metadata() or ()))
+
+    async def _answer(
+        self,
+        method: Callable[[CallerIdentity, bytes], Awaitable[Response]],
+        messages: AsyncIterator[bytes],
+        context: Any,
+    ) -> Response:
+        """Answer a call of a method that is no stream. Its error becomes a status."""
+        try:
+            caller = self._caller(context)
+            return await method(caller, await _one_message(messages))
+        except BaseException as raised:
+            if isinstance(raised, NO_FAULTS):
+                raise
+            self._ingress.totals.failed(raised)
+            await _abort(context, raised, "without an id")
+            raise  # not reached: `abort` raises
 
     async def _read(self, kind: type[Request], data: bytes) -> Request:
         """The message. Long ones are read one after another, so that many take no more memory and time at once than
@@ -145,7 +171,7 @@ class GenerationServicer:
             error = OutOfTime("request: its answer was not read in time") if unread.expired() else raised
             if unread.expired():
                 self._ingress.totals.failed(error)
-            abort = _abort(context, *logged_status(error, request_id))
+            abort = _abort(context, error, request_id)
             if not unread.expired():
                 await abort
             with contextlib.suppress(TimeoutError):  # the status is sent after the events that the client does not read
@@ -153,56 +179,48 @@ class GenerationServicer:
                     await abort
             raise asyncio.CancelledError from None  # which ends the call without a status
 
-    async def GetServerInfo(
-        self,
-        request: pb.GetServerInfoRequest,
-        context: grpc.aio.ServicerContext[pb.GetServerInfoRequest, pb.GetServerInfoResponse],
-    ) -> pb.GetServerInfoResponse:
+    async def GetServerInfo(self, caller: CallerIdentity, data: bytes) -> pb.GetServerInfoResponse:
+        await self._read(pb.GetServerInfoRequest, data)
         return self._ingress.info()
 
-    async def Tokenize(
-        self, data: bytes, context: grpc.aio.ServicerContext[bytes, pb.TokenizeResponse]
-    ) -> pb.TokenizeResponse:
-        async def answer() -> pb.TokenizeResponse:
-            return await self._ingress.tokenize(await self._read(pb.TokenizeRequest, data))
+    async def Tokenize(self, caller: CallerIdentity, data: bytes) -> pb.TokenizeResponse:
+        return await self._ingress.tokenize(await self._read(pb.TokenizeRequest, data))
 
-        return await _answered(answer(), context)
+    async def Detokenize(self, caller: CallerIdentity, data: bytes) -> pb.DetokenizeResponse:
+        return await self._ingress.detokenize(await self._read(pb.DetokenizeRequest, data))
 
-    async def Detokenize(
-        self, data: bytes, context: grpc.aio.ServicerContext[bytes, pb.DetokenizeResponse]
-    ) -> pb.DetokenizeResponse:
-        async def answer() -> pb.DetokenizeResponse:
-            return await self._ingress.detokenize(await self._read(pb.DetokenizeRequest, data))
-
-        return await _answered(answer(), context)
-
-    async def Abort(
-        self, request: pb.AbortRequest, context: grpc.aio.ServicerContext[pb.AbortRequest, pb.AbortResponse]
-    ) -> pb.AbortResponse:
-        tenant = tenant_of(dict(context.invocation_metadata() or ()))
-        return pb.AbortResponse(aborted=self._requests.abort(tenant, request.request_id))
+    async def Abort(self, caller: CallerIdentity, data: bytes) -> pb.AbortResponse:
+        request = await self._read(pb.AbortRequest, data)
+        return pb.AbortResponse(aborted=self._requests.abort(caller.tenant, request.request_id))
 
 
-async def _answered(answer: Awaitable[Response], context: Any) -> Response:
-    """The answer of a unary call. Its error becomes a status."""
+async def _one_message(messages: AsyncIterator[bytes]) -> bytes:
+    """The message of a call that has one. Raises BadRequest where there is none, or it comes too slowly."""
     try:
-        return await answer
-    except BaseException as raised:
-        if isinstance(raised, NO_FAULTS):
-            raise
-        await _abort(context, *logged_status(raised, "without an id"))
-        raise  # not reached: `abort` raises
+        async with asyncio.timeout(SEND_S):
+            data = await anext(aiter(messages), None)
+    except TimeoutError:
+        raise BadRequest("request", f"did not arrive within {SEND_S:g} s") from None
+    if data is None:
+        raise BadRequest("request", "is missing")
+    return data
 
 
-async def _abort(context: Any, code: grpc.StatusCode, details: str, reason: str) -> None:
-    await context.abort(code, details, ((REASON_KEY, reason),))
+async def _abort(context: Any, error: BaseException, request_id: str = "") -> None:
+    """End a call with the status of an error. request_id: in the log of an internal one"""
+    code, details, reason = logged_status(error, request_id)
+    wait = ((RETRY_AFTER_KEY, f"{error.retry_after_s:.0f}"),) if isinstance(error, LimitReached) else ()
+    await context.abort(code, details, ((REASON_KEY, reason), *wait))
 
 
 class RouterServer:
     """A started server of one ingress, at `address`."""
 
-    def __init__(self, server: grpc.aio.Server, status: Any, requests: RunningRequests, address: str) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, status: Any, requests: RunningRequests, address: str, callers: Callers
+    ) -> None:
         """status: a health.aio.HealthServicer, which the stubs lack"""
+        self._watching = asyncio.create_task(callers.watch())
         self._server = server
         self._health = status
         self.requests = requests
@@ -224,6 +242,7 @@ class RouterServer:
         """Report NOT_SERVING, close the port, send GOAWAY, and let running requests end. Those that run after `drain_s`
         are ended with UNAVAILABLE, at which clients resume them elsewhere."""
         self.healthy = False
+        self._watching.cancel()
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.ensure_future(self._server.stop(drain_s + 2 * CUT_S))
         await self.requests.drain(drain_s)
@@ -238,21 +257,24 @@ async def serve_router(
     ports: Iterable[int] = (0,),
     share_port: bool = False,
     healthy: bool = True,
+    callers: Callers | None = None,
 ) -> RouterServer:
     """Serve an ingress on the first of `ports` that is free; the caller must stop the server. Port 0: a free port.
 
     share_port: other processes of this user may listen on the same port; the kernel divides connections among them.
     healthy: whether the health is SERVING from the start
-    Raises EngineFailed where no port is free.
+    callers: who may call, shared with other doors of this router; default: those of the ingress's configuration
+    Raises EngineFailed where no port is free, and BadRequest for an invalid file of keys.
     """
+    callers = callers or Callers(ingress.config)
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))))
     requests = RunningRequests(ingress.config.router.max_requests)
-    server.add_generic_rpc_handlers((GenerationServicer(ingress, requests).handlers(),))
+    server.add_generic_rpc_handlers((GenerationServicer(ingress, requests, callers).handlers(),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    running = RouterServer(server, status, requests, _bind(server, host, tuple(ports)))
+    running = RouterServer(server, status, requests, _bind(server, host, tuple(ports)), callers)
     await running.set_healthy(healthy)
     await server.start()
     return running

@@ -22,7 +22,14 @@ limits of all lists together allow fewer. Token ids are packed, many in a field.
 MOST_LISTED = 1 << 17
 """The most numbers of a message's lists, the tokens of its prompt and of its resume aside."""
 
-Request = TypeVar("Request", pb.GenerateRequest, pb.TokenizeRequest, pb.DetokenizeRequest)
+Request = TypeVar(
+    "Request",
+    pb.GenerateRequest,
+    pb.TokenizeRequest,
+    pb.DetokenizeRequest,
+    pb.GetServerInfoRequest,
+    pb.AbortRequest,
+)
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {_FIXED64: 8, _FIXED32: 4}

@@ -23,7 +23,7 @@ from cluster.certify import checks
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
-from cluster.command_options import ConfigArgument, JsonFile, Local, given_config
+from cluster.command_options import ConfigArgument, JsonFile, Local, given_config, given_key
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import served_prompts
 from cluster.engines import verifier_options
@@ -74,7 +74,7 @@ async def _serving(config: Config, local: bool) -> AsyncIterator[Asking]:
         async with local_client(config) as client:
             yield client
         return
-    async with running_cluster(config) as address, AsyncClient(address, proxy=False) as far:
+    async with running_cluster(config.private()) as address, AsyncClient(address, proxy=False) as far:
         yield far
 
 
@@ -112,7 +112,7 @@ async def run_certify(
     name, target = next(iter(config.targets.items()))
     drafters = config.drafters_of(name)
     if address:
-        async with AsyncClient(address) as far:
+        async with AsyncClient(address, key=given_key()) as far:
             there = (await far.models())[0]
         config = _with_dtype(config, there.dtype).model_copy(update={"drafters": {}})
         name, target = next(iter(config.targets.items()))
@@ -176,7 +176,7 @@ async def run_certify(
             )
 
         if address:
-            async with AsyncClient(address) as far:
+            async with AsyncClient(address, key=given_key()) as far:
                 await served(far)
         else:
             async with _serving(config, local) as service:

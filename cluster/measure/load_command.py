@@ -130,7 +130,7 @@ async def run_against_off(plan: PairsPlan, loaded: LoadSubject, progress: Begin)
 
     @asynccontextmanager
     async def fresh_router(temperature: float) -> AsyncIterator[Loader]:
-        async with running_cluster(config) as address, AsyncClient(address, proxy=False) as client:
+        async with running_cluster(config.private()) as address, AsyncClient(address, proxy=False) as client:
             loader = loaded.loader(client, plan, temperature)
             yield loader
             identity.add(loader.identity)
@@ -159,7 +159,7 @@ async def run_load(plan: LoadPlan, loaded: LoadSubject, progress: Begin) -> dict
     library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, quiet)
     try:
         async with (
-            running_cluster(config) as address,
+            running_cluster(config.private()) as address,
             AsyncClient(address, proxy=False) as client,
             library,
             hop_process() as hops,

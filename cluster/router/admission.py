@@ -25,6 +25,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.config import Config
 from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
+from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.priors import Priors
 from cluster.router.prompts import checked_ids, ids_of_prompt
 from cluster.router.served import Served
@@ -197,7 +198,9 @@ class Admission:
         """Note the `Hello.target` of a verifier: a resume of another one's answer is refused before it costs much."""
         self._targets[name] = target
 
-    async def admit(self, request: pb.GenerateRequest, request_id: str, tenant: str) -> Job:
+    async def admit(
+        self, request: pb.GenerateRequest, request_id: str, tenant: str, allowance: Allowance = NO_LIMITS
+    ) -> Job:
         """Check a request, once for all of its answers. The job is the first one's. Raises BadRequest naming the field,
         NotFound for an unknown session, Conflict for a resume of another target's answer, and PeerLost where the
         session cannot be read, or none can be begun."""
@@ -215,6 +218,8 @@ class Admission:
         sampling = await with_words(_sampling(request, record), request, served.tokenizer)
         stops = StopStrings.of(request.stop, request.include_stop)
         structure = structure_from(request)
+        if structure is not None:
+            allowance.check_structure()
         logprobs = request.logprobs if request.HasField("logprobs") else None
         check_logprobs(logprobs)
         experience = self._experience[served.name].of(tenant, sampling.mode)
@@ -226,6 +231,7 @@ class Admission:
         earlier = record.tokens if record is not None else ()
         before = list(earlier[: written.start] if written is not None else earlier)
         prompt = await self._prompt(request, served, before)
+        allowance.check_prompt(len(prompt))
         if request.echo:
             check_echo("echo", len(prompt) - len(before), logprobs)
         if written is not None:
@@ -236,7 +242,10 @@ class Admission:
             # A stop string or the structure may have ended the turn before `min_new_tokens`.
             least = min(request.min_new_tokens, end - len(prompt))
         else:
-            end, least = len(prompt) + self._new_tokens(request, served, prompt, held), request.min_new_tokens
+            end, least = (
+                len(prompt) + self._new_tokens(request, served, prompt, held, allowance),
+                request.min_new_tokens,
+            )
         limits = _limits(request, len(prompt), end, least)
         check_choice(sampling, limits, served.vocabulary, served.end_ids, structure)
         if resume is not None:
@@ -307,13 +316,15 @@ class Admission:
         ids = await ids_of_prompt(request, served, self._config.router.max_prompt_bytes, earlier)
         return earlier + ids if earlier else ids
 
-    def _new_tokens(self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int]) -> int:
+    def _new_tokens(
+        self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int], allowance: Allowance
+    ) -> int:
         """The answer's maximum length. The default is cut to the limit and to the room left; a requested number that
         exceeds them is refused."""
         room = served.max_length - len(prompt)
         if room < 1:
             raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
-        limit = self._config.router.max_new_tokens
+        limit = allowance.most_new_tokens(self._config.router.max_new_tokens)
         count = min(self._config.router.default_new_tokens, limit, room)
         if request.HasField("max_new_tokens"):
             count = request.max_new_tokens

@@ -23,6 +23,7 @@ from dendro.clock import Clock
 from dendro.errors import BadRequest, DendroError, OutOfTime, one_line
 from dendro.logprobs import NOT_ECHOED, fill_logprobs
 from dendro.long_work import off_loop
+from dendro.samples import count_of_answers
 from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb
@@ -43,6 +44,7 @@ from cluster.router.admission import (
     check_written_target,
     check_written_tokens,
 )
+from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.echo import echo_of
 from cluster.router.ports import HandlePort, PeersPort, VerifierPort
 from cluster.router.priors import Priors
@@ -153,37 +155,44 @@ class Ingress:
         return pb.DetokenizeResponse(text=await off_loop(len(ids), lambda: tokenizer.decode(ids)))
 
     async def generate(
-        self, request: pb.GenerateRequest, tenant: str = ""
+        self, request: pb.GenerateRequest, tenant: str = "", allowance: Allowance = NO_LIMITS
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream the answer, or as many as the request asks for: started, a chunk per round, complete. Raises the
         family in dendro.errors.
 
+        allowance: of the caller's key, from which the answers and tokens are taken; the request is counted already
         Leaving the iteration, or cancelling the task, ends the work within a round and releases the leases.
         """
         request_id = request.request_id or secrets.token_hex(16)
         began_s = self._clock()
-        try:
-            job = await self._admission.admit(request, request_id, tenant)
-            answer = await off_loop(_work_of_held(job), lambda: _held_answer(job))
-        except BaseException as error:
-            outcome = type(error).__name__ if isinstance(error, DendroError) else REFUSED
-            self._log_end(request_id, tenant, began_s, Ending(outcome))
-            self.totals.failed(error)
-            raise
-        del request  # it may be large, and an answer may take long
+        with allowance.request() as share:
+            try:
+                share.take_answers(count_of_answers(request))
+                job = await self._admission.admit(request, request_id, tenant, allowance)
+                answer = await off_loop(_work_of_held(job), lambda: _held_answer(job))
+                share.take_tokens(len(job.prompt), job.answers * (job.answer_length - len(job.held)))
+            except BaseException as error:
+                outcome = type(error).__name__ if isinstance(error, DendroError) else REFUSED
+                self._log_end(request_id, tenant, began_s, Ending(outcome))
+                self.totals.failed(error)
+                raise
+            del request  # it may be large, and an answer may take long
+            try:
+                async with aclosing(self._answers(job, answer)) as answers:
+                    async for response in answers:
+                        share.use(len(response.chunk.token_ids))
+                        yield response
+            except BaseException as error:
+                self.totals.failed(error)
+                raise
+
+    def _answers(self, job: Job, answer: AnswerText) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream all answers of a request. answer: of the tokens that the client has"""
         if job.answers == 1:
-            answers = self._answer(job, answer)
-        else:
-            prompt = SharedPrompt()
-            rest = [self._answer_beside(job.of_sample(sample), answer, prompt) for sample in range(1, job.answers)]
-            answers = merged([self._answer(job, answer.copy(), prompt), *rest])
-        try:
-            async with aclosing(answers):
-                async for response in answers:
-                    yield response
-        except BaseException as error:
-            self.totals.failed(error)
-            raise
+            return self._answer(job, answer)
+        prompt = SharedPrompt()
+        rest = [self._answer_beside(job.of_sample(sample), answer, prompt) for sample in range(1, job.answers)]
+        return merged([self._answer(job, answer.copy(), prompt), *rest])
 
     async def _answer_beside(
         self, job: Job, answer: AnswerText, prompt: SharedPrompt

@@ -20,6 +20,8 @@ from dendro.v1 import generation_pb2 as pb
 
 REASON_KEY = "dendro-reason"
 """Trailing metadata of a router's own errors; those of gRPC and of a gateway do not have it."""
+RETRY_AFTER_KEY = "dendro-retry-after-s"
+"""Trailing metadata of a call that a limit of its key refused: whole seconds after which it may not."""
 
 
 MODES = {

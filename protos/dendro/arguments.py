@@ -39,6 +39,13 @@ def ascii_of(field: str, value: str) -> str:
     return value
 
 
+def secret_of(field: str, value: str) -> str:
+    """A secret that is sent in a header; the error does not show it."""
+    if not (isinstance(value, str) and value.isascii() and value.isprintable() and " " not in value):
+        raise BadRequest(field, "must be printable ASCII without spaces, as it is sent in a header")
+    return value
+
+
 def switch_of(field: str, value: bool) -> bool:
     if not isinstance(value, bool):
         raise BadRequest(field, f"must be true or false; got {shown(value)}")

@@ -12,9 +12,9 @@ from typing import cast
 
 import grpc
 
-from dendro.answer import REASON_KEY
+from dendro.answer import REASON_KEY, RETRY_AFTER_KEY
 from dendro.clock import Clock
-from dendro.errors import BadRequest, DendroError, EngineFailed, Overloaded, PeerLost, error_for, one_line
+from dendro.errors import BadRequest, DendroError, EngineFailed, LimitReached, Overloaded, PeerLost, error_for, one_line
 from dendro.rotation import Rotation
 
 log = logging.getLogger("dendro.client")
@@ -76,7 +76,7 @@ class Attempts:
             raise final from error
         failed: DendroError
         if error is not None and _full(error):
-            failed = Overloaded(error.details() or "")
+            failed = _refusal(error)
             rotation.refused(address)
             self._refused[address] += 1
             if not begun and all(self._refused[each] >= rotation.calls_to(each) for each in rotation.addresses):
@@ -93,6 +93,8 @@ class Attempts:
         if within:
             return 0.0
         longest_s = min(FIRST_PAUSE_S * 2.0 ** min(passes - 1, 10), LONGEST_PAUSE_S)
+        if isinstance(failed, LimitReached):
+            return min(failed.retry_after_s, self.remaining_s)
         return min(longest_s * random.uniform(0.5, 1.0), self.remaining_s)  # clients of one router do not come together
 
     def _warn(self, rotation: Rotation, failed: DendroError) -> None:
@@ -106,13 +108,30 @@ class Attempts:
 
 
 def _full(error: grpc.RpcError) -> bool:
-    """True if a router or its peers are full: not a limit of gRPC, of a gateway, or of the request's time."""
-    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _reason_of(error) == Overloaded.__name__
+    """True if a router or its peers are full, or the key's share of a router is used up: not a limit of gRPC, of a
+    gateway, or of the request's time."""
+    reasons = (Overloaded.__name__, LimitReached.__name__)
+    return error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED and _reason_of(error) in reasons
 
 
-def _reason_of(error: grpc.RpcError) -> str | bytes:
+def _refusal(error: grpc.RpcError) -> Overloaded:
+    """The error of a router that is full."""
+    details = error.details() or ""
+    if _reason_of(error) != LimitReached.__name__:
+        return Overloaded(details)
+    wait = _trailing(error).get(RETRY_AFTER_KEY, "")
+    return LimitReached(details, float(wait) if wait.isdecimal() else FIRST_PAUSE_S)
+
+
+def _trailing(error: grpc.RpcError) -> dict[str, str]:
+    """The texts of the trailing metadata."""
+    found = cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())
+    return {name: value for name, value in found if isinstance(value, str)}
+
+
+def _reason_of(error: grpc.RpcError) -> str:
     """The reason that our servers give; empty in statuses of gRPC and of gateways."""
-    return dict(cast(Sequence[tuple[str, str | bytes]], error.trailing_metadata() or ())).get(REASON_KEY, "")
+    return _trailing(error).get(REASON_KEY, "")
 
 
 def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:

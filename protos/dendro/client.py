@@ -44,7 +44,7 @@ from dendro.answer import (
     models_of,
     sendable,
 )
-from dendro.arguments import ascii_of, seconds_of
+from dendro.arguments import ascii_of, seconds_of, secret_of
 from dendro.attempts import Attempts
 from dendro.daemon_threads import in_thread
 from dendro.destinations import Channels, Destination, Destinations, LookUp, look_up
@@ -75,6 +75,8 @@ __all__ = [
 ]
 
 TENANT_KEY = "dendro-tenant"
+KEY_HEADER = "authorization"
+"""Metadata key of a call's API key, after `Bearer `."""
 
 TIMEOUT_S = 600.0
 """A request's deadline unless another is given."""
@@ -91,8 +93,9 @@ CHANNEL_OPTIONS = (
 )
 
 
-def _metadata_of(tenant: str) -> tuple[tuple[str, str], ...]:
-    return ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
+def _metadata_of(tenant: str, key: str = "") -> tuple[tuple[str, str], ...]:
+    named = ((TENANT_KEY, ascii_of("tenant", tenant)),) if tenant else ()
+    return (*named, (KEY_HEADER, f"Bearer {secret_of('key', key)}")) if key else named
 
 
 def channel_options(destination: Destination) -> tuple[tuple[str, int | str], ...]:
@@ -133,6 +136,7 @@ class AsyncClient(Asking):
         address: str,
         *,
         tenant: str = "",
+        key: str = "",
         timeout_s: float = TIMEOUT_S,
         credentials: grpc.ChannelCredentials | None = None,
         proxy: bool = True,
@@ -141,7 +145,7 @@ class AsyncClient(Asking):
         """Arguments are those of `Client`."""
         self.address = address
         self.timeout_s = seconds_of("timeout_s", timeout_s)
-        self._metadata = _metadata_of(tenant)
+        self._metadata = _metadata_of(tenant, key)
         self._credentials = credentials
         self._rotation = Rotation(address)
         self._destinations = Destinations(proxy, credentials is not None, look_up)
@@ -229,6 +233,7 @@ class Client:
         address: str,
         *,
         tenant: str = "",
+        key: str = "",
         timeout_s: float = TIMEOUT_S,
         credentials: grpc.ChannelCredentials | None = None,
         proxy: bool = True,
@@ -236,13 +241,15 @@ class Client:
     ) -> None:
         """
         address: `host:port` of a router, or several separated by commas; a name's addresses are looked up anew
+        tenant: believed by a router without keys that listens on the loopback alone
+        key: API key, which decides the tenant and has limits; sent in the open without `credentials`
         timeout_s: of each request, all of its calls together
         proxy: whether `http_proxy` and `no_proxy` of the environment apply; never to addresses of loopback
         look_up: the addresses behind a name
         """
         self.address = address
         self.timeout_s = seconds_of("timeout_s", timeout_s)
-        self._metadata = _metadata_of(tenant)
+        self._metadata = _metadata_of(tenant, key)
         self._rotation = Rotation(address)
         self._credentials = credentials
         self._channels = Channels(self._open, Destinations(proxy, credentials is not None, look_up), self._rotation)

@@ -6,6 +6,8 @@ DendroError
   Conflict        another writer came first: read the session again               ABORTED
   Overloaded      try again later                                                 RESOURCE_EXHAUSTED
     OutOfTime     the request took longer than the server allows: ask for less
+    LimitReached  a limit of the caller's key is used up for now
+  Unauthenticated no valid key or certificate                                     UNAUTHENTICATED
   Aborted         the request was ended by a call of its own client               CANCELLED
   PeerLost        a replica is gone or does not answer: open the text elsewhere   UNAVAILABLE
   EngineFailed    a fault of the server; this request has ended                   INTERNAL
@@ -15,6 +17,7 @@ DendroError
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Self
 
 import grpc
@@ -84,6 +87,26 @@ class OutOfTime(Overloaded):
     """The request took longer than the server allows. A client does not resume it."""
 
 
+class LimitReached(Overloaded):
+    """A limit of the caller's key is used up; after `retry_after_s` seconds it may not be."""
+
+    def __init__(self, message: str, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+    @classmethod
+    def of(cls, limit: str, most: int, retry_after_s: float = 1.0) -> Self:
+        """The error of a limit by its name. Default time: of limits that end when another answer does."""
+        wait = max(1, math.ceil(retry_after_s))
+        return cls(f"{limit}: this key's limit here is {most}; try again in {wait} s", wait)
+
+
+class Unauthenticated(DendroError):
+    """The call has no valid key or certificate. Says nothing else: unknown and malformed keys look alike."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
 class Aborted(DendroError):
     """The request was ended on its own client's demand."""
 
@@ -107,7 +130,7 @@ class BadAnswer(EngineFailed):
 
 
 ERROR_FOR: dict[grpc.StatusCode, type[DendroError]] = {
-    kind.code: kind for kind in (NotFound, Conflict, Overloaded, Aborted, PeerLost, EngineFailed)
+    kind.code: kind for kind in (NotFound, Conflict, Overloaded, Unauthenticated, Aborted, PeerLost, EngineFailed)
 }
 
 

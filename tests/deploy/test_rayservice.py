@@ -246,6 +246,27 @@ def test_a_password_is_a_reference_to_a_secret_and_never_a_value():
     assert (redis.url, redis.password_variable) == ("rediss://cache:6379", "REDIS_PASSWORD")
 
 
+def test_routers_alone_mount_the_secret_with_the_keys_and_the_configuration_names_its_file():
+    chosen = merged(SMALL, {"keys": {"open": False, "existingSecret": "mine", "secretKey": "all.json"}})
+    assert str(cluster_of(serve_config(chosen)).auth.keys) == "/etc/dendro/keys/all.json"
+    for name, group in groups(service(chosen)).items():
+        spec = group["template"]["spec"]
+        mounts = [each for each in spec["containers"][0]["volumeMounts"] if each["name"] == "keys"]
+        volumes = [each for each in spec["volumes"] if each["name"] == "keys"]
+        if name == "router":
+            assert mounts == [{"name": "keys", "mountPath": "/etc/dendro/keys", "readOnly": True}]
+            assert volumes == [{"name": "keys", "secret": {"secretName": "mine"}}]
+        else:
+            assert not mounts and not volumes
+
+
+def test_routers_without_keys_need_an_explicit_value():
+    assert cluster_of(serve_config()).auth.open
+    for keys in ({"open": False}, {"open": True, "existingSecret": "mine"}):
+        with pytest.raises(HelmError, match="keys\\."):
+            rendered(merged(SMALL, {"keys": keys}))
+
+
 def test_the_times_and_sizes_of_what_is_kept_reach_the_cluster():
     kept = {"record_ttl_s": 31536000, "state_ttl_s": 50, "prior_ttl_s": 40, "max_state_mb": 512}
     found = cluster_of(serve_config(merged(SMALL, {"cluster": {"redis": kept}}))).redis

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 CHART = ROOT / "deploy" / "chart"
 CRD = ROOT / "tests" / "deploy" / "data" / "ray.io_rayservices.yaml"
 KUBERNETES = "1.34"
-SMALL = {"cluster": {"targets": {"demo": {"checkpoint": "/checkpoints/target"}}}}
+SMALL = {"cluster": {"targets": {"demo": {"checkpoint": "/checkpoints/target"}}}, "keys": {"open": True}}
 
 
 def merged(under: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""Who calls: finds the tenant and the limits of a call by its headers. Shared by all doors of a router."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dendro.client import KEY_HEADER, TENANT_KEY
+from dendro.clock import Clock
+from dendro.errors import BadRequest, Unauthenticated
+
+from cluster.api.keys import KEY, ApiKey, digest_of, read_keys
+from cluster.config import Config
+from cluster.router.allowance import NO_LIMITS, Allowance
+
+log = logging.getLogger("dendro.keys")
+
+RELOAD_S = 1.0
+"""Seconds between looks at the file of keys."""
+NO_DIGEST = "-" * 64
+"""Compared with where there is no such key, so that this takes as long."""
+BEARER = "bearer "
+
+
+@dataclass(frozen=True, slots=True)
+class CallerIdentity:
+    """A call's tenant, and what it may use."""
+
+    tenant: str = ""
+    allowance: Allowance = NO_LIMITS
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldKey:
+    entry: ApiKey
+    caller: CallerIdentity
+
+
+class KeyRing:
+    """The keys of a file, and what each has left here. Not thread-safe: bound to one event loop."""
+
+    def __init__(self, path: Path, routers: int = 1, clock: Clock = time.monotonic) -> None:
+        """routers: that share the limits of a key. Raises BadRequest for an invalid file."""
+        self._path = path
+        self._routers = routers
+        self._clock = clock
+        self._held: dict[str, _HeldKey] = {}  # key: id
+        self._seen = self._stamp()
+        self._hold(read_keys(path).keys)
+
+    def caller_of(self, text: str) -> CallerIdentity | None:
+        """The caller whose key has this text; None for any other text, in the same time."""
+        found = KEY.fullmatch(text)
+        held = self._held.get(found[1]) if found is not None else None
+        same = hmac.compare_digest(digest_of(text), held.entry.sha256 if held is not None else NO_DIGEST)
+        return held.caller if held is not None and same else None
+
+    async def watch(self) -> None:
+        """Read the file again whenever it has changed. One that is missing or invalid is logged, and the last keys
+        stay."""
+        while True:
+            await asyncio.sleep(RELOAD_S)
+            await self.reload()
+
+    async def reload(self) -> None:
+        """Read the file again if it has changed. A key that stays keeps what it has used; the answers of one that is
+        gone run on."""
+        stamp = await asyncio.to_thread(self._stamp)
+        if stamp == self._seen:
+            return
+        self._seen = stamp
+        try:
+            keys = (await asyncio.to_thread(read_keys, self._path)).keys
+        except BadRequest as error:
+            log.error("the last %d keys stay: %s", len(self._held), error)
+            return
+        self._hold(keys)
+        log.info("%d keys were read", len(keys))
+
+    def _hold(self, keys: tuple[ApiKey, ...]) -> None:
+        before = self._held
+        self._held = {}
+        for key in keys:
+            limits = key.limits.share_of(self._routers)
+            last = before.get(key.id)
+            if last is None:
+                allowance = Allowance(limits, self._clock)
+            else:
+                allowance = last.caller.allowance
+                allowance.limits = limits
+            self._held[key.id] = _HeldKey(key, CallerIdentity(key.tenant, allowance))
+
+    def _stamp(self) -> tuple[int, int, int] | None:
+        """What changes when the file does; None where it is missing."""
+        try:
+            found = self._path.stat()
+        except OSError:
+            return None
+        return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+class Callers:
+    """Finds who calls, by the configuration's rules: its keys; else whoever reaches the router."""
+
+    def __init__(self, config: Config, clock: Clock = time.monotonic) -> None:
+        """Raises BadRequest for an invalid file of keys."""
+        keys = config.auth.keys
+        self._ring = KeyRing(keys, config.router.most_replicas, clock) if keys is not None else None
+        self._believes = not config.reachable
+
+    def caller(self, headers: Mapping[str, str | bytes]) -> CallerIdentity:
+        """The caller of a request, which counts as one of its key's minute. headers: with names in lower case
+
+        Raises Unauthenticated without a valid key where keys are needed, LimitReached past the key's requests a minute,
+        and BadRequest for a tenant that the caller may not name.
+        """
+        tenant = _text(headers.get(TENANT_KEY, ""))
+        if self._ring is None:
+            if tenant and not self._believes:
+                raise BadRequest(TENANT_KEY, "is refused: a server that other machines reach takes tenants from keys")
+            return CallerIdentity(tenant)
+        given = _text(headers.get(KEY_HEADER, ""))
+        key = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else ""
+        caller = self._ring.caller_of(key)
+        if caller is None:
+            raise Unauthenticated("authorization: must be `Bearer` and a valid key")
+        if tenant and tenant != caller.tenant:
+            raise BadRequest(TENANT_KEY, "is refused: the key decides the tenant")
+        caller.allowance.take_request()
+        return caller
+
+    async def watch(self) -> None:
+        """Follow the changes of the file of keys, until cancelled."""
+        if self._ring is not None:
+            await self._ring.watch()
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
