@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tree_kernels.decoder_layer import DecoderLayer, LayerWeights, Workspace, reference, why_not_compiled
+from tree_kernels.decoder_layer import DecoderLayers, LayerWeights, Workspace, reference, why_not_compiled
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.processor import has_dots
 from tree_kernels.row_functions import gated_silu, rms_norm
@@ -80,12 +80,12 @@ def single_calls(its, x, pool, step, rotation):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_layer_gives_the_bits_of_its_single_calls(dtype, changed, threads):
     its = weights(dtype, **changed)
-    layer = DecoderLayer(its, Workspace(), threads)
+    layer = DecoderLayers([its], Workspace(), threads)
     for rows, padded in ((1, 1), (40, 48), (3, 3), (7, 8), (1, 1)):  # the workspace grows, and is used again
         x, rotation = given(padded, dtype)
         step = compiled_step(step_of(rows, padded), threads)
         pools = [LAYOUT.pool(64, x.device) for _ in range(2)]
-        got = layer(x, pools[0], step, rotation)
+        got = layer(x, pools[:1], step, rotation)
         assert got.dtype == dtype and torch.equal(got, single_calls(its, x, pools[1], step, rotation))
         assert torch.equal(*pools) and bool(pools[0].any())
 
@@ -96,34 +96,49 @@ def test_a_layer_has_the_same_bits_with_dot_products_and_without(monkeypatch):
     for used in (True, False):
         monkeypatch.setattr("tree_kernels.matmul.cpu.dots_pay", lambda used=used: used)
         x, rotation = given(40, torch.bfloat16)
-        layer, pool = DecoderLayer(weights(torch.bfloat16), Workspace(), 2), LAYOUT.pool(64, x.device)
-        found.append(layer(x, pool, compiled_step(step_of(40, 40), 2), rotation))
+        layer, pool = DecoderLayers([weights(torch.bfloat16)], Workspace(), 2), LAYOUT.pool(64, x.device)
+        found.append(layer(x, [pool], compiled_step(step_of(40, 40), 2), rotation))
     assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_alone_and_among_others(threads):
-    layer = DecoderLayer(weights(torch.bfloat16, biased=False), Workspace(), threads)
+    layer = DecoderLayers([weights(torch.bfloat16, biased=False)], Workspace(), threads)
     x, rotation = given(20, torch.bfloat16)
     step, pool = step_of(20, 20), LAYOUT.pool(64, x.device)
-    truth = layer(x, pool, compiled_step(step, threads), rotation)
+    truth = layer(x, [pool], compiled_step(step, threads), rotation)
     for row in range(20):
         one = slice(row, row + 1)
         alone = TreeRows(step.positions[one], step.slots[one], step.near[one], [], 1)
         turn = RowRotation(rotation.cos[one], rotation.sin[one])
-        assert torch.equal(layer(x[one], pool, compiled_step(alone, threads), turn)[0], truth[row])
+        assert torch.equal(layer(x[one], [pool], compiled_step(alone, threads), turn)[0], truth[row])
 
 
 def test_layers_that_share_a_workspace_do_not_change_each_others_results():
     shared = Workspace()
     its = weights(torch.bfloat16), weights(torch.bfloat16, eps=(0.5, 0.5))
-    layers = [DecoderLayer(each, shared, 2) for each in its]
+    layers = [DecoderLayers([each], shared, 2) for each in its]
     for rows in (2, 33, 2, 5):
         x, rotation = given(rows, torch.bfloat16)
         step = compiled_step(step_of(rows, rows), 2)
         for layer, each in zip(layers, its, strict=True):
             pools = [LAYOUT.pool(64, x.device) for _ in range(2)]
-            assert torch.equal(layer(x, pools[0], step, rotation), single_calls(each, x, pools[1], step, rotation))
+            assert torch.equal(layer(x, pools[:1], step, rotation), single_calls(each, x, pools[1], step, rotation))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_layers_in_one_call_give_the_bits_of_one_call_each(threads):
+    its = [weights(torch.bfloat16), weights(torch.bfloat16, eps=(0.5, 0.5)), weights(torch.bfloat16, window=5)]
+    together, single = DecoderLayers(its, Workspace(), threads), [DecoderLayers([each], Workspace()) for each in its]
+    for rows in (2, 33, 2, 5, 33):
+        x, rotation = given(rows, torch.bfloat16)
+        step = compiled_step(step_of(rows, rows), threads)
+        pools, others = ([LAYOUT.pool(64, x.device) for _ in its] for _ in range(2))
+        got, expected = together(x, pools, step, rotation), x
+        for layer, pool in zip(single, others, strict=True):
+            expected = layer(expected, [pool], step, rotation)
+        assert torch.equal(got, expected)
+        assert all(torch.equal(*each) for each in zip(pools, others, strict=True))
 
 
 def test_a_layer_is_near_its_formula():
@@ -137,24 +152,24 @@ def test_a_layer_is_near_its_formula():
         return its.output(attend_compiled(*heads, pools[1], step, LAYOUT, 0.25, rotation=rotation).flatten(1))
 
     its_eps = weights(torch.float32, eps=(1e-5, 1e-5))
-    got = DecoderLayer(its_eps, Workspace())(x, pools[0], step, rotation)
+    got = DecoderLayers([its_eps], Workspace())(x, pools[:1], step, rotation)
     expected = reference.decoder_layer(x, its.norms, 1e-5, attention, (its.gate, its.up, its.down))
     assert torch.allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_weights_and_rows_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="MLP"):
-        DecoderLayer(weights(torch.float32, gate=PackedWeight(torch.ones(5, WIDTH))), Workspace())
+        DecoderLayers([weights(torch.float32, gate=PackedWeight(torch.ones(5, WIDTH)))], Workspace())
     with pytest.raises(ValueError, match="dtypes"):
-        DecoderLayer(weights(torch.float32, gate=PackedWeight(torch.ones(INNER, WIDTH).half())), Workspace())
-    layer = DecoderLayer(weights(torch.float32), Workspace())
+        DecoderLayers([weights(torch.float32, gate=PackedWeight(torch.ones(INNER, WIDTH).half()))], Workspace())
+    layer = DecoderLayers([weights(torch.float32)], Workspace())
     x, rotation = given(8, torch.float32)
     step, pool = compiled_step(step_of(8, 8)), LAYOUT.pool(16, x.device)
     with pytest.raises(ValueError, match="rows"):
-        layer(x[:7], pool, step, rotation)
+        layer(x[:7], [pool], step, rotation)
     with pytest.raises(ValueError, match="rows"):
-        layer(x.half(), pool, step, rotation)
+        layer(x.half(), [pool], step, rotation)
     with pytest.raises(ValueError, match="rotation"):
-        layer(x, pool, step, RowRotation(rotation.cos[:7], rotation.sin[:7]))
+        layer(x, [pool], step, RowRotation(rotation.cos[:7], rotation.sin[:7]))
     with pytest.raises(ValueError, match="rotation"):
-        layer(x, pool, step, RowRotation(rotation.cos.half(), rotation.sin.half()))
+        layer(x, [pool], step, RowRotation(rotation.cos.half(), rotation.sin.half()))

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+from dendro.tree import DraftTree
 from transformers.models.llama import modeling_llama
 from tree_kernels.decoder_layer import why_not_compiled
 
@@ -11,7 +15,7 @@ import verifier_service.models as models
 from tests.support import tiny_models
 from tests.support.made_once import made_once
 from verifier_service.engine import VerifierEngine
-from verifier_service.models import load_target
+from verifier_service.models import decoder_layers, decoder_stack, load_target
 from verifier_service.options import VerifierOptions
 
 pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
@@ -23,8 +27,13 @@ def folder_of(tmp_path_factory):
     return lambda family: folders(family)[0]
 
 
-def loaded(folder, dtype=torch.float32):
-    return load_target(folder, dtype, torch.device("cpu"), (8, 16))
+def loaded(folder, dtype=torch.float32, threads=1):
+    return load_target(folder, dtype, torch.device("cpu"), (8, 16), threads)
+
+
+def stacked(target):
+    """True if all layers run in one call."""
+    return target.model.model.forward.__module__ == decoder_stack.__name__
 
 
 def ours(target):
@@ -46,7 +55,7 @@ def test_layers_of_a_llamas_form_are_ours_and_give_the_bits_that_they_did(
     )
     engine = VerifierEngine.load(folder_of(family), options)
     replaced, layers = ours(engine.runner.target)
-    assert replaced == layers > 0
+    assert replaced == layers > 0 and stacked(engine.runner.target)
     monkeypatch.setattr(models, "use_decoder_layers", lambda *_: 0)
     single = VerifierEngine.load(folder_of(family), options)
     assert ours(single.runner.target)[0] == 0
@@ -54,6 +63,54 @@ def test_layers_of_a_llamas_form_are_ours_and_give_the_bits_that_they_did(
     logits = [each.runner._whole_text(tokens[places].tolist()) for each in (engine, single)]
     assert torch.equal(*logits)
     assert engine._hello == single._hello  # states that one saved are restored by the other
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_all_layers_in_one_call_give_the_bits_of_a_call_each(threads, folder_of, monkeypatch):
+    options = VerifierOptions(
+        name="tiny", max_length=256, max_sessions=1, prefill_chunk=128, dtype=torch.bfloat16, threads=threads
+    )
+    together = VerifierEngine.load(folder_of("llama"), options).runner
+    monkeypatch.setattr(decoder_layers, "use_decoder_stack", lambda *_: False)
+    single = VerifierEngine.load(folder_of("llama"), options).runner
+    assert stacked(together.target) and not stacked(single.target)
+    assert ours(single.target)[0] == ours(single.target)[1] > 1
+    tokens = torch.arange(1, 101).tolist()
+    tree = DraftTree.of([tokens[-1], 5, 6, 7, 8], [-1, 0, 0, 1, 3])
+    for length in (100, 3, 40, 100):
+        its_tree = replace(tree, tokens=np.array([tokens[length - 1], *tree.tokens[1:]]))
+        assert torch.equal(*(runner.tree_logits(tokens[:length], its_tree) for runner in (together, single)))
+
+
+def model_that(computes):
+    """A Llama below its head, which computes something between its parts."""
+    library = modeling_llama.LlamaModel.forward
+
+    def forward(self, input_ids=None, position_ids=None, **named):
+        if computes == "other embeddings":
+            named["inputs_embeds"] = self.embed_tokens(input_ids) * 1
+            return library(self, None, position_ids=position_ids, **named)
+        if computes == "other positions":
+            places = None if position_ids is None else position_ids * 1
+            return library(self, input_ids, position_ids=places, **named)
+        made = library(self, input_ids, position_ids=position_ids, **named)
+        if computes == "other results":
+            made.last_hidden_state = made.last_hidden_state * 1
+        if computes == "more results":
+            made.hidden_states = (made.last_hidden_state,)
+        return made
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    "computes", ["nothing", "other embeddings", "other positions", "other results", "more results"]
+)
+def test_a_model_that_computes_something_between_its_parts_keeps_its_forward(computes, folder_of, monkeypatch):
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", model_that(computes))
+    target = loaded(folder_of("llama"))
+    assert ours(target)[0] == ours(target)[1]
+    assert stacked(target) == (computes == "nothing")
 
 
 def test_layers_of_another_form_keep_their_forward(folder_of):

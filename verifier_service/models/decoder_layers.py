@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from tree_kernels.decoder_layer import DecoderLayer, LayerWeights, Workspace, why_not_compiled
+from tree_kernels.decoder_layer import DecoderLayers, LayerWeights, Workspace, why_not_compiled
 from tree_kernels.tree_attention import TreeRows
 from tree_kernels.tree_attention.compiled import attend_compiled
 from tree_layers.linear import packed_weight
@@ -28,6 +28,7 @@ from verifier_service.models.attention_layers import (
     recording,
     rotation_of,
 )
+from verifier_service.models.decoder_stack import use_decoder_stack
 from verifier_service.models.families import attending_by
 from verifier_service.models.row_functions import has_row_function
 from verifier_service.models.scaled_rows import SCALES, same_bits, scaled_results
@@ -65,17 +66,19 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
     finally:
         for hook in hooks:
             hook.remove()
-    workspace, count = Workspace(), 0
+    workspace, weights = Workspace(), list[LayerWeights]()
     for layer in layers:
         whole, attention = calls.get(id(layer)), calls.get(id(layer.self_attn))
         if whole is None or attention is None:
             continue
         with attending_by(model, RECORDING), torch.inference_mode():
-            forward = _agreeing_forward(layer, run, workspace, whole, attention)
-        if forward is not None:
-            layer.forward = forward
-            count += 1
-    return count
+            ours = _agreeing_layer(layer, run, workspace, whole, attention)
+        if ours is not None:
+            weights += ours.weights
+            layer.forward = _forward_of(layer, run, ours, whole)
+    if len(weights) == len(layers):
+        use_decoder_stack(model, run, layers, DecoderLayers(weights, workspace, run.threads), positions)
+    return len(weights)
 
 
 def _has_parts(module: Any) -> bool:
@@ -120,10 +123,10 @@ def _weights(layer: Any) -> LayerWeights | None:
     )
 
 
-def _agreeing_forward(
+def _agreeing_layer(
     layer: Any, run: ForwardContext, workspace: Workspace, whole: _Call, attention: _Call
-) -> Callable[..., Any] | None:
-    """Our forward of a layer; None where the recorded calls are not what ours computes, or its bits are others."""
+) -> DecoderLayers | None:
+    """Our call of a layer; None where the recorded calls are not what ours computes, or its bits are others."""
     match whole.given, attention.made:
         case (Tensor() as x,), (Tensor() as attended, None) if x.shape[:2] == (1, ROWS) and x.dim() == 3:
             pass
@@ -143,7 +146,7 @@ def _agreeing_forward(
     if weights is None:
         return None
     try:
-        ours = DecoderLayer(weights, workspace, run.threads)
+        ours = DecoderLayers([weights], workspace, run.threads)
         step, pools = recorded_step(), [weights.layout.pool(1 + ROWS, x.device) for _ in range(2)]
         rows = attend_compiled(
             *projected(layer.self_attn, normed, weights.layout),
@@ -157,11 +160,16 @@ def _agreeing_forward(
             rotation,
         )
         expected = _after_attention(layer, x, layer.self_attn.o_proj(rows.view(1, ROWS, -1)))
-        found = ours(x[0], pools[1], step, rotation)
+        found = ours(x[0], pools[1:], step, rotation)
     except ValueError:  # these weights do not fit each other as ours do
         return None
     if not torch.equal(found, expected[0]) or not torch.equal(*pools):
         return None
+    return ours
+
+
+def _forward_of(layer: Any, run: ForwardContext, ours: DecoderLayers, whole: _Call) -> Callable[..., Any]:
+    """A layer's forward by our call; any call unlike the recorded one is the library's."""
     library, keys, number = layer.forward, whole.named.keys(), layer.self_attn.dendro_attends.layer
 
     def forward(*args: Any, **named: Any) -> Any:
@@ -170,7 +178,7 @@ def _agreeing_forward(
             return library(*args, **named)
         if not isinstance(run.step, TreeRows):  # an accelerator's kernels run, which attend by the model's interface
             return library(*args, **named)
-        return ours(args[0][0], run.pages.layers[number], run.compiled_step, rotation)[None]
+        return ours(args[0][0], [run.pages.layers[number]], run.compiled_step, rotation)[None]
 
     return forward
 

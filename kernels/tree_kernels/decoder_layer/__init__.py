@@ -1,5 +1,5 @@
-"""A decoder layer's attention and gated MLP, with their norms and residuals, as one compiled call."""
+"""Decoder layers, each an attention and a gated MLP with norms and residuals, as one compiled call."""
 
-from tree_kernels.decoder_layer.cpu import DecoderLayer, LayerWeights, Workspace, why_not_compiled
+from tree_kernels.decoder_layer.cpu import DecoderLayers, LayerWeights, Workspace, why_not_compiled
 
-__all__ = ["DecoderLayer", "LayerWeights", "Workspace", "why_not_compiled"]
+__all__ = ["DecoderLayers", "LayerWeights", "Workspace", "why_not_compiled"]

@@ -1,4 +1,4 @@
-"""Prepares and calls a layer's program."""
+"""Prepares and calls the program of layers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ Words = npt.NDArray[np.int64]
 LINE = 64
 """Bytes of a cache line; every array of the workspace begins at one."""
 MOST_PROGRAMS = 64
-"""Programs that a layer keeps, one for each number of rows and of near keys."""
+"""Programs that are kept, one for each number of rows and of near keys."""
+OPERATIONS = 13
+"""Operations of a layer."""
 
 
 @cache
@@ -99,52 +101,57 @@ def _x_kind(rows: int, *weights: PackedWeight) -> Precision:
 
 
 @dataclass(slots=True, eq=False)
-class _LayerProgram:
-    """A prepared call, and the arguments that each step sets."""
+class _Program:
+    """A prepared call, and the arguments that each step sets: arrays of one line a layer."""
 
     words: Words
     address: int  # address of the words
     calls: tuple[Words, ...]  # calls whose addresses are in the words
     workspace: int  # where that was
-    norm: Words
-    attention: Words
-    output: Words
-    down: Words
+    norms: Words
+    attentions: Words
+    outputs: Words
+    downs: Words
 
 
-class DecoderLayer:
-    """x -> m + down(silu(gate(n2(m))) * up(n2(m))), where m = x + output(attention(n1(x))). Not thread-safe."""
+class DecoderLayers:
+    """Layers one after another, each x -> m + down(silu(gate(n2(m))) * up(n2(m))), where
+    m = x + output(attention(n1(x))). Not thread-safe."""
 
-    def __init__(self, weights: LayerWeights, workspace: Workspace, threads: int = 1) -> None:
+    def __init__(self, weights: Sequence[LayerWeights], workspace: Workspace, threads: int = 1) -> None:
         """Raises ValueError for weights that do not fit each other, NoKernelsError where nothing can be compiled."""
-        self.weights, self._workspace = weights, workspace
+        self.weights, self._workspace = tuple(weights), workspace
         self._threads = min(threads, 1 + MOST_HELPERS)
-        self._norms = [each.detach().contiguous() for each in weights.norms]
-        self._sinks = None if weights.sinks is None else (weights.sinks.detach().float() * LOG2_E).contiguous()
-        self._programs: dict[tuple[int, int], _LayerProgram] = {}
-        self.dtype, self.width = self._norms[0].dtype, weights.query.inputs
-        layout, own = weights.layout, (weights.query, weights.key, weights.value, weights.gate, weights.up)
-        heads = weights.query.outputs // layout.key_dim
-        shapes = {
-            "dtypes": {self._norms[1].dtype, weights.output.dtype, weights.down.dtype, *(each.dtype for each in own)}
-            == {self.dtype},
-            "inputs": {each.inputs for each in own} == {len(each) for each in self._norms} == {self.width},
-            "outputs": weights.output.outputs == weights.down.outputs == self.width,
-            "heads": heads * layout.key_dim == weights.query.outputs and heads % layout.kv_heads == 0,
-            "keys": weights.key.outputs == layout.kv_heads * layout.key_dim,
-            "values": weights.value.outputs == layout.kv_heads * layout.value_dim,
-            "attention": weights.output.inputs == heads * layout.value_dim,
-            "MLP": weights.gate.outputs == weights.up.outputs == weights.down.inputs,
-        }
-        if not all(shapes.values()):
-            raise ValueError(f"weights do not fit each other: {[name for name, fits in shapes.items() if not fits]}")
-        self._heads = heads
+        self._norms = [[each.detach().contiguous() for each in its.norms] for its in weights]
+        self._sinks = [
+            None if its.sinks is None else (its.sinks.detach().float() * LOG2_E).contiguous() for its in weights
+        ]
+        self._programs: dict[tuple[int, int], _Program] = {}
+        self.dtype, self.width = self._norms[0][0].dtype, self.weights[0].query.inputs
+        for its, norms in zip(self.weights, self._norms, strict=True):
+            self._check(its, norms)
         kernels = _kernels()
         self._run, self._operations = kernels.functions["run"], kernels.address("operations")
 
-    def __call__(self, x: Tensor, pool: Tensor, step: CompiledStep, rotation: RowRotation) -> Tensor:
-        """x [rows, D], pool [slots, kv_heads, width] float32, written -> [rows, D]. Raises ValueError for rows of
-        another dtype or number than the weights', the step's or the rotation's."""
+    def _check(self, its: LayerWeights, norms: Sequence[Tensor]) -> None:
+        layout, own = its.layout, (its.query, its.key, its.value, its.gate, its.up)
+        heads = its.query.outputs // layout.key_dim
+        shapes = {
+            "dtypes": {each.dtype for each in (*norms, its.output, its.down, *own)} == {self.dtype},
+            "inputs": {*(each.inputs for each in own), *map(len, norms)} == {self.width},
+            "outputs": its.output.outputs == its.down.outputs == self.width,
+            "heads": heads * layout.key_dim == its.query.outputs and heads % layout.kv_heads == 0,
+            "keys": its.key.outputs == layout.kv_heads * layout.key_dim,
+            "values": its.value.outputs == layout.kv_heads * layout.value_dim,
+            "attention": its.output.inputs == heads * layout.value_dim,
+            "MLP": its.gate.outputs == its.up.outputs == its.down.inputs,
+        }
+        if not all(shapes.values()):
+            raise ValueError(f"weights do not fit each other: {[name for name, fits in shapes.items() if not fits]}")
+
+    def __call__(self, x: Tensor, pools: Sequence[Tensor], step: CompiledStep, rotation: RowRotation) -> Tensor:
+        """x [rows, D], pools: each layer's [slots, kv_heads, width] float32, written -> [rows, D]. Raises ValueError
+        for rows of another dtype or number than the weights', the step's or the rotation's."""
         rows, words = len(x), step.words
         cos, sin = rotation.cos, rotation.sin
         if x.dtype != self.dtype or x.shape != (words[AttentionArgument.PADDED], self.width):
@@ -153,20 +160,25 @@ class DecoderLayer:
             not self.dtype == cos.dtype == sin.dtype
             or cos.shape != sin.shape
             or len(cos) != rows
-            or cos.shape[1] > self.weights.layout.key_dim
+            or any(cos.shape[1] > its.layout.key_dim for its in self.weights)
             or cos.shape[1] % 2
         ):
             raise ValueError(f"a rotation {[*cos.shape]} of {cos.dtype} does not fit {rows} rows of {x.dtype}")
         x, cos, sin, made = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.empty_like(x)
         program = self._program(rows, step.columns)
-        program.norm[NormArgument.X] = program.output[Argument.RESIDUAL] = x.data_ptr()
-        program.down[Argument.TARGET] = made.data_ptr()
-        attention = program.attention
-        attention[: AttentionArgument.QUERY] = words[: AttentionArgument.QUERY]
-        attention[AttentionArgument.POOL] = pool.data_ptr()
-        attention[AttentionArgument.COSINES] = cos.data_ptr()
-        attention[AttentionArgument.SINES] = sin.data_ptr()
-        attention[AttentionArgument.ROTATED] = cos.shape[1]
+        # A layer writes its result when nothing reads its rows any more, so all layers' results have one place.
+        result = made.data_ptr()
+        program.norms[:, NormArgument.X] = program.outputs[:, Argument.RESIDUAL] = result
+        program.norms[0, NormArgument.X] = program.outputs[0, Argument.RESIDUAL] = x.data_ptr()
+        program.downs[:, Argument.TARGET] = result
+        attentions = program.attentions
+        attentions[:, : AttentionArgument.QUERY] = words[: AttentionArgument.QUERY]
+        attentions[:, AttentionArgument.POOL] = [pool.data_ptr() for pool in pools]
+        attentions[:, AttentionArgument.COSINES : AttentionArgument.TILES] = (
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[1],
+        )
         shared = helpers()
         held = self._threads > 1 and shared.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
@@ -177,23 +189,52 @@ class DecoderLayer:
                 shared.lock.release()
         return made
 
-    def _program(self, rows: int, columns: int) -> _LayerProgram:
+    def _program(self, rows: int, columns: int) -> _Program:
         """The program for steps of so many rows, with so many near keys each."""
-        found = self._programs.get((rows, columns))
-        if found is None or found.workspace != self._workspace.address:
+        key = rows, columns
+        found = self._programs.get(key)
+        while found is None or found.workspace != self._workspace.address:  # a later layer may have moved it
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.clear()
-            found = self._programs[rows, columns] = self._made(rows, columns)
+            found = self._programs[key] = self._made(rows, columns)
         return found
 
-    def _made(self, rows: int, columns: int) -> _LayerProgram:
-        its, layout, kind, size = self.weights, self.weights.layout, PRECISIONS[self.dtype], self.dtype.itemsize
-        attended = its.output.inputs
+    def _made(self, rows: int, columns: int) -> _Program:
+        count = len(self.weights)
+        workspace = self._workspace.address
+        program = _Program(
+            np.zeros(RECORDS + count * OPERATIONS * Operation.SIZE, np.int64),
+            0,
+            (),
+            workspace,
+            *(
+                np.zeros((count, len(arguments)), np.int64)
+                for arguments in (NormArgument, AttentionArgument, Argument, Argument)
+            ),
+        )
+        calls: list[Words] = []
+        for layer in range(count):
+            listed = self._listed(layer, program, rows, columns)
+            calls += [call for _, call, _, _ in listed]
+            for number, (kernel, call, counter, needs) in enumerate(listed, layer * OPERATIONS):
+                place, own = RECORDS + number * Operation.SIZE, call.ctypes.data
+                needed = layer * OPERATIONS + needs
+                program.words[place : place + Operation.ENTERED] = kernel, own, own + 8 * counter, needed
+        program.words[LENGTH] = count * OPERATIONS
+        program.address, program.calls = program.words.ctypes.data, tuple(calls)
+        return program
+
+    def _listed(self, layer: int, program: _Program, rows: int, columns: int) -> Sequence[tuple[int, Words, int, int]]:
+        """A layer's operations. Each is its kernel, its arguments, the place of its counter, and how many of the
+        layer's operations before it must be complete; all of the layers before must be."""
+        its, kind, size = self.weights[layer], PRECISIONS[self.dtype], self.dtype.itemsize
+        layout, attended = its.layout, its.output.inputs
+        heads = its.query.outputs // layout.key_dim
         inner, middling = _x_kind(rows, its.query, its.key, its.value), _x_kind(rows, its.gate, its.up)
         last, final = its.output.x_kind(rows), its.down.x_kind(rows)
-        lines = min(rows, BLOCK_ROWS) * (self._heads // layout.kv_heads)
+        lines = min(rows, BLOCK_ROWS) * (heads // layout.kv_heads)
         each = 4 * scratch_floats(lines, layout.key_dim, layout.value_dim, columns)
-        workspace, addresses = self._workspace.of(
+        _, addresses = self._workspace.of(
             [
                 4 * rows * max(self.width, attended),
                 *(size * rows * outputs for outputs in (its.query.outputs, its.key.outputs, its.value.outputs)),
@@ -208,22 +249,20 @@ class DecoderLayer:
         wide, query, key, value, results, middle, gates, ups, gated, norming, gating_sums, scratch, attending = (
             addresses
         )
-        before, after = (
-            np.zeros(len(NormArgument), np.int64),
-            np.zeros(len(NormArgument), np.int64),
-        )
-        for call, weight, eps, of in zip((before, after), self._norms, its.eps, (inner, middling), strict=True):
+        before, after = program.norms[layer], np.zeros(len(NormArgument), np.int64)
+        for call, weight, eps, of in zip((before, after), self._norms[layer], its.eps, (inner, middling), strict=True):
             call[:] = 0, weight.data_ptr(), wide, rows, self.width, kind, of, float_bits(eps), norming, 0
         after[NormArgument.X] = middle
-        attention = np.zeros(len(AttentionArgument), np.int64)
+        attention = program.attentions[layer]
         given = (
             HeadRows(query, layout.key_dim * size, its.query.outputs * size),
             HeadRows(key, layout.key_dim * size, its.key.outputs * size),
             HeadRows(value, layout.value_dim * size, its.value.outputs * size),
         )
-        sinks = 0 if self._sinks is None else self._sinks.data_ptr()
+        sink = self._sinks[layer]
+        sinks = 0 if sink is None else sink.data_ptr()
         attention[AttentionArgument.QUERY :] = layer_words(
-            given, kind, results, kind, 0, layout, self._heads // layout.kv_heads, its.scaling, its.window, its.softcap,
+            given, kind, results, kind, 0, layout, heads // layout.kv_heads, its.scaling, its.window, its.softcap,
             sinks, (0, 0, 0),
         )  # fmt: skip
         attention[AttentionArgument.SCRATCH : AttentionArgument.NEXT] = attending, each
@@ -232,15 +271,15 @@ class DecoderLayer:
         queries = its.query.call(wide, rows, query, scratch, inner)
         keys = its.key.call(wide, rows, key, scratch, inner)
         values = its.value.call(wide, rows, value, scratch, inner)
-        output = its.output.call(wide, rows, middle, scratch, last)
+        output, down = program.outputs[layer], program.downs[layer]
+        output[:] = its.output.call(wide, rows, middle, scratch, last)
         gate = its.gate.call(wide, rows, gates, scratch, middling)
         up = its.up.call(wide, rows, ups, scratch, middling)
-        down = its.down.call(gated, rows, 0, scratch, final, middle)
+        down[:] = its.down.call(gated, rows, 0, scratch, final, middle)
         norms, gates_kernel, widened = row_kernels()
         writing, attend = attention_kernels()
         product = its.query.kernel
-        # The kernel, its arguments, the place of its counter, and how many operations before it must be complete.
-        listed = (
+        return (
             (norms, before, NormArgument.NEXT, 0),
             (product, queries, Argument.NEXT, 1),
             (product, keys, Argument.NEXT, 1),
@@ -255,10 +294,3 @@ class DecoderLayer:
             (gates_kernel, gating, GateArgument.NEXT, 11),
             (product, down, Argument.NEXT, 12),
         )
-        words = np.zeros(RECORDS + len(listed) * Operation.SIZE, np.int64)
-        words[LENGTH] = len(listed)
-        for number, (kernel, call, counter, needs) in enumerate(listed):
-            place = RECORDS + number * Operation.SIZE
-            words[place : place + Operation.ENTERED] = kernel, call.ctypes.data, call.ctypes.data + 8 * counter, needs
-        calls = tuple(call for _, call, _, _ in listed)
-        return _LayerProgram(words, words.ctypes.data, calls, workspace, before, attention, output, down)
