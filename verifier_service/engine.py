@@ -169,6 +169,8 @@ class VerifierEngine:
                 crew.make_runners(bounds)
             few = crew is None and device.type == "cpu" and not target.linear.why_padded
             runner = runner_for(target, bounds, with_few_rows(buckets) if few else buckets, crew)
+            if target.packing is not None:
+                target.packing.settle(runner.run_rows)
             reports = crew.reports if crew is not None else ()
             dependent = [product for report in reports for product in report.dependent]
             rows = runner.check_rows()

@@ -210,6 +210,11 @@ class StepRunner:
         ids = np.random.default_rng(seed).integers(0, self.target.vocabulary, rows).tolist()
         return bool(torch.isfinite(self._whole_text(ids)).all())
 
+    def run_rows(self, count: int) -> None:
+        """Run a step of the first `count` rows of some text, to be timed."""
+        count = min(count, self.target.max_positions, len(self.own_pages) * PAGE)
+        self._text_rows([0] * count, np.arange(count), None)
+
     def check_rows(self, seed: int = 0) -> list[str]:
         """Run the largest bucket, then every bucket and a single row, on shuffled rows of it.
 

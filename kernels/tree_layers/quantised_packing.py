@@ -11,13 +11,14 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
+from statistics import median
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from tree_kernels.kernel_cache import NoKernelsError
-from tree_kernels.matmul import PackedWeight, why_not_packed
-from tree_kernels.matmul.quantised import FewRowsWeight, QuantisedBlocks, QuantisedWeight
+from tree_kernels.matmul import PackedWeight, RowLimit, why_not_packed
+from tree_kernels.matmul.quantised import ANY_ROWS, FewRowsWeight, QuantisedBlocks, QuantisedWeight
 from tree_kernels.matmul.quantised_shapes import FORMS, QuantisedForm
 
 from tree_layers.awq import AwqTensors
@@ -26,12 +27,15 @@ from tree_layers.checkpoint import Facts
 from tree_layers.gguf_blocks import QuantisedTensors
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Numbers of rows that are timed, the fewest first, until the unpacked weight is as fast."""
+"""Numbers of rows that are timed, the fewest first, until unpacked weights are as fast at LOSSES of them in a row."""
+LOSSES = 2
 TRIALS = 9
-LEAST_GAIN = 0.97
-"""Most time of a packed weight that is used, as a share of the unpacked weight's time."""
+LEAST_GAIN = 0.99
+"""Most time of a step with quantised weights, as a share of one with unpacked weights, for the former to be used."""
 TIMED_SHAPE = (24576, 1024)
-"""Outputs and inputs of the weights that are timed: more than processors' caches hold."""
+"""Outputs and inputs of the weights that are timed before a model's are read: more than processors' caches hold."""
+HOPELESS = 1.1
+"""A form whose product of one row takes more of the unpacked weight's time is not read at all."""
 
 Timer = Callable[[PackedWeight, Tensor], float]
 
@@ -62,28 +66,38 @@ def random_blocks(form: QuantisedForm, outputs: int, inputs: int, generator: tor
     return QuantisedBlocks(form, fields, scales.to(kind), (scales * -4).to(kind) if its.offset else None)
 
 
+def rows_that_gain(seconds: Callable[[int], tuple[float, float]]) -> int:
+    """The most rows of ROWS at which quantised weights take less time. 0: none; the last of ROWS: perhaps more, too.
+
+    seconds: times of a step of so many rows with quantised weights, and with unpacked ones. Pairs are compared, since
+    other processes lengthen both; the first of each number of rows is warm-up.
+    """
+    found = losses = 0
+    for count in ROWS:
+        ratios = [quantised / unpacked for quantised, unpacked in (seconds(count) for _ in range(1 + TRIALS))]
+        if median(ratios[1:]) <= LEAST_GAIN:
+            found, losses = count, 0
+        elif (losses := losses + 1) == LOSSES:
+            break
+    return found
+
+
 @cache
-def most_rows(form: QuantisedForm, threads: int, seconds: Timer = seconds_of) -> int:
-    """The most rows of which products with a quantised weight take less time than with the unpacked one, and for which
-    both have the same bits. 0: none; the last of ROWS: perhaps more, too."""
+def may_gain(form: QuantisedForm, threads: int, seconds: Timer = seconds_of) -> bool:
+    """True if products with quantised weights have the bits of those with unpacked ones here, and one of a single row
+    does not take much longer."""
     generator = torch.Generator().manual_seed(0)
     blocks = random_blocks(form, *TIMED_SHAPE, generator)
     try:
         quantised = QuantisedWeight(blocks, None, threads)
     except NoKernelsError:
-        return 0
+        return False
     unpacked = PackedWeight(blocks.unpacked().bfloat16(), None, threads)
-    found = 0
-    for count in ROWS:
-        rows = torch.randn(count, TIMED_SHAPE[1], generator=generator).bfloat16()
-        if not torch.equal(quantised(rows), unpacked(rows)):
-            return 0
-        times = [(seconds(quantised, rows), seconds(unpacked, rows)) for _ in range(TRIALS)]
-        shortest, plain = map(min, zip(*times, strict=True))  # other processes lengthen most of them
-        if shortest > LEAST_GAIN * plain:
-            break
-        found = count
-    return found
+    rows = torch.randn(ROWS[-1], TIMED_SHAPE[1], generator=generator).bfloat16()
+    if not all(torch.equal(quantised(rows[:count]), unpacked(rows[:count])) for count in ROWS):
+        return False
+    ratios = [seconds(quantised, rows[:1]) / seconds(unpacked, rows[:1]) for _ in range(TRIALS)]
+    return median(ratios) <= HOPELESS
 
 
 def quantised_packing(facts: Facts, model: nn.Module) -> QuantisedPacking | None:
@@ -97,25 +111,55 @@ def quantised_packing(facts: Facts, model: nn.Module) -> QuantisedPacking | None
 
 
 class QuantisedPacking:
-    """Packs a weight as PackedWeight does, quantised for as many rows as that takes less time."""
+    """Packs a weight as PackedWeight does, and quantised beside it; `settle` decides which form is used."""
 
     def __init__(self, tensors: StoredTensors) -> None:
         self._tensors = tensors
-        self._counts: Counter[str] = Counter()
+        self._limit = RowLimit(ROWS[-1])
+        self._packed: list[FewRowsWeight] = []
+        self._counts: Counter[QuantisedForm] = Counter()
 
     def __call__(
         self, weight: Tensor, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype | None = None
     ) -> PackedWeight:
         form = self._tensors.form_of(weight)
-        most = 0 if form is None else most_rows(form, threads)
-        blocks = self._tensors.blocks_of(weight) if most else None  # reading and comparing them takes time
+        # Reading and comparing blocks takes time.
+        blocks = self._tensors.blocks_of(weight) if form is not None and may_gain(form, threads) else None
         if blocks is None:
             return PackedWeight(weight, bias, threads, dtype)
-        self._counts[f"{blocks.form.name} for " + (f"up to {most} rows" if most < ROWS[-1] else "any rows")] += 1
-        if most < ROWS[-1]:
-            return FewRowsWeight(weight, blocks, most, bias, threads, dtype)
-        return QuantisedWeight(blocks, bias, threads, dtype or weight.dtype)
+        packed = FewRowsWeight(weight, blocks, self._limit, bias, threads, dtype)
+        self._packed.append(packed)
+        self._counts[blocks.form] += 1
+        return packed
+
+    def settle(self, run: Callable[[int], object]) -> None:
+        """Choose for how many rows products use the quantised weights, by the times of steps with both forms, and free
+        a form that is then never used.
+
+        run: runs a step of so many rows. Single products would not tell: in a step small weights wait for each other.
+        """
+        if not self._packed:
+            return
+
+        def seconds(rows: int) -> tuple[float, float]:
+            took = []
+            for self._limit.rows in (rows, 0):
+                begin = time.perf_counter()
+                run(rows)
+                took.append(time.perf_counter() - begin)
+            return took[0], took[1]
+
+        self._limit.rows = rows_that_gain(seconds)
+        if self._limit.rows in (0, ROWS[-1]):
+            self._limit.rows = self._limit.rows and ANY_ROWS
+            for each in self._packed:
+                each.free_unused()
 
     def __str__(self) -> str:
         """The forms of the weights that have been packed and stay quantised, with their numbers."""
-        return ", ".join(f"{count} {form}" for form, count in sorted(self._counts.items()))
+        if not self._limit.rows:
+            return ""
+        forms = ", ".join(f"{count} {form.name}" for form, count in sorted(self._counts.items()))
+        return forms and f"{forms} for " + (
+            f"up to {self._limit.rows} rows" if self._limit.rows < ANY_ROWS else "any rows"
+        )

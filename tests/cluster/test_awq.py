@@ -109,7 +109,8 @@ async def test_a_target_answers_like_its_unpacked_weights(dtype, tmp_path):
 def test_weights_that_stay_quantised_have_the_same_logits(group, most, form, tmp_path, monkeypatch):
     """Groups of 16 inputs are not: a block of products has 32."""
     awq, plain = make(tmp_path, group)
-    monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads: most)
+    monkeypatch.setattr(quantised_packing, "may_gain", lambda form, threads: True)
+    monkeypatch.setattr(quantised_packing, "rows_that_gain", lambda seconds: most)
     quantised = engine(awq)
     found = logits(quantised)
     assert (f"21 Q4_K for {form} rows" in quantised.kernels) if form else ("Q4_K" not in quantised.kernels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import cycle
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tree_kernels.matmul.quantised_shapes import QuantisedForm
 from tree_layers import quantised_packing
 from tree_layers.gguf_blocks import READ, QuantisedTensors
 from tree_layers.gguf_weights import gguf_settings
-from tree_layers.quantised_packing import ROWS, QuantisedPacking, most_rows
+from tree_layers.quantised_packing import ROWS, QuantisedPacking, may_gain, rows_that_gain
 
 from cluster.config import TargetConfig, demo_config
 from cluster.gguf_files import folder_of
@@ -101,16 +102,22 @@ def test_a_weight_with_other_numbers_than_its_files_is_not_found(tmp_path, monke
     assert tensors.blocks_of(torch.zeros(64, 64, dtype=torch.bfloat16)) is None
 
 
+def settled_at(monkeypatch, most):
+    """Weights stay quantised for so many rows, whatever takes less time."""
+    monkeypatch.setattr(quantised_packing, "may_gain", lambda form, threads: True)
+    monkeypatch.setattr(quantised_packing, "rows_that_gain", lambda seconds: seconds(3) and most)
+
+
 @pytest.mark.parametrize("most", [1, 3, ROWS[-1]])
 @pytest.mark.parametrize(("kind", "only"), [*((form.name, "") for form in QuantisedForm), ("Q4_1", "ffn_gate")])
 def test_logits_and_fingerprint_are_those_of_the_unpacked_target(kind, only, most, tmp_path, monkeypatch):
     """Also where of two products of the same rows one has a quantised weight."""
     folder = write_quantised(tmp_path, monkeypatch, kind, only)
-    monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads: 0)
+    settled_at(monkeypatch, 0)
     unpacked = engine(folder)
     truth, fingerprint = logits(unpacked), asyncio.run(unpacked.hello()).fingerprint
     assert "quantised" not in unpacked.kernels
-    monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads: most)
+    settled_at(monkeypatch, most)
     quantised = engine(folder)
     assert f"{kind} for {'any' if most == ROWS[-1] else f'up to {most}'} rows" in quantised.kernels
     assert asyncio.run(quantised.hello()).fingerprint == fingerprint
@@ -118,36 +125,48 @@ def test_logits_and_fingerprint_are_those_of_the_unpacked_target(kind, only, mos
         assert torch.equal(found, expected)
 
 
-def test_weights_are_quantised_for_as_many_rows_as_that_takes_less_time(monkeypatch):
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [({1, 2}, 2), (set(), 0), (set(ROWS), ROWS[-1]), ({1, 2, 4, 6}, 6), ({1, 2, 6, 8}, 2), ({2, 3}, 3)],
+)
+def test_weights_are_quantised_for_as_many_rows_as_that_takes_less_time(gains, expected):
+    """One loss among gains is taken for chance, two in a row are not."""
+    noise = cycle([1.0, 3.0, 0.4])  # of both forms alike
+    assert rows_that_gain(lambda rows: ((each := next(noise)) * (0.9 if rows in gains else 1.0), each)) == expected
+
+
+def test_a_form_that_is_slower_for_one_row_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(quantised_packing, "TIMED_SHAPE", (64, 64))
-    limits = {2: 2, 0: 0, 99: ROWS[-1]}
-    for slower_from, expected in limits.items():
+    for share, gains in ((1.2, False), (1.0, True)):
 
-        def seconds(weight: PackedWeight, rows, most=slower_from) -> float:
-            quantised = isinstance(weight, QuantisedWeight)
-            return 1.0 + 0.5 * (len(rows) > most) if quantised else 1.2
+        def seconds(weight: PackedWeight, rows, share=share) -> float:
+            return share if isinstance(weight, QuantisedWeight) else 1.0
 
-        assert most_rows(QuantisedForm.Q4_1, 1, seconds) == expected
-
-
-def test_a_weight_that_stays_quantised_for_any_rows_is_not_kept_unpacked(tmp_path, monkeypatch):
-    folder = write_quantised(tmp_path, monkeypatch, "Q4_1")
-    model = library_model(folder)
-    packing = QuantisedPacking(QuantisedTensors(folder, model))
-    weight = model.model.layers[0].mlp.up_proj.weight
-    for most, kind in ((0, PackedWeight), (2, FewRowsWeight), (ROWS[-1], QuantisedWeight)):
-        monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads, most=most: most)
-        assert type(packing(weight)) is kind
-    assert str(packing) == "1 Q4_1 for any rows, 1 Q4_1 for up to 2 rows"
-
-
-def test_blocks_are_not_read_where_quantised_products_are_slower(tmp_path, monkeypatch):
+        assert may_gain(QuantisedForm.Q4_1, 1, seconds) == gains
     folder = write_quantised(tmp_path, monkeypatch, "Q4_1")
     model = library_model(folder)
     tensors = QuantisedTensors(folder, model)
     monkeypatch.setattr(tensors, "blocks_of", lambda weight: pytest.fail("read"))
-    monkeypatch.setattr(quantised_packing, "most_rows", lambda form, threads: 0)
-    assert type(QuantisedPacking(tensors)(model.model.layers[0].mlp.up_proj.weight)) is PackedWeight
+    monkeypatch.setattr(quantised_packing, "may_gain", lambda form, threads: False)
+    packing = QuantisedPacking(tensors)
+    assert type(packing(model.model.layers[0].mlp.up_proj.weight)) is PackedWeight
+    assert str(packing) == ""
+
+
+@pytest.mark.parametrize("most", [0, 2, ROWS[-1]])
+def test_a_form_that_no_product_uses_is_freed(most, tmp_path, monkeypatch):
+    folder = write_quantised(tmp_path, monkeypatch, "Q4_1")
+    model = library_model(folder)
+    settled_at(monkeypatch, most)
+    packing = QuantisedPacking(QuantisedTensors(folder, model))
+    weight = model.model.layers[0].mlp.up_proj.weight
+    packed, plain = packing(weight), PackedWeight(weight)
+    assert isinstance(packed, FewRowsWeight)
+    rows = torch.randn(ROWS[-1] + 1, weight.shape[1]).bfloat16()
+    packing.settle(lambda count: packed(rows[:count]))
+    assert (packed._few is None) == (most == 0) and (not len(packed._panels)) == (most == ROWS[-1])
+    assert str(packing) == {0: "", 2: "1 Q4_1 for up to 2 rows", ROWS[-1]: "1 Q4_1 for any rows"}[most]
+    assert all(torch.equal(packed(rows[:count]), plain(rows[:count])) for count in (1, 2, 3, ROWS[-1] + 1))
 
 
 def test_the_kernels_of_the_forms_in_the_file_are_compiled_ahead(tmp_path, monkeypatch):

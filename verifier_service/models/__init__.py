@@ -33,7 +33,7 @@ from tree_layers.errors import CheckpointError
 from tree_layers.launching import launching_on
 from tree_layers.library_mixers import group_norms
 from tree_layers.linear import RowForms, RowsReport
-from tree_layers.quantised_packing import quantised_packing
+from tree_layers.quantised_packing import QuantisedPacking, quantised_packing
 from tree_layers.row_weights import make_rows_independent
 from tree_layers.tree_mixers import MixerLayout
 
@@ -80,10 +80,15 @@ class LoadedTarget:
     fingerprint: str  # hash of the weights and the configuration
     own_arithmetic: bool  # some of its products, functions or attention are this project's own, which round otherwise
     linear: RowsReport
-    quantised: str  # the forms of the weights that stay quantised; empty where none does
+    packing: QuantisedPacking | None  # packs weights that may stay quantised; None where none may
     attention: str  # the form of its attention; empty where no layer attends
     head: Head
     last_layer: LastLayer | None  # None: it always runs on all rows
+
+    @property
+    def quantised(self) -> str:
+        """The forms of the weights that stay quantised; empty where none does."""
+        return "" if self.packing is None else str(self.packing)
 
     @property
     def vocabulary(self) -> int:
@@ -274,7 +279,7 @@ def _load(
         fingerprint=fingerprint,
         own_arithmetic="compiled" in forms.report().forms or functions > 0 or run.compiled,
         linear=forms.report().beside(head_forms.report(), "the head's"),
-        quantised=str(packing or ""),
+        packing=packing,
         attention=attention,
         head=seated,
         last_layer=last_layer,

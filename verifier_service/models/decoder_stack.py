@@ -23,7 +23,7 @@ from verifier_service.models.seats import ATTENTION, ForwardContext
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _ModuleCall:
     """A module, and the inputs and result of its call."""
 
     module: nn.Module
@@ -58,14 +58,14 @@ def use_decoder_stack(
 
     layers: all that have our forward (`use_decoder_layers`), in order   own: one call of all of them
     """
-    calls: list[_Call] = []
+    calls: list[_ModuleCall] = []
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
-        calls.append(_Call(module, given, named, made))
+        calls.append(_ModuleCall(module, given, named, made))
 
     with ExitStack() as hooks:
-        for module in model.modules():
-            hooks.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        for each in model.modules():
+            hooks.callback(each.register_forward_hook(note, with_kwargs=True).remove)
         with recording(model, positions):
             pass
     inner = next((call for call in reversed(calls) if _is_below(call.module, model)), None)
@@ -114,7 +114,7 @@ def _is_below(module: nn.Module, model: nn.Module) -> bool:
     return module is not model and isinstance(module, PreTrainedModel)
 
 
-def _parts_of(inner: _Call, calls: Sequence[_Call], layers: Sequence[nn.Module]) -> _Parts | None:
+def _parts_of(inner: _ModuleCall, calls: Sequence[_ModuleCall], layers: Sequence[nn.Module]) -> _Parts | None:
     """The parts of the model below the head; None where it computes anything else."""
     of_layers = [call for call in calls if any(call.module is layer for layer in layers)]
     if inner.given or [call.module for call in of_layers] != [*layers]:
@@ -138,7 +138,7 @@ def _parts_of(inner: _Call, calls: Sequence[_Call], layers: Sequence[nn.Module])
     return _Parts(embed, rotate, norm, inner.named, type(inner.made))
 
 
-def _made_from(calls: Sequence[_Call], is_made: Callable[[Any], bool], *given: Any) -> nn.Module | None:
+def _made_from(calls: Sequence[_ModuleCall], is_made: Callable[[Any], bool], *given: Any) -> nn.Module | None:
     """The module that made a result from these very inputs; None where there is none."""
     for call in calls:
         values = (*call.given, *call.named.values())

@@ -74,6 +74,10 @@ class LayerWeights:
     softcap: float | None = None
     sinks: Tensor | None = None  # [heads]
 
+    @property
+    def products(self) -> tuple[PackedWeight, ...]:
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
+
 
 class Workspace:
     """Memory for results between the operations of a model's layers, which use it one after another."""
@@ -101,7 +105,7 @@ def _x_kind(rows: int, *weights: PackedWeight) -> Precision:
 
 
 @dataclass(slots=True, eq=False)
-class _Program:
+class _LayersProgram:
     """A prepared call, and the arguments that each step sets: arrays of one line a layer."""
 
     words: Words
@@ -126,7 +130,9 @@ class DecoderLayers:
         self._sinks = [
             None if its.sinks is None else (its.sinks.detach().float() * LOG2_E).contiguous() for its in weights
         ]
-        self._programs: dict[tuple[int, int], _Program] = {}
+        self._programs: dict[tuple[int, ...], _LayersProgram] = {}
+        products = (each for its in weights for each in its.products)
+        self._limits = [*{id(each.limit): each.limit for each in products if each.limit is not None}.values()]
         self.dtype, self.width = self._norms[0][0].dtype, self.weights[0].query.inputs
         for its, norms in zip(self.weights, self._norms, strict=True):
             self._check(its, norms)
@@ -137,7 +143,7 @@ class DecoderLayers:
         layout, own = its.layout, (its.query, its.key, its.value, its.gate, its.up)
         heads = its.query.outputs // layout.key_dim
         shapes = {
-            "dtypes": {each.dtype for each in (*norms, its.output, its.down, *own)} == {self.dtype},
+            "dtypes": {*(each.dtype for each in norms), *(each.dtype for each in its.products)} == {self.dtype},
             "inputs": {*(each.inputs for each in own), *map(len, norms)} == {self.width},
             "outputs": its.output.outputs == its.down.outputs == self.width,
             "heads": heads * layout.key_dim == its.query.outputs and heads % layout.kv_heads == 0,
@@ -189,9 +195,9 @@ class DecoderLayers:
                 shared.lock.release()
         return made
 
-    def _program(self, rows: int, columns: int) -> _Program:
+    def _program(self, rows: int, columns: int) -> _LayersProgram:
         """The program for steps of so many rows, with so many near keys each."""
-        key = rows, columns
+        key = rows, columns, *(limit.rows for limit in self._limits)
         found = self._programs.get(key)
         while found is None or found.workspace != self._workspace.address:  # a later layer may have moved it
             if len(self._programs) >= MOST_PROGRAMS:
@@ -199,10 +205,10 @@ class DecoderLayers:
             found = self._programs[key] = self._made(rows, columns)
         return found
 
-    def _made(self, rows: int, columns: int) -> _Program:
+    def _made(self, rows: int, columns: int) -> _LayersProgram:
         count = len(self.weights)
         workspace = self._workspace.address
-        program = _Program(
+        program = _LayersProgram(
             np.zeros(RECORDS + count * OPERATIONS * Operation.SIZE, np.int64),
             0,
             (),
@@ -224,7 +230,9 @@ class DecoderLayers:
         program.address, program.calls = program.words.ctypes.data, tuple(calls)
         return program
 
-    def _listed(self, layer: int, program: _Program, rows: int, columns: int) -> Sequence[tuple[int, Words, int, int]]:
+    def _listed(
+        self, layer: int, program: _LayersProgram, rows: int, columns: int
+    ) -> Sequence[tuple[int, Words, int, int]]:
         """A layer's operations. Each is its kernel, its arguments, the place of its counter, and how many of the
         layer's operations before it must be complete; all of the layers before must be."""
         its, kind, size = self.weights[layer], PRECISIONS[self.dtype], self.dtype.itemsize

@@ -4,6 +4,6 @@ Each sum adds its inputs in order, so a row's bits depend on nothing but the row
 kernels (`tree_kernels.kernel_cache`); `reference.py` states what they compute.
 """
 
-from tree_kernels.matmul.cpu import PackedWeight, why_not_packed
+from tree_kernels.matmul.cpu import PackedWeight, RowLimit, why_not_packed
 
-__all__ = ["PackedWeight", "why_not_packed"]
+__all__ = ["PackedWeight", "RowLimit", "why_not_packed"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -132,6 +133,14 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+@dataclass(slots=True)
+class RowLimit:
+    """The most rows of products that use a weight's other form. Weights of a model share one, which may change until
+    the model is loaded."""
+
+    rows: int
+
+
 class PackedWeight:
     """A weight [outputs, inputs] of bfloat16, float16 or float32, packed, and a bias [outputs]: x -> x weight^T + bias.
 
@@ -183,14 +192,14 @@ class PackedWeight:
         if self._bias is not None:
             call[Argument.BIAS] = self._bias.data_ptr()
 
+    @property
+    def limit(self) -> RowLimit | None:
+        """What `call` depends on beside its arguments; None: nothing."""
+        return None
+
     def x_kind(self, rows: int) -> Precision:
         """Type of `rows` rows of bfloat16 numbers that takes the least time: PAIRS or F32. The bits are the same."""
         return Precision.PAIRS if self._dots is not None and dots_pay() else Precision.F32
-
-    @property
-    def weight_bytes(self) -> int:
-        """That a product of few rows reads."""
-        return self._panels.nbytes
 
     def call(
         self, x: int, rows: int, target: int, scratch: int, kind: Precision, residual: int = 0

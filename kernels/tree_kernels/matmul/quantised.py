@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.kernel_cache import load_kernels
-from tree_kernels.matmul.cpu import PackedWeight
+from tree_kernels.matmul.cpu import PackedWeight, RowLimit
 from tree_kernels.matmul.packing import in_large_pages
 from tree_kernels.matmul.quantised_shapes import DOT_PANELS, FORMS, QuantisedForm, dot_symbol, tile_panels, tile_symbol
 from tree_kernels.matmul.shapes import Precision
@@ -125,6 +125,10 @@ class QuantisedWeight(PackedWeight):
         )
 
 
+ANY_ROWS = 1 << 31
+"""A limit that no product's rows exceed."""
+
+
 class FewRowsWeight(PackedWeight):
     """A PackedWeight whose products of few rows use the quantised weight, which has fewer bytes."""
 
@@ -132,21 +136,39 @@ class FewRowsWeight(PackedWeight):
         self,
         weight: Tensor,
         blocks: QuantisedBlocks,
-        most: int,
+        limit: RowLimit,
         bias: Tensor | None = None,
         threads: int = 1,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """weight: what the blocks unpack to   most: rows of a product that uses them"""
+        """weight: what the blocks unpack to   limit: products of more rows use the unpacked weight"""
         super().__init__(weight, bias, threads, dtype)
-        self._few, self._most = QuantisedWeight(blocks, bias, threads, self.dtype), most
+        self._limit = limit
+        self._few: QuantisedWeight | None = QuantisedWeight(blocks, bias, threads, self.dtype)
+
+    @property
+    def limit(self) -> RowLimit:
+        return self._limit
+
+    def free_unused(self) -> None:
+        """Free the form that products do not use. The limit, 0 or ANY_ROWS, must not change any more."""
+        if not self._limit.rows:
+            self._few = None
+        else:
+            self._panels = self._panels[:0].clone()
+
+    def _used(self, rows: int) -> QuantisedWeight | None:
+        """The quantised weight, if a product of so many rows uses it."""
+        return self._few if rows <= self._limit.rows else None
 
     def x_kind(self, rows: int) -> Precision:
-        return self._few.x_kind(rows) if rows <= self._most else super().x_kind(rows)
+        few = self._used(rows)
+        return super().x_kind(rows) if few is None else few.x_kind(rows)
 
     def call(
         self, x: int, rows: int, target: int, scratch: int, kind: Precision, residual: int = 0
     ) -> npt.NDArray[np.int64]:
-        if rows <= self._most:
-            return self._few.call(x, rows, target, scratch, kind, residual)
+        few = self._used(rows)
+        if few is not None:
+            return few.call(x, rows, target, scratch, kind, residual)
         return super().call(x, rows, target, scratch, kind, residual)
