@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -25,6 +26,7 @@ from dendro.state import StateStore
 from cluster.api import metrics
 from cluster.api.collectors import RedisMetrics, ReplicaMetrics, RouterMetrics
 from cluster.api.grpc import address_of, serve_router
+from cluster.api.health import HealthReport, HealthWatch
 from cluster.api.status import serve_status
 from cluster.config import Config, DrafterConfig, ModelConfig, Redis, Router, TargetConfig
 from cluster.engines import (
@@ -89,13 +91,17 @@ class _Shell:
             RedisMetrics(_breakers_of(states=store)),
         )
         self._status, self._status_port = await serve_status(
-            collectors, lambda: not self._engine.fault(), self._host, status_ports, "grpc.replica_status_port"
+            collectors, self._report, self._host, status_ports, "grpc.replica_status_port"
         )
         freeze_loaded()
 
+    def _report(self) -> HealthReport:
+        fault = self._engine.fault()
+        return HealthReport(not fault, {"engine": fault} if fault else {})
+
     async def addresses(self) -> dict[str, str]:
-        """`status`: the address of this replica's metrics and health."""
-        return {"status": address_of(self._host, self._status_port)}
+        """`calls`: the address that routers call; `status`: that of this replica's metrics and health."""
+        return {"calls": self._replica.address, "status": address_of(self._host, self._status_port)}
 
     async def lease(self) -> AsyncIterator[dict[str, str]]:
         """Yields address and lease token once, then waits until the lease ends on the replica's own stream."""
@@ -182,6 +188,9 @@ class RouterShell:
         self._drain_s = config.router.drain_s
         grpc, routers = config.grpc, config.router.most_replicas
         served = ingress(config, peers, sessions, priors=priors)
+        self._health = HealthWatch(
+            peers.faults, sessions.fault, lambda report: self._server.set_healthy(report.serving)
+        )
         self._server = await serve_router(
             served,
             grpc.host,
@@ -190,22 +199,26 @@ class RouterShell:
             healthy=False,
         )
         collectors = (
-            RouterMetrics(served, self._server.stats),
+            RouterMetrics(served, self._server.stats, self._report),
             RedisMetrics(_breakers_of(sessions=sessions, priors=priors.blobs)),
         )
         self._status, self._status_port = await serve_status(
-            collectors, lambda: self._server.healthy, grpc.host, grpc.status_ports(routers), "grpc.status_port"
+            collectors, self._report, grpc.host, grpc.status_ports(routers), "grpc.status_port"
         )
         self._host = node_address() if grpc.host in EVERY_ADDRESS else grpc.host
-        self._starting = asyncio.create_task(self._become_healthy(peers, sessions))
+        self._watching = asyncio.create_task(self._watch_health(peers, sessions))
         freeze_loaded()
 
-    async def _become_healthy(self, peers: ServePeers, sessions: RedisSessions) -> None:
-        """Report SERVING once every target has a replica, so that no probe sends clients here before."""
+    async def _watch_health(self, peers: ServePeers, sessions: RedisSessions) -> None:
+        """Report SERVING once every target has a replica, so that no probe sends clients here before, and from then on
+        while one of them has."""
         if warning := await sessions.warning():
             log.warning("%s", warning)
         await peers.wait_for_targets()
-        await self._server.set_healthy(True)
+        await self._health.run()
+
+    def _report(self) -> HealthReport:
+        return self._health.report if self._server.healthy else replace(self._health.report, serving=False)
 
     async def addresses(self) -> dict[str, str]:
         """`clients`: the address that clients call; `status`: that of this router's metrics and health."""
@@ -222,7 +235,7 @@ class RouterShell:
 
     async def __del__(self) -> None:
         """Drain. Serve awaits it before it ends the process, and sees no calls of a router's clients."""
-        self._starting.cancel()
+        self._watching.cancel()
         await self._server.stop(self._drain_s)
         await self._status.cleanup()
 

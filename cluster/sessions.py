@@ -222,6 +222,14 @@ class RedisSessions:
         sent = asyncio.Event()
         await self._in_time(lambda: self._write(token, tenant, record, sent))
 
+    async def fault(self) -> str:
+        """Reason why the store does not answer now; empty where it does."""
+        try:
+            await self._in_time(lambda: self._ask(lambda: self._redis.execute_command("PING")))
+        except PeerLost as error:
+            return str(error).removeprefix("session: ")
+        return ""
+
     async def warning(self) -> str:
         """What the store is set up to lose that it should not; empty where nothing, or where that is not known."""
         try:

@@ -9,6 +9,7 @@ from dendro.measured import StepTotals
 from prometheus_client.core import Metric
 
 from cluster.api import metrics
+from cluster.api.health import HealthReport
 from cluster.api.metrics import MetricFamily, Sample
 from cluster.router.ingress import Ingress
 from cluster.router.totals import OTHER, ArmTotals, TargetTotals
@@ -36,10 +37,13 @@ REDIS_OUTCOMES = ("answered", "refused", "failed", "skipped")
 class RouterMetrics:
     """The metrics of a router."""
 
-    def __init__(self, ingress: Ingress, stats: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self, ingress: Ingress, stats: Callable[[], Mapping[str, int]], health: Callable[[], HealthReport]
+    ) -> None:
         """stats: of the router's server"""
         self._ingress = ingress
         self._stats = stats
+        self._health = health
 
     def collect(self) -> Iterator[Metric]:
         found, totals, turns = self._stats(), self._ingress.totals, self._ingress.turns
@@ -60,6 +64,9 @@ class RouterMetrics:
             for name, target in totals.targets.items()
             for labels, count in target.without_tree.items()
         )
+        report = self._health()
+        yield metrics.SERVING.of([((), report.serving)])
+        yield metrics.FAULT.of(((part,), 1) for part in report.faults)
         yield metrics.TURNS_KEPT.of([((), turns.kept)])
         yield metrics.TURNS_NOT_KEPT.of(((error,), count) for error, count in turns.not_kept.items())
 

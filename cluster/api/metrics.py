@@ -159,9 +159,17 @@ TURNS_NOT_KEPT = _counter(
     f"sum(increase({R}turns_not_kept_total[1h]))",
     "error",
 )
+SERVING = _gauge(f"{R}serving", "1 while the router serves; 0 before a target has a replica.", f"min({R}serving)")
+FAULT = _gauge(
+    f"{R}fault",
+    "1 for a part that does not work. part: redis, or target and its name.",
+    f"max by (part) ({R}fault)",
+    "part",
+)
 ROUTER = (
     *(REQUESTS, REFUSED, RUNNING, PLACES, ANSWERS, ERRORS, PROMPT_TOKENS, FIRST_TOKEN, BETWEEN_TOKENS, ANSWER_TIME),
     *(ROUNDS, TOKENS, GUESSES, ACCEPTED, TRIMMED, WITHOUT_TREE, MOVES, REOPENED, RESUMED, TURNS_KEPT, TURNS_NOT_KEPT),
+    *(SERVING, FAULT),
 )
 """Metrics of routers."""
 

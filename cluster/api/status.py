@@ -9,6 +9,8 @@ from dendro.errors import EngineFailed
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 
+from cluster.api.health import HealthReport
+
 
 def registry_of(collectors: Iterable[Collector]) -> CollectorRegistry:
     """A process's registry: what is collected, and processor time, memory and open files of the process."""
@@ -20,12 +22,12 @@ def registry_of(collectors: Iterable[Collector]) -> CollectorRegistry:
 
 
 async def serve_status(
-    collectors: Iterable[Collector], healthy: Callable[[], bool], host: str, ports: Iterable[int], field: str
+    collectors: Iterable[Collector], health: Callable[[], HealthReport], host: str, ports: Iterable[int], field: str
 ) -> tuple[web.AppRunner, int]:
     """Serve both pages on the first of `ports` that is free. Returns the server, whose `cleanup` ends it, and its port.
 
     collectors: called for each scrape
-    healthy: whether `/healthz` answers 200; else it answers 503
+    health: what `/healthz` answers as JSON, with 200 while the process serves, else with 503
     field: of the configuration, which has the ports
     Raises EngineFailed where no port is free.
     """
@@ -35,7 +37,8 @@ async def serve_status(
         return web.Response(body=generate_latest(registry), headers={"Content-Type": "text/plain; version=0.0.4"})
 
     async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="SERVING\n") if healthy() else web.Response(text="NOT_SERVING\n", status=503)
+        report = health()
+        return web.Response(text=f"{report}\n", status=200 if report.serving else 503, content_type="application/json")
 
     pages = web.Application()
     pages.router.add_get("/metrics", metrics)

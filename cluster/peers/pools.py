@@ -10,13 +10,13 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
-from dendro.errors import Overloaded, PeerLost
+from dendro.errors import Overloaded, PeerLost, one_line
 from dendro.tasks import BackgroundTasks
 from dendro.text import Text
 
@@ -35,6 +35,8 @@ log = logging.getLogger("dendro.peers")
 
 LEASE_S = 10.0
 """Seconds that Serve may take to find a replica with room."""
+PROBE_S = 3.0
+"""Seconds that a replica may take to answer a check of its pool."""
 REPLICA_POLL_S = 0.5
 """Seconds of pause after a call that found no replica."""
 
@@ -50,7 +52,33 @@ class ServePool(Generic[P]):
         self._streams = streams
         self._far = far
         self._held = BackgroundTasks()
+        self._reached: set[str] = set()  # addresses of the replicas that a stream was connected to
         self.leases = 0
+
+    async def fault(self) -> str:
+        """Reason why the pool has no replica now; empty where it has one. Takes PROBE_S at most.
+
+        A stream to a replica shows that it is there. Without one, Serve is asked for a replica, to which a stream is
+        connected: later checks need no call of Serve, which lets calls wait while all replicas are full.
+        """
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        self._reached = {address for address in self._reached if self._streams.alive(address)}
+        if self._reached:
+            return ""
+        answer: Any = self._handle.addresses.remote()
+        try:
+            async with asyncio.timeout(PROBE_S):
+                address = (await answer)["calls"]
+                await self._streams.to(address)
+        except TimeoutError:
+            answer.cancel()
+            return f"no replica answers within {PROBE_S:g} s"
+        except (PeerLost, RayError, RayServeException) as error:
+            return f"no replica answers: {one_line(str(error)) or type(error).__name__}"
+        self._reached.add(address)
+        return ""
 
     async def wait_for_replica(self) -> None:
         """Wait until a replica answers, however long that takes."""
@@ -88,6 +116,7 @@ class ServePool(Generic[P]):
             answers.cancel()
             raise
         self.leases += 1
+        self._reached.add(granted["address"])
         self._held.start(self._hold(answers))
         return Leased(self._far(stream), stream.hello, granted["lease"], granted["address"])
 
@@ -196,8 +225,18 @@ class ServePeers(Peers):
             {name: ServePool(handle, self._drafter_streams, RemoteDrafter) for name, handle in drafters.items()},
         )
 
+    @property
+    def faults(self) -> dict[str, Callable[[], Awaitable[str]]]:
+        """A check of each target's pool; that of one which may be empty finds no fault."""
+        pools, targets = self._target_pools, self._config.targets.items()
+        return {name: pools[name].fault if target.least_replicas else _no_fault for name, target in targets}
+
     async def wait_for_targets(self) -> None:
         """Wait until every target has a replica, except those whose pool may be empty."""
         for name, target in self._config.targets.items():
             if target.least_replicas:
                 await self._target_pools[name].wait_for_replica()
+
+
+async def _no_fault() -> str:
+    return ""

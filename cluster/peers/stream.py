@@ -278,10 +278,17 @@ class Streams:
         self._kind = kind
         self._streams: dict[str, asyncio.Task[PeerStream]] = {}
 
+    def alive(self, address: str) -> bool:
+        """True if a stream to a replica is connected."""
+        known = self._streams.get(address)
+        return (
+            known is not None and known.done() and not (known.cancelled() or known.exception() or known.result().lost)
+        )
+
     async def to(self, address: str) -> PeerStream:
         """The stream to a replica, connected where there is none or it was lost. Raises as `PeerStream.connect`."""
         known = self._streams.get(address)
-        if known is not None and known.done() and (known.cancelled() or known.exception() or known.result().lost):
+        if known is not None and known.done() and not self.alive(address):
             del self._streams[address]
         if address not in self._streams:
             self._streams[address] = asyncio.create_task(PeerStream.connect(address, self._kind))

@@ -18,6 +18,7 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.api import metrics
 from cluster.api.collectors import RedisMetrics, ReplicaMetrics, RouterMetrics
+from cluster.api.health import HealthReport
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.redis_server import RedisServer
@@ -43,7 +44,7 @@ PROMPT = "walk the "
 
 
 def router_page(router) -> str:
-    return scrape(RouterMetrics(router, lambda: STATS))
+    return scrape(RouterMetrics(router, lambda: STATS, lambda: HealthReport(False, {"redis": "is gone"})))
 
 
 def test_the_page_has_each_metric_with_its_query():

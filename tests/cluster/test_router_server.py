@@ -27,6 +27,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cluster.api import grpc as api
 from cluster.api.collectors import RouterMetrics
 from cluster.api.grpc import SERVICE, serve_router
+from cluster.api.health import HealthReport
 from cluster.api.status import serve_status
 from cluster.peers import pools
 from tests.support.edge import ByteTokenizer, EdgePeers, config, ingress, plain_answer
@@ -257,11 +258,11 @@ async def test_any_client_of_grpc_finds_a_router_that_is_added_behind_a_name_and
 
 
 async def test_the_other_port_has_metrics_and_health():
-    router = ingress(EdgePeers())
+    router, report = ingress(EdgePeers()), HealthReport(True)
     server = await serve_router(router)
     try:
-        collectors = [RouterMetrics(router, server.stats)]
-        status, port = await serve_status(collectors, lambda: server.healthy, "127.0.0.1", [0], "grpc.status_port")
+        collectors = [RouterMetrics(router, server.stats, lambda: report)]
+        status, port = await serve_status(collectors, lambda: report, "127.0.0.1", [0], "grpc.status_port")
         try:
             async with AsyncClient(server.address) as client:
                 done = await client.generate_text(PROMPT, max_new_tokens=5, speculation="off")
@@ -276,11 +277,12 @@ async def test_the_other_port_has_metrics_and_health():
                 assert code == 200 and total(text, "dendro_router_rounds_total") == len(done.rounds) == 5
                 assert float(found["dendro_router_requests_total"]) == 1 and float(found["dendro_router_running"]) == 0
                 assert float(found["process_cpu_seconds_total"]) > 0
-                assert await page("/healthz") == (200, "SERVING\n")
-                await server.set_healthy(False)
-                assert await page("/healthz") == (503, "NOT_SERVING\n")
+                assert await page("/healthz") == (200, '{"serving": true, "faults": {}}\n')
+                report = HealthReport(False, {"target demo": "no replica answers"})
+                assert await page("/healthz") == (503, f"{report}\n")
+                assert total((await page("/metrics"))[1], "dendro_router_fault", part="target demo") == 1
             with pytest.raises(EngineFailed, match="status_port"):
-                await serve_status([], lambda: True, "127.0.0.1", [port], "grpc.status_port")
+                await serve_status([], lambda: report, "127.0.0.1", [port], "grpc.status_port")
         finally:
             await status.cleanup()
     finally:

@@ -50,7 +50,7 @@ async def page_at(address: str, path: str) -> tuple[int, str]:
 async def opened_at(deployment: str, counter: str) -> float:
     """Texts that were opened at a deployment's replica, by its own status port."""
     (replica,) = await asyncio.to_thread(each_of, deployment, "addresses")
-    assert await page_at(replica["status"], "/healthz") == (200, "SERVING\n")
+    assert await page_at(replica["status"], "/healthz") == (200, '{"serving": true, "faults": {}}\n')
     status, page = await page_at(replica["status"], "/metrics")
     assert status == 200 and "process_cpu_seconds_total" in page and "dendro_redis_breaker_open" in page
     return total(page, counter)
