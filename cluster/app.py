@@ -24,9 +24,11 @@ from dendro.serving import Leases, ReplicaKind
 from dendro.state import StateStore
 
 from cluster.api import metrics
+from cluster.api.callers import Callers
 from cluster.api.collectors import RedisMetrics, ReplicaMetrics, RouterMetrics
-from cluster.api.grpc import address_of, serve_router
+from cluster.api.grpc import address_of, port_of, serve_router
 from cluster.api.health import HealthReport, HealthWatch
+from cluster.api.openai.server import serve_http
 from cluster.api.status import serve_status
 from cluster.config import Config, DrafterConfig, ModelConfig, Redis, Router, TargetConfig
 from cluster.engines import (
@@ -171,7 +173,7 @@ class LoadIngress(Protocol):
 
 
 class RouterShell:
-    """A router: clients call its own gRPC server. Serve places it, checks its health, and awaits its end."""
+    """A router: clients call its own servers, of gRPC and HTTP. Serve places it, checks its health, awaits its end."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -186,17 +188,23 @@ class RouterShell:
         priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
         sessions = RedisSessions(redis_url, config.redis.record_ttl_s)
         self._drain_s = config.router.drain_s
-        grpc, routers = config.grpc, config.router.most_replicas
+        grpc, http, routers = config.grpc, config.http, config.router.most_replicas
         served = ingress(config, peers, sessions, priors=priors)
         self._health = HealthWatch(
             peers.faults, sessions.fault, lambda report: self._server.set_healthy(report.serving)
         )
+        callers = Callers(config)
         self._server = await serve_router(
+            served, grpc.host, grpc.client_ports(routers), grpc.share_port, healthy=False, callers=callers
+        )
+        self._http = await serve_http(
             served,
-            grpc.host,
-            grpc.client_ports(routers),
-            grpc.share_port,
-            healthy=False,
+            self._server.requests,
+            callers,
+            lambda: self._server.healthy,
+            http.host,
+            http.client_ports(routers),
+            http.share_port,
         )
         collectors = (
             RouterMetrics(served, self._server.stats, self._report),
@@ -205,7 +213,7 @@ class RouterShell:
         self._status, self._status_port = await serve_status(
             collectors, self._report, grpc.host, grpc.status_ports(routers), "grpc.status_port"
         )
-        self._host = node_address() if grpc.host in EVERY_ADDRESS else grpc.host
+        self._hosts = [node_address() if host in EVERY_ADDRESS else host for host in (grpc.host, http.host)]
         self._watching = asyncio.create_task(self._watch_health(peers, sessions))
         freeze_loaded()
 
@@ -221,9 +229,14 @@ class RouterShell:
         return self._health.report if self._server.healthy else replace(self._health.report, serving=False)
 
     async def addresses(self) -> dict[str, str]:
-        """`clients`: the address that clients call; `status`: that of this router's metrics and health."""
-        port = int(self._server.address.rpartition(":")[2])
-        return {"clients": address_of(self._host, port), "status": address_of(self._host, self._status_port)}
+        """`clients`: the address that clients of gRPC call; `http`: that of clients of HTTP; `status`: that of this
+        router's metrics and health."""
+        grpc, http = self._hosts
+        return {
+            "clients": address_of(grpc, port_of(self._server.address)),
+            "http": address_of(http, port_of(self._http.address)),
+            "status": address_of(grpc, self._status_port),
+        }
 
     async def stats(self) -> dict[str, int]:
         """The router's counters."""
@@ -236,7 +249,7 @@ class RouterShell:
     async def __del__(self) -> None:
         """Drain. Serve awaits it before it ends the process, and sees no calls of a router's clients."""
         self._watching.cancel()
-        await self._server.stop(self._drain_s)
+        await asyncio.gather(self._server.stop(self._drain_s), self._http.stop(self._drain_s))
         await self._status.cleanup()
 
 

@@ -147,7 +147,7 @@ def serve(
         str, typer.Option(help="A running Ray, such as `auto`. Default: one is started here, and stopped at the end.")
     ] = "",
 ) -> None:
-    """Serve a cluster until Ctrl-C; prints the address that clients call."""
+    """Serve a cluster until Ctrl-C; prints the addresses that clients call, over gRPC and over HTTP."""
     _log_to_stderr(logging.INFO)
 
     async def run() -> None:
@@ -155,9 +155,12 @@ def serve(
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
         checked = given_config(config)
+        from cluster.deploy import http_address
+
         async with running_cluster(checked, ray) as address:
-            print(address, flush=True)
-            errors.print(f"serving {', '.join(checked.targets)} at {address}; Ctrl-C stops everything")
+            http = await asyncio.to_thread(http_address)
+            print(address, http, sep="\n", flush=True)
+            errors.print(f"serving {', '.join(checked.targets)} at {address} and {http}; Ctrl-C stops everything")
             await stop.wait()
             errors.print("stopping")
 

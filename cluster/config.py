@@ -284,8 +284,8 @@ MOST_REPLICAS_HERE = 64
 
 
 class Auth(Section):
-    """Who may call the routers (docs/security.md). `auth: none`: whoever reaches them. A `grpc.host` beyond this
-    machine needs this section."""
+    """Who may call the routers (docs/security.md). `auth: none`: whoever reaches them. A host of `grpc` or
+    `http` beyond this machine needs this section."""
 
     keys: Path | None = None
     """The file of API keys, which `dendro keys` writes and routers read again when it changes. Calls without one of its
@@ -305,8 +305,8 @@ def _auth_section(value: Any) -> Any:
     return {"open": True} if value == "none" else value
 
 
-class Grpc(Section):
-    """The ports of each router, and those of replicas for metrics."""
+class ClientPort(Section):
+    """The port of each router for clients of one protocol."""
 
     host: str = "127.0.0.1"
     """The address that routers listen at: the default accepts calls from this machine alone, `0.0.0.0` from all."""
@@ -315,6 +315,19 @@ class Grpc(Section):
     share_port: bool = True
     """Whether routers on one machine listen on the same port, and the kernel divides connections among them. Else each
     takes the first free port from `port` on, one for each of `router.replicas`."""
+
+    def client_ports(self, routers: int) -> range:
+        """The ports of which a router takes the first that is free, where `routers` of them run."""
+        return _ports(self.port, 1 if self.share_port else routers)
+
+
+class Http(ClientPort):
+    """The port of each router for OpenAI's HTTP API (docs/http.md)."""
+
+
+class Grpc(ClientPort):
+    """The ports of each router for gRPC, and those of routers and replicas for metrics."""
+
     status_port: int = Field(default=0, ge=0, le=65535)
     """A router's own port, for its metrics and health over HTTP; the first that is free from this one on. Zero: a free
     port."""
@@ -322,21 +335,18 @@ class Grpc(Section):
     """A port of each drafter's and verifier's replica for its metrics and health, at the address at which routers call
     it; the first that is free from this one on. Zero: a free port."""
 
-    def _ports(self, first: int, routers: int) -> range:
-        return range(first, min(first + routers, 65536)) if first else range(1)
-
-    def client_ports(self, routers: int) -> range:
-        """The ports of which a router takes the first that is free, where `routers` of them run."""
-        return self._ports(self.port, 1 if self.share_port else routers)
-
     @property
     def replica_status_ports(self) -> range:
         """Ports of which a replica takes the first that is free for metrics and health."""
-        return self._ports(self.replica_status_port, MOST_REPLICAS_HERE)
+        return _ports(self.replica_status_port, MOST_REPLICAS_HERE)
 
     def status_ports(self, routers: int) -> range:
         """Ports of which a router takes the first that is free for metrics and health, where `routers` of them run."""
-        return self._ports(self.status_port, routers)
+        return _ports(self.status_port, routers)
+
+
+def _ports(first: int, routers: int) -> range:
+    return range(first, min(first + routers, 65536)) if first else range(1)
 
 
 class Config(Section):
@@ -351,6 +361,7 @@ class Config(Section):
     redis: Redis = Redis()
     grpc: Grpc = Grpc()
     auth: Annotated[Auth, BeforeValidator(_auth_section)] = Auth()
+    http: Http = Http()
     structures: Structures = Structures()
     verification_modes: tuple[VerificationMode, ...] = ()
     """Modes beside coupled and greedy that requests may name: naive, multi-step, block and lenient. A drafter that
@@ -363,10 +374,10 @@ class Config(Section):
                 raise ValueError(f"verification_modes: {mode} is always served; list {', '.join(LISTED_MODES)}")
         if len(set(self.verification_modes)) < len(self.verification_modes):
             raise ValueError("verification_modes: names one twice")
-        if self.reachable and self.auth.keys is None and not self.auth.open:
+        if (section := self._reachable_section) and self.auth.keys is None and not self.auth.open:
             raise ValueError(
-                f"grpc.host: is {self.grpc.host!r}, which other machines reach: set auth.keys, or `auth: none` to "
-                "answer whoever calls"
+                f"{section}.host: is {getattr(self, section).host!r}, which other machines reach: set auth.keys, or "
+                "`auth: none` to answer whoever calls"
             )
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
@@ -417,12 +428,22 @@ class Config(Section):
     @property
     def reachable(self) -> bool:
         """Whether routers listen beyond this machine."""
-        return not is_loopback(self.grpc.host)
+        return bool(self._reachable_section)
+
+    @property
+    def _reachable_section(self) -> str:
+        """The first section of a host that other machines reach; empty: there is none."""
+        sections: dict[str, ClientPort] = {"grpc": self.grpc, "http": self.http}
+        return next((name for name, each in sections.items() if not is_loopback(each.host)), "")
 
     def private(self) -> Config:
         """A copy for the cluster that a command starts for itself: on this machine alone, without keys."""
-        grpc = self.grpc.model_copy(update={"host": "127.0.0.1"}) if self.reachable else self.grpc
-        return self.model_copy(update={"grpc": grpc, "auth": Auth()})
+        sections: dict[str, ClientPort] = {"grpc": self.grpc, "http": self.http}
+        here = {
+            name: each if is_loopback(each.host) else each.model_copy(update={"host": "127.0.0.1"})
+            for name, each in sections.items()
+        }
+        return self.model_copy(update={**here, "auth": Auth()})
 
     def with_models(self, change: Callable[[str, ModelConfig], ModelConfig]) -> Config:
         """A copy with `change(path, entry)` in place of each target's and drafter's entry, whose path is `path`."""

@@ -9,13 +9,13 @@ import os
 import socket
 import sys
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from dendro.errors import EngineFailed, one_line
 
 from cluster.app import build, log
-from cluster.config import Config
+from cluster.config import ClientPort, Config
 from cluster.failed_start import last_line, refusal_in
 from cluster.serve_config import APPLICATION, ENVIRONMENT
 
@@ -27,6 +27,8 @@ REPLICA_LOGS = "The replicas' logs are in /tmp/ray/session_latest/logs/serve."
 ANSWER_S = 30.0
 """Seconds that routers may take to report their addresses."""
 _ray_processes: list[psutil.Process] = []  # processes that Ray started below this one; one cluster at a time
+
+PortSection = TypeVar("PortSection", bound=ClientPort)
 
 AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
 """Ray's default, set explicitly to silence its warning."""
@@ -74,7 +76,7 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(proxy_location=ProxyLocation.Disabled)
-        _run(build(_with_port(config), redis_url, **loaders))
+        _run(build(_with_ports(config), redis_url, **loaders))
         return ",".join(sorted({each["clients"] for each in router_addresses()}))
     except BaseException:
         stop()
@@ -149,12 +151,19 @@ def router_addresses() -> list[dict[str, str]]:
     return found
 
 
-def _with_port(config: Config) -> Config:
-    """The configuration with a port that is free now, where routers share one and none is set."""
-    if config.grpc.port or not config.grpc.share_port:
-        return config
-    host = config.grpc.host
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        port = int(probe.getsockname()[1])
-    return config.model_copy(update={"grpc": config.grpc.model_copy(update={"port": port})})
+def http_address() -> str:
+    """The addresses that clients of HTTP call, separated by commas."""
+    return ",".join(sorted({f"http://{each['http']}" for each in router_addresses()}))
+
+
+def _with_ports(config: Config) -> Config:
+    """The configuration with ports that are free now, where routers share one and none is set."""
+    return config.model_copy(update={"grpc": _with_port(config.grpc), "http": _with_port(config.http)})
+
+
+def _with_port(section: PortSection) -> PortSection:
+    if section.port or not section.share_port:
+        return section
+    with socket.socket(socket.AF_INET6 if ":" in section.host else socket.AF_INET) as probe:
+        probe.bind((section.host, 0))
+        return section.model_copy(update={"port": int(probe.getsockname()[1])})

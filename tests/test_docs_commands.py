@@ -14,13 +14,14 @@ import importlib
 import inspect
 import json
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,11 @@ from dendro.client import Client
 from typer.testing import CliRunner
 
 from cluster import cli, slow_commands
+from cluster.api.callers import Callers
+from cluster.api.grpc import serve_router
+from cluster.api.openai.server import serve_http
 from cluster.config import DEMO_MODELS, Config
-from cluster.running import running
+from cluster.running import local_ingress
 from tests.support import documented
 from tests.support.documented import PAGES, ROOT, DocumentedCommand, FencedBlock, blocks, commands
 
@@ -44,6 +48,7 @@ OTHER_PROGRAMS = {
     "helm": "installs on Kubernetes",
     "kubectl": "asks Kubernetes",
     "grpcurl": "is another project's client",
+    "curl": "calls a server: see `test_a_command_of_curl_gets_an_answer`",
     "protoc": "is another project's compiler",
 }
 """Programs that no test of this file starts, each with the reason."""
@@ -149,7 +154,7 @@ def test_every_configuration_of_the_documentation_is_accepted(block: FencedBlock
 
 
 # What is run. The server is the demo pair in this process; each answer has few tokens.
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "targets": {"big": {"checkpoint": str(DEMO_MODELS / "target")}},
     "drafters": {"small": {"checkpoint": str(DEMO_MODELS / "mamba2")}},
     "router": {"default_new_tokens": 24},
@@ -191,10 +196,35 @@ def in_a_thread(context) -> Iterator:
         loop.close()
 
 
+TEMPLATE = "{% for each in messages %}{{ each.content }}\n{% endfor %}"
+"""A chat template for the demo's target, which has none."""
+
+
+@asynccontextmanager
+async def both_servers(config: Config) -> AsyncIterator[tuple[str, str]]:
+    """The addresses of a router's servers of gRPC and HTTP."""
+    async with local_ingress(config) as ingress:
+        server = await serve_router(ingress)
+        http = await serve_http(ingress, server.requests, Callers(config))
+        try:
+            yield server.address, http.address
+        finally:
+            await http.stop()
+            await server.stop(drain_s=1.0)
+
+
 @pytest.fixture(scope="module")
-def address():
-    with in_a_thread(running(Config.of(CONFIG, ROOT), local=True)) as found:
+def addresses(tmp_path_factory):
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(TEMPLATE)
+    targets = {"big": CONFIG["targets"]["big"] | {"chat_template": str(template)}}
+    with in_a_thread(both_servers(Config.of(CONFIG | {"targets": targets}, ROOT))) as found:
         yield found
+
+
+@pytest.fixture
+def address(addresses):
+    return addresses[0]
 
 
 @pytest.fixture
@@ -240,6 +270,18 @@ def test_a_quick_bench_runs_and_shows_its_plot_on_its_page(name: str, tmp_path):
     assert f"]({name}.png)" in (tmp_path / f"{name}.md").read_text()
 
 
+CURL = [each for each in COMMANDS if each.words[0] == "curl"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("command", CURL, ids=str)
+def test_a_command_of_curl_gets_an_answer(command: DocumentedCommand, addresses):
+    words = [word.replace("127.0.0.1:8000", addresses[1]) for word in command.words]
+    done = subprocess.run([*words, "--silent", "--fail-with-body"], capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)["object"] in ("chat.completion", "text_completion", "list")
+
+
 class EagerClient(Client):
     """A client whose calls run where they are written, though nothing reads their events."""
 
@@ -261,8 +303,9 @@ def test_code_blocks_of_the_client_are_found():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}: {block.text.splitlines()[-1]}")
-def test_a_code_block_of_the_client_runs(block: FencedBlock, address):
-    text = textwrap.dedent(block.text).replace("127.0.0.1:9000", address)
+def test_a_code_block_of_the_client_runs(block: FencedBlock, addresses):
+    address, http = addresses
+    text = textwrap.dedent(block.text).replace("127.0.0.1:9000", address).replace("127.0.0.1:8000", http)
     code = compile(text, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
     with EagerClient(address, proxy=False) as client:
         names = {"client": client, "Structure": importlib.import_module("dendro.structure").Structure}

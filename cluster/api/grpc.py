@@ -287,6 +287,11 @@ def _bind(server: grpc.aio.Server, host: str, ports: tuple[int, ...]) -> str:
     raise EngineFailed(f"grpc.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
 
 
+def port_of(address: str) -> int:
+    """The port of `host:port`."""
+    return int(address.rpartition(":")[2])
+
+
 def address_of(host: str, port: int) -> str:
     """`host:port`; an IPv6 address is put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -54,6 +54,7 @@ from cluster.router.rounds import rounds
 from cluster.router.samples import SharedPrompt, merged
 from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText
+from cluster.router.token_texts import VocabularyTexts
 from cluster.router.totals import AnswerMeter, RouterTotals
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
@@ -111,6 +112,7 @@ class Ingress:
                 for name, target in config.targets.items()
             }
         self._served = served
+        self._token_texts: dict[str, VocabularyTexts] = {}  # made when they are first asked for
         self._libraries = {
             name: ProposalLibrary(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
@@ -146,6 +148,14 @@ class Ingress:
         served = self._served[self.config.target_named(request.model)]
         ids = await ids_of_prompt(request, served, self.config.router.max_prompt_bytes)
         return pb.TokenizeResponse(token_ids=ids, max_length=served.max_length)
+
+    async def token_texts(self, model: str) -> VocabularyTexts:
+        """The texts of a target's tokens, one by one. Raises BadRequest for an unknown target."""
+        name = self.config.target_named(model)
+        if name not in self._token_texts:
+            made = await asyncio.to_thread(VocabularyTexts, self._served[name].tokenizer)
+            self._token_texts.setdefault(name, made)
+        return self._token_texts[name]
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """The text of tokens. Raises BadRequest naming the field."""

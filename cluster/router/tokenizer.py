@@ -74,6 +74,10 @@ class Tokenizer(Protocol):
         """The ids of a conversation's text, which has its special tokens in it, those at the start too."""
         ...
 
+    def token_bytes(self) -> dict[int, bytes]:
+        """The bytes of each id that stands for text. Raises BadRequest where ids do not stand for bytes."""
+        ...
+
 
 class CheckpointTokenizer:
     """The tokenizer of a Hugging Face checkpoint folder, through transformers and never with code from the folder."""
@@ -145,6 +149,7 @@ class CheckpointTokenizer:
             text = self._tokenizer.apply_chat_template(
                 given, tokenize=False, add_generation_prompt=opens_answer, **(names or {})
             )
+            str(text).encode()  # names may have what no text of UTF-8 has
         except Exception as error:  # templates raise errors of jinja, and any others for what they index
             raise BadRequest("messages", f"the chat template refuses them: {error}") from error
         return str(text)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Unpack, cast
 
 from dendro.arguments import fill_number, ids_of, items_of, pairs_of, shown, switch_of, text_of, texts_of
+from dendro.chat import Chat, fill_chat
 from dendro.declared import JsonType, Option
 from dendro.errors import BadRequest, EngineFailed
 from dendro.logprobs import TokenLogprobs
@@ -23,6 +24,9 @@ REASON_KEY = "dendro-reason"
 RETRY_AFTER_KEY = "dendro-retry-after-s"
 """Trailing metadata of a call that a limit of its key refused: whole seconds after which it may not."""
 
+
+Prompt = str | Sequence[int] | Chat
+"""A text, token ids, or a conversation."""
 
 MODES = {
     Mode.AUTO: pb.Speculation.MODE_AUTO,
@@ -205,7 +209,7 @@ class ModelInfo:
     drafters: tuple[str, ...]
 
 
-def build_request(prompt: str | Sequence[int], **options: Unpack[Options]) -> pb.GenerateRequest:
+def build_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateRequest:
     """The request's message. Raises BadRequest, naming it, for an argument that its field cannot hold, and for stop
     strings that no server accepts, which may be longer than a message; the server checks the rest."""
     given: dict[str, Any] = {"speculation": "auto", **options}
@@ -213,6 +217,8 @@ def build_request(prompt: str | Sequence[int], **options: Unpack[Options]) -> pb
     request.sampling.SetInParent()
     if isinstance(prompt, str):
         request.text = text_of("prompt", prompt)
+    elif isinstance(prompt, Chat):
+        fill_chat(request.chat, prompt)
     else:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "prompt.token_ids", prompt)

@@ -19,7 +19,7 @@ import asyncio
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from types import TracebackType
 from typing import Self, Unpack
@@ -34,6 +34,7 @@ from dendro.answer import (
     Event,
     ModelInfo,
     OpeningStats,
+    Prompt,
     Round,
     SpeculationStats,
     Started,
@@ -46,6 +47,7 @@ from dendro.answer import (
 )
 from dendro.arguments import ascii_of, seconds_of, secret_of
 from dendro.attempts import Attempts
+from dendro.chat import Chat
 from dendro.daemon_threads import in_thread
 from dendro.destinations import Channels, Destination, Destinations, LookUp, look_up
 from dendro.options import Options
@@ -58,6 +60,7 @@ from dendro.v1 import generation_pb2_grpc
 
 __all__ = [
     "AsyncClient",
+    "Chat",
     "Client",
     "Complete",
     "Completion",
@@ -110,19 +113,19 @@ class Asking(ABC):
     def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
         """Stream the answer to a request message."""
 
-    async def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> AsyncGenerator[Event, None]:
+    async def generate(self, prompt: Prompt, **options: Unpack[Options]) -> AsyncGenerator[Event, None]:
         """Stream an answer: Started, Rounds, Complete. Leaving the iteration cancels the request."""
         request = build_request(prompt, **options)
         async with aclosing(self.send(request)) as events:
             async for event in events:
                 yield event
 
-    async def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
+    async def generate_text(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer. Raises BadRequest where several are asked for."""
         request = one_answer(build_request(prompt, **options))
         return await collect_stream(self.send(request))
 
-    async def generate_samples(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> tuple[Completion, ...]:
+    async def generate_samples(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Completion, ...]:
         """The whole answers of a request with `n`."""
         request = build_request(prompt, **options)
         return collect_samples([event async for event in self.send(request)])
@@ -282,7 +285,7 @@ class Client:
             for unused in self._channels.release(destination):
                 unused.close()
 
-    def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Iterator[Event]:
+    def generate(self, prompt: Prompt, **options: Unpack[Options]) -> Iterator[Event]:
         """Stream an answer: Started, Rounds, Complete. Leaving the iteration cancels the request."""
         request = build_request(prompt, **options)
         yield from self.send(request)
@@ -308,12 +311,12 @@ class Client:
             if not answer.finished:
                 time.sleep(answer.pause_after(broken, address, self._rotation))
 
-    def generate_text(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
+    def generate_text(self, prompt: Prompt, **options: Unpack[Options]) -> Completion:
         """The whole answer. Raises BadRequest where several are asked for."""
         request = one_answer(build_request(prompt, **options))
         return collect(list(self.send(request)))
 
-    def generate_samples(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> tuple[Completion, ...]:
+    def generate_samples(self, prompt: Prompt, **options: Unpack[Options]) -> tuple[Completion, ...]:
         """The whole answers of a request with `n`."""
         request = build_request(prompt, **options)
         return collect_samples(list(self.send(request)))

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import urllib.request
 from contextlib import asynccontextmanager
 
 import psutil
@@ -329,6 +330,9 @@ def test_serve_ends_cleanly_on_a_signal(number, tmp_path):
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("127.0.0.1:")
+        http = process.stdout.readline().strip()
+        with urllib.request.urlopen(f"{http}/v1/models", timeout=30) as models:
+            assert json.load(models)["data"][0]["id"] == "demo"
         started = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(number)
         assert process.wait(120) == 0

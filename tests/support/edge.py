@@ -53,6 +53,9 @@ class ByteTokenizer:
     def showing(self) -> ShowingByteTokenizer:
         return ShowingByteTokenizer()
 
+    def token_bytes(self) -> dict[int, bytes]:
+        return {token: bytes([token]) for token in range(256)}
+
     def chat(self, messages, opens_answer: bool, names=None) -> str:
         turns = [f"[{each['role']}]{each['content']}<end>" for each in messages]
         return "".join(turns) + "[assistant]" * opens_answer

@@ -1,0 +1,251 @@
+"""Writes the events of a request as the objects of OpenAI's API, one by one or as a whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from dendro.answer import complete_from
+from dendro.v1 import generation_pb2 as pb
+
+from cluster.api.openai.fields import EXTENSION
+from cluster.router.token_texts import VocabularyTexts
+
+FINISHES = {
+    pb.FINISH_REASON_END_OF_TEXT: "stop",
+    pb.FINISH_REASON_STOP_STRING: "stop",
+    pb.FINISH_REASON_STOP_TOKEN: "stop",
+    pb.FINISH_REASON_STRUCTURE: "stop",
+    pb.FINISH_REASON_LENGTH: "length",
+}
+
+
+@dataclass
+class Choice:
+    """One answer, as far as it has come."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    characters: int = 0  # length of all texts
+    logprobs: list[dict[str, Any]] = field(default_factory=list)  # parts, as they were sent
+    complete: pb.GenerateComplete | None = None
+
+    def append(self, text: str, logprobs: dict[str, Any] | None) -> None:
+        """Add a part."""
+        self.texts.append(text)
+        self.characters += len(text)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
+
+
+class AnswerForm(Protocol):
+    """The objects of an endpoint."""
+
+    prefix: str  # what ids begin with
+    whole: str  # the type of a whole answer
+    part: str  # the type of a part of one
+
+    def beginning(self) -> dict[str, Any] | None:
+        """What a stream's first part of a choice has; None: there is no such part."""
+        ...
+
+    def piece(self, text: str) -> dict[str, Any]:
+        """What a part with more of the text has; an empty text for a part that only ends."""
+        ...
+
+    def message(self, text: str) -> dict[str, Any]:
+        """What a whole choice has."""
+        ...
+
+    def logprobs(
+        self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
+    ) -> dict[str, Any]:
+        """Log-probabilities of tokens, which come after the choice's. The first token of a text has none."""
+        ...
+
+
+class ChatForm:
+    """`/v1/chat/completions`."""
+
+    prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
+
+    def beginning(self) -> dict[str, Any] | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return {"delta": {"content": text} if text else {}}
+
+    def message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+    def logprobs(
+        self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
+    ) -> dict[str, Any]:
+        def described(token: int, logprob: float) -> dict[str, Any]:
+            return {"token": texts.text(token), "logprob": logprob, "bytes": list(texts.bytes_of(token))}
+
+        content = [
+            described(token, each.logprob)
+            | {"top_logprobs": [described(*top) for top in zip(each.top_ids, each.top_logprobs, strict=True)]}
+            for token, each in zip(tokens, given, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+class CompletionForm:
+    """`/v1/completions`."""
+
+    prefix, whole, part = "cmpl-", "text_completion", "text_completion"
+
+    def beginning(self) -> dict[str, Any] | None:
+        return None
+
+    def piece(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
+
+    def logprobs(
+        self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
+    ) -> dict[str, Any]:
+        missing = len(tokens) - len(given)  # 1 where these begin a text
+        names = [texts.text(token) for token in tokens]
+        offsets = [choice.characters]
+        for name in names[:-1]:
+            offsets.append(offsets[-1] + len(name))
+        tops = [
+            {texts.text(token): value for token, value in zip(each.top_ids, each.top_logprobs, strict=True)}
+            for each in given
+        ]
+        return {
+            "tokens": names,
+            "token_logprobs": [None] * missing + [each.logprob for each in given],
+            "top_logprobs": [None] * missing + tops,
+            "text_offset": offsets,
+        }
+
+
+class ObjectWriter:
+    """Takes the events of one request, in order."""
+
+    def __init__(self, form: AnswerForm, texts: VocabularyTexts | None, include_usage: bool) -> None:
+        """texts: None where no log-probabilities are asked for"""
+        self._form = form
+        self._texts = texts
+        self._include_usage = include_usage
+        self._started = pb.GenerateStarted()
+        self._created = int(time.time())
+        self._choices: dict[int, Choice] = {}
+
+    def take(self, event: pb.GenerateResponse) -> Iterator[dict[str, Any]]:
+        """Yield the parts that a stream has for an event."""
+        choice = self._choices.setdefault(event.sample, Choice(event.sample))
+        match event.WhichOneof("event"):
+            case "started":
+                self._started = event.started
+                if (beginning := self._form.beginning()) is not None:
+                    yield self._part(choice, beginning)
+            case "prompt":
+                yield self._piece(choice, event.prompt.text, event.prompt.token_ids, event.prompt.logprobs)
+            case "chunk":
+                if event.chunk.text or event.chunk.logprobs:
+                    yield self._piece(choice, event.chunk.text, event.chunk.token_ids, event.chunk.logprobs)
+            case "complete":
+                choice.complete = event.complete
+                finish = FINISHES[event.complete.finish_reason]
+                yield self._part(choice, self._form.piece(""), finish=finish) | self._extension([choice])
+
+    def _piece(
+        self, choice: Choice, text: str, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs]
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self._texts is not None and given:
+            logprobs = self._form.logprobs(choice, tokens, given, self._texts)
+        choice.append(text, logprobs)
+        return self._part(choice, self._form.piece(text), logprobs)
+
+    def _part(
+        self, choice: Choice, has: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
+    ) -> dict[str, Any]:
+        usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
+        choices = [{"index": choice.index, **has, "logprobs": logprobs, "finish_reason": finish}]
+        return self._envelope(self._form.part, choices) | usage
+
+    def last(self) -> dict[str, Any]:
+        """The part of a stream that has the usage, after all others."""
+        return self._envelope(self._form.part, []) | {"usage": self.usage}
+
+    def whole(self) -> dict[str, Any]:
+        """The whole answer, once all events were taken."""
+        found = [self._choices[index] for index in sorted(self._choices)]
+        choices = [
+            {
+                "index": each.index,
+                **self._form.message("".join(each.texts)),
+                "logprobs": _joined(each.logprobs),
+                "finish_reason": FINISHES[each.complete.finish_reason],
+            }
+            for each in found
+            if each.complete is not None
+        ]
+        return self._envelope(self._form.whole, choices) | {"usage": self.usage} | self._extension(found)
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._form.prefix + self._started.request_id,
+            "object": kind,
+            "created": self._created,
+            "model": self._started.model,
+            "system_fingerprint": self._started.target,
+            "choices": choices,
+        }
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all answers together; the prompt counts once."""
+        ended = [each.complete for each in self._choices.values() if each.complete is not None]
+        prompt, answers = ended[0].usage.prompt_tokens, sum(each.usage.completion_tokens for each in ended)
+        cached = prompt - 1 - ended[0].target.processed_tokens if ended[0].HasField("target") else 0
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answers,
+            "total_tokens": prompt + answers,
+            "prompt_tokens_details": {"cached_tokens": max(cached, 0), "audio_tokens": 0},
+            "completion_tokens_details": {
+                "reasoning_tokens": 0,
+                "audio_tokens": 0,
+                "accepted_prediction_tokens": 0,
+                "rejected_prediction_tokens": 0,
+            },
+        }
+
+    def _extension(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """What OpenAI's API has no place for: seed, session, and the statistics of the rounds."""
+        found = []
+        for each in choices:
+            assert each.complete is not None
+            complete = complete_from(each.complete)
+            found.append(
+                {
+                    "index": each.index,
+                    "finish": str(complete.finish),
+                    "stop_string": complete.stop_string,
+                    "session": complete.session,
+                    "speculation": dataclasses.asdict(complete.speculation),
+                }
+            )
+        return {EXTENSION: {"seed": self._started.seed, "mode": self._started.mode, "choices": found}}
+
+
+def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """Log-probabilities of all parts of an answer; None where there are none."""
+    if not parts:
+        return None
+    return {
+        name: None if value is None else [each for part in parts for each in part[name]]
+        for name, value in parts[0].items()
+    }

@@ -1,0 +1,96 @@
+"""Reads a request's JSON in bounded time and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from dendro.client import MAX_MESSAGE_BYTES
+from starlette.requests import ClientDisconnect, Request
+
+from cluster.api.openai.errors import HttpRefused
+from cluster.api.reading import MOST_FIELDS, MOST_LISTED, SHORT_BYTES
+
+BODY_S = 30.0
+"""Seconds in which a client must send a body."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class JsonBody:
+    """The object that is a request's body."""
+
+    fields: Mapping[str, Any]
+    size: int  # in bytes
+
+
+class BodyReader:
+    """Reads bodies. Long ones are parsed one after another, so that many take no more time and memory at once than
+    one."""
+
+    def __init__(self, most_tokens: int) -> None:
+        """most_tokens: of the longest text of all targets"""
+        self._most_values = most_tokens + MOST_LISTED + MOST_FIELDS
+        self._parsing = asyncio.Lock()
+
+    async def read(self, request: Request) -> JsonBody:
+        """A request's body. Raises HttpRefused for any other body, and ClientDisconnect."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise HttpRefused(415, "the content type must be application/json", "content-type")
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise HttpRefused(415, "the body must not be compressed", "content-encoding")
+        body = await _bytes_of(request)
+        if len(body) <= SHORT_BYTES:
+            return JsonBody(_object(body), len(body))
+        async with self._parsing:
+            return JsonBody(await asyncio.to_thread(self._long_object, body), len(body))
+
+    def _long_object(self, body: bytes) -> dict[str, Any]:
+        """The object of a long body. Parsed, a value takes up to thirty times its bytes, so they are counted first."""
+        rest = _STRING.sub(b"", body)
+        values = sum(map(rest.count, (b",", b"[", b"{")))
+        if values > self._most_values:
+            raise HttpRefused(400, f"the body has {values} values; at most {self._most_values}")
+        return _object(body)
+
+
+async def _bytes_of(request: Request) -> bytes:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > MAX_MESSAGE_BYTES:
+        raise _too_long()
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            while True:
+                part = await request.receive()
+                if part["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += part.get("body", b"")
+                if len(body) > MAX_MESSAGE_BYTES:
+                    raise _too_long()
+                if not part.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise HttpRefused(408, f"the body was not sent within {BODY_S:g} s") from None
+
+
+def _too_long() -> HttpRefused:
+    return HttpRefused(413, f"the body has more than {MAX_MESSAGE_BYTES} bytes")
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(body.decode(), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:  # an encoding's error is a ValueError
+        raise HttpRefused(400, f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise HttpRefused(400, "the body must be a JSON object")
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

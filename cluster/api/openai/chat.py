@@ -1,0 +1,65 @@
+"""`/v1/chat/completions`: what a request asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dendro.arguments import shown
+from dendro.chat import Chat
+from dendro.declared import JsonType
+from dendro.errors import BadRequest
+
+from cluster.api.openai.fields import Fields, HttpRequest, http_request, typed
+
+NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
+"""HTTP's names of our fields."""
+UNUSED = ("name", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id")
+"""Keys of messages as clients send them back. `name` has no effect; others must be null or empty."""
+
+
+def read_chat(body: Mapping[str, Any], request_id: str) -> HttpRequest:
+    """Raises BadRequest naming the field."""
+    fields = Fields(body)
+    options: dict[str, Any] = {}
+    top = fields.take("top_logprobs", JsonType.INTEGER)
+    if fields.take("logprobs", JsonType.BOOLEAN):
+        options["logprobs"] = top or 0
+    elif top is not None:
+        raise BadRequest("top_logprobs", "is given without logprobs: true")
+    return http_request(fields, chat_of(fields), options, request_id, NAMES)
+
+
+def chat_of(fields: Fields) -> Chat:
+    """The conversation in the fields `messages` and `chat_template_kwargs`."""
+    messages = fields.take("messages", JsonType.ARRAY) or []
+    names = fields.take("chat_template_kwargs", JsonType.OBJECT) or {}
+    return Chat([_message(f"messages[{index}]", each) for index, each in enumerate(messages)], names)
+
+
+def _message(field: str, given: Any) -> dict[str, str]:
+    parts = Fields(typed(field, given, JsonType.OBJECT), f"{field}.")
+    role = parts.take("role", JsonType.STRING)
+    if role is None:
+        raise BadRequest(f"{field}.role", "is missing")
+    content = _content(f"{field}.content", parts.take("content", JsonType.STRING, JsonType.ARRAY))
+    for name in UNUSED:
+        if name in parts and (value := parts.take(name, *JsonType)) and name != "name":
+            raise BadRequest(f"{field}.{name}", f"is not supported by this server; got {shown(value)}")
+    parts.finish()
+    return {"role": role, "content": content}
+
+
+def _content(field: str, given: str | list[Any] | None) -> str:
+    """A message's text. Parts of text are lines of it."""
+    if given is None or isinstance(given, str):
+        return given or ""
+    texts = []
+    for index, each in enumerate(given):
+        part = Fields(typed(f"{field}[{index}]", each, JsonType.OBJECT), f"{field}[{index}].")
+        kind = part.take("type", JsonType.STRING)
+        if kind != "text":
+            raise BadRequest(f"{field}[{index}].type", f"is {shown(kind)}; only text is read")
+        texts.append(part.take("text", JsonType.STRING) or "")
+        part.finish()
+    return "\n".join(texts)

@@ -1,0 +1,145 @@
+"""Serves the HTTP API by uvicorn in the router's process and event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import uvicorn
+from dendro.errors import EngineFailed
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from cluster.api.callers import Callers
+from cluster.api.grpc import address_of
+from cluster.api.openai.app import application
+from cluster.api.openai.serving import BREAK_CONNECTION
+from cluster.api.requests import CUT_S, RunningRequests
+from cluster.router.ingress import Ingress
+
+KEEP_ALIVE_S = 75
+"""Seconds for which a connection stays open without a request. Clients' own limits are shorter, so that none sends a
+request while its connection is being closed."""
+HEADER_BYTES = 1 << 14
+"""Bytes of a request's line and headers."""
+
+
+class _Connection(H11Protocol):
+    """A connection whose requests can break it. (h11, as it bounds the headers.)"""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.app_state = {BREAK_CONNECTION: self.abort}
+
+    def abort(self) -> None:
+        """Close it without what its client has not read: a mere close would wait for that."""
+        self.transport.abort()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self.abort()
+
+
+class _EmbeddedServer(uvicorn.Server):
+    """A server in a loop and a process that are not its own: it leaves signals alone."""
+
+    async def open(self, listening: socket.socket) -> None:
+        self.config.load()
+        self.lifespan = self.config.lifespan_class(self.config)
+        await self.startup([listening])
+
+    async def main_loop(self) -> None:
+        """Renew the date in responses, until cancelled."""
+        while True:
+            await self.on_tick(0)
+            await asyncio.sleep(1.0)
+
+    def close(self) -> None:
+        """Accept no more connections, and close each when its answer ends."""
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+
+    def abort(self) -> None:
+        """Break the connections that are left, whose clients do not read."""
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+
+
+class HttpServer:
+    """A started server, at `address`."""
+
+    def __init__(self, server: _EmbeddedServer, requests: RunningRequests, address: str) -> None:
+        self.address = address
+        self._server = server
+        self._requests = requests
+        self._dating = asyncio.create_task(server.main_loop())
+
+    @property
+    def connections(self) -> int:
+        """The number of open connections."""
+        return len(self._server.server_state.connections)
+
+    async def stop(self, drain_s: float = 0.0) -> None:
+        """Close the port, let running requests end, and end those that run after `drain_s`."""
+        self._server.close()
+        await self._requests.drain(drain_s)
+        with contextlib.suppress(TimeoutError):  # a client may read slowly, or not at all
+            async with asyncio.timeout(CUT_S):
+                while self.connections:  # noqa: ASYNC110  # uvicorn has no event for it
+                    await asyncio.sleep(0.01)
+        self._dating.cancel()
+        self._server.abort()
+
+
+async def serve_http(
+    ingress: Ingress,
+    requests: RunningRequests,
+    callers: Callers,
+    healthy: Callable[[], bool] = lambda: True,
+    host: str = "127.0.0.1",
+    ports: Iterable[int] = (0,),
+    share_port: bool = False,
+) -> HttpServer:
+    """Serve an ingress on the first of `ports` that is free; the caller must stop the server. Port 0: a free port.
+
+    requests, callers: those of the router, over all protocols; `serve_router` makes the first, and follows the keys
+    healthy: whether `/health` answers 200; else it answers 503
+    share_port: see `serve_router`
+    Raises EngineFailed where no port is free.
+    """
+    listening = bind(host, tuple(ports), share_port)
+    config = uvicorn.Config(
+        application(ingress, requests, callers, healthy),
+        http=_Connection,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=HEADER_BYTES,
+    )
+    server = _EmbeddedServer(config)
+    await server.open(listening)
+    return HttpServer(server, requests, address_of(host, int(listening.getsockname()[1])))
+
+
+def bind(host: str, ports: tuple[int, ...], share_port: bool) -> socket.socket:
+    """A bound socket, whose connections inherit its options."""
+    for port in ports:
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        try:
+            listening.bind((host, port))
+        except OSError:  # the port is taken
+            listening.close()
+            continue
+        listening.setblocking(False)
+        return listening
+    raise EngineFailed(f"http.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
