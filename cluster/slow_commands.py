@@ -72,7 +72,7 @@ BUNDLED = {
         "Compare arms, and the policies that choose among them, on recorded answers.",
     ),
     "stopping": (
-        "cluster.bench.stopping_command",
+        "cluster.bench.stopping",
         "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule.",
     ),
     "verify": ("cluster.bench.verify", "Compare verification modes: coupled, multi-step, block and naive."),

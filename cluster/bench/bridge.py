@@ -151,7 +151,7 @@ BRIDGE = Bench(
         ReportTable(
             "Tokens per round, rows per round; temperature {temperature:g}",
             "rows",
-            "drafter; bridge; * = per_round.*:.2f",
+            "drafter; bridge; * = per_round/*:.2f",
         ),
     ),
     threads=THREADS,

@@ -257,7 +257,7 @@ CONTEXT = Bench(
         ReportTable(
             "A round, median and 90 %",
             "rows",
-            "context = context:,; * ms = ms.*:.2f; memory of a text MiB = session_mib:.1f; "
+            "context = context:,; * ms = ms/*:.2f; memory of a text MiB = session_mib:.1f; "
             "prefill ms per token = prefill_ms_per_token:.3f",
         ),
         ReportTable(
@@ -281,7 +281,7 @@ CONTEXT = Bench(
             most=BAR,
         ),
     ),
-    plots=(Plot("rows", "tokens before the round = context", "time of a round * (ms) = ms.*"),),
+    plots=(Plot("rows", "tokens before the round = context", "time of a round * (ms) = ms/*"),),
     code=("verifier_service", "kernels/tree_kernels/tree_attention", "cluster/router/rounds.py"),
 )
 bench_context = CONTEXT.command()

@@ -363,7 +363,7 @@ def measure_drafters(
     }
 
 
-TIMES = "* ms = ms.*:.3f; eager over fused = eager_over_fused:.2f"
+TIMES = "* ms = ms/*:.3f; eager over fused = eager_over_fused:.2f"
 FASTER: dict[str, Any] = {
     "path": "eager_over_fused",
     "least": "bar",
@@ -403,7 +403,7 @@ DRAFTER = Bench(
         ReportTable(
             "A level of 1 row by the length of the text, median and 90 %",
             "lengths",
-            f"tokens = context:,; drafter; {TIMES}; * text KiB = text_kib.*:,.1f; * all KiB = all_kib.*:,.1f",
+            f"tokens = context:,; drafter; {TIMES}; * text KiB = text_kib/*:,.1f; * all KiB = all_kib/*:,.1f",
         ),
     ),
     aims=(
@@ -411,11 +411,11 @@ DRAFTER = Bench(
         Aim("{drafter}, a draft of {shape}: eager over fused, at least", "drafts", **FASTER),
     ),
     plots=(
-        Plot("lengths", "tokens of the text = context", "time of a level * (ms) = ms.*", line="{drafter}", log="x"),
+        Plot("lengths", "tokens of the text = context", "time of a level * (ms) = ms/*", line="{drafter}", log="x"),
         Plot(
             "lengths",
             "tokens of the text = context",
-            "memory of a text * (KiB) = text_kib.*",
+            "memory of a text * (KiB) = text_kib/*",
             line="{drafter}",
             log="xy",
         ),

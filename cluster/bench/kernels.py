@@ -194,9 +194,9 @@ KERNELS = Bench(
         ReportTable(
             "{inputs} x {outputs}; bits of a row for all numbers of rows: {bits}",
             "rows",
-            "rows; * ms = ms.*:.2f; ours over reading = over_reading:.2f; ours over the larger of reading and "
+            "rows; * ms = ms/*:.2f; ours over reading = over_reading:.2f; ours over the larger of reading and "
             "multiplying = over_bound:.2f; ours over the library's best = over_library:.2f; "
-            "* over ours = over_ours.*:.2f",
+            "* over ours = over_ours/*:.2f",
         ),
     ),
     aims=tuple(
@@ -207,7 +207,7 @@ KERNELS = Bench(
             ("library's best, from 32 rows", "over_library", 1.1, lambda row: row["rows"] >= 32),
         )
     ),
-    plots=(Plot("rows", "rows", "time of a product * (ms) = ms.*", panel="{inputs} x {outputs}", log="xy"),),
+    plots=(Plot("rows", "rows", "time of a product * (ms) = ms/*", panel="{inputs} x {outputs}", log="xy"),),
     code=("kernels/tree_kernels/matmul", "kernels/tree_layers/linear.py"),
 )
 bench_kernels = KERNELS.command()

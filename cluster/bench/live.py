@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any, Protocol
 
@@ -35,7 +35,6 @@ async def live_rounds(
     verifier: VerifierPeer,
     shape: TreeShape,
     answer: TracedAnswer,
-    after_round: Callable[[], None] = lambda: None,
     rule: LiveRule | None = None,
 ) -> tuple[list[int], float]:
     """N of every round of one answer with drafter and verifier, one round after the other; and the seconds of all.
@@ -60,7 +59,6 @@ async def live_rounds(
         if rule is not None:
             rule.learn(tree, verdict, 1e6 * (time.perf_counter() - began))
         emitted.append(verdict.length)
-        after_round()
     seconds = time.perf_counter() - started
     await peer.close(verifier)
     await peer.close(drafter, drafter_length)

@@ -11,20 +11,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from dendro.shapes import CHANCE_DIGITS, DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
+from dendro.calls import DrafterPeer, VerifierPeer
+from dendro.shapes import CHANCE_DIGITS, MAX_ROWS, OFF, DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import STEP_ROWS, ReplayCosts
-from cluster.bench.traces import TracedAnswer, walk
+from cluster.bench.costs import STEP_ROWS, ReplayCosts, measure_drafts, measure_steps
+from cluster.bench.live import live_rounds
+from cluster.bench.traces import SPARE, TracedAnswer, grown_trees, walk, write_answers
+from cluster.demo.kinds import KINDS
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
+from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
+from cluster.measure.measurement import Begin, Step
+from cluster.measure.options import KIND_PROMPTS
 from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
+from cluster.measure.targets import COSTLY, target_config
 from cluster.policies import Experience
 from cluster.policies.experience import Concurrency
 from cluster.policies.stopping import StopRule
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 from drafter_service.grow import growth_of
 
 CHAIN, TREE = "chain", "tree"
@@ -34,11 +45,25 @@ K, STEPS, TOTAL = 3, 7, 31
 """Of trees: rows of a level that get children, and children of each; levels; guesses that are kept."""
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """The fixed h of the sweep."""
-DRAFTER = "drafter"
-MARGINAL = "auto"
+DRAFTER = "mamba2"
+LIVE_H = 0.9
+"""The fixed h that is run in real time: the greatest of SpecDec++'s grid, as these targets verify a row cheaply."""
+SIDE_BY_SIDE = 9
+"""Texts that are drafted together."""
 PASSES = 2
 """Passes of the marginal rule over all answers, as of policies: the first starts without any measurement, the second is
 judged."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoppingOptions:
+    prompts: int = option(KIND_PROMPTS, 9, 1, least=1)
+    tokens: int = option("New tokens of every answer.", ANSWER_TOKENS, 24, least=1)
+    repetitions: int = option("Measurements of each cost.", 15, 3, least=1)
+    temperatures: tuple[float, ...] = temperatures()
+    live: bool = option("Also run some arms in real time, with drafter and verifier in this process.", True, False)
+    seed: int = seed()
+    models: Path = models()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,29 +176,26 @@ def run_shape(form: Form, shape: TreeShape, drafts: Sequence[RecordedDrafts], co
 
 
 def new_experience() -> Experience:
-    """Of a target that is a Transformer, as that of these answers is."""
+    """The experience of a target that is a Transformer, as that of these answers is."""
     return Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))
 
 
-def run_marginal(
-    form: Form, drafts: Sequence[RecordedDrafts], costs: ReplayCosts, temperature: float
-) -> list[Replayed]:
+def run_marginal(form: Form, drafts: Sequence[RecordedDrafts], costs: ReplayCosts) -> list[Replayed]:
     """Every answer by the marginal rule, PASSES times, with one experience as in a router; a list per pass.
 
     The rule measures what it depends on in these rounds, as a router does: the rate, a level, a row, the acceptance.
     """
     experience = new_experience()
-    return [[_by_rule(each, form, costs, experience, temperature) for each in drafts] for _ in range(PASSES)]
+    return [[_by_rule(each, form, costs, experience) for each in drafts] for _ in range(PASSES)]
 
 
 class MarginalRounds:
     """One answer's rounds by the marginal rule, which learns from them what a router's would."""
 
-    def __init__(self, shape: MarginalShape, experience: Experience, temperature: float) -> None:
+    def __init__(self, shape: MarginalShape, experience: Experience) -> None:
         self._arm = Arm(DRAFTER, shape)
         self._rule = StopRule(experience)
         self._experience = experience
-        self._temperature = temperature
 
     def begin(self) -> TreeShape:
         """The shape of the next round."""
@@ -187,10 +209,8 @@ class MarginalRounds:
         self._rule.learn(verdict, self._experience.share_us(tree, verdict, took_us))
 
 
-def _by_rule(
-    drafts: RecordedDrafts, form: Form, costs: ReplayCosts, experience: Experience, temperature: float
-) -> list[StoppedRound]:
-    rounds = MarginalRounds(form.marginal, experience, temperature)
+def _by_rule(drafts: RecordedDrafts, form: Form, costs: ReplayCosts, experience: Experience) -> list[StoppedRound]:
+    rounds = MarginalRounds(form.marginal, experience)
 
     def learn(tree: DraftTree, emitted: int, drafted_us: float, step_us: float) -> None:
         verdict = Verdict(
@@ -271,25 +291,13 @@ def front_at(front: Sequence[Point], discard: float) -> float | None:
 
 
 def outside(fixed: Sequence[Point], sweep: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-    """Of each fixed length, its verification rate over that of the sweep's front at the same discard rate. Above 1: the
-    sweep verifies less often. Lengths that discard less or more than every h are left out, and so are the first and the
-    last: drafts of h = 0 and h = 1 have them, too."""
+    """Yield each fixed length, and its verification rate over that of the sweep's front at the same discard rate. Above
+    1: the sweep verifies less often. Lengths that discard less or more than every h are left out, and so are the first
+    and the last: drafts of h = 0 and h = 1 have them, too."""
     for point in fixed[1:-1]:
         at = front_at(sweep, point.discard)
         if at is not None:
             yield point, point.verification / at
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StoppingRecord:
-    """All measurements; the report is computed from them."""
-
-    drafts: Mapping[float, Sequence[RecordedDrafts]]  # by temperature
-    costs: Mapping[float, ReplayCosts]
-
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(each.answer.kind for those in self.drafts.values() for each in those))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -299,67 +307,58 @@ class Sweep:
     form: Form
     temperature: float
     kinds: tuple[str, ...]  # of each answer
-    fixed: Mapping[TreeShape, Replayed]  # by length
-    swept: Mapping[float, Replayed]  # by h
+    fixed: Mapping[str, Replayed]  # by levels
+    swept: Mapping[str, Replayed]  # by h
     marginal: Replayed
 
-    def of_kind(self, kind: str, runs: Replayed) -> Replayed:
-        return [run for own, run in zip(self.kinds, runs, strict=True) if own == kind]
+    def of_kind(self, kind: str, runs: Mapping[str, Replayed]) -> dict[str, Replayed]:
+        return {
+            value: [run for own, run in zip(self.kinds, each, strict=True) if own == kind]
+            for value, each in runs.items()
+        }
 
 
-def sweeps_of(recorded: StoppingRecord, step: Callable[[], None]) -> Iterator[Sweep]:
+def sweep_of(form: Form, temperature: float, drafts: Sequence[RecordedDrafts], costs: ReplayCosts) -> Sweep:
     """Replay every rule."""
-    for temperature, drafts in recorded.drafts.items():
-        costs = recorded.costs[temperature]
-        for form in FORMS:
-            fixed = {shape: run_shape(form, shape, drafts, costs) for shape in form.lengths}
-            swept = {h: run_shape(form, form.until(h), drafts, costs) for h in THRESHOLDS}
-            marginal = run_marginal(form, drafts, costs, temperature)[-1]
-            yield Sweep(form, temperature, tuple(each.answer.kind for each in drafts), fixed, swept, marginal)
-            step()
+    return Sweep(
+        form,
+        temperature,
+        tuple(each.answer.kind for each in drafts),
+        {str(levels): run_shape(form, shape, drafts, costs) for levels, shape in enumerate(form.lengths, 1)},
+        {f"{h:g}": run_shape(form, form.until(h), drafts, costs) for h in THRESHOLDS},
+        run_marginal(form, drafts, costs)[-1],
+    )
 
 
 def rule_rows(sweep: Sweep) -> Iterator[Row]:
     """One row for each kind and rule: its rates, and the tokens a second that the measured costs predict."""
     for kind in dict.fromkeys(sweep.kinds):
-        rules: list[tuple[str, str, Replayed]] = [
-            *(("length", str(levels), runs) for levels, runs in enumerate(sweep.fixed.values(), 1)),
-            *(("h", f"{h:g}", runs) for h, runs in sweep.swept.items()),
-            ("marginal", MARGINAL, sweep.marginal),
-        ]
-        for rule, value, runs in rules:
-            mine = sweep.of_kind(kind, runs)
-            point, rounds = point_of(value, mine), [each for run in mine for each in run]
-            yield {
-                "kind": kind,
-                "temperature": sweep.temperature,
-                "form": sweep.form.name,
-                "rule": rule,
-                "value": value,
-                "discard_rate": round(point.discard, 4),
-                "verification_rate": round(point.verification, 4),
-                "guesses_per_round": round(sum(each.guesses for each in rounds) / len(rounds), 3),
-                "tokens_per_second": round(rate_of(mine), 3),
-            }
-
-
-def best_h(sweep: Sweep, kind: str) -> float:
-    """The h of the greatest rate on these answers."""
-    return max(sweep.swept, key=lambda h: rate_of(sweep.of_kind(kind, sweep.swept[h])))
+        rules = (("fixed length", sweep.fixed), ("fixed h", sweep.swept), ("marginal rule", {"auto": sweep.marginal}))
+        for rule, runs in rules:
+            for value, mine in sweep.of_kind(kind, runs).items():
+                point = point_of(value, mine)
+                yield {
+                    "kind": kind,
+                    "temperature": sweep.temperature,
+                    "form": sweep.form.name,
+                    "rule": rule,
+                    "value": value,
+                    "discard_rate": round(point.discard, 4),
+                    "verification_rate": round(point.verification, 4),
+                    "tokens_per_second": round(rate_of(mine), 3),
+                }
 
 
 def comparison_rows(sweep: Sweep) -> Iterator[Row]:
     """One row for each kind: the front of the sweep beside every fixed length, and the marginal rule beside the best
     h and the best length in hindsight."""
     for kind in dict.fromkeys(sweep.kinds):
-        fixed = [point_of(str(n), sweep.of_kind(kind, runs)) for n, runs in enumerate(sweep.fixed.values(), 1)]
-        swept = [point_of(f"{h:g}", sweep.of_kind(kind, runs)) for h, runs in sweep.swept.items()]
-        beside = list(outside(fixed, swept))
+        lengths, swept = sweep.of_kind(kind, sweep.fixed), sweep.of_kind(kind, sweep.swept)
+        marginal = sweep.of_kind(kind, {"": sweep.marginal})[""]
+        fixed, front = ([point_of(value, runs) for value, runs in each.items()] for each in (lengths, swept))
+        beside = list(outside(fixed, front))
         closest = min(beside, key=lambda found: found[1])
-        best = best_h(sweep, kind)
-        lengths = {n: sweep.of_kind(kind, runs) for n, runs in enumerate(sweep.fixed.values(), 1)}
-        length = max(lengths, key=lambda n: rate_of(lengths[n]))
-        marginal, by_h = sweep.of_kind(kind, sweep.marginal), sweep.of_kind(kind, sweep.swept[best])
+        best_h, best_length = (max(runs, key=lambda value: rate_of(runs[value])) for runs in (swept, lengths))
         yield {
             "kind": kind,
             "temperature": sweep.temperature,
@@ -367,28 +366,171 @@ def comparison_rows(sweep: Sweep) -> Iterator[Row]:
             "front_over_closest": round(closest[1], 4),
             "closest_length": closest[0].rule,
             "lengths_compared": len(beside),
-            "best_h": best,
-            "best_h_tokens_per_second": round(rate_of(by_h), 3),
-            "best_length": length,
-            "best_length_tokens_per_second": round(rate_of(lengths[length]), 3),
+            "best_h": best_h,
+            "best_h_tokens_per_second": round(rate_of(swept[best_h]), 3),
+            "best_length": best_length,
+            "best_length_tokens_per_second": round(rate_of(lengths[best_length]), 3),
             "marginal_tokens_per_second": round(rate_of(marginal), 3),
-            "marginal_over_best_h": round(rate_of(marginal) / rate_of(by_h), 4),
-            "marginal_by_prompt": paired_ratio(rates_of(marginal), rates_of(by_h)).as_json(),
-            "best_h_over_best_length": round(rate_of(by_h) / rate_of(lengths[length]), 4),
+            "marginal_over_best_h": round(rate_of(marginal) / rate_of(swept[best_h]), 4),
+            "marginal_by_prompt": paired_ratio(rates_of(marginal), rates_of(swept[best_h])).as_json(),
         }
 
 
-def cost_rows(recorded: StoppingRecord) -> Iterator[Row]:
+def cost_rows(costs: ReplayCosts, temperature: float) -> Iterator[Row]:
     """Medians in milliseconds: drafts by levels, steps by rows."""
-    for temperature, costs in recorded.costs.items():
-        for form in FORMS:
-            for what, shapes in (("fixed length", form.lengths), ("level by level", form.grown)):
-                for levels, shape in enumerate(shapes, 1):
-                    yield {
-                        "what": f"{form.name}, {what}",
-                        "temperature": temperature,
-                        "count": levels,
-                        "ms": round(costs.draft_us(shape) / 1e3, 3),
-                    }
-        for rows, us in costs.step.items():
-            yield {"what": "verifier step", "temperature": temperature, "count": rows, "ms": round(us / 1e3, 3)}
+    lines: dict[str, dict[int, float]] = {"verifier step by rows": costs.step}
+    for form in FORMS:
+        for how, shapes in (("fixed length", form.lengths), ("level by level", form.grown)):
+            drafts = {levels: costs.draft_us(shape) for levels, shape in enumerate(shapes, 1)}
+            lines[f"{form.name}, {how}, by levels"] = drafts
+    for what, us in lines.items():
+        yield {
+            "what": what,
+            "temperature": temperature,
+            "ms": {str(count): round(each / 1e3, 3) for count, each in us.items()},
+        }
+
+
+# Real time
+def live_arms(configured: Sequence[Arm]) -> tuple[TreeShape, ...]:
+    """`off`, the configured arms of a drafter, and the rules of both forms."""
+    drafted = [arm.shape for arm in configured if arm.drafted]
+    rules = [shape for form in FORMS for shape in (form.until(LIVE_H), form.marginal)]
+    return tuple(dict.fromkeys([OFF, *drafted, *rules]))
+
+
+async def live_rows(
+    drafter: DrafterPeer, verifier: VerifierPeer, arms: Sequence[TreeShape], answers: Sequence[TracedAnswer], step: Step
+) -> list[Row]:
+    """A row for each arm; the arms take turns, and each answer begins with another one. Each marginal rule has an
+    experience of its own, which begins empty."""
+    experiences = {arm: new_experience() for arm in arms}
+    lengths: dict[TreeShape, list[list[int]]] = {arm: [] for arm in arms}
+    rates: dict[TreeShape, dict[tuple[int, int], float]] = {arm: {} for arm in arms}
+    for index, answer in enumerate(answers):
+        first = index % len(arms)
+        for arm in (*arms[first:], *arms[:first]):
+            marginal = isinstance(arm, MarginalShape)
+            rule = MarginalRounds(arm, experiences[arm]) if marginal else None  # type: ignore[arg-type]
+            emitted, seconds = await live_rounds(drafter, verifier, arm, answer, rule)
+            lengths[arm].append(emitted)
+            rates[arm][index, 0] = sum(emitted) / seconds
+            step()
+    return [
+        {
+            "temperature": answers[0].temperature,
+            "arm": str(arm),
+            "rounds": sum(map(len, found)),
+            "emitted_per_round": round(sum(map(sum, found)) / sum(map(len, found)), 3),
+            "over_off": paired_ratio(rates[arm], rates[OFF]).as_json(),
+        }
+        for arm, found in lengths.items()
+    ]
+
+
+async def measure(options: StoppingOptions, begin: Begin) -> dict[str, Any]:
+    config = target_config(options.models, COSTLY)
+    (target,) = config.targets.values()
+    rows, compared, table, live = list[Row](), list[Row](), list[Row](), list[Row]()
+    texts = options.prompts * len(KINDS)
+    length = PROMPT_TOKENS + options.tokens + 2 * SPARE + MAX_ROWS
+    async with (
+        verifier_of(COSTLY, target, length, texts) as verifier,
+        drafter_of(options.models / DRAFTER, SIDE_BY_SIDE) as drafter,
+    ):
+        for temperature in options.temperatures:
+            name = f"temperature {temperature:g}"
+            step = begin(f"answers and costs, {name}", 2 * (options.repetitions + 1))
+            answers = await write_answers(
+                verifier, options.models, options.prompts, options.tokens, temperature, options.seed
+            )
+            ids = answers[0].ids[:PROMPT_TOKENS]
+            steps = await measure_steps(verifier, ids, temperature, options.repetitions, step)
+            wanted = [shape for form in FORMS for shape in (*form.lengths, *form.grown)]
+            drafted = await measure_drafts(drafter, ids, temperature, wanted, options.repetitions, step)
+            costs = ReplayCosts(steps, drafted)
+            batches = [answers[start : start + SIDE_BY_SIDE] for start in range(0, texts, SIDE_BY_SIDE)]
+            step, drafts = begin(f"drafts, {name}", len(batches) * options.tokens), list[RecordedDrafts]()
+            for batch in batches:
+                grown = await grown_trees(drafter, batch, [form.recorded for form in FORMS], step)
+                drafts += [RecordedDrafts(answer, trees) for answer, trees in zip(batch, grown, strict=True)]
+            for sweep in [sweep_of(form, temperature, drafts, costs) for form in FORMS]:
+                rows += rule_rows(sweep)
+                compared += comparison_rows(sweep)
+            table += cost_rows(costs, temperature)
+            if options.live:
+                arms = live_arms(config.arms_of(COSTLY))
+                step = begin(f"real time, {name}", len(KINDS) * len(arms))
+                live += await live_rows(drafter, verifier, arms, answers[: len(KINDS)], step)
+    return {"plan": {}, "rows": rows, "compared": compared, "costs": table, "live": live}
+
+
+STOPPING = Bench(
+    "stopping",
+    "Compare when drafts stop: after a fixed number of levels, at a fixed chance h that a guess is rejected "
+    "(SpecDec++), or by the marginal rule of until(auto,...), for chains and for trees, on code, prose and edits. One "
+    "chain and one tree are drafted at every position of the target's answers; every rule is then replayed on these "
+    "drafts.",
+    "Under a minute: one prompt of each kind, short answers, no real time.",
+    StoppingOptions,
+    measure,
+    facts=(
+        f"Drafts of {DRAFTER} in {DRAFTER_DTYPE}, after prompts of {PROMPT_TOKENS} tokens: "
+        + " and ".join(f"{form.name}s within {form.marginal}" for form in FORMS),
+        "Discard rate: guesses discarded per emitted token; verification rate: verifications per emitted token. The "
+        "marginal rule is judged in its second pass over the answers",
+        "Tokens per second are predicted: tokens over the round times of measured costs, without router, hops and "
+        "queues. A chain of fixed length is drafted in one call for all levels, where the drafter is fused; a draft "
+        "that may stop takes a call a level",
+    ),
+    tables=(
+        ReportTable(
+            "Fixed lengths, the sweep of h and the marginal rule",
+            "compared",
+            "form; kind; T = temperature:g; closest length's verifications over the sweep's = front_over_closest:.3f; "
+            "closest length = closest_length; best h = best_h; tokens/s = best_h_tokens_per_second:.1f; best length = "
+            "best_length; tokens/s = best_length_tokens_per_second:.1f; marginal rule, tokens/s = "
+            "marginal_tokens_per_second:.1f; over the best h = marginal_over_best_h:.3f; by prompt = "
+            "marginal_by_prompt:.3f",
+        ),
+        ReportTable(
+            "Every rule: {form}s, {kind}, temperature {temperature:g}",
+            "rows",
+            "rule; value; discard rate = discard_rate:.3f; verification rate = verification_rate:.3f; tokens/s = "
+            "tokens_per_second:.1f",
+        ),
+        ReportTable(
+            "In real time: drafter and verifier in this process, without a router; the arms take turns",
+            "live",
+            "T = temperature:g; arm; rounds; emitted per round = emitted_per_round:.2f; over off = over_off:.3f",
+        ),
+        ReportTable("Costs in ms, {what}", "costs", "T = temperature:g; * = ms/*:.2f"),
+    ),
+    aims=(
+        Aim(
+            "verifications of the closest fixed length over the sweep's, {form}, {kind}, temperature {temperature:g}",
+            "compared",
+            "front_over_closest",
+            least=1.0,
+            why="closest is length {closest_length}; {lengths_compared} lengths were compared",
+        ),
+        Aim(
+            "marginal rule over the best h, {form}, {kind}, temperature {temperature:g}",
+            "compared",
+            "marginal_over_best_h",
+            least=0.99,
+            why="the best h is {best_h}",
+        ),
+    ),
+    plots=(
+        Plot(
+            "rows",
+            "discard rate = discard_rate",
+            "verification rate = verification_rate",
+            line="{rule}",
+            panel="{form}s, {kind}, temperature {temperature:g}",
+        ),
+    ),
+    code=("cluster/policies/stopping.py", "drafter_service/grow.py"),
+)
+bench_stopping = STOPPING.command()

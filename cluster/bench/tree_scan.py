@@ -462,21 +462,21 @@ TREE_SCAN = Bench(
         ReportTable(
             "A layer's step, median and 90 %",
             "rows",
-            "tree; rows; paths; rows unrolled = unrolled_rows; * ms = ms.*:.2f",
+            "tree; rows; paths; rows unrolled = unrolled_rows; * ms = ms/*:.2f",
         ),
-        ReportTable("Over packed, median and 90 % of paired ratios", "rows", "tree; rows; * = over_packed.*:.2f"),
-        ReportTable("Temporaries of a layer's step, MiB", "rows", "tree; rows; * = temporary_mib.*:.2f"),
+        ReportTable("Over packed, median and 90 % of paired ratios", "rows", "tree; rows; * = over_packed/*:.2f"),
+        ReportTable("Temporaries of a layer's step, MiB", "rows", "tree; rows; * = temporary_mib/*:.2f"),
         ReportTable(
             "Memory of a whole model and one text, MiB",
             "memory",
-            "model; step; rows; * = mib.*:.2f; over plain = over_plain:.3f",
+            "model; step; rows; * = mib/*:.2f; over plain = over_plain:.3f",
         ),
     ),
     aims=(
         Aim(
             "unrolled over packed, {tree}, {rows} rows",
             "rows",
-            f"over_packed.{UNROLLED}",
+            f"over_packed/{UNROLLED}",
             least=1.0,
             end="low",
             where=lambda row: row["rows"] >= 15,
@@ -490,8 +490,8 @@ TREE_SCAN = Bench(
         ),
     ),
     plots=(
-        Plot("rows", "rows of the tree = rows", "time of a layer's step * (ms) = ms.*", log="y"),
-        Plot("rows", "rows of the tree = rows", "over packed * = over_packed.*", log="y"),
+        Plot("rows", "rows of the tree = rows", "time of a layer's step * (ms) = ms/*", log="y"),
+        Plot("rows", "rows of the tree = rows", "over packed * = over_packed/*", log="y"),
     ),
     code=("kernels/tree_kernels/tree_scan", "kernels/tree_layers/tree_mixers.py", "verifier_service/recurrent.py"),
 )

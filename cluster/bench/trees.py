@@ -417,7 +417,7 @@ TREES = Bench(
             "ablation",
             "way; tree = shape; emitted per round = emitted_per_round:.3f; over the best static = over_best_static:.3f",
         ),
-        ReportTable("Costs in ms by rows, temperature {temperature:g}", "costs", "what; * = ms.*:.2f"),
+        ReportTable("Costs in ms by rows, temperature {temperature:g}", "costs", "what; * = ms/*:.2f"),
         ReportTable(
             "In real time: drafter and verifier in this process, without a router",
             "live",

@@ -1,9 +1,9 @@
 """What a bench declares (options, rows, columns, aims, plots), and what all share: the command, the report, its files.
 
 A bench is one function that returns rows, and declarations of how they are shown. A row is a mapping; a number with an
-interval is an estimate (`Estimate.as_json`). Declarations name a field of a row by its path, `over_off` or `ms.ours`:
+interval is an estimate (`Estimate.as_json`). Declarations name a field of a row by its path, `over_off` or `ms/ours`:
 
->>> table = ReportTable("Of {kind}", "rows", "arm; tokens/s = rate:.1f; * ms = ms.*:.2f")
+>>> table = ReportTable("Of {kind}", "rows", "arm; tokens/s = rate:.1f; * ms = ms/*:.2f")
 >>> rows = [{"kind": "code", "arm": "off", "rate": 9.25, "ms": {"step": {"median": 2, "low": 1, "high": 3}}}]
 >>> list(table.cells({"rows": rows}))
 [('Of code', ('arm', 'tokens/s', 'step ms'), [('off', '9.2', '2.00 (1.00-3.00)')])]
@@ -38,6 +38,7 @@ from cluster.measure.options import MarkdownFile, PlotFile, as_given, numbers_in
 from cluster.measure.report import Cells, Report, Row, aim_row, aims_table, figure_at, machine_facts, medians, text_of
 from cluster.measure.statistics import Estimate
 from cluster.measure.targets import THREADS
+from cluster.tables import PLAIN_WIDTH
 
 ROOT = Path(__file__).parents[2]
 OLDER = "Older than the code that it measures"
@@ -58,29 +59,30 @@ class BenchOption:
     least: int | None = None
     most: int | None = None
     count: int = 1  # the fewest numbers of a list
+    of: Callable[[str], Any] | None = None  # reads the parts of a list; None: that of its default
     shown: bool = True  # whether help states the default
     argument: bool = False
 
     def parameter(self, name: str, kind: Any) -> inspect.Parameter:
         """The command's parameter; None unless it is given."""
-        listed = isinstance(self.full, tuple) and not self.argument
+        listed = isinstance(self.full, tuple)
         limits: dict[str, Any] = {} if self.least is None or listed else {"min": self.least, "max": self.most}
         text = self.help + (self._defaults if self.shown else "")
-        made = typer.Argument if self.argument else typer.Option
-        given = made(None, help=text, show_default=False, **limits)
-        where = inspect.Parameter.KEYWORD_ONLY
-        return inspect.Parameter(name, where, default=given, annotation=(str if listed else kind) | None)
+        if listed:
+            kind = list[Path] if self.argument else str
+        made = (typer.Argument if self.argument else typer.Option)(None, help=text, show_default=False, **limits)
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
 
     def value(self, name: str, given: Any, quick: bool) -> Any:
         """The field's value: as given, or its default."""
         if given is None or given == []:
             return self.quick if quick else self.full
-        if isinstance(given, str) and isinstance(self.full, tuple):
-            kind = type(self.full[0])
-            if kind is str:
-                return tuple(part.strip() for part in given.split(","))
-            return tuple(sorted(numbers_in(name, given, kind, self.least or 0, self.count)))
-        return tuple(given) if isinstance(given, list) else given
+        if not isinstance(self.full, tuple) or self.argument:
+            return tuple(given) if self.argument and isinstance(given, list) else given
+        kind: Any = self.of or type(self.full[0])
+        if kind is str:
+            return tuple(part.strip() for part in given.split(","))
+        return tuple(sorted(numbers_in(name, given, kind, self.least or 0, self.count)))
 
     @property
     def _defaults(self) -> str:
@@ -89,7 +91,9 @@ class BenchOption:
 
 
 def option(help: str, full: Any, quick: Any = None, **limits: Any) -> Any:
-    """A field of a bench's options. quick: its default with --quick, where that is another   limits: of BenchOption"""
+    """A field of a bench's options. quick: its default with --quick, where that is another   limits: of BenchOption
+
+    A bench whose options have a plain field `quick` gets that flag itself, too."""
     declared = BenchOption(help, full, full if quick is None else quick, **limits)
     return field(default=full, metadata={"option": declared})
 
@@ -120,6 +124,12 @@ def filled(text: str, row: Mapping[str, Any]) -> str | None:
     return text.format_map(row) if all(row.get(name) not in (None, "", [], {}) for name in names) else None
 
 
+def rows_at(report: Report, key: str) -> Sequence[Row]:
+    """Rows of a report, also those that it has by their names."""
+    found = report.get(key, ())
+    return [{"name": name} | row for name, row in found.items()] if isinstance(found, Mapping) else found
+
+
 def always(row: Row) -> bool:
     return True
 
@@ -147,7 +157,7 @@ class Column:
         for each in columns.split(";"):
             head, _, place = each.strip().rpartition(" = ")
             place, _, form = place.partition(":")
-            path = tuple(place.split("."))
+            path = tuple(place.split("/"))
             if path[-1] != "*":
                 yield cls(head or place, path, form)
                 continue
@@ -165,10 +175,12 @@ class ReportTable:
     where: Callable[[Row], bool] = always
 
     def cells(self, report: Report) -> Iterator[Cells]:
-        for title, rows in grouped(self.title, report.get(self.rows, ()), self.where).items():
+        for title, rows in grouped(self.title, rows_at(report, self.rows), self.where).items():
             columns = list(Column.all_of(self.columns, rows))
-            cells = [tuple(text_of(at(row, each.path), each.form) for each in columns) for row in rows]
-            yield title, tuple(each.head for each in columns), cells
+            texts = [[text_of(at(row, each.path), each.form) for row in rows] for each in columns]
+            shown = [index for index, column in enumerate(texts) if any(column)]  # one without a text is left out
+            cells = [tuple(texts[index][row] for index in shown) for row in range(len(rows))]
+            yield title, tuple(columns[index].head for index in shown), cells
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,8 +198,8 @@ class Aim:
 
     def judged(self, report: Report) -> Iterator[Row]:
         """A row for each name; not judged where no row has a value."""
-        path = self.path.split(".")
-        for name, rows in grouped(self.name, report.get(self.rows, ()), self.where).items():
+        path = self.path.split("/")
+        for name, rows in grouped(self.name, rows_at(report, self.rows), self.where).items():
             bar: Any = self.most if self.least is None else self.least
             bar = rows[0][bar] if isinstance(bar, str) else bar
             found = [(self._value(value), row) for row in rows if (value := at(row, path)) is not None]
@@ -207,7 +219,8 @@ class Aim:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Lines over a field of rows: a panel for each title, a line for each label. x, y: as one column of a table"""
+    """Lines over a field of rows, or bars where that is a text: a panel for each title, a line or a colour for each
+    label. x, y: as one column of a table"""
 
     rows: str
     x: str
@@ -219,23 +232,33 @@ class Plot:
 
     def panels(self, report: Report) -> Iterator[tuple[str, Callable[[Any], None]]]:
         """Each title, and what draws its axes."""
-        for title, rows in grouped(self.panel, report.get(self.rows, ()), self.where).items():
+        for title, rows in grouped(self.panel, rows_at(report, self.rows), self.where).items():
             yield title, partial(self._draw, rows)
 
     def _draw(self, rows: Sequence[Row], axis: Any) -> None:
         (x,) = Column.all_of(self.x, rows)
-        for label, own in grouped(self.line, rows).items():
-            for y in Column.all_of(self.y, own):
-                points = [(at(row, x.path), at(row, y.path)) for row in own if at(row, y.path) is not None]
-                points.sort(key=lambda point: point[0])
-                middles, reach = medians(each for _, each in points)
-                name = " ".join(filter(None, (label, y.path[-1] if "*" in self.y else "")))
+        lines = [(label, y, own) for label, own in grouped(self.line, rows).items() for y in Column.all_of(self.y, own)]
+        named = [str(at(row, x.path)) for row in rows] if isinstance(at(rows[0], x.path), str) else []
+        names = list(dict.fromkeys(named))[::-1]
+        for index, (label, y, own) in enumerate(lines):
+            points = [(at(row, x.path), at(row, y.path)) for row in own if at(row, y.path) is not None]
+            middles, reach = medians(each for _, each in points)
+            name = " ".join(filter(None, (label, y.path[-1] if "*" in self.y else "")))
+            if names:
+                places = [names.index(place) + 0.8 * index / len(lines) for place, _ in points]
+                axis.barh(places, middles, 0.8 / len(lines), xerr=reach, ecolor="black", capsize=2, label=name)
+            else:
                 axis.errorbar([place for place, _ in points], middles, reach, fmt="o-", markersize=4, label=name)
         for each in self.log:
             getattr(axis, f"set_{each}scale")("log")
-        axis.set_xlabel(x.head)
-        axis.set_ylabel(self.y.rpartition(" = ")[0].replace("*", "").strip())
-        axis.legend(frameon=False, fontsize=7)
+        x_label, y_label = x.head, self.y.rpartition(" = ")[0].replace("*", "").strip()
+        if names:
+            axis.set_yticks([place + 0.4 - 0.4 / len(lines) for place in range(len(names))], names)
+            x_label, y_label = y_label, ""
+        axis.set_xlabel(x_label)
+        axis.set_ylabel(y_label)
+        if self.line or "*" in self.y:
+            axis.legend(frameon=False, fontsize=7)
 
 
 def draw(plots: Iterable[Plot], report: Report, path: Path) -> None:
@@ -267,7 +290,9 @@ class Bench(Generic[S]):
     tables: tuple[ReportTable, ...]
     aims: tuple[Aim, ...] = ()
     plots: tuple[Plot, ...] = ()
-    threads: int = THREADS  # of each engine, unless an option says so
+    threads: int = THREADS  # of each engine, unless an option or the report says so
+    local: bool = True  # whether ours ran in the bench's process
+    width: int = PLAIN_WIDTH  # columns of the terminal where there is none
     code: tuple[str, ...] = ()  # what is measured: files and folders of the checkout
 
     def report(self, options: S, begin: Begin) -> Report:
@@ -278,12 +303,14 @@ class Bench(Generic[S]):
         found = self.measure(options, begin)
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
-        local, seed = getattr(options, "local", True), getattr(options, "seed", 0)
-        report = {**report_head(self.name, started, local, seed, threads), "code": digests(self.code)}
-        own: Any = options
+        local, seed = getattr(options, "local", self.local), getattr(options, "seed", 0)
         shown = [name for name, each in _declared(self.options).items() if each.shown]
-        report["options"] = {name: as_given(getattr(own, name)) for name in shown}
-        report |= found
+        report = {
+            **report_head(self.name, started, local, seed, found.pop("threads", threads)),
+            "code": digests(self.code),
+            "options": {name: as_given(getattr(options, name)) for name in shown},
+            **found,
+        }
         return report | {"aims": [row for aim in self.aims for row in aim.judged(report)]}
 
     def kept(self, file: Path) -> Report:
@@ -312,8 +339,9 @@ class Bench(Generic[S]):
 
     def chosen(self, given: Mapping[str, Any], quick: bool) -> S:
         """The options, of those given on the command line and of the defaults."""
-        declared = _declared(self.options)
-        return self.options(**{name: each.value(name, given[name], quick) for name, each in declared.items()})
+        values = {name: each.value(name, given[name], quick) for name, each in _declared(self.options).items()}
+        own: Any = self.options
+        return self.options(**values, **({"quick": quick} if "quick" in [each.name for each in fields(own)] else {}))
 
     def command(self) -> Callable[..., None]:
         """The function of the command, with a parameter for each option."""
@@ -335,6 +363,7 @@ class Bench(Generic[S]):
                 given["plot"],
                 partial(draw, self.plots) if self.plots else None,
                 differences=report.get("differences", ()),
+                width=self.width,
             )
 
         run.__doc__ = self.help
@@ -343,7 +372,7 @@ class Bench(Generic[S]):
 
 
 def _declared(options: Any) -> dict[str, BenchOption]:
-    return {each.name: each.metadata["option"] for each in fields(options)}
+    return {each.name: each.metadata["option"] for each in fields(options) if "option" in each.metadata}
 
 
 async def _awaited(found: Awaitable[dict[str, Any]]) -> dict[str, Any]:

@@ -34,7 +34,11 @@ def test_help_states_the_defaults_of_every_option_that_quick_changes(command: tu
     assert status == 0
     module = vars(import_module(place_of(command))).values()
     declared = [
-        each.metadata["option"] for bench in module if isinstance(bench, Bench) for each in fields(bench.options)
+        each.metadata["option"]
+        for bench in module
+        if isinstance(bench, Bench)
+        for each in fields(bench.options)
+        if "option" in each.metadata
     ]
     defaults = {*(each for each in module if isinstance(each, Default)), *declared}
     changed = {(as_given(each.full), as_given(each.quick)) for each in defaults if each.full != each.quick}

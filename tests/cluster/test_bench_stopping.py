@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,15 +18,16 @@ from cluster.bench.costs import STEP_ROWS, ReplayCosts
 from cluster.bench.stopping import (
     CHAIN,
     FORMS,
+    STOPPING,
     THRESHOLDS,
     TREE,
     Form,
     Point,
     RecordedDrafts,
-    StoppingRecord,
     comparison_rows,
     cost_rows,
     front_at,
+    live_arms,
     outside,
     point_of,
     rate_of,
@@ -35,14 +35,11 @@ from cluster.bench.stopping import (
     run_marginal,
     run_shape,
     stopped,
-    sweeps_of,
+    sweep_of,
 )
-from cluster.bench.stopping_aims import aims_of
-from cluster.bench.stopping_live import live_arms, live_rows
-from cluster.bench.stopping_report import facts_of, plot, tables_of
 from cluster.bench.traces import SPARE, TracedAnswer, grown_trees
+from cluster.measure.bench import draw
 from cluster.measure.in_process import EngineText
-from cluster.measure.report import as_json, as_markdown
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
@@ -219,13 +216,9 @@ def test_a_front_lies_between_its_points():
 
 
 @pytest.fixture(scope="module")
-def record() -> StoppingRecord:
-    return StoppingRecord({0.0: recorded_texts(0.9, count=6, tokens=96)}, {0.0: flat_costs()})
-
-
-@pytest.fixture(scope="module")
-def sweeps(record):
-    return list(sweeps_of(record, lambda: None))
+def sweeps():
+    drafts = recorded_texts(0.9, count=6, tokens=96)
+    return [sweep_of(form, 0.0, drafts, flat_costs()) for form in FORMS]
 
 
 def test_where_the_drafter_knows_what_is_hard_the_sweeps_front_lies_outside_that_of_every_length(sweeps):
@@ -243,40 +236,25 @@ def test_the_marginal_rule_is_within_a_percent_of_the_best_h_of_a_simulated_draf
 
 def test_the_marginal_rule_starts_from_nothing_and_learns_the_costs_that_it_needs():
     drafts = recorded_texts(0.9)
-    first, second = run_marginal(CHAINS, drafts, flat_costs(), 0.0)
+    first, second = run_marginal(CHAINS, drafts, flat_costs())
     assert [len(run) for run in first] != [] and rate_of(second) >= 0.98 * rate_of(first)
-    again = run_marginal(CHAINS, drafts, flat_costs(), 0.0)
+    again = run_marginal(CHAINS, drafts, flat_costs())
     assert [first, second] == again, "a replay is deterministic"
 
 
-def test_a_report_has_every_rule_of_every_form_and_kind_and_an_aim_for_each(record, sweeps, tmp_path):
+def test_a_report_has_every_rule_of_every_form_and_kind_and_an_aim_for_each(sweeps, tmp_path):
     rows = [row for sweep in sweeps for row in rule_rows(sweep)]
     compared = [row for sweep in sweeps for row in comparison_rows(sweep)]
     assert len(rows) == 2 * sum(len(form.lengths) + len(THRESHOLDS) + 1 for form in FORMS)
-    assert {(row["form"], row["kind"]) for row in compared} == {(f, k) for f in (CHAIN, TREE) for k in record.kinds}
-    aims = aims_of(compared)
-    assert len(aims) == 2 * len(compared)
-    for aim in aims:
-        assert aim["met"] is (aim["value"] > 1.0 if "closest" in aim["aim"] else aim["value"] >= 0.99)
-    timed = {shape: [(10, 20, 1.0), (12, 22, 1.5)] for shape in live_arms([])}
-    report = {
-        "bench": "stopping",
-        "machine": {"processor": "p", "cores": 2, "accelerator": None, "threads": 1, "python": "3", "libraries": {}}
-        | {"environment": {}},
-        "settings": {"command": "c", "date": "d", "commit": "c", "local": True, "seed": 0, "seconds": 1.0},
-        "plan": {"target": "costly", "parameters": 1, "dtype": "float32", "drafter": "mamba2", "drafter_dtype": "f"}
-        | {"kinds": list(record.kinds), "prompts": 3, "prompt_tokens": 1, "tokens": 96, "repetitions": 1}
-        | {"forms": {form.name: str(form.marginal) for form in FORMS}},
-        "rows": rows,
-        "compared": compared,
-        "costs": list(cost_rows(record)),
-        "live": list(live_rows(timed, 0.0)),
-        "aims": aims,
+    assert {(row["form"], row["kind"]) for row in compared} == {
+        (f, k) for f in (CHAIN, TREE) for k in ("code", "prose")
     }
-    text = as_markdown(report, facts_of(report), tables_of(report))
-    assert "marginal rule" in text and "until(auto,3,7,31)" in text and "| fixed h | 0.5 |" in text
-    assert json.loads(as_json(report))["compared"] == compared
-    plot(report, tmp_path / "plot.png")
+    report = {"rows": rows, "compared": compared, "costs": list(cost_rows(flat_costs(), 0.0)), "live": []}
+    report["aims"] = [row for aim in STOPPING.aims for row in aim.judged(report)]
+    assert len(report["aims"]) == 2 * len(compared)
+    titles = [title for title, *_ in STOPPING.all_tables(report)]
+    assert len(titles) == 1 + 2 * 2 + (1 + 2 * 2) + 1
+    draw(STOPPING.plots, report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
