@@ -31,7 +31,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ROOMS = ("cluster", "drafter_service", "kernels", "protos/dendro", "verifier_service")
 """Folders without a fault, LATER excepted."""
-LATER = ("cluster/bench/", "cluster/measure/")
+LATER: tuple[str, ...] = ()
 """Beginnings of paths in ROOMS that still have faults."""
 PACKAGES = (
     *(("protos/", "dendro"), ("kernels/", "tree_kernels"), ("kernels/", "tree_layers")),

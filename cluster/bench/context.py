@@ -75,13 +75,13 @@ class ContextRow:
     """The measurements at one context length."""
 
     context: int
-    prefill_s: float = 0.0  # of the engine, for the whole context
-    session_bytes: int = 0  # of the text's pages
+    prefill_s: float = 0.0  # the engine's time for the whole context
+    session_bytes: int = 0  # size of the text's pages
     seconds: dict[str, list[float]] = field(default_factory=lambda: {way: [] for way in WAYS})
 
 
 def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
-    """The same checkpoint with a greater last position, in `folder`. It costs the same as a model trained for such
+    """Copy a checkpoint to `folder` with a greater last position. It costs the same as a model trained for such
     texts; its output for them is meaningless."""
     made = folder / checkpoint.name
     made.mkdir()

@@ -66,7 +66,7 @@ ROOM = 4096
 """Tokens by which a text may grow."""
 LEVEL_BARS = {MAMBA2: {1: 7.0, 4: 6.0, 12: 3.3}, MAMBA: {1: 4.5, 4: 3.8, 12: 2.2}}
 DRAFT_BARS = {MAMBA2: dict(zip(SHAPES, (6.0, 6.0, 5.0, 5.0), strict=True))}
-"""By how many times FUSED is sooner than EAGER, by drafter and rows of a level, and by drafter and shape of a draft."""
+"""Least ratios of EAGER's time to FUSED's, by drafter and rows of a level, and by drafter and shape of a draft."""
 CPU = torch.device("cpu")
 
 
@@ -84,7 +84,7 @@ class DrafterForms:
     """A drafter's model, loaded in every form that can be had."""
 
     name: str
-    models: Mapping[str, DrafterModel]  # by form, in the order of FORMS; EAGER is among them
+    models: Mapping[str, DrafterModel]  # EAGER and, where it can be had, FUSED
     missing: str = ""  # why FUSED cannot be had
 
 
@@ -102,8 +102,8 @@ def load_forms(name: str, checkpoint: Path) -> DrafterForms:
 class TimedDraft:
     """One draft of one or more texts."""
 
-    trees: tuple[DraftTree, ...]  # of each text
-    plans: tuple[DraftPlan, ...]  # of its forwards
+    trees: tuple[DraftTree, ...]  # one of each text
+    plans: tuple[DraftPlan, ...]  # one of each forward
     seconds: float
 
 

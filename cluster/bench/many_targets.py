@@ -57,16 +57,16 @@ class Way:
     target: str
     arm: Arm
     temperature: float
-    at_once: bool  # beside a request in the same way at each other target
+    at_once: bool  # whether each other target has a request in the same way
 
 
 @dataclass(frozen=True, slots=True)
 class TargetsPlan:
     """What is measured."""
 
-    drafters: dict[str, tuple[str, ...]]  # by target; the first serves all targets
+    drafters: dict[str, tuple[str, ...]]  # target -> drafters; the first drafter serves all targets
     prompts: tuple[tuple[int, ...], ...]
-    tokens: int  # of every answer
+    tokens: int  # length of every answer
     temperatures: tuple[float, ...]
     seed: int
 
@@ -92,7 +92,7 @@ class TargetsPlan:
 
     @property
     def answers(self) -> int:
-        """Of the whole measurement, after the warm-up."""
+        """Number of answers of the whole measurement, after the warm-up."""
         return len(self.prompts) * sum(len(batch) for each in self.temperatures for batch in self.batches(each))
 
     def answer_seed(self, prompt: int) -> int:
@@ -108,7 +108,7 @@ class Measured:
     rounds: int
     emitted: int
     late: int  # rounds whose tree did not come
-    tokens_per_second: float  # after the first round
+    tokens_per_second: float  # rate after the first round
 
 
 @dataclass(slots=True)

@@ -117,7 +117,7 @@ def run_policy(
             if notes is not None:
                 notes.learn(arm, tree, verdict, True)
             running.begun()
-            if rounds:  # as in the router: the first round includes opening the text
+            if rounds:  # the first round includes opening the text, as in the router
                 experience.learn_time(arm, tree, verdict, draft_us + step_us)
             rounds.append(ReplayedRound(shape, len(path), draft_us + step_us))
             base += len(path)

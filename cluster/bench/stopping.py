@@ -42,7 +42,7 @@ CHAIN, TREE = "chain", "tree"
 MOST = 12
 """The most guesses of a chain."""
 K, STEPS, TOTAL = 3, 7, 31
-"""Of trees: rows of a level that get children, and children of each; levels; guesses that are kept."""
+"""Sizes of trees: rows of a level that get children, and children of each; levels; guesses that are kept."""
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """The fixed h of the sweep."""
 DRAFTER = "mamba2"
@@ -73,7 +73,7 @@ class Form:
     name: str
     largest: DynamicShape
     recorded: TreeShape  # has every guess that a draft within `largest` may have
-    lengths: tuple[TreeShape, ...]  # by levels, from 1 on
+    lengths: tuple[TreeShape, ...]  # index + 1: levels
     grown: tuple[DynamicShape, ...]  # drafted as `until` is, level by level, with so many levels, from 1 on
 
     def until(self, h: float) -> UntilShape:
@@ -167,7 +167,7 @@ def draft_us(costs: ReplayCosts, form: Form, shape: TreeShape, levels: int) -> f
 
 
 Replayed = list[list[StoppedRound]]
-"""By answer, its rounds."""
+"""The rounds of each answer."""
 
 
 def run_shape(form: Form, shape: TreeShape, drafts: Sequence[RecordedDrafts], costs: ReplayCosts) -> Replayed:
@@ -306,9 +306,9 @@ class Sweep:
 
     form: Form
     temperature: float
-    kinds: tuple[str, ...]  # of each answer
-    fixed: Mapping[str, Replayed]  # by levels
-    swept: Mapping[str, Replayed]  # by h
+    kinds: tuple[str, ...]  # kind of each answer
+    fixed: Mapping[str, Replayed]  # levels -> rounds
+    swept: Mapping[str, Replayed]  # h -> rounds
     marginal: Replayed
 
     def of_kind(self, kind: str, runs: Mapping[str, Replayed]) -> dict[str, Replayed]:

@@ -101,7 +101,7 @@ async def measure_structured(
                 step()
         answered += [_answers_row(temperature, *case, answers) for case, answers in found.items()]
         step = begin(f"masks at temperature {temperature:g}", options.schemas)
-        emitted = {  # by rows of a round
+        emitted = {  # rows of a round -> tokens that it emits
             rows: _answers_row(temperature, SCHEMAS, way, FOLLOWS, found[SCHEMAS, way, FOLLOWS])["emitted_per_round"]
             for rows, way in ((1, OFF), (TREE.rows, str(TREE)))
         }

@@ -50,7 +50,7 @@ class TracedAnswer:
     """The target's answer to one prompt."""
 
     kind: str
-    name: str  # of the prompt
+    name: str  # name of the prompt
     temperature: float
     seed: int
     ids: tuple[int, ...]  # prompt, the measured tokens, SPARE more
@@ -85,9 +85,9 @@ class Trace:
     """One drafter's guesses for one answer."""
 
     answer: TracedAnswer
-    ranks: Sequence[int]  # of each token from `begin` on among the drafter's candidates, given the true text before it
-    trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # at begin, begin + 1, ..., end - 1
-    proposals: list[Proposal] = field(default_factory=list)  # of prompt lookup, at the same positions
+    ranks: Sequence[int]  # rank of each token from `begin` on among the drafter's candidates, given the true text
+    trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # one at begin, begin + 1, ..., end - 1
+    proposals: list[Proposal] = field(default_factory=list)  # what prompt lookup proposes, at the same positions
     _emitted: dict[TreeShape, list[int]] = field(default_factory=dict)
 
     def path(self, shape: TreeShape, base: int) -> tuple[int, ...]:

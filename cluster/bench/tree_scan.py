@@ -144,7 +144,7 @@ class ScanTree:
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """For every row, the rows from the root to it, itself last."""
+        """The rows from the root to each row, itself last."""
         paths: list[tuple[int, ...]] = []
         for row, parent in enumerate(self.parents):
             paths.append((*paths[parent], row) if row else (row,))
@@ -396,7 +396,7 @@ def memory_rows(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) -> 
         def forward(tokens: Tensor = tokens) -> None:
             hidden = model.backbone(tokens, use_cache=False).last_hidden_state[0]
             logits = Logits(hidden, lambda rows: F.linear(rows.float(), head))  # the engine's, float32
-            for row in range(len(hidden)):  # as a walk that visits all rows
+            for row in range(len(hidden)):  # what a walk that visits all rows does
                 logits.row(row)
 
         with torch.inference_mode():

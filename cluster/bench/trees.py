@@ -122,8 +122,8 @@ def cut_trees(trace: Trace) -> None:
 class TreesRecord:
     """All measurements; the report is computed from them."""
 
-    traces: Mapping[tuple[str, float], Sequence[Trace]]  # by drafter and temperature, in the order of the stream
-    costs: Mapping[tuple[str, float], ReplayCosts]  # by drafter and temperature
+    traces: Mapping[tuple[str, float], Sequence[Trace]]  # (drafter, temperature) -> answers, in the order of the stream
+    costs: Mapping[tuple[str, float], ReplayCosts]  # (drafter, temperature) -> measured costs
     drafter: str  # whose trees were grown
     arms: tuple[TreeShape, ...]  # the configured ones; policies choose among them
 

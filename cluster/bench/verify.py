@@ -27,7 +27,7 @@ from cluster.measure.turns import estimate
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
 SHAPES: Mapping[int, LevelShape] = {1: LevelShape((1, 1, 1)), 2: LevelShape((2, 2, 2)), 4: LevelShape((4, 4, 2))}
-"""By the children of a row: trees of three levels. Of four children the last level has two, for 63 guesses at most."""
+"""Children of a row -> a tree of three levels. With four children the last level has two, for 63 guesses at most."""
 
 DRAFTER = "mamba2"
 ROOM = 80

@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Protocol
 
-from cluster.measure.load import LoadBlock, Prompt, closed_load, ratio
+from cluster.measure.load import LoadBlock, Prompt, closed_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Step
-from cluster.measure.report import aim_row
+from cluster.measure.report import Row
 from cluster.measure.statistics import Estimate, median_estimate
 
-LEAST_OVER_OFF = 0.98
-"""The promise: the policy is at most 2 % slower than no speculation."""
-FIRST_TOKEN_OVER_OFF = 1.05
-"""The most that the policy's median time to the first token may be, over that without speculation."""
+PAIRS = "pairs"
+"""These blocks, among what is judged."""
 FIRST_S = 60.0
 """Seconds of the policy's first answers by a fresh router that count as its first minute."""
 BLOCK_ANSWERS, LEAST_ANSWERS = 64, 2
@@ -83,22 +81,17 @@ async def measure_against_off(plan: PairsPlan, fresh_router: FreshRouter, step: 
     return blocks
 
 
-def aims_against_off(blocks: Sequence[LoadBlock]) -> list[dict[str, Any]]:
-    """Aims of each load: for the median of all pairs, and for all that a fresh router answered in the policy's first
-    minute, the first trial included."""
-    aims = []
-    for load in dict.fromkeys(block.load for block in blocks):
-        mine = [block for block in blocks if block.load == load]
-        seconds, over_off = first_minute(mine)
-        for aim, found in (
-            (f"policy over off, {load}", ratio(mine, load, AUTO, OFF)),
-            (f"policy over off, {load}, first {seconds:.0f} s", median_estimate([over_off])),
-        ):
-            aims.append(aim_row(aim, LEAST_OVER_OFF, found.median >= LEAST_OVER_OFF, found))
-        found = first_token_over_off(mine)
-        aim = f"first token of the policy over that of off, {load}"
-        aims.append(aim_row(aim, FIRST_TOKEN_OVER_OFF, found.median <= FIRST_TOKEN_OVER_OFF, found))
-    return aims
+def rows_against_off(blocks: Sequence[LoadBlock]) -> list[Row]:
+    """Rows of blocks; those of the policy also have the ratios of its first tokens, and of all that a fresh router
+    answered in the policy's first minute, the first trial included."""
+    rows = rows_of(blocks, judged=PAIRS)
+    for row in rows:
+        if row["name"] == AUTO:
+            mine = [block for block in blocks if block.load == row["load"]]
+            seconds, over_off = first_minute(mine)
+            row |= {"first_s": round(seconds), "first_minute_over_off": round(over_off, 4)}
+            row["first_token_over_off"] = first_token_over_off(mine).as_json()
+    return rows
 
 
 def first_token_over_off(blocks: Sequence[LoadBlock]) -> Estimate:

@@ -70,6 +70,11 @@ class BenchOption:
         text = self.help + (self._defaults if self.shown else "")
         if listed:
             kind = list[Path] if self.argument else str
+        if kind is bool and not self.full:
+            flag = typer.Option(False, f"--{name.replace('_', '-')}", help=self.help)
+            return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=flag, annotation=bool)
+        if self.argument:
+            limits["metavar"] = f"[{name.rstrip('s').upper()}]" + "..." * listed
         made = (typer.Argument if self.argument else typer.Option)(None, help=text, show_default=False, **limits)
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
 
@@ -192,7 +197,7 @@ class Aim:
     path: str
     least: float | str | None = None  # a text names the rows' field that has the bar
     most: float | None = None
-    end: str = "median"  # of an estimate, that is judged
+    end: str = "median"  # the end of an estimate that is judged
     where: Callable[[Row], bool] = always
     why: str = ""  # shown where it is missed, with fields of the row
 
@@ -290,7 +295,7 @@ class Bench(Generic[S]):
     tables: tuple[ReportTable, ...]
     aims: tuple[Aim, ...] = ()
     plots: tuple[Plot, ...] = ()
-    threads: int = THREADS  # of each engine, unless an option or the report says so
+    threads: int = THREADS  # threads of each engine, unless an option or the report says so
     local: bool = True  # whether ours ran in the bench's process
     width: int = PLAIN_WIDTH  # columns of the terminal where there is none
     code: tuple[str, ...] = ()  # what is measured: files and folders of the checkout

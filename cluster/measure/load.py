@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 from dendro.answer import collect_stream
 from dendro.client import Asking
@@ -23,18 +22,16 @@ from dendro.errors import EngineFailed
 from cluster.measure.baselines import BaselineProcess
 from cluster.measure.measurement import AUTO, BATCH, CONTINUOUS, OFF, Step
 from cluster.measure.ours import TenantClients, TenantRule
-from cluster.measure.report import aim_row
+from cluster.measure.report import Row
 from cluster.measure.speed import Identity
-from cluster.measure.speed_aims import FIXED_ARM_BAR, NEVER_SLOWER
 from cluster.measure.statistics import Estimate, median_estimate
+from cluster.measure.turns import estimate
 
 FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)
 PERCENTILES = (50, 95, 99)
 CONTINUOUS_REPETITIONS = 1
 """Repetitions of the library's `generate_batch`: a tenth as fast as the others, more would take most of the time."""
-ROUTER_BARS = {OFF: 1.5, AUTO: 3.0}
-"""The most that a round may cost a router, in units of a hop."""
 FIRST_SAMPLE_S, SAMPLE_S = 0.5, 1.0
 """First time and interval of sampling the pages in use; rare, as each sample is a call that loads the machine."""
 
@@ -264,86 +261,64 @@ def ratio(blocks: Sequence[LoadBlock], load: str, over: str, under: str) -> Esti
     return median_estimate([high / low for high, low in pairs])
 
 
-def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS) -> list[dict[str, Any]]:
-    """One row for each load and way: closed loops first, by size. ways: of ours, in order"""
+def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str = "") -> list[Row]:
+    """One row for each load and way: closed loops first, by size. ways: ours, in order   judged: whose aims are judged
+    by the rows"""
     rows = []
     for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
+        here = [block for block in blocks if block.load == load]
+        rates = {way: [block.rate for block in here if block.way == way] for way in ways if way != AUTO}
+        best = max((way for way in rates if rates[way]), key=lambda way: median(rates[way]))
+        arriving, number = _load_order(here[0])
         for way in (*ways, BATCH, CONTINUOUS):
-            mine = [block for block in blocks if (block.load, block.way) == (load, way)]
+            mine = [block for block in here if block.way == way]
             if not mine:
                 continue
-            row: dict[str, Any] = {
+            row: Row = {
                 "load": load,
+                "judged": judged,
+                "clients": None if arriving else int(number),
+                "share": number if arriving else None,
                 "name": way,
-                "tokens_per_second": median_estimate([block.rate for block in mine]).as_json(),
+                "tokens_per_second": estimate([block.rate for block in mine]),
                 "first_token_ms": percentiles([each for block in mine for each in block.first_s]),
                 "between_tokens_ms": percentiles([each for block in mine for each in block.between_s]),
             }
             if way in ways:
-                tokens = sum(block.tokens for block in mine)
-                row["guesses_per_token"] = round(sum(block.guesses for block in mine) / tokens, 2)
-                row["trimmed_per_token"] = round(sum(block.trimmed for block in mine) / tokens, 2)
-                steps_us = sum(block.steps_us for block in mine)
-                forwards_us = sum(block.forwards_us for block in mine)
-                row["step_overhead"] = round(1 - forwards_us / steps_us, 4) if steps_us else None
-                row["router_ms"] = median_estimate([block.router_ms for block in mine]).as_json()
-                row["hop_us"] = round(median(block.hop_us for block in mine), 1)
-                row["pages_in_use"] = max(block.pages for block in mine)
-                shapes = sum((block.shapes for block in mine), Counter[str]())
-                row["shapes"] = {name: round(rounds / shapes.total(), 3) for name, rounds in shapes.most_common()}
+                row |= _counts(mine) | {"over_one": _over_one(blocks, mine)}
             if way != OFF:
                 row["over_off"] = ratio(blocks, load, way, OFF).as_json()
+            if way == AUTO:
+                row |= {"over_best": ratio(blocks, load, AUTO, best).as_json(), "best": best}
             rows.append(row)
     return rows
 
 
-def _load_order(block: LoadBlock) -> tuple[int, float]:
-    number = float(block.load.split()[0])
-    return ("client" not in block.load, number)
+def _counts(blocks: Sequence[LoadBlock]) -> Row:
+    """What the verifier and the router counted in these blocks of one way."""
+    tokens = sum(block.tokens for block in blocks)
+    shapes = sum((block.shapes for block in blocks), Counter[str]())
+    stepped = [1 - block.forwards_us / block.steps_us for block in blocks if block.steps_us]
+    hops = [1e3 * block.router_ms / block.hop_us for block in blocks if block.hop_us]
+    return {
+        "guesses_per_token": round(sum(block.guesses for block in blocks) / tokens, 2),
+        "trimmed_per_token": round(sum(block.trimmed for block in blocks) / tokens, 2),
+        "step_overhead": estimate(stepped) if stepped else None,
+        "router_ms": estimate([block.router_ms for block in blocks]),
+        "router_over_hop": estimate(hops) if hops else None,
+        "pages_in_use": max(block.pages for block in blocks),
+        "shapes": {name: round(rounds / shapes.total(), 3) for name, rounds in shapes.most_common()},
+    }
 
 
-def aims_of(blocks: Sequence[LoadBlock], clients: Sequence[int]) -> list[dict[str, Any]]:
-    """The aims of the bench, computed from its blocks."""
-    aims = []
-
-    one = closed_load(1)
-    if 1 in clients:
-        found = ratio(blocks, one, AUTO, OFF)
-        aims.append(aim_row("policy over off, one client", 1.0, found.low > 1.0, found))
-    for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
-        rates = {way: median(b.rate for b in blocks if (b.load, b.way) == (load, way)) for way in (OFF, FIXED)}
-        better = max(rates, key=rates.__getitem__)
-        found = ratio(blocks, load, AUTO, better)
-        aim = f"policy over the better of off and {FIXED}, {load}: {better}"
-        aims.append(aim_row(aim, 0.97, found.high >= 0.97, found))
-    if 1 in clients and 16 in clients:
-        off = {(b.load, b.repetition): b.rate for b in blocks if b.way == OFF}
-        gains = [off[closed_load(16), each] / rate for (load, each), rate in off.items() if load == one]
-        found = median_estimate(gains)
-        aims.append(aim_row("off, 16 clients over one", 5.0, found.median >= 5.0, found))
-    sixteen = [b for b in blocks if b.load == closed_load(16) and b.way == OFF and b.steps_us]
-    if sixteen:
-        found = median_estimate([1 - block.forwards_us / block.steps_us for block in sixteen])
-        aims.append(aim_row("a step's own overhead, off, 16 clients", 0.1, found.median < 0.1, found))
-    for way, bar in ROUTER_BARS.items():
-        mine = [b for b in blocks if (b.load, b.way) == (closed_load(32), way) and b.hop_us]
-        if mine:
-            found = median_estimate([1e3 * block.router_ms / block.hop_us for block in mine])
-            aim = f"router's processor time a round over a bare gRPC hop's, {way}, 32 clients"
-            aims.append(aim_row(aim, bar, found.median <= bar, found))
-    return aims
+def _over_one(blocks: Sequence[LoadBlock], mine: Sequence[LoadBlock]) -> Row | None:
+    """The rate of these blocks over that of one client in the same way and repetition; None where there is none."""
+    way, one = mine[0].way, closed_load(1)
+    alone = {block.repetition: block.rate for block in blocks if (block.load, block.way) == (one, way)}
+    pairs = [block.rate / alone[block.repetition] for block in mine if block.repetition in alone]
+    return estimate(pairs) if pairs else None
 
 
-def own_aims(blocks: Sequence[LoadBlock], fixed: Sequence[str]) -> list[dict[str, Any]]:
-    """The promise of the policy at each load of a user's target. fixed: the other ways of ours, `off` among them"""
-    aims = []
-    for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
-        rates = {way: median(b.rate for b in blocks if (b.load, b.way) == (load, way)) for way in fixed}
-        best = max(rates, key=rates.__getitem__)
-        for aim, under, bar in (
-            (f"policy over off, {load}", OFF, NEVER_SLOWER),
-            (f"policy over the best fixed arm, {load}: {best}", best, FIXED_ARM_BAR),
-        ):
-            found = ratio(blocks, load, AUTO, under)
-            aims.append(aim_row(aim, bar, found.median >= bar, found))
-    return aims
+def _load_order(block: LoadBlock) -> tuple[bool, float]:
+    """Whether requests arrive by themselves, and the number of clients or the share of the capacity."""
+    return ("client" not in block.load, float(block.load.split()[0]))

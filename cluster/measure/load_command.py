@@ -1,75 +1,116 @@
-"""`dendro bench load`: start a cluster and the library, load both, report."""
+"""`dendro bench load`: its options, what it loads, and its report."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 
 from cluster import deploy
-from cluster.command_options import JsonFile, given_config
-from cluster.config import DEMO_MODELS, Config, TargetConfig
+from cluster.command_options import given_config
+from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
-from cluster.measure.against_off import BLOCK_ANSWERS, FIRST_S, PairsPlan, aims_against_off, measure_against_off
+from cluster.measure.against_off import FIRST_S, PAIRS, PairsPlan, measure_against_off, rows_against_off
 from cluster.measure.baselines import BaselineProcess
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed
 from cluster.measure.hops import hop_process
-from cluster.measure.load import (
-    CONTINUOUS_REPETITIONS,
-    WAYS,
-    Loader,
-    LoadPlan,
-    aims_of,
-    measure_load,
-    own_aims,
-    rows_of,
-)
-from cluster.measure.load_report import facts_of, tables_of
-from cluster.measure.load_report import plot as draw
-from cluster.measure.machine import report_head
+from cluster.measure.load import FIXED, WAYS, Loader, LoadPlan, measure_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Begin
-from cluster.measure.options import (
-    Default,
-    MarkdownFile,
-    Models,
-    PlotFile,
-    numbers_in,
-    parse_temperatures,
-    present,
-    seed_option,
-    with_bars,
-)
 from cluster.measure.ours import TenantRule
-from cluster.measure.own_target import own_arms, own_prompts, own_target, prompt_facts
-from cluster.measure.speed import Identity
+from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
+from cluster.measure.report import Row
+from cluster.measure.speed import OWN, Identity
 from cluster.measure.targets import COSTLY, DEMO, parameter_count, target_config
-from cluster.prompt_files import QUESTIONS, PromptFile
+from cluster.prompt_files import QUESTIONS
 from cluster.running import running_cluster
 from cluster.tables import PLAIN_WIDTH
 from cluster.training.acceptance import PROMPT_TOKENS
 
-CLIENTS = Default((1, 2, 4, 8, 16, 32), quick=(1, 4))
-PAIRED_CLIENTS, PAIRED_TEMPERATURES = Default((1, 4, 8, 32), quick=(1, 4)), "0,0.8"
-ARRIVALS = Default((0.25, 0.5, 0.75, 1.0), quick=(0.5,))
-TOKENS = Default(64, quick=32)
-ANSWERS = Default(2, quick=1)
-REQUESTS = 16
-REPETITIONS = Default(5, quick=1)
-PROMPTS = 32
+CLIENTS, PAIRED_CLIENTS, PAIRED_TEMPERATURES = (1, 2, 4, 8, 16, 32), (1, 4, 8, 32), (0.0, 0.8)
+ANSWERS, REPETITIONS, REQUESTS = 2, 5, 16
+ARRIVALS = {False: (0.25, 0.5, 0.75, 1.0), True: (0.5,)}
+"""Rates of the open loops, as shares of the capacity, without and with --quick."""
+BUNDLED = "bundled"
+"""The costly target, among what is judged."""
 
 
-def parse_clients(text: str) -> tuple[int, ...]:
-    """Parse `1,4,16`: distinct integers, each at least 1."""
-    return tuple(sorted(numbers_in("clients", text, int, 1)))
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    config: Path | None = option(
+        "The YAML file of a cluster whose target is loaded with the prompts of a file. Default: the bundled targets.",
+        None,
+        argument=True,
+        shown=False,
+    )
+    prompt_file: Path | None = option(
+        "JSON lines, each with messages, a prompt (a user's message) or a text, and perhaps its category.",
+        None,
+        shown=False,
+    )
+    prompts: int = option("Number of prompts, the same of each category.", 32, least=1)
+    clients: tuple[int, ...] = option(
+        "Clients of the closed loops, separated by commas. Default: 1,2,4,8,16,32; quick: 1,4; with --against-off: "
+        "1,4,8,32.",
+        (),
+        (1, 4),
+        least=1,
+        of=int,
+        shown=False,
+    )
+    tokens: int = option("New tokens of every answer.", 64, 32, least=2)
+    answers: int | None = option(
+        "Answers for every client of a closed loop. Default: 2; quick: 1; with --against-off: 64 in all.",
+        None,
+        1,
+        least=1,
+        shown=False,
+    )
+    requests: int = option("Requests of every open loop.", REQUESTS, least=1)
+    repetitions: int | None = option("Repetitions of every block. Default: 5; quick: 1.", None, 1, least=1, shown=False)
+    seed: int = seed()
+    against_off: bool = option(
+        "Only the policy and no speculation, in alternating blocks at 1, 4, 8 and 32 clients, each from a fresh "
+        "router, for a minute of the policy or longer: 20 minutes.",
+        False,
+    )
+    target: str = option(
+        "With CONFIG the name of its target; else demo or costly, with --against-off. (default demo)", "", shown=False
+    )
+    tenants: TenantRule = option(
+        "With prompts of a file: each answer of a tenant of its own, or all of a row of one tenant.", TenantRule.ANSWERS
+    )
+    temperatures: tuple[float, ...] = option(
+        "Sampling temperatures with --against-off. (default 0,0.8)", (), of=float, shown=False
+    )
+    models: Path = models()
+    quick: bool = False
+
+    @property
+    def own(self) -> bool:
+        """Whether a target or prompts of the user's are loaded."""
+        return self.config is not None or self.prompt_file is not None
+
+    def __post_init__(self) -> None:
+        if not self.own and self.target and not self.against_off:
+            raise BadRequest("target", "has an effect with --against-off or CONFIG; all else is on the costly target")
+        if not self.own and self.target not in ("", DEMO, COSTLY):
+            raise BadRequest(
+                "target", f"is {self.target}, but load has the demo and the costly target; with CONFIG, name its own"
+            )
+        if not self.own and self.tenants is not TenantRule.ANSWERS:
+            raise BadRequest("tenants", "has an effect with CONFIG or --prompt-file alone")
+        if self.temperatures and not self.against_off:
+            raise BadRequest("temperatures", "has an effect with --against-off alone; all else is greedy")
+        if self.against_off and (self.requests != REQUESTS or self.seed):
+            raise BadRequest("against-off", "has neither open loops of requests, nor an order drawn by a seed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +118,7 @@ class LoadSubject:
     """A configuration of one target, and what is known of the prompts for it."""
 
     config: Config
+    prompts: tuple[tuple[int, ...], ...]
     rule: TenantRule | None = None  # None: all answers are of one tenant
     to_end: bool = False  # whether answers stop at their ends
     facts: Mapping[str, Any] = field(default_factory=lambda: {"prompt_tokens": PROMPT_TOKENS})
@@ -123,9 +165,28 @@ async def stats_of(target: str) -> Mapping[str, int]:
     return verifier | {f"router_{name}": value for name, value in router.items()}
 
 
-async def run_against_off(plan: PairsPlan, loaded: LoadSubject, progress: Begin) -> dict[str, Any]:
-    """Run the policy's comparison with no speculation on a target; returns the report."""
-    started = time.monotonic()
+def subject_of(options: LoadOptions) -> LoadSubject:
+    if not options.own:
+        found = held_out_prompts(options.prompts, PROMPT_TOKENS, load_tokenizer(options.models), options.models)
+        name = DEMO if options.against_off and options.target != COSTLY else COSTLY
+        return LoadSubject(target_config(options.models, name), tuple(prompt.token_ids for prompt in found))
+    file, chosen = options.prompt_file or QUESTIONS, own_target(given_config(options.config), options.target)
+    mine = own_prompts(chosen, file, options.prompts, options.tokens)
+    ids = tuple(prompt.token_ids for prompt in mine)
+    facts = prompt_facts(file, mine, options.tenants) | {"prompt_tokens": max(map(len, ids))}
+    return LoadSubject(chosen, ids, options.tenants, to_end=True, facts=facts)
+
+
+async def run_against_off(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> tuple[list[Row], Identity]:
+    plan = PairsPlan(
+        prompts=loaded.prompts,
+        tokens=options.tokens,
+        clients=options.clients or PAIRED_CLIENTS,
+        temperatures=options.temperatures or PAIRED_TEMPERATURES,
+        answers=options.answers,
+        pairs=options.repetitions or REPETITIONS,
+        least_s=FIRST_S if options.repetitions is None else 0.0,
+    )
     config, identity = with_room(loaded.config, max(plan.clients)), Identity()
 
     @asynccontextmanager
@@ -135,25 +196,24 @@ async def run_against_off(plan: PairsPlan, loaded: LoadSubject, progress: Begin)
             yield loader
             identity.add(loader.identity)
 
-    blocks = await measure_against_off(plan, fresh_router, progress("blocks", plan.blocks))
-    return {
-        **report_head("load", started, False, 0, loaded.target.threads),
-        "plan": {
-            **loaded.report_facts(),
-            "tokens": plan.tokens,
-            "answers": plan.answers or f"{BLOCK_ANSWERS} / clients",
-            "pairs": plan.pairs,
-        },
-        "silent": {},
-        "identity": identity.as_json(),
-        "rows": rows_of(blocks),
-        "aims": aims_against_off(blocks),
-    }
+    return rows_against_off(await measure_against_off(plan, fresh_router, begin("blocks", plan.blocks))), identity
 
 
-async def run_load(plan: LoadPlan, loaded: LoadSubject, progress: Begin) -> dict[str, Any]:
-    """Run the whole measurement; returns the report."""
-    started = time.monotonic()
+async def run_loads(
+    options: LoadOptions, loaded: LoadSubject, begin: Begin
+) -> tuple[list[Row], Identity, Mapping[str, str]]:
+    """Also returns the errors of baselines that failed."""
+    plan = LoadPlan(
+        prompts=loaded.prompts,
+        tokens=options.tokens,
+        clients=options.clients or CLIENTS,
+        answers=options.answers or ANSWERS,
+        arrivals=ARRIVALS[options.quick],
+        requests=options.requests,
+        repetitions=options.repetitions or REPETITIONS,
+        seed=options.seed,
+        ways=(OFF, *own_arms(loaded.config), AUTO) if options.own else WAYS,
+    )
     config, target = with_room(loaded.config, max(plan.clients)), loaded.target
     quiet = engine_environment(target.threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
     library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, quiet)
@@ -165,138 +225,136 @@ async def run_load(plan: LoadPlan, loaded: LoadSubject, progress: Begin) -> dict
             hop_process() as hops,
         ):
             loader = loaded.loader(client, plan)
-            step = progress("loads", plan.blocks)
-            blocks, silent = await measure_load(plan, loader, library, hops.hop_us, step)
+            blocks, silent = await measure_load(plan, loader, library, hops.hop_us, begin("loads", plan.blocks))
     finally:
         library.stop()
+    return rows_of(blocks, plan.ways, OWN if options.own else BUNDLED), loader.identity, silent
+
+
+async def run_load(options: LoadOptions, begin: Begin) -> dict[str, Any]:
+    loaded = subject_of(options)
+    silent: Mapping[str, str] = {}
+    if options.against_off:
+        rows, identity = await run_against_off(options, loaded, begin)
+    else:
+        rows, identity, silent = await run_loads(options, loaded, begin)
+    facts = loaded.report_facts() | {"tokens": options.tokens, "fresh": options.against_off or None}
+    compared = {
+        "compared": identity.answers_compared,
+        "silent": "; ".join(f"{way}: {why}" for way, why in silent.items()),
+    }
     return {
-        **report_head("load", started, False, plan.seed, target.threads),
-        "plan": {
-            **loaded.report_facts(),
-            "tokens": plan.tokens,
-            "answers": plan.answers,
-            "requests": plan.requests,
-            "repetitions": plan.repetitions,
-            "continuous_repetitions": min(CONTINUOUS_REPETITIONS, plan.repetitions),
-        },
-        "silent": silent,
-        "identity": loader.identity.as_json(),
-        "rows": rows_of(blocks, plan.ways),
-        "aims": own_aims(blocks, plan.ways[:-1]) if loaded.to_end else aims_of(blocks, plan.clients),
+        "threads": loaded.target.threads,
+        "plan": facts | compared,
+        "identity": identity.as_json(),
+        "differences": identity.differences,
+        "rows": rows,
     }
 
 
-def bench_load(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            help="The YAML file of a cluster whose target is loaded with the prompts of a file. Default: the bundled "
-            "targets.",
-            show_default=False,
+def is_judged(row: Row, judged: str, name: str = AUTO, clients: int | None = None) -> bool:
+    return (row["judged"], row["name"]) == (judged, name) and clients in (None, row["clients"])
+
+
+def bundled(name: str = AUTO, clients: int | None = None) -> Any:
+    return partial(is_judged, judged=BUNDLED, name=name, clients=clients)
+
+
+LOAD = Bench(
+    "load",
+    "Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then "
+    "Poisson arrivals; without speculation, with one tree and with the policy, beside transformers' batches.\n\n"
+    "Takes about 25 minutes on two cores. With CONFIG or --prompt-file it loads a target of your own after prompts of "
+    "your own, by default some questions of this package, with each of its arms. Exits with status 1 if ours answered "
+    "differently with speculation than without.",
+    "One or two minutes: few clients, one repetition.",
+    LoadOptions,
+    run_load,
+    facts=(
+        "{target} target: {parameters:,} parameters in {dtype}, drafter {drafter}; answers of at most {tokens} tokens "
+        "after prompts of at most {prompt_tokens}; {compared} answers compared with the first ones to their prompts",
+        "Prompts of {prompt_file}, of {shortest_prompt} tokens or more, the chat template's with them; answers up to "
+        "their ends; a tenant for each of the {tenants}",
+        "Pairs of blocks in alternating order at each load, from a fresh router: {fresh}",
+        "Could not be measured: {silent}",
+    ),
+    tables=(
+        ReportTable(
+            "{load}",
+            "rows",
+            "row = name; tokens/s = tokens_per_second:.1f; over off = over_off:.2f; first token ms * = "
+            "first_token_ms/*:.0f; between tokens ms * = between_tokens_ms/*:.1f; guesses per token = "
+            "guesses_per_token:.2f; left out = trimmed_per_token:.2f; pages in use = pages_in_use; step overhead = "
+            "step_overhead:.1%; router ms a round = router_ms:.2f; over a hop's = router_over_hop:.1f; rounds by shape "
+            "= shapes:.0%",
         ),
-    ] = None,
-    prompt_file: PromptFile = None,
-    quick: Annotated[bool, typer.Option("--quick", help="One or two minutes: few clients, one repetition.")] = False,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-    markdown: MarkdownFile = None,
-    prompts: Annotated[int, typer.Option(min=1, help="Number of prompts, the same of each category.")] = PROMPTS,
-    clients: Annotated[str | None, CLIENTS.option("Clients of the closed loops, separated by commas.")] = None,
-    tokens: Annotated[int | None, TOKENS.option("New tokens of every answer.", least=2)] = None,
-    answers: Annotated[int | None, ANSWERS.option("Answers for every client of a closed loop.", least=1)] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of every open loop.")] = REQUESTS,
-    repetitions: Annotated[int | None, REPETITIONS.option("Repetitions of every block.", least=1)] = None,
-    seed: Annotated[int, seed_option("the order and of the arrivals")] = 0,
-    against_off: Annotated[
-        bool,
-        typer.Option(
-            "--against-off",
-            help="Only the policy and no speculation, in alternating blocks at 1, 4, 8 and 32 clients, each from a "
-            "fresh router, for a minute of the policy or longer: 20 minutes.",
+    ),
+    aims=(
+        Aim("policy over off, {load}", "rows", "over_off", least=NEVER_SLOWER, where=partial(is_judged, judged=OWN)),
+        Aim(
+            "policy over the best fixed arm, {load}: {best}",
+            "rows",
+            "over_best",
+            least=FIXED_ARM_BAR,
+            where=partial(is_judged, judged=OWN),
         ),
-    ] = False,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="With CONFIG the name of its target; else demo or costly, with --against-off. (default demo)",
-            show_default=False,
+        Aim("policy over off, {load}", "rows", "over_off", least=1.0, end="low", where=bundled(clients=1)),
+        Aim(
+            f"policy over the better of off and {FIXED}, {{load}}: {{best}}",
+            "rows",
+            "over_best",
+            least=0.97,
+            end="high",
+            where=bundled(),
         ),
-    ] = None,
-    tenants: Annotated[
-        TenantRule,
-        typer.Option(help="With prompts of a file: each answer of a tenant of its own, or all of a row of one tenant."),
-    ] = TenantRule.ANSWERS,
-    temperatures: Annotated[
-        str | None, typer.Option(help="Sampling temperatures with --against-off. (default 0,0.8)", show_default=False)
-    ] = None,
-    models: Models = DEMO_MODELS,
-) -> None:
-    """Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then
-    Poisson arrivals; without speculation, with one tree and with the policy, beside transformers' batches.
-
-    Takes about 25 minutes on two cores. With CONFIG or --prompt-file it loads a target of your own after prompts of
-    your own, by default some questions of this package, with each of its arms. Exits with status 1 if ours answered
-    differently with speculation than without.
-    """
-    own = config is not None or prompt_file is not None
-    if not own:
-        _check_bundled(target, against_off, tenants)
-    if temperatures is not None and not against_off:
-        raise BadRequest("temperatures", "has an effect with --against-off alone; all else is greedy")
-    if against_off and (plot is not None or requests != REQUESTS or seed):
-        raise BadRequest("against-off", "has neither a plot, nor open loops of requests, nor an order drawn by a seed")
-    ids: tuple[tuple[int, ...], ...]
-    if own:
-        file, chosen = prompt_file or QUESTIONS, own_target(given_config(config), target or "")
-        mine = own_prompts(chosen, file, prompts, TOKENS.chosen(tokens, quick))
-        ids = tuple(prompt.token_ids for prompt in mine)
-        facts = prompt_facts(file, mine, tenants) | {"prompt_tokens": max(map(len, ids))}
-        loaded = LoadSubject(chosen, tenants, to_end=True, facts=facts)
-    else:
-        found = held_out_prompts(prompts, PROMPT_TOKENS, load_tokenizer(models), models)
-        ids = tuple(prompt.token_ids for prompt in found)
-        name = DEMO if against_off and target != COSTLY else COSTLY
-        loaded = LoadSubject(target_config(models, name))
-    if against_off:
-        pairs = PairsPlan(
-            prompts=ids,
-            tokens=TOKENS.chosen(tokens, quick),
-            clients=parse_clients(clients) if clients is not None else PAIRED_CLIENTS.at(quick),
-            temperatures=parse_temperatures(temperatures or PAIRED_TEMPERATURES),
-            answers=ANSWERS.quick if quick and answers is None else answers,
-            pairs=REPETITIONS.chosen(repetitions, quick),
-            least_s=0.0 if quick or repetitions is not None else FIRST_S,
-        )
-        _present(with_bars(lambda begin: asyncio.run(run_against_off(pairs, loaded, begin))), json, markdown, None)
-        return
-    plan = LoadPlan(
-        prompts=ids,
-        tokens=TOKENS.chosen(tokens, quick),
-        clients=parse_clients(clients) if clients is not None else CLIENTS.at(quick),
-        answers=ANSWERS.chosen(answers, quick),
-        arrivals=ARRIVALS.at(quick),
-        requests=requests,
-        repetitions=REPETITIONS.chosen(repetitions, quick),
-        seed=seed,
-        ways=(OFF, *own_arms(loaded.config), AUTO) if own else WAYS,
-    )
-    _present(with_bars(lambda begin: asyncio.run(run_load(plan, loaded, begin))), json, markdown, plot)
-
-
-def _check_bundled(target: str | None, against_off: bool, tenants: TenantRule) -> None:
-    if target is not None and not against_off:
-        raise BadRequest("target", "has an effect with --against-off or CONFIG; all else is on the costly target")
-    if target not in (None, DEMO, COSTLY):
-        raise BadRequest(
-            "target", f"is {target}, but load has the demo and the costly target; with CONFIG, name its own"
-        )
-    if tenants is not TenantRule.ANSWERS:
-        raise BadRequest("tenants", "has an effect with CONFIG or --prompt-file alone")
-
-
-def _present(report: dict[str, Any], json: Path | None, markdown: Path | None, plot: Path | None) -> None:
-    differences = report["identity"]["differences"]
-    width = PLAIN_WIDTH + 30
-    present(
-        report, facts_of(report), tables_of(report), json, markdown, plot, draw, differences=differences, width=width
-    )
+        Aim("off, {load} over one", "rows", "over_one", least=5.0, where=bundled(OFF, 16)),
+        Aim("a step's own overhead, off, {load}", "rows", "step_overhead", most=0.1, where=bundled(OFF, 16)),
+        *(
+            Aim(
+                "router's processor time a round over a bare gRPC hop's, {name}, {load}",
+                "rows",
+                "router_over_hop",
+                most=bar,
+                where=bundled(way, 32),
+            )
+            for way, bar in ((OFF, 1.5), (AUTO, 3.0))
+        ),
+        *(
+            Aim(name, "rows", path, least=least, most=most, where=partial(is_judged, judged=PAIRS))
+            for name, path, least, most in (
+                ("policy over off, {load}", "over_off", NEVER_SLOWER, None),
+                ("policy over off, {load}, first {first_s} s", "first_minute_over_off", NEVER_SLOWER, None),
+                ("first token of the policy over that of off, {load}", "first_token_over_off", None, 1.05),
+            )
+        ),
+    ),
+    plots=(
+        Plot(
+            "rows",
+            "clients",
+            "tokens per second = tokens_per_second",
+            "{name}",
+            log="x",
+            where=lambda row: row["clients"],
+        ),
+        Plot(
+            "rows",
+            "clients",
+            "ms between tokens * = between_tokens_ms/*",
+            "{name}",
+            log="x",
+            where=lambda row: row["clients"],
+        ),
+        Plot(
+            "rows",
+            "share of capacity = share",
+            "ms to the first token * = first_token_ms/*",
+            "{name}",
+            where=lambda row: row["share"],
+        ),
+    ),
+    local=False,
+    width=PLAIN_WIDTH + 30,
+    code=("cluster/router", "cluster/policies", "verifier_service", "drafter_service"),
+)
+bench_load = LOAD.command()

@@ -66,18 +66,6 @@ def seed_option(of: str) -> OptionInfo:
     return option
 
 
-@dataclass(frozen=True, slots=True)
-class KindsSettings:
-    """The options of a bench that has prompts of every kind of `cluster.demo.kinds`."""
-
-    prompts: int  # of each kind
-    tokens: int
-    repetitions: int
-    temperatures: tuple[float, ...]
-    seed: int
-    models: Path
-
-
 KIND_PROMPTS = "Prompts of each kind: code, prose, edits; at most 9."
 
 
@@ -127,7 +115,7 @@ class Bars:
 
 def with_bars(measure: Callable[[Begin], T]) -> T:
     """The result of a measurement, which draws its progress on the terminal."""
-    logging.disable_progress_bar()  # of transformers, which would mix with ours
+    logging.disable_progress_bar()  # transformers draws some, which would mix with ours
     bars = Bars(Console(stderr=True))
     with bars.progress:
         return measure(bars.begin)

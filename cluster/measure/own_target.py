@@ -13,6 +13,9 @@ from cluster.hub import fetched, pinned
 from cluster.measure.ours import TenantRule
 from cluster.prompt_files import FilePrompt, by_turns, read_prompts, that_fit, tokenizer_of
 
+NEVER_SLOWER, FIXED_ARM_BAR = 0.98, 0.97
+"""Least ratios of the policy's tokens a second: to those of `off`, and to those of the best fixed arm."""
+
 
 def own_target(config: Config, name: str) -> Config:
     """The configuration, in folders of this machine, with the target of that name alone and its drafters; the first

@@ -7,13 +7,11 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import fmean, median
 from typing import Any, Protocol
 
 from dendro.errors import EngineFailed
-from dendro.shapes import TreeShape
-from tree_kernels import step_size
 
 from cluster.measure.measurement import (
     AUTO,
@@ -34,19 +32,15 @@ from cluster.measure.report import Row
 from cluster.measure.statistics import (
     Key,
     lower_bound,
-    median_estimate,
     paired_ratio,
     ratios_by_prompt,
-    repeat_difference,
 )
-from cluster.measure.targets import MAMBA2
-from cluster.policies.step_time import degree_of, fit_steps, step_at
+from cluster.measure.turns import estimate
 
+OWN = "own"
+"""A user's target, among what is judged."""
 COMPARED = (*BASELINES, LLAMA_CPP, LLAMA_CPP_FILE, OFF)
 """The rows to which the ratios of all others are reported."""
-
-FORMS = {1: "c + k n", 2: "c + k n + k2 n^2"}
-"""A step's time by its rows n, by degree; 1 is for targets without attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +55,7 @@ class SpeedPlan:
     shapes: tuple[str, ...]  # the configured shapes; neither `off` nor `auto`
     baselines: tuple[str, ...]
     seed: int
+    judged: str = ""  # whose aims are judged by the rows: OWN or COSTLY; empty: none
     choosing: tuple[tuple[int, ...], ...] = ()  # other prompts, on which the library's settings are chosen
     categories: tuple[str, ...] = ()  # category of each prompt; empty: prompts have none
     lengths: Mapping[tuple[int, int, float], int] = field(default_factory=dict)
@@ -144,11 +139,7 @@ class Identity:
         self.differences += other.differences
 
     def as_json(self) -> dict[str, object]:
-        return {
-            "answers_compared": self.answers_compared,
-            "tokens_compared": self.tokens_compared,
-            "differences": self.differences,
-        }
+        return asdict(self) | {"differing": str(len(self.differences))}
 
 
 @dataclass(slots=True)
@@ -293,26 +284,12 @@ async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step:
     return measured
 
 
-def equal_answers(measured: SpeedResult, row: str, temperature: float) -> Row:
-    """How many of a row's answers have the tokens of `generate`, and the share of tokens before the first difference.
-
-    For other arithmetic than the target's: rounding may choose another of two tokens that are almost equally likely.
-    """
-    reference = measured.answers[GENERATE, temperature]
-    answers = measured.answers[row, temperature]
-    lengths = [len(answer.tokens) for answer in answers.values()]
-    agreed = [
-        next(
-            (at for at, (a, b) in enumerate(zip(answer.tokens, reference[key].tokens, strict=True)) if a != b),
-            len(answer.tokens),
-        )
-        for key, answer in answers.items()
-    ]
-    return {
-        "answers": len(agreed),
-        "equal": sum(same == length for same, length in zip(agreed, lengths, strict=True)),
-        "tokens_before_difference": round(sum(agreed) / sum(lengths), 4),
-    }
+def equal_answers(measured: SpeedResult, row: str, temperature: float) -> str:
+    """How many of a row's answers have the tokens of `generate`. Other arithmetic than the target's may round to
+    another of two tokens that are almost equally likely."""
+    answers, reference = (measured.answers[each, temperature] for each in (row, GENERATE))
+    same = sum(answer.tokens == reference[key].tokens for key, answer in answers.items())
+    return f"{same} of {len(answers)}"
 
 
 def _by_prompt(values: Mapping[Key, float]) -> list[float]:
@@ -340,7 +317,8 @@ def over_best_arm(measured: SpeedResult, temperature: float) -> Row:
         means = {row: fmean(math.log(found[key]) for key in others) for row, found in rates.items() if row != AUTO}
         arms.append(max(means, key=lambda row: means[row]))
         fixed |= {key: rates[arms[-1]][key] for key in compared}
-    return {"over_best_arm": paired_ratio(rates[AUTO], fixed).as_json() | {"arms": arms}}
+    chosen = " and ".join(dict.fromkeys(arms))
+    return {"over_best_arm": paired_ratio(rates[AUTO], fixed).as_json() | {"arms": arms}, "best_arms": chosen}
 
 
 def _computed_share(answers: Mapping[Key, TimedAnswer]) -> Row:
@@ -352,7 +330,7 @@ def _computed_share(answers: Mapping[Key, TimedAnswer]) -> Row:
         if answer.rounds is not None and (rate := answer.decode_tokens_per_second) is not None:
             emitted = (len(answer.tokens) - answer.first_tokens) / (answer.round_count - 1)
             kept[key] = rate * (answer.rounds.draft_ms + answer.rounds.verify_ms) / 1000 / emitted
-    return {"kept": median_estimate(_by_prompt(kept)).as_json()} if kept else {}
+    return {"kept": estimate(_by_prompt(kept))} if kept else {}
 
 
 def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
@@ -367,8 +345,9 @@ def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
         shapes.update(each.shapes)
     return {
         "round_ms": {part: round(median(_by_prompt(values)), 3) for part, values in parts.items()},
-        "hop_share": median_estimate(_by_prompt(shares)).as_json(),
+        "hop_share": estimate(_by_prompt(shares)),
         "arms": {shape: round(count / shapes.total(), 4) for shape, count in shapes.most_common()},
+        "picked": ", ".join(f"{shape} {count / shapes.total():.0%}" for shape, count in shapes.most_common(4)),
     }
 
 
@@ -380,20 +359,16 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
         for name in names:
             answers = measured.answers[name, temperature]
             rates = measured.rates(name, temperature)
-            overall = median_estimate(_by_prompt(rates))
             decode = [rate for answer in answers.values() if (rate := answer.decode_tokens_per_second) is not None]
-            repeated = repeat_difference(rates)
             row: Row = {
                 "name": name,
                 "target": plan.target,
+                "judged": plan.judged,
                 "temperature": temperature,
                 "prompts": len({prompt for prompt, _ in answers}),
                 "answers": len(answers),
                 "answer_tokens": round(fmean(len(answer.tokens) for answer in answers.values()), 1),
-                "tokens_per_second": overall.as_json(),
-                "tokens_per_second_min": round(min(rates.values()), 2),
-                "tokens_per_second_max": round(max(rates.values()), 2),
-                "repeat_difference_share": None if repeated is None else round(repeated, 4),
+                "tokens_per_second": estimate(_by_prompt(rates)),
                 "decode_tokens_per_second": round(median(decode), 2) if decode else None,
                 "first_token_ms": round(1000 * median(answer.first_seconds for answer in answers.values()), 2),
                 "emitted_per_round": round(
@@ -415,67 +390,39 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
             if name == AUTO:
                 ratios = ratios_by_prompt(rates, measured.rates(OFF, temperature))
                 row |= {"over_off_at_least": lower_bound(ratios).as_json()} | over_best_arm(measured, temperature)
+                over = {each: row["ratio_over"][each] for each in BASELINES if each in row["ratio_over"]}
+                if over:
+                    closest = min(over, key=lambda each: float(over[each]["low"]))
+                    row |= {"over_library": over[closest], "closest": closest}
             yield row
 
 
-def _shapes_of(rows: Sequence[Row]) -> Iterator[tuple[str, float, list[Row], dict[str, int], Mapping[str, float]]]:
-    """Yield, by target and temperature: the measured shapes, the padded rows of each, and the policy's arm shares.
-
-    Without proposed shapes, whose numbers of rows depend on the text.
-    """
-    groups = dict.fromkeys((row["target"], row["temperature"]) for row in rows)
-    for target, temperature in groups:
-        ours = [row for row in rows if (row["target"], row["temperature"]) == (target, temperature)]
-        picked: Mapping[str, float] = next((row["arms"] for row in ours if row["name"] == AUTO and "arms" in row), {})
-        named = [row for row in ours if row["name"] not in (AUTO, *BASELINES, *LLAMA_CPP_ROWS) and "round_ms" in row]
-        kinds = {row["name"]: TreeShape.parse(row["name"]) for row in named}
-        shapes = [row for row in named if kinds[row["name"]].drafted or kinds[row["name"]].off]
-        counts = {row["name"]: step_size(kinds[row["name"]].rows) for row in shapes}
-        yield target, temperature, shapes, counts, picked
-
-
-def step_fits_of(rows: Sequence[Row]) -> Iterator[Row]:
-    """A step's time by its rows, fitted to the measured shapes with the policy's own arithmetic: T(n) = c + k n for the
-    Mamba-2 target, c + k n + k2 n^2 for those with attention (docs/design/policies.md#step-time)."""
-    for target, temperature, shapes, counts, _ in _shapes_of(rows):
-        if len(set(counts.values())) < 2:
-            continue
-        degree = degree_of(target != MAMBA2)
-        fit = fit_steps([counts[row["name"]] for row in shapes], [row["round_ms"]["verify"] for row in shapes], degree)
-        yield {
-            "target": target,
-            "temperature": temperature,
-            "form": FORMS[degree],
-            **{f"{name}_ms": float(f"{each:.4g}") for name, each in zip(("c", "k", "k2"), fit, strict=False)},
-        }
-
-
-def cost_model_of(rows: Sequence[Row]) -> Iterator[Row]:
-    """Each shape's step time and rate as predicted from the other shapes' steps, beside the measured ones.
-
-    T(n) is fitted as in `step_fits_of`, without the shape itself; draft, queue and hops of a predicted round are the
-    measured ones. Left out if the other shapes have fewer than two different numbers of rows.
-    """
-    for target, temperature, shapes, counts, picked in _shapes_of(rows):
-        degree = degree_of(target != MAMBA2)
-        for row in shapes:
-            others = [other for other in shapes if other is not row]
-            if len({counts[other["name"]] for other in others}) < 2:
-                continue
-            fit = fit_steps(
-                [counts[other["name"]] for other in others], [other["round_ms"]["verify"] for other in others], degree
-            )
-            split = row["round_ms"]
-            verify = step_at(fit, counts[row["name"]])
-            predicted = split["total"] - split["verify"] + verify
-            yield {
-                "target": target,
-                "temperature": temperature,
-                "name": row["name"],
-                "rows": counts[row["name"]],
-                "verify_ms": split["verify"],
-                "predicted_verify_ms": round(verify, 3),
-                "tokens_per_second": round(1000 * row["emitted_per_round"] / split["total"], 2),
-                "predicted_tokens_per_second": round(1000 * row["emitted_per_round"] / predicted, 2),
-                "picked_share": picked.get(row["name"], 0.0),
-            }
+def categories_of(measured: SpeedResult) -> Iterator[Row]:
+    """One row for each category, temperature and row of the plan; none where prompts have no categories."""
+    plan = measured.plan
+    for temperature in plan.temperatures:
+        for category in dict.fromkeys(plan.categories):
+            for name in measured.names(temperature):
+                rates, off = (
+                    {
+                        key: rate
+                        for key, rate in measured.rates(row, temperature).items()
+                        if plan.categories[key[0]] == category
+                    }
+                    for row in (name, OFF)
+                )
+                if not rates:
+                    continue
+                answers = [measured.answers[name, temperature][key] for key in rates]
+                tokens = sum(len(answer.tokens) for answer in answers)
+                yield {
+                    "category": category or "none",
+                    "target": plan.target,
+                    "temperature": temperature,
+                    "name": name,
+                    "prompts": len({prompt for prompt, _ in rates}),
+                    "answer_tokens": round(tokens / len(answers), 1),
+                    "tokens_per_second": estimate(list(rates.values())),
+                    "over_off": paired_ratio(rates, off).as_json(),
+                    "emitted_per_round": round(tokens / sum(answer.round_count for answer in answers), 3),
+                }

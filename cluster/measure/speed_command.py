@@ -1,65 +1,206 @@
-"""`dendro bench speed`: start our cluster and the library, measure both, report."""
+"""`dendro bench speed`: its options, the pairs that it measures, and its report.
+
+Of the bundled demo, prompts have one length and answers another. Of a user's configuration, prompts are those of a file
+and answers end where the target ends them.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import math
 import os
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+import torch
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
+from tree_layers.checkpoint import GGUF
 
-from cluster.command_options import JsonFile, Local, given_config
-from cluster.config import DEMO_MODELS, Config
+from cluster.command_options import given_config
+from cluster.config import Config, TargetConfig
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import engine_environment
 from cluster.measure.baselines import BaselineProcess
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
 from cluster.measure.llama_cpp import LlamaCppProcess
-from cluster.measure.machine import report_head
-from cluster.measure.measurement import BASELINES, LLAMA_CPP, LLAMA_CPP_ROWS, Begin
-from cluster.measure.options import (
-    Default,
-    MarkdownFile,
-    Models,
-    PlotFile,
-    Temperatures,
-    parse_temperatures,
-    present,
-    seed_option,
-    with_bars,
+from cluster.measure.measurement import (
+    AUTO,
+    BASELINES,
+    GENERATE,
+    LLAMA_CPP,
+    LLAMA_CPP_FILE,
+    LLAMA_CPP_ROWS,
+    LOOKUP,
+    OFF,
+    Begin,
 )
 from cluster.measure.ours import ClusterClient, TenantRule
+from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
+from cluster.measure.report import Row
 from cluster.measure.speed import (
+    OWN,
     Contenders,
+    SpeedPlan,
     SpeedResult,
     answer_lengths,
+    categories_of,
     check_and_warm,
-    cost_model_of,
     measure,
     rows_of,
-    step_fits_of,
 )
-from cluster.measure.speed_aims import aims_of, never_slower_aims
-from cluster.measure.speed_categories import categories_of
-from cluster.measure.speed_pairs import MeasuredPair, SpeedSettings, demo_pairs, file_pairs
-from cluster.measure.speed_report import different, facts_of, tables_of
-from cluster.measure.speed_report import plot as draw
-from cluster.measure.targets import COSTLY, MAMBA2, Which, parameter_count
-from cluster.prompt_files import QUESTIONS, PromptFile
+from cluster.measure.targets import COSTLY, MAMBA2, THREADS, Which, parameter_count, target_config
+from cluster.prompt_files import QUESTIONS
 from cluster.running import running
-from cluster.training.acceptance import ANSWER_TOKENS
+from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 
+TIME_LIMIT_S = 1140.0  # 19 minutes for a whole run on the demo, startup and warm-up included
+COSTLY_SHARE = 0.7  # share of the time limit for the first of two targets
+CHOOSING_PROMPTS = 3  # further prompts, on which the library's settings are chosen
 CHECKED_PROMPTS = 2  # answered in every way before timing starts; 1 if there are fewer than 4
-PROMPTS = Default(16, quick=2)
-TOKENS = Default(ANSWER_TOKENS, quick=16)
-REPETITIONS = Default(2, quick=1)
-TARGETS = Default(Which.BOTH, quick=Which.COSTLY)
+ASSISTANT = "llama"
+"""The demo's drafter that the library can assist with."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedOptions:
+    configs: tuple[Path, ...] = option(
+        "YAML files of clusters whose first targets are measured with the prompts of a file. Default: the bundled "
+        "demo.",
+        (),
+        argument=True,
+        shown=False,
+    )
+    prompt_file: Path | None = option(
+        "JSON lines, each with messages, a prompt (a user's message) or a text, and perhaps its category.",
+        None,
+        shown=False,
+    )
+    prompts: int = option("Number of prompts, the same of each category.", 16, 2, least=1)
+    tokens: int = option(
+        "New tokens of every answer; the most of those after prompts of a file.", ANSWER_TOKENS, 16, least=1
+    )
+    repetitions: int = option("Repetitions of each prompt at each temperature.", 2, 1, least=1)
+    target: str = option(
+        "With CONFIG the name of its target; else demo, costly, both or mamba2: the costly form of the demo's Mamba-2 "
+        "target. Default: both; quick: costly.",
+        "",
+        shown=False,
+    )
+    tenants: str = option(
+        "With prompts of a file: answers, each of a tenant of its own, as of strangers; rows, all of a row of one "
+        "tenant, from whose answers routers learn; or both, separated by a comma.",
+        TenantRule.ANSWERS.value,
+    )
+    alone: bool = option("Without transformers and llama.cpp; with prompts of a file.", False)
+    no_arms: bool = option("Without the fixed arms: off and the policy; with prompts of a file.", False)
+    temperatures: tuple[float, ...] = temperatures()
+    local: bool = option("Engines in this process: no Ray, gRPC or Redis.", False)
+    seed: int = seed()
+    models: Path = models()
+    quick: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredPair:
+    """A target with its drafters and the plan of its measurement, under the plan's name for the target."""
+
+    config: Config  # a configuration with one target
+    plan: SpeedPlan
+    assistant: Path | None = None  # folder of the library's assistant
+    own_file: Path | None = None  # the target's GGUF file
+    rule: TenantRule | None = None  # None: all answers are of one tenant
+    to_end: bool = False  # whether answers stop at their ends
+    until_s: float = math.inf  # seconds since the run began at which it ends
+    facts: Mapping[str, Any] = field(default_factory=dict)  # facts of the prompts, for the report
+
+    @property
+    def target(self) -> TargetConfig:
+        (target,) = self.config.targets.values()
+        return target
+
+    @property
+    def positions(self) -> int:
+        """Tokens of the longest text."""
+        return max(map(len, (*self.plan.prompts, *self.plan.choosing))) + self.plan.tokens
+
+
+def demo_pairs(names: Sequence[str], options: SpeedOptions) -> list[MeasuredPair]:
+    """The bundled targets of these names."""
+    models = options.models
+    assistant = models / ASSISTANT
+    if not (assistant / "config.json").exists():
+        raise BadRequest("models", f"{assistant} holds no checkpoint: assisted generation needs one")
+    texts = held_out_prompts(options.prompts + CHOOSING_PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
+    found = []
+    for index, name in enumerate(names):
+        config = target_config(models, name)
+        # The library's others need a cache that can be cropped.
+        baselines = (*(BASELINES if name != MAMBA2 else (GENERATE,)), *LLAMA_CPP_ROWS)
+        plan = _plan(name, config, tuple(prompt.token_ids for prompt in texts[:-CHOOSING_PROMPTS]), options, baselines)
+        choosing = tuple(prompt.token_ids for prompt in texts[-CHOOSING_PROMPTS:])
+        # The bars are for the costly target on a processor with two threads.
+        comparable = name == COSTLY and THREADS == 2 and not torch.cuda.is_available()
+        plan = replace(plan, choosing=choosing, judged=COSTLY if comparable else "")
+        last = index == len(names) - 1
+        found.append(MeasuredPair(config, plan, assistant, until_s=TIME_LIMIT_S * (1.0 if last else COSTLY_SHARE)))
+    return found
+
+
+def file_pairs(
+    configs: Mapping[str, Config], file: Path, rules: Sequence[TenantRule], options: SpeedOptions
+) -> list[MeasuredPair]:
+    """The target of each configuration, by its label, with the prompts of a file. rules: each is measured"""
+    found = []
+    for label, given in configs.items():
+        config = own_target(given, options.target)
+        (served,) = config.targets.values()
+        prompts = own_prompts(config, file, options.prompts, options.tokens)
+        own_file = served.checkpoint / GGUF
+        others = (GENERATE, LOOKUP, *LLAMA_CPP_ROWS, *((LLAMA_CPP_FILE,) if own_file.is_file() else ()))
+        categories = tuple(prompt.category for prompt in prompts)
+        ids = tuple(prompt.token_ids for prompt in prompts)
+        for whose in rules:
+            group = f"{label}, tenants: {whose}" if len(rules) > 1 else label
+            plan = _plan(group, config, ids, options, () if options.alone else others)
+            pair = MeasuredPair(
+                config,
+                replace(
+                    plan,
+                    categories=categories if any(categories) else (),
+                    shapes=() if options.no_arms else plan.shapes,
+                    judged=OWN,
+                ),
+                own_file=own_file if LLAMA_CPP_FILE in plan.baselines else None,
+                rule=whose,
+                to_end=True,
+                facts=prompt_facts(file, prompts, whose),
+            )
+            found.append(pair)
+    return found
+
+
+def _plan(
+    name: str,
+    config: Config,
+    prompts: tuple[tuple[int, ...], ...],
+    options: SpeedOptions,
+    baselines: tuple[str, ...],
+) -> SpeedPlan:
+    return SpeedPlan(
+        name,
+        prompts,
+        options.tokens,
+        options.temperatures,
+        options.repetitions,
+        own_arms(config),
+        baselines,
+        options.seed,
+    )
 
 
 @asynccontextmanager
@@ -119,7 +260,7 @@ async def measure_pair(
         identity = await check_and_warm(plan, contenders, checked, step)
         remaining_s = pair.until_s - (time.monotonic() - started)
         measured = await measure(plan, contenders, remaining_s, progress(f"{name} target: measuring", plan.answers))
-        best = [{"row": row, "temperature": at, "setting": each} for (row, at), each in contenders.best.items()]
+        best = [f"{setting} at {temperature:g}" for (_, temperature), setting in contenders.best.items()]
         llama_cpp = {"facts": contenders.llama_facts, "left_out": contenders.left_out}
     measured.identity.add(identity)
     return measured, {
@@ -129,127 +270,12 @@ async def measure_pair(
         "prompts": len(plan.prompts),
         "prompt_tokens": max(map(len, plan.prompts)),
         "repetitions": plan.repetitions,
-        "note": measured.note,
+        "note": measured.note or None,
         "identity": measured.identity.as_json(),
         "best_settings": best,
         "llama_cpp": llama_cpp,
         **pair.facts,
     }
-
-
-async def run_speed(pairs: Sequence[MeasuredPair], settings: SpeedSettings, progress: Begin) -> dict[str, Any]:
-    """Run the whole measurement; returns the report. `progress(title, steps)` begins a bar and returns its step."""
-    started = time.monotonic()
-    load_average = round(os.getloadavg()[0], 2)
-    results, targets = [], {}
-    for pair in pairs:
-        measured, targets[pair.plan.target] = await measure_pair(pair, settings.local, started, progress)
-        results.append(measured)
-    rows = [row for measured in results for row in rows_of(measured)]
-    threads = pairs[0].target.threads
-    report = {
-        **report_head("speed", started, settings.local, settings.seed, threads),
-        "load_average": load_average,
-        "targets": targets,
-        "rows": rows,
-        "categories": [row for measured in results for row in categories_of(measured)],
-    }
-    if pairs[0].to_end:
-        return report | {"cost_model": [], "step_fits": [], "aims": list(never_slower_aims(rows))}
-    without_llama = targets[COSTLY]["llama_cpp"]["left_out"].get(LLAMA_CPP, "") if COSTLY in targets else ""
-    aims = aims_of(rows, threads, report["machine"]["accelerator"], without_llama=without_llama)
-    return report | {
-        "cost_model": list(cost_model_of(rows)),
-        "step_fits": list(step_fits_of(rows)),
-        "aims": aims if list(targets) != [MAMBA2] else [],
-    }
-
-
-def bench_speed(
-    configs: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            metavar="[CONFIG]...",
-            help="YAML files of clusters whose first targets are measured with the prompts of a file. Default: the "
-            "bundled demo.",
-            show_default=False,
-        ),
-    ] = None,
-    prompt_file: PromptFile = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="About a minute: few prompts, short answers, one target.")
-    ] = False,
-    json: JsonFile = None,
-    plot: PlotFile = None,
-    markdown: MarkdownFile = None,
-    prompts: Annotated[int | None, PROMPTS.option("Number of prompts, the same of each category.", least=1)] = None,
-    tokens: Annotated[
-        int | None, TOKENS.option("New tokens of every answer; the most of those after prompts of a file.", least=1)
-    ] = None,
-    repetitions: Annotated[
-        int | None, REPETITIONS.option("Repetitions of each prompt at each temperature.", least=1)
-    ] = None,
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="With CONFIG the name of its target; else demo, costly, both or mamba2: the costly form of the demo's "
-            "Mamba-2 target. (default both; quick costly)",
-            show_default=False,
-        ),
-    ] = None,
-    tenants: Annotated[
-        str,
-        typer.Option(
-            help="With prompts of a file: answers, each of a tenant of its own, as of strangers; rows, all of a row of "
-            "one tenant, from whose answers routers learn; or both, separated by a comma."
-        ),
-    ] = TenantRule.ANSWERS.value,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Without transformers and llama.cpp; with prompts of a file.")
-    ] = False,
-    no_arms: Annotated[
-        bool, typer.Option("--no-arms", help="Without the fixed arms: off and the policy; with prompts of a file.")
-    ] = False,
-    temperatures: Temperatures = "0,1",
-    local: Local = False,
-    seed: Annotated[int, seed_option("the order and of sampling")] = 0,
-    models: Models = DEMO_MODELS,
-) -> None:
-    """Compare speeds: transformers' generate, its prompt lookup and its assisted generation, with the library's
-    defaults and with the best of three settings, chosen on other prompts; llama.cpp, plain and with prompt lookup,
-    where the extra `llama` is installed; ours without speculation, with each configured shape and with the policy. All
-    in one run, interleaved. Exits with status 1 if ours answered differently with speculation than without.
-
-    Without CONFIG and --prompt-file: on the demo target and on a costly one of the same function. With them: on a
-    target of your own after prompts of your own, by default some questions of this package; beside it the library's
-    defaults, and llama.cpp with the same weights and with the target's GGUF file as it is.
-    """
-    settings = SpeedSettings(
-        prompts=PROMPTS.chosen(prompts, quick),
-        tokens=TOKENS.chosen(tokens, quick),
-        repetitions=REPETITIONS.chosen(repetitions, quick),
-        temperatures=parse_temperatures(temperatures),
-        local=local,
-        seed=seed,
-    )
-    if configs or prompt_file is not None:
-        pairs = file_pairs(
-            _labelled(configs or [], target or ""),
-            target or "",
-            prompt_file or QUESTIONS,
-            parse_tenants(tenants),
-            alone,
-            settings,
-            no_arms,
-        )
-    else:
-        if alone or no_arms or tenants != TenantRule.ANSWERS:
-            named = "alone" if alone else "no-arms" if no_arms else "tenants"
-            raise BadRequest(named, "has an effect with CONFIG or --prompt-file alone")
-        pairs = demo_pairs(_bundled(target, quick).names, settings, models)
-    report = with_bars(lambda begin: asyncio.run(run_speed(pairs, settings, begin)))
-    found = different(report)
-    present(report, facts_of(report), tables_of(report), json, markdown, plot, draw, differences=found)
 
 
 def parse_tenants(text: str) -> tuple[TenantRule, ...]:
@@ -260,11 +286,15 @@ def parse_tenants(text: str) -> tuple[TenantRule, ...]:
     return tuple(map(TenantRule, parts))
 
 
-def _bundled(target: str | None, quick: bool) -> Which:
+def _bundled(options: SpeedOptions) -> Which:
+    if options.alone or options.no_arms or options.tenants != TenantRule.ANSWERS:
+        named = "alone" if options.alone else "no-arms" if options.no_arms else "tenants"
+        raise BadRequest(named, "has an effect with CONFIG or --prompt-file alone")
+    name = options.target
     try:
-        return TARGETS.chosen(None if target is None else Which(target), quick)
+        return Which(name or (Which.COSTLY if options.quick else Which.BOTH))
     except ValueError:
-        raise BadRequest("target", f"{target!r} is not one of {', '.join(Which)}; with CONFIG, name its own") from None
+        raise BadRequest("target", f"{name!r} is not one of {', '.join(Which)}; with CONFIG, name its own") from None
 
 
 def _labelled(paths: Sequence[Path], target: str) -> dict[str, Config]:
@@ -276,3 +306,144 @@ def _labelled(paths: Sequence[Path], target: str) -> dict[str, Config]:
     if len(labels) < len(paths):
         raise BadRequest("config", "two files have the same name; the report could not tell them apart")
     return labels
+
+
+def pairs_of(options: SpeedOptions) -> list[MeasuredPair]:
+    if not options.configs and options.prompt_file is None:
+        return demo_pairs(_bundled(options).names, options)
+    configs = _labelled(options.configs, options.target)
+    return file_pairs(configs, options.prompt_file or QUESTIONS, parse_tenants(options.tenants), options)
+
+
+async def run_speed(options: SpeedOptions, begin: Begin) -> dict[str, Any]:
+    started, load = time.monotonic(), round(os.getloadavg()[0], 2)
+    results, targets, pairs = list[SpeedResult](), dict[str, Any](), pairs_of(options)
+    for pair in pairs:
+        measured, targets[pair.plan.target] = await measure_pair(pair, options.local, started, begin)
+        results.append(measured)
+    return {
+        "threads": pairs[0].target.threads,
+        "plan": {"load_average": load},
+        "targets": targets,
+        "rows": [row for measured in results for row in rows_of(measured)],
+        "categories": [row for measured in results for row in categories_of(measured)],
+        "differences": [line for measured in results for line in measured.identity.differences],
+    }
+
+
+GROUP = "{target} target, temperature {temperature:g}"
+PARTS = ("draft", "verify", "queue", "hop")
+OVER = {GENERATE: "generate", LLAMA_CPP: LLAMA_CPP, LLAMA_CPP_FILE: LLAMA_CPP_FILE, OFF: OFF}
+POLICY_BARS, BEST_ARM_BARS = {0.0: 3.0, 1.0: 2.2}, {0.0: 1.0, 1.0: 0.97}
+"""Least ratios of the policy on the costly target, by temperature: to `off`, and to the best fixed arm."""
+BEST_ARMS = "the best on the other half of the prompts: {best_arms}"
+
+
+def is_judged(row: Row, judged: str, name: str, temperature: float | None = None) -> bool:
+    return (row["judged"], row["name"]) == (judged, name) and temperature in (None, row["temperature"])
+
+
+def own_aims() -> tuple[Aim, ...]:
+    """The promise of the policy, for each target and temperature."""
+    policy = partial(is_judged, judged=OWN, name=AUTO)
+    return (
+        Aim(f"policy over off, {GROUP}", "rows", "over_off_at_least", least=NEVER_SLOWER, where=policy),
+        Aim(f"its lower 90 % bound, {GROUP}", "rows", "over_off_at_least", least=0.96, end="low", where=policy),
+        Aim(
+            f"policy over the best fixed arm, {GROUP}",
+            "rows",
+            "over_best_arm",
+            least=FIXED_ARM_BAR,
+            where=policy,
+            why=BEST_ARMS,
+        ),
+    )
+
+
+def costly_aims(temperature: float) -> tuple[Aim, ...]:
+    policy, off = (partial(is_judged, judged=COSTLY, name=name, temperature=temperature) for name in (AUTO, OFF))
+    bar, best = POLICY_BARS[temperature], BEST_ARM_BARS[temperature]
+    library = f"policy over every transformers row, {GROUP}"
+    kept = f"policy's rate over its tokens a round / (draft + verify), {GROUP}"
+    return (
+        Aim(f"policy over off, {GROUP}", "rows", f"ratio_over/{OFF}", least=bar, where=policy),
+        Aim(library, "rows", "over_library", least=1.0, end="low", where=policy, why="the closest is {closest}"),
+        Aim(f"off over generate, {GROUP}", "rows", f"ratio_over/{GENERATE}", least=0.95, where=off),
+        Aim(
+            f"policy over the best fixed arm, {GROUP}", "rows", "over_best_arm", least=best, where=policy, why=BEST_ARMS
+        ),
+        Aim(kept, "rows", "kept", least=0.9, where=policy),
+        Aim(f"hops as a share of the policy's rounds, {GROUP}", "rows", "hop_share", most=0.05, where=policy),
+    )
+
+
+def llama_aim(name: str, row: str, bar: float) -> Aim:
+    aim, path = f"{name} over llama.cpp, by the median, {GROUP}", f"ratio_over/{LLAMA_CPP}"
+    return Aim(aim, "rows", path, least=bar, where=partial(is_judged, judged=COSTLY, name=row, temperature=0.0))
+
+
+SPEED = Bench(
+    "speed",
+    "Compare speeds: transformers' generate, its prompt lookup and its assisted generation, with the library's "
+    "defaults and with the best of three settings, chosen on other prompts; llama.cpp, plain and with prompt lookup, "
+    "where the extra `llama` is installed; ours without speculation, with each configured shape and with the policy. "
+    "All in one run, interleaved. Exits with status 1 if ours answered differently with speculation than without.\n\n"
+    "Without CONFIG and --prompt-file: on the demo target and on a costly one of the same function. With them: on a "
+    "target of your own after prompts of your own, by default some questions of this package; beside it the library's "
+    "defaults, and llama.cpp with the same weights and with the target's GGUF file as it is.",
+    "About a minute: few prompts, short answers, one target.",
+    SpeedOptions,
+    run_speed,
+    facts=("Load average at the start: {load_average:.2f} processes",),
+    tables=(
+        ReportTable(
+            "What was measured",
+            "targets",
+            "target = name; parameters = parameters:,; dtype; drafter; prompts; shortest = shortest_prompt; tokens of "
+            "the longest = prompt_tokens; prompts of = prompt_file; a tenant for each of the = tenants; repetitions; "
+            "ended = note; answers compared with off = identity/answers_compared; that differ = identity/differing; "
+            "the library's best settings = best_settings; llama.cpp = llama_cpp/facts; not measured = "
+            "llama_cpp/left_out",
+        ),
+        ReportTable(
+            GROUP,
+            "rows",
+            "row = name; tokens/s = tokens_per_second:.1f; "
+            + "; ".join(f"over {head} = ratio_over/{row}:.2f" for row, head in OVER.items())
+            + "; emitted per round = emitted_per_round:.2f; first token ms = first_token_ms:.0f; decode tokens/s = "
+            "decode_tokens_per_second:.1f; equal to generate = equal_to_generate",
+        ),
+        ReportTable(
+            f"{GROUP}: by category",
+            "categories",
+            "category; row = name; prompts; tokens of an answer = answer_tokens:.0f; tokens/s = tokens_per_second:.1f; "
+            "over off = over_off:.2f; tokens a round = emitted_per_round:.2f",
+        ),
+        ReportTable(
+            f"{GROUP}: parts of a round",
+            "rows",
+            "row = name; "
+            + "; ".join(f"{part} ms = round_ms/{part}:.2f" for part in (*PARTS, "total"))
+            + "; hops = hop_share:.1%; kept of draft + verify = kept:.2f; shapes picked = picked",
+            where=lambda row: "round_ms" in row,
+        ),
+    ),
+    aims=(
+        *own_aims(),
+        *(aim for temperature in POLICY_BARS for aim in costly_aims(temperature)),
+        llama_aim("policy", AUTO, 1.25),
+        llama_aim("off", OFF, 0.6),
+    ),
+    plots=(
+        Plot("rows", "name", "tokens per second = tokens_per_second", panel=GROUP),
+        Plot(
+            "categories",
+            "category",
+            "tokens per second = tokens_per_second",
+            line="{name}",
+            panel=f"{GROUP}: by category",
+        ),
+    ),
+    code=("cluster/router", "cluster/policies", "verifier_service", "drafter_service"),
+)
+bench_speed = SPEED.command()

@@ -87,12 +87,3 @@ def ratios_by_prompt(over: Mapping[Key, float], under: Mapping[Key, float]) -> l
         pair = over[prompt, repetition] / under[prompt, repetition]
         logs.setdefault(prompt, []).append(math.log(pair))
     return [math.exp(sum(ratios) / len(ratios)) for ratios in logs.values()]
-
-
-def repeat_difference(values: Mapping[Key, float]) -> float | None:
-    """The median over prompts of the relative range of a prompt's repetitions; None without repetitions."""
-    groups: dict[int, list[float]] = {}
-    for (prompt, _), value in values.items():
-        groups.setdefault(prompt, []).append(value)
-    ranges = [(max(group) - min(group)) / median(group) for group in groups.values() if len(group) > 1]
-    return median(ranges) if ranges else None

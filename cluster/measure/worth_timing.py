@@ -19,7 +19,7 @@ ROWS = (1, *sorted({shape.rows for shape in SHAPES}))
 
 
 class WorthTimer:
-    """As `cluster.worth.Timer`."""
+    """Implements `cluster.worth.Timer`."""
 
     async def steps(self, target: TargetEngine, most_rows: int) -> dict[int, float]:
         """Verdicts are not committed: all steps start from the same text."""

@@ -43,7 +43,7 @@ def test_help_states_the_defaults_of_every_option_that_quick_changes(command: tu
     defaults = {*(each for each in module if isinstance(each, Default)), *declared}
     changed = {(as_given(each.full), as_given(each.quick)) for each in defaults if each.full != each.quick}
     shown = re.findall(r"\(default ([^();]+); quick ([^()]+)\)", text)
-    assert shown and set(shown) <= {*changed, ("--live", "--no-live")}
+    assert shown and set(shown) <= changed
 
 
 def place_of(command: tuple[str, ...]) -> str:

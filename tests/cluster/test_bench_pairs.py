@@ -28,20 +28,17 @@ from cluster.measure.measurement import (
 )
 from cluster.measure.ours import ClusterClient, TenantRule
 from cluster.measure.report import as_markdown
-from cluster.measure.speed import Contenders, SpeedPlan, answer_lengths, measure, rows_of
-from cluster.measure.speed_aims import never_slower_aims
-from cluster.measure.speed_categories import categories_of, category_table
-from cluster.measure.speed_pairs import SpeedSettings, file_pairs
-from cluster.measure.speed_report import facts_of, tables_of
+from cluster.measure.speed import OWN, Contenders, SpeedPlan, answer_lengths, categories_of, measure, rows_of
+from cluster.measure.speed_command import SPEED, SpeedOptions, file_pairs
 from cluster.measure.statistics import lower_bound
 from tests.support import tiny_models
 
 SHAPES = ("(1,1)", "(2,1)")
 CATEGORIES = ("code", "letters") * 4
 PLAN = SpeedPlan(
-    "own", tuple((at,) for at in range(8)), 20, (0.0,), 1, SHAPES, (GENERATE, LLAMA_CPP_FILE), 3, (), CATEGORIES
+    "own", tuple((at,) for at in range(8)), 20, (0.0,), 1, SHAPES, (GENERATE, LLAMA_CPP_FILE), 3, OWN, (), CATEGORIES
 )
-SETTINGS = SpeedSettings(prompts=3, tokens=8, repetitions=1, temperatures=(0.0,), local=True, seed=0)
+OPTIONS = SpeedOptions(prompts=3, tokens=8, repetitions=1, temperatures=(0.0,), local=True, seed=0)
 
 
 class ByCategory:
@@ -76,6 +73,10 @@ async def measured(rates=RATES, plan=PLAN, broken=""):
     contenders = Contenders(script, script, None, script)
     plan = replace(plan, lengths=await answer_lengths(plan, script, lambda: None))
     return await measure(plan, contenders, 1000.0, lambda: None), contenders
+
+
+def aims_of(rows):
+    return [row for aim in SPEED.aims for row in aim.judged({"rows": rows})]
 
 
 # What is measured
@@ -129,16 +130,17 @@ def some_prompts(folder: Path) -> Path:
 
 def test_a_plan_has_the_prompts_that_fit_a_mixture_of_categories_and_every_arm_of_the_target(tmp_path):
     config, file = a_target(tmp_path / "model"), some_prompts(tmp_path)
-    (big,) = file_pairs({"big": config}, "", file, [TenantRule.ANSWERS], False, SETTINGS)
+    (big,) = file_pairs({"big": config}, file, [TenantRule.ANSWERS], OPTIONS)
     assert [len(prompt) for prompt in big.plan.prompts] == [len("one"), len("three"), len("two")]
     assert big.plan.categories == ("a", "b", "a")
     assert big.plan.shapes == ("(1,1)", "(2,1)", "proposed(7)") and list(big.config.drafters) == ["other"]
     assert big.plan.baselines == (GENERATE, LOOKUP, LLAMA_CPP, LLAMA_CPP_LOOKUP)
     assert not big.target.share_prefixes and big.to_end and big.positions == 5 + 8
-    (small,) = file_pairs({"small": config}, "small", file, [TenantRule.ROWS], True, SETTINGS)
+    small_alone = replace(OPTIONS, target="small", alone=True)
+    (small,) = file_pairs({"small": config}, file, [TenantRule.ROWS], small_alone)
     assert small.plan.shapes == ("own:(1,1)", "other:(1,1)", "other:(2,1)", "proposed(7)")
     assert small.plan.baselines == ()
-    (few,) = file_pairs({"small": config}, "small", file, [TenantRule.ROWS], True, SETTINGS, no_arms=True)
+    (few,) = file_pairs({"small": config}, file, [TenantRule.ROWS], replace(small_alone, no_arms=True))
     assert few.plan.rows == (OFF, AUTO)
 
 
@@ -146,19 +148,19 @@ async def test_without_fixed_arms_the_policy_is_compared_with_off_alone():
     found, _ = await measured(plan=replace(PLAN, shapes=()))
     rows = list(rows_of(found))
     assert [row["name"] for row in rows] == [*PLAN.baselines, OFF, AUTO] and "over_best_arm" not in rows[-1]
-    verdicts = {aim["aim"].split(",")[0]: aim["met"] for aim in never_slower_aims(rows)}
+    verdicts = {aim["aim"].split(",")[0]: aim["met"] for aim in aims_of(rows)}
     assert verdicts["policy over off"] is not None and verdicts["policy over the best fixed arm"] is None
 
 
 def test_the_file_of_a_gguf_target_is_measured_as_it_is(tmp_path):
     config = a_target(tmp_path / "model", gguf=True)
-    (pair,) = file_pairs({"big": config}, "", some_prompts(tmp_path), [TenantRule.ANSWERS], False, SETTINGS)
+    (pair,) = file_pairs({"big": config}, some_prompts(tmp_path), [TenantRule.ANSWERS], OPTIONS)
     assert LLAMA_CPP_FILE in pair.plan.baselines and pair.own_file == tmp_path / "model" / "model.gguf"
 
 
 def test_each_configuration_and_kind_of_tenant_is_a_group_of_its_own(tmp_path):
     config = a_target(tmp_path / "model")
-    found = file_pairs({"weak": config, "good": config}, "", some_prompts(tmp_path), tuple(TenantRule), True, SETTINGS)
+    found = file_pairs({"weak": config, "good": config}, some_prompts(tmp_path), tuple(TenantRule), OPTIONS)
     names = [f"{label}, tenants: {whose}" for label in ("weak", "good") for whose in ("answers", "rows")]
     assert [pair.plan.target for pair in found] == names
 
@@ -242,9 +244,6 @@ async def test_ratios_of_a_category_are_of_its_prompts():
     assert rows["code", AUTO]["over_off"]["median"] == pytest.approx(1.4)
     assert rows["letters", AUTO]["over_off"]["median"] == pytest.approx(0.99)
     assert rows["code", OFF]["prompts"] == 4 and rows["letters", OFF]["answer_tokens"] == 7.0
-    _, columns, cells = category_table("own", list(rows.values()))
-    assert columns == ("", "code", "letters")
-    assert ("auto over off", "1.40", "0.99") in cells and all(len(each) == 3 for each in cells)
     plain, _ = await measured(plan=replace(PLAN, categories=()))
     assert not list(categories_of(plain))
 
@@ -269,7 +268,7 @@ async def test_the_best_arm_is_chosen_on_half_of_the_prompts_of_each_category():
 async def test_the_policy_must_not_be_slower_at_the_median_and_at_its_lower_bound(auto, met):
     rates = RATES | {AUTO: auto, "(1,1)": (11.0, 11.0), "(2,1)": (1.0, 1.0)}
     found, _ = await measured(rates)
-    aims = list(never_slower_aims(list(rows_of(found))))
+    aims = aims_of(list(rows_of(found)))
     assert [aim["bar"] for aim in aims] == [0.98, 0.96, 0.97]
     assert [aim["met"] for aim in aims] == met
 
@@ -303,9 +302,9 @@ def test_a_report_names_the_file_the_tenants_and_what_was_left_out_and_fails_for
     file.write_text(json.dumps(config.model_dump(mode="json", include={"targets"}, exclude_defaults=True)))
     status, report = run_with(file, some_prompts(tmp_path), tmp_path, monkeypatch)
     assert status == 0 and (tmp_path / "found.svg").stat().st_size > 1000
-    written = as_markdown(report, facts_of(report), tables_of(report))
-    assert "4 prompts of prompts.jsonl of 3 to 5 tokens" in written and "a tenant of its own" in written
-    assert "Not measured on the big target: llama.cpp, llama.cpp lookup; llama.cpp was not started" in written
+    written = as_markdown(report, SPEED.all_facts(report), SPEED.all_tables(report))
+    assert "| 4 | 3 | 5 | prompts.jsonl | answers |" in written
+    assert "llama.cpp llama.cpp was not started, llama.cpp lookup llama.cpp was not started" in written
     assert "big target, temperature 0: by category" in written and "policy over the best fixed arm" in written
     status, report = run_with(file, tmp_path / "prompts.jsonl", tmp_path, monkeypatch, wrong=AUTO)
     assert status == 1 and "big, auto, prompt 1" in report["targets"]["big"]["identity"]["differences"][0]
