@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
-from dendro.tree import DraftTree
 from safetensors.torch import load_file, save_file
 from tree_kernels.matmul import why_not_packed
 from tree_layers import quantised_packing
@@ -22,10 +21,9 @@ from cluster.checkpoints import check_checkpoints
 from cluster.config import pair_config
 from drafter_service.models import load_model
 from tests.support import tiny_models
+from tests.support.engines import engine_of, tree_logits
 from tests.support.routers import LAWS, alone, arrive_at_random
-from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
-from verifier_service.options import VerifierOptions
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """A word's outputs, from the lowest bits on."""
@@ -80,25 +78,16 @@ def make(folder, group=64):
     return awq, plain
 
 
-def engine(folder, dtype=torch.bfloat16):
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, max_length=128, max_sessions=4))
-
-
-def logits(loaded):
-    trees = DraftTree.of([7], [-1]), DraftTree.of([7, 8, 9, 10, 11], [-1, 0, 0, 1, 3])
-    return [loaded.logits_of([5, 6, 7], tree).as_subclass(torch.Tensor) for tree in trees]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 async def test_a_target_answers_like_its_unpacked_weights(dtype, tmp_path):
     prompts, rng, truths, found = [[5, 9, 2, 40, 7], list(range(30, 70))], np.random.default_rng(0), [], []
     for folder in make(tmp_path):
-        loaded = engine(folder, dtype)
+        loaded = engine_of(folder, dtype)
         await loaded.start()
         try:
             truths.append(await alone(loaded, prompts, LAWS[:2], 16))
             await arrive_at_random(loaded, prompts, LAWS[:2], 16, rng)
-            found.append(logits(loaded))
+            found.append(tree_logits(loaded))
         finally:
             await loaded.stop()
     assert truths[0] == truths[1] and all(map(torch.equal, *found))
@@ -111,10 +100,10 @@ def test_weights_that_stay_quantised_have_the_same_logits(group, most, form, tmp
     awq, plain = make(tmp_path, group)
     monkeypatch.setattr(quantised_packing, "may_gain", lambda form, threads: True)
     monkeypatch.setattr(quantised_packing, "rows_that_gain", lambda seconds: most)
-    quantised = engine(awq)
-    found = logits(quantised)
+    quantised = engine_of(awq, torch.bfloat16)
+    found = tree_logits(quantised)
     assert (f"21 Q4_K for {form} rows" in quantised.kernels) if form else ("Q4_K" not in quantised.kernels)
-    assert all(map(torch.equal, found, logits(engine(plain))))
+    assert all(map(torch.equal, found, tree_logits(engine_of(plain, torch.bfloat16))))
 
 
 def test_certify_compares_with_the_same_unpacked_weights(tmp_path):

@@ -19,10 +19,9 @@ from cluster.checkpoints import check_checkpoints
 from cluster.config import pair_config
 from drafter_service.models import load_model
 from tests.support import tiny_experts, tiny_models
+from tests.support.engines import engine_of
 from tests.support.routers import LAWS, alone, arrive_at_random
-from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
-from verifier_service.options import VerifierOptions
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
 METHODS: dict[str, dict[str, Any]] = {
@@ -94,10 +93,7 @@ def quantised(request, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 async def test_a_target_in_fp8_answers_like_its_dequantised_weights(quantised, dtype):
-    engines = [
-        VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, max_length=128, max_sessions=4))
-        for folder in quantised
-    ]
+    engines = [engine_of(folder, dtype) for folder in quantised]
     prompts, rng = [[5, 9, 2, 40, 7], list(range(30, 70))], np.random.default_rng(0)
     truths, logits = [], []
     for engine in engines:

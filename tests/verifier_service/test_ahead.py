@@ -6,7 +6,6 @@ import asyncio
 
 import numpy as np
 import pytest
-import torch
 from dendro.errors import BadRequest, NotFound
 from dendro.state import MemoryStates
 from dendro.text import Sampling
@@ -14,10 +13,9 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 
 from tests.support import tiny_mamba, tiny_models
+from tests.support.engines import engine_of
 from tests.support.exactness import bitwise_or_skip
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
-from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 PROMPT = [5, 6, 7, 8, 9] * 8
 
@@ -34,11 +32,6 @@ def folder(request, tmp_path_factory):
     else:
         tiny_mamba.make_checkpoint(path, "mamba2")
     return path
-
-
-def engine_of(folder, states=None, **limits):
-    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=torch.float32, **settings), states=states)
 
 
 @pytest.fixture
@@ -242,7 +235,7 @@ async def test_no_round_is_begun_past_the_end_of_an_answer(engine):
 
 async def test_a_text_that_is_closed_with_a_round_ahead_is_freed_and_its_state_is_that_of_the_text(folder):
     store = MemoryStates()
-    engines = [engine_of(folder, store) for _ in range(2)]
+    engines = [engine_of(folder, states=store) for _ in range(2)]
     for each in engines:
         bitwise_or_skip(each)
         await each.start()
@@ -308,7 +301,7 @@ async def test_a_round_ahead_that_is_refused_is_dropped_and_all_texts_go_on(engi
 
 
 async def test_a_call_that_arrives_while_its_closed_text_is_saved_is_refused_and_other_texts_go_on(folder):
-    engine = engine_of(folder, MemoryStates())
+    engine = engine_of(folder, states=MemoryStates())
     await engine.start()
     try:
         other = RoundByRound(engine, PROMPT[::-1], Sampling(), 12)

@@ -6,7 +6,6 @@ Without an accelerator its kernels run in Triton's interpreter, and all but the 
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +27,7 @@ from tests.support.tiny_models import make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.support.engines import running
 from verifier_service.device import GREEDY, DeviceRunner, Drawn, StepBuffers, StepShape
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import LoadedTarget, load_target
@@ -65,17 +65,6 @@ def engine(folder):
             prefill_chunk=128,
         )
         return VerifierEngine.load(folder, options)
-
-
-@asynccontextmanager
-async def running(engine):
-    """The engine in this event loop."""
-    again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello())
-    await again.start()
-    try:
-        yield again
-    finally:
-        await again.stop()
 
 
 IN_INTERPRETER = pytest.mark.long if DEVICE == "cpu" else pytest.mark.slow  # a minute there

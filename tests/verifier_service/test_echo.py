@@ -16,11 +16,10 @@ from dendro.text import Limits, Sampling
 from dendro.tree import DraftTree
 
 from tests.support import tiny_hybrids, tiny_models
-from tests.support.exactness import bitwise_or_skip
+from tests.support.engines import bitwise_engine_of
 from tests.support.made_once import made_once
 from tests.support.routers import RoundByRound
 from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 PROMPT = [(7 * at * at + 3 * at) % 90 for at in range(210)]
 
@@ -33,13 +32,6 @@ def models(tmp_path_factory):
         return tiny_hybrids.make_checkpoint(folder, family)
 
     return made_once(tmp_path_factory, make)
-
-
-def engine_of(folder, **limits) -> VerifierEngine:
-    settings = {"max_length": 256, "max_sessions": 8, "prefill_chunk": 128, "max_depth": 8} | limits
-    engine = VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=torch.float32, **settings))
-    bitwise_or_skip(engine)
-    return engine
 
 
 class Echoing(RoundByRound):
@@ -62,7 +54,7 @@ def truth_of(engine: VerifierEngine, prompt, first: int, top: int) -> tuple[Toke
 
 @pytest.mark.parametrize("first", [1, 60, 209])
 async def test_those_of_a_prompt_and_of_a_first_round_in_its_last_step_are_those_of_a_round_of_its_own(models, first):
-    engine = engine_of(models("llama")[0])
+    engine = bitwise_engine_of(models("llama")[0])
     async with started(engine):
         outcomes = []
         for ahead in (False, True):
@@ -80,7 +72,7 @@ FAMILIES = ["llama", pytest.param("mamba2", marks=pytest.mark.slow), pytest.para
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_they_are_those_of_each_tokens_own_row_whatever_is_kept_of_the_prompt(models, family: str):
-    engine = engine_of(models(family)[0])
+    engine = bitwise_engine_of(models(family)[0])
     truth = truth_of(engine, PROMPT, 1, 3)
     async with started(engine) as running:
         plain = await RoundByRound(running, PROMPT, count=8).finish()
@@ -99,7 +91,7 @@ async def test_they_are_those_of_each_tokens_own_row_whatever_is_kept_of_the_pro
 
 
 async def test_several_at_once_beside_rounds_each_get_their_own(models):
-    engine = engine_of(models("llama")[0])
+    engine = bitwise_engine_of(models("llama")[0])
     prompts = [PROMPT[:150], PROMPT[:70], PROMPT[5:50], [*PROMPT[:64], 9, 9, 9]]
     truths = [truth_of(engine, prompt, 1, 2) for prompt in prompts]
     async with started(engine) as running:
@@ -119,7 +111,7 @@ def test_a_call_for_them_without_the_tokens_own_or_from_the_first_token_is_refus
 async def test_too_many_are_refused_before_a_row_is_computed(models, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("dendro.logprobs.MAX_ECHOED", 300)
     assert MAX_ECHOED > 300
-    async with started(engine_of(models("llama")[0])) as running:
+    async with started(bitwise_engine_of(models("llama")[0])) as running:
         with pytest.raises(BadRequest, match="^text: has 209 tokens with 4 log-probabilities each"):
             await Echoing(running, PROMPT).open()
         assert running.stats()["steps"] == 0

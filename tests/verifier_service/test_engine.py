@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +17,7 @@ from dendro.text import Finish, Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from transformers import AutoModelForCausalLM
 
+from tests.support.engines import running
 from tests.support.exactness import announces_what_it_must
 from tests.support.tiny_models import END, FAMILIES, VOCABULARY, make_checkpoint
 from verifier_service.engine import VerifierEngine, _hello_of
@@ -52,19 +52,6 @@ def loaded(folders):
         return kept[family, dtype]
 
     return load
-
-
-@asynccontextmanager
-async def running(engine):
-    """An engine that answers in this event loop; at the end all its pages must be free."""
-    again = VerifierEngine(engine.scheduler, engine.runner, await engine.hello())
-    await again.start()
-    try:
-        yield again
-    finally:
-        await again.stop()
-        assert again.scheduler.memory.held == 0
-        assert not again.scheduler.sessions
 
 
 class TextRouter:

@@ -12,15 +12,14 @@ from transformers.integrations.moe import use_experts_implementation
 from tree_layers.linear import RowForms
 from tree_layers.row_weights import make_rows_independent
 
+from tests.support.engines import engine_of
 from tests.support.exactness import announces_what_it_must, bitwise_or_skip
 from tests.support.made_once import made_once
 from tests.support.routers import LAWS, arrive_at_random
 from tests.support.tiny_experts import FAMILIES, make_checkpoint
 from tests.support.tiny_hybrids import paths_below, tree_below
-from verifier_service.engine import VerifierEngine
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.experts import is_experts, seat_experts
-from verifier_service.options import VerifierOptions
 
 VOCABULARY = 257
 BUCKETS = (8, 16, 24, 32, 48, 64)
@@ -125,11 +124,6 @@ def oracle(model, ids):
         return model(torch.tensor([ids])).logits[0, -1, :VOCABULARY]
 
 
-def engine_of(folder, dtype=torch.float32, degree=1, **limits):
-    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, tensor_parallel=degree, **settings))
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_familys_trees_have_the_librarys_logits(models, family):
     folder, model = models(family)
@@ -167,7 +161,7 @@ async def test_random_arrivals_and_departures_change_no_token(models, family):
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", "granitemoe", "deepseek_v3"])
 def test_experts_of_two_workers_have_the_librarys_logits(models, family):
     folder, model = models(family)
-    engine = engine_of(folder, degree=2)
+    engine = engine_of(folder, tensor_parallel=2)
     try:
         announces_what_it_must(engine)
         ids = np.random.default_rng(0).integers(0, VOCABULARY, 60).tolist()

@@ -11,11 +11,10 @@ from dendro.errors import BadRequest
 from safetensors.torch import load_file, save_file
 
 from tests.support import tiny_hybrids, tiny_models
+from tests.support.engines import engine_of
 from tests.support.exactness import announces_what_it_must
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
 from tests.support.tiny_hybrids import paths_below, tree_below
-from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 
 @pytest.fixture(scope="module")
@@ -27,19 +26,10 @@ def folders(tmp_path_factory):
     return made
 
 
-def engine_of(folder):
-    return VerifierEngine.load(
-        folder,
-        VerifierOptions(
-            name="tiny", dtype=torch.float16, max_length=128, max_sessions=4, max_depth=8, prefill_chunk=128
-        ),
-    )
-
-
 @pytest.mark.parametrize("family", ["llama", "mamba2"])
 async def test_trees_change_no_token_of_a_target_in_float16(folders, family):
     folder, model = folders[family]
-    engine = engine_of(folder)
+    engine = engine_of(folder, torch.float16)
     assert (await engine.hello()).dtype == "float16"
     ids = [5, 9, 2, 40, 7, 7, 31]
     with torch.no_grad():
@@ -63,4 +53,4 @@ def test_a_model_whose_numbers_are_too_large_for_float16_is_refused_by_its_dtype
     tensors["model.layers.0.mlp.down_proj.weight"] *= 1e5
     save_file(tensors, tmp_path / "large" / "model.safetensors", {"format": "pt"})
     with pytest.raises(BadRequest, match="dtype: float16: the model's logits are not finite.*take bfloat16"):
-        engine_of(tmp_path / "large")
+        engine_of(tmp_path / "large", torch.float16)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import torch
 from dendro.engine import started
 from dendro.text import Sampling
 
 from tests.support import tiny_hybrids
-from tests.support.exactness import bitwise_or_skip
+from tests.support.engines import bitwise_engine_of
 from tests.support.made_once import made_once
 from tests.support.routers import RoundByRound, guessing
 from tests.support.tiny_hybrids import VOCABULARY
-from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 PROMPT = [(7 * at * at + 3 * at) % 90 for at in range(150)]
 
@@ -22,15 +19,6 @@ PROMPT = [(7 * at * at + 3 * at) % 90 for at in range(150)]
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     return made_once(tmp_path_factory, tiny_hybrids.make_checkpoint)
-
-
-def engine_of(folder) -> VerifierEngine:
-    options = VerifierOptions(
-        name="tiny", dtype=torch.float32, max_length=512, max_sessions=8, prefill_chunk=128, max_depth=8
-    )
-    engine = VerifierEngine.load(folder, options)
-    bitwise_or_skip(engine)
-    return engine
 
 
 def sample(index: int) -> Sampling:
@@ -42,7 +30,7 @@ def sample(index: int) -> Sampling:
 async def test_a_sample_copies_the_prompts_states_and_has_the_tokens_that_it_has_alone(models, family, rounds: int):
     """The first text is that many rounds past the prompt; each of its trees may have moved it on by several tokens."""
     rng = np.random.default_rng(rounds)
-    async with started(engine_of(models(family)[0])) as engine:
+    async with started(bitwise_engine_of(models(family)[0])) as engine:
         truths = [await RoundByRound(engine, PROMPT, sample(index), 24).finish() for index in range(3)]
         first = RoundByRound(engine, PROMPT, sample(0), 24)
         assert (await first.open()).restored == 0, "no text is open"
@@ -64,7 +52,7 @@ async def test_a_sample_copies_the_prompts_states_and_has_the_tokens_that_it_has
 
 
 async def test_a_longer_text_goes_on_from_an_open_one_and_another_tenants_is_not_seen(models):
-    async with started(engine_of(models("mamba2")[0])) as engine:
+    async with started(bitwise_engine_of(models("mamba2")[0])) as engine:
         first = RoundByRound(engine, PROMPT[:100])
         await first.open()
         longer, other = RoundByRound(engine, PROMPT), RoundByRound(engine, PROMPT, tenant="another")
@@ -77,7 +65,7 @@ async def test_a_longer_text_goes_on_from_an_open_one_and_another_tenants_is_not
 
 
 async def test_a_copy_that_fails_costs_time_and_no_token(models, monkeypatch: pytest.MonkeyPatch):
-    async with started(engine_of(models("mamba2")[0])) as engine:
+    async with started(bitwise_engine_of(models("mamba2")[0])) as engine:
         truth = await RoundByRound(engine, PROMPT, sample(1)).finish()
         first = RoundByRound(engine, PROMPT, sample(0))
         await first.open()

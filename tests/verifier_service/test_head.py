@@ -12,10 +12,9 @@ import torch
 from dendro.tree import DraftTree
 
 from tests.support import tiny_hybrids, tiny_models
+from tests.support.engines import engine_of
 from tests.support.routers import RoundByRound
-from verifier_service.engine import VerifierEngine
 from verifier_service.models.head import HEAD_ROWS, Logits
-from verifier_service.options import VerifierOptions
 
 ROWS = 2 * HEAD_ROWS + 8
 
@@ -86,10 +85,6 @@ SCALED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"lm_head_multiplier": 0.25},
     "granitemoehybrid": {"logits_scaling": 4.0},
 }
-
-
-def engine_of(folder) -> VerifierEngine:
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=torch.float32, max_length=256, max_depth=8))
 
 
 @pytest.mark.parametrize("family", SCALED)

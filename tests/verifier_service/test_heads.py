@@ -12,14 +12,13 @@ from tree_layers.errors import CheckpointError
 from tree_layers.library_mixers import GroupedNorm, is_mixer
 
 from tests.support.cases import few_of
+from tests.support.engines import engine_of
 from tests.support.exactness import announces_what_it_must
 from tests.support.made_once import made_once
 from tests.support.routers import LAWS, RoundByRound, arrive_at_random, guessing, watch_logits
 from tests.support.tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
-from verifier_service.engine import VerifierEngine
 from verifier_service.models.heads import SpreadNorm, plan_shards
 from verifier_service.models.mamba_in_llama import library_config
-from verifier_service.options import VerifierOptions
 
 EXPERTS = {
     "layers_block_type": ["mamba", "moe", "attention", "mamba"],
@@ -70,11 +69,6 @@ def models(tmp_path_factory):
     return made_once(tmp_path_factory, make_checkpoint)
 
 
-def engine_of(folder, degree, dtype=torch.float32, **limits):
-    settings = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, tensor_parallel=degree, **settings))
-
-
 def name_of(case):
     family, changes, degree = case
     label = "experts" if changes is EXPERTS else ", ".join(f"{key}={value}" for key, value in changes.items())
@@ -86,7 +80,7 @@ def name_of(case):
 )
 def test_trees_of_several_workers_have_the_librarys_logits(models, family, changes, degree):
     folder, model = models(family, **changes)
-    engine = engine_of(folder, degree)
+    engine = engine_of(folder, tensor_parallel=degree)
     try:
         announces_what_it_must(engine)
         rng = np.random.default_rng(0)
@@ -107,7 +101,7 @@ def test_two_workers_round_in_bfloat16_about_as_one_does(models, family):
     """Parts of sums are rounded once more: their error from the float32 logits is less than 1.5 times that of one
     worker. A greedy token can differ from the library's only where its lead is less than twice that error."""
     folder, model = models(family)
-    engines = [engine_of(folder, degree, torch.bfloat16) for degree in (1, 2)]
+    engines = [engine_of(folder, dtype=torch.bfloat16, tensor_parallel=degree) for degree in (1, 2)]
     try:
         rng = np.random.default_rng(1)
         errors = [0.0, 0.0]
@@ -126,7 +120,7 @@ def test_two_workers_round_in_bfloat16_about_as_one_does(models, family):
 async def test_random_arrivals_at_one_degree_change_no_token(models, family, dtype, degree):
     """With trees, chunks, other texts, waiting and preemption: each text's tokens are those it has alone."""
     rng = np.random.default_rng(2)
-    engine = engine_of(models(family)[0], degree, dtype, pool_tokens=7 * PAGE)
+    engine = engine_of(models(family)[0], dtype=dtype, tensor_parallel=degree, pool_tokens=7 * PAGE)
     await engine.start()
     try:
         lengths = [PAGE * int(rng.integers(1, 3)) - int(rng.integers(9, 30)) for _ in range(8)]
@@ -154,7 +148,7 @@ async def test_random_rounds_leave_the_logits_of_straight_decoding(models, famil
     """Rounds with and without a tree, some verdicts dropped: the logits of every visited row are bitwise those of
     decoding one token after another."""
     rng = np.random.default_rng(3)
-    engine = engine_of(models(family)[0], degree, max_sessions=2)
+    engine = engine_of(models(family)[0], tensor_parallel=degree, max_sessions=2)
     seen = watch_logits(engine)
     await engine.start()
     try:
@@ -214,7 +208,7 @@ def test_workers_read_only_their_parts_of_mixers(models, family, degree):
 
 def test_a_worker_keeps_the_states_of_its_own_heads(models):
     folder, _ = models("mamba2")
-    one, two = engine_of(folder, 1), engine_of(folder, 2)
+    one, two = engine_of(folder, tensor_parallel=1), engine_of(folder, tensor_parallel=2)
     two.runner.crew.stop()
     whole, half = (engine.runner.target.mixers[0] for engine in (one, two))
     assert (half.heads, half.groups, half.channels) == (whole.heads // 2, whole.groups // 2, whole.channels // 2)
@@ -289,4 +283,4 @@ def test_mixers_that_cannot_be_dealt_out_are_refused_with_the_numbers(models, fa
 @pytest.mark.long
 def test_an_engine_refuses_mixers_that_cannot_be_dealt_out(models):
     with pytest.raises(BadRequest, match="its 4 heads of a mixer cannot be dealt out to 3 workers evenly"):
-        engine_of(models("mamba2")[0], 3)
+        engine_of(models("mamba2")[0], tensor_parallel=3)

@@ -21,12 +21,11 @@ from tree_kernels.tree_walk import Walk
 from tree_layers.memory import pages_for
 
 from tests.support.cases import few_of
+from tests.support.engines import engine_of
 from tests.support.routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
 from tests.support.tiny_models import WINDOW, make_checkpoint
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
-from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of
-from verifier_service.options import VerifierOptions
 from verifier_service.requests import Capacity, PendingCall
 from verifier_service.rows import StepOutcome
 from verifier_service.scheduler import StepScheduler
@@ -39,11 +38,6 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
     make_checkpoint(path)
     return path
-
-
-def engine_of(folder, dtype=torch.float32, **limits):
-    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, **settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -487,7 +481,7 @@ def sliding(tmp_path_factory):
 
 
 def sliding_engine(folder, dtype=torch.float32, **limits):
-    return engine_of(folder, dtype, **{"max_length": 512, "max_depth": 8, **limits})
+    return engine_of(folder, dtype, **limits)
 
 
 MOST = most_pages(512, WINDOW, slack=9, rows=128 + 8)

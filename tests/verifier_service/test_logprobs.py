@@ -19,12 +19,11 @@ from tree_kernels.warp import Warp
 
 from tests.parameters import parameters_of
 from tests.support import tiny_hybrids, tiny_models
-from tests.support.exactness import bitwise_or_skip
+from tests.support.engines import bitwise_engine_of
 from tests.support.routers import RoundByRound, guessing
 from verifier_service import logprobs as logprobs_module
 from verifier_service.engine import VerifierEngine
 from verifier_service.logprobs import likeliest_tokens
-from verifier_service.options import VerifierOptions
 from verifier_service.walk import Draw
 
 COUNT = 24
@@ -44,9 +43,7 @@ def loaded(request, tmp_path_factory) -> VerifierEngine:
     else:
         tiny_hybrids.make_checkpoint(folder, request.param, vocab_size=tiny_models.PADDED)
         tiny_models.write_tokenizer(folder)
-    engine = VerifierEngine.load(folder, VerifierOptions(name="tiny", max_length=256, max_sessions=4))
-    bitwise_or_skip(engine)
-    return engine
+    return bitwise_engine_of(folder, dtype=torch.bfloat16, max_length=256, max_sessions=4)
 
 
 class AskingForLogprobs(RoundByRound):

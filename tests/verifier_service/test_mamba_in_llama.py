@@ -15,12 +15,11 @@ from dendro.errors import BadRequest
 from dendro.state import MemoryStates
 from safetensors.torch import load_file, save_file
 
+from tests.support.engines import engine_of
 from tests.support.exactness import announces_what_it_must
 from tests.support.routers import LAWS, RoundByRound
 from tests.support.tiny_hybrids import VOCABULARY, make_mamba_in_llama, oracle, paths_below, tree_below
-from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
-from verifier_service.options import VerifierOptions
 
 
 @pytest.fixture(scope="module")
@@ -28,11 +27,6 @@ def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("mamba_in_llama")
     make_mamba_in_llama(made)
     return made
-
-
-def engine_of(folder, dtype=torch.float32, states=None, **limits):
-    settings = {"max_length": 512, "max_sessions": 8, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, **settings), states=states)
 
 
 def target_of(folder):

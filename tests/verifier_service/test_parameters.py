@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
-from dendro.engine import started
 from dendro.errors import BadRequest
 from dendro.text import Finish, Limits, Sampling, Tokens
 
 from cluster.certify.parameters import random_options
 from tests.parameters import EACH, decoded, parameters_of
 from tests.support import tiny_models
-from tests.support.exactness import bitwise_or_skip
+from tests.support.engines import bitwise_engine_of, running
 from tests.support.routers import RoundByRound, guessing
 from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 COUNT = 24
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
@@ -29,16 +26,7 @@ PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 def loaded(tmp_path_factory) -> VerifierEngine:
     folder = tmp_path_factory.mktemp("target")
     tiny_models.make_checkpoint(folder)
-    engine = VerifierEngine.load(folder, VerifierOptions(name="tiny", max_length=256, max_sessions=4))
-    bitwise_or_skip(engine)
-    return engine
-
-
-@asynccontextmanager
-async def running(engine: VerifierEngine) -> AsyncIterator[VerifierEngine]:
-    """The engine in this event loop. One that was stopped does not start again."""
-    async with started(VerifierEngine(engine.scheduler, engine.runner, await engine.hello())) as again:
-        yield again
+    return bitwise_engine_of(folder, dtype=torch.bfloat16, max_length=256, max_sessions=4)
 
 
 class WithParameters(RoundByRound):

@@ -7,7 +7,6 @@ from itertools import cycle
 
 import pytest
 import torch
-from dendro.tree import DraftTree
 from transformers import AutoModelForCausalLM
 from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.quantised import FewRowsWeight, QuantisedWeight
@@ -21,9 +20,8 @@ from cluster.config import TargetConfig, demo_config
 from cluster.gguf_files import folder_of
 from cluster.measure import gguf_file
 from cluster.precompiling import kernel_modules
+from tests.support.engines import engine_of, tree_logits
 from tests.support.tiny_gguf import FACTORS, random_blocks, write_llama
-from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 
 gguf = pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
@@ -50,16 +48,6 @@ def write_quantised(folder, monkeypatch, kind, only=""):
 
 def library_model(folder, dtype=torch.bfloat16):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **gguf_settings(folder))
-
-
-def engine(folder):
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=torch.bfloat16, max_length=64))
-
-
-def logits(loaded):
-    """Of prefill, and of trees of one row and several."""
-    trees = DraftTree.of([7], [-1]), DraftTree.of([7, 8, 9, 10, 11], [-1, 0, 0, 1, 3])
-    return [loaded.logits_of(TOKENS, tree).as_subclass(torch.Tensor) for tree in trees]
 
 
 @pytest.mark.parametrize("kind", FACTORS)
@@ -114,14 +102,14 @@ def test_logits_and_fingerprint_are_those_of_the_unpacked_target(kind, only, mos
     """Also where of two products of the same rows one has a quantised weight."""
     folder = write_quantised(tmp_path, monkeypatch, kind, only)
     settled_at(monkeypatch, 0)
-    unpacked = engine(folder)
-    truth, fingerprint = logits(unpacked), asyncio.run(unpacked.hello()).fingerprint
+    unpacked = engine_of(folder, torch.bfloat16)
+    truth, fingerprint = tree_logits(unpacked), asyncio.run(unpacked.hello()).fingerprint
     assert "quantised" not in unpacked.kernels
     settled_at(monkeypatch, most)
-    quantised = engine(folder)
+    quantised = engine_of(folder, torch.bfloat16)
     assert f"{kind} for {'any' if most == ROWS[-1] else f'up to {most}'} rows" in quantised.kernels
     assert asyncio.run(quantised.hello()).fingerprint == fingerprint
-    for found, expected in zip(logits(quantised), truth, strict=True):
+    for found, expected in zip(tree_logits(quantised), truth, strict=True):
         assert torch.equal(found, expected)
 
 

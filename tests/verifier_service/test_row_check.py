@@ -14,14 +14,13 @@ from tree_kernels.tree_attention import compiled, cpu
 
 import verifier_service.models as models
 from cluster.certify.command import _exactness
+from tests.support.engines import engine_of
 from tests.support.exactness import announces_what_it_must, bitwise_or_skip
 from tests.support.made_once import made_once
 from tests.support.other_kernels import give_a_batch_of_one_other_bits
 from tests.support.tiny_experts import make_checkpoint as make_experts
 from tests.support.tiny_hybrids import make_checkpoint as make_hybrid
 from tests.support.tiny_models import make_checkpoint
-from verifier_service.engine import VerifierEngine
-from verifier_service.options import VerifierOptions
 from verifier_service.row_check import RowTrace
 
 MAKERS: dict[str, Callable[..., Any]] = {
@@ -50,10 +49,6 @@ def folders(tmp_path_factory):
     return lambda family: made(family)[0]
 
 
-def engine_of(folder):
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", max_length=256, max_sessions=2, prefill_chunk=128))
-
-
 def spoil(module, rows=8):
     """Change a module's results by one unit in the last place in steps of so many rows."""
     forward = module.forward
@@ -78,7 +73,7 @@ def spoil(module, rows=8):
     ],
 )
 def test_the_module_whose_rows_differ_is_named_with_their_number(folders, family, name):
-    runner = engine_of(folders(family)).runner
+    runner = engine_of(folders(family), torch.bfloat16).runner
     assert runner.check_rows() == []
     spoil(runner.target.model.get_submodule(name))
     assert runner.check_rows() == [f"8 rows, first in {name}"]
@@ -86,7 +81,7 @@ def test_the_module_whose_rows_differ_is_named_with_their_number(folders, family
 
 def test_keys_of_rows_that_differ_are_not_read_by_the_rows_checked_after_them(folders):
     """Of the rows in steps of 8, the 17th differs: steps of 16 that read its keys would differ in attention."""
-    runner = engine_of(folders("llama")).runner
+    runner = engine_of(folders("llama"), torch.bfloat16).runner
     generator = np.random.default_rng(0)
     ids, order = generator.integers(0, runner.target.vocabulary, 128), generator.permutation(128)
     row = runner.target.model.get_input_embeddings()(torch.tensor([ids[order[16]]]))
@@ -102,7 +97,7 @@ def test_keys_of_rows_that_differ_are_not_read_by_the_rows_checked_after_them(fo
 
 
 def test_a_difference_in_a_parents_own_computation_is_named_as_the_next_modules_input(folders):
-    runner = engine_of(folders("llama")).runner
+    runner = engine_of(folders("llama"), torch.bfloat16).runner
     mlp = runner.target.model.model.layers[1].mlp
 
     def forward(x):
@@ -119,7 +114,7 @@ def test_a_batch_of_one_has_the_same_bits_where_the_library_uses_another_kernel_
     """With one kv head, a single row is a batch of one."""
     give_a_batch_of_one_other_bits(monkeypatch)
     MAKERS[family](tmp_path, family, num_key_value_heads=1)
-    engine = engine_of(tmp_path)
+    engine = engine_of(tmp_path, torch.bfloat16)
     assert engine.dependent == () and engine._hello.exactness == "bitwise"
 
 
@@ -128,11 +123,11 @@ def test_a_single_rows_difference_is_named(tmp_path, monkeypatch):
     make_checkpoint(tmp_path, "llama", num_key_value_heads=1)
     give_a_batch_of_one_other_bits(monkeypatch)
     monkeypatch.setattr(cpu, "bmm", torch.bmm)
-    assert engine_of(tmp_path).dependent == ("1 row, first in model.layers.0.self_attn.o_proj's input",)
+    assert engine_of(tmp_path, torch.bfloat16).dependent == ("1 row, first in model.layers.0.self_attn.o_proj's input",)
 
 
 def test_the_head_is_checked_too(folders):
-    runner = engine_of(folders("llama")).runner
+    runner = engine_of(folders("llama"), torch.bfloat16).runner
     product = runner.target.head._product
     runner.target.head._product = lambda x: product(x) * (1.0001 if x.shape[-2] == 24 else 1)
     assert runner.check_rows() == [f"{bucket} rows, first in the head" for bucket in (24, 56)]  # 56 are 32 and 24
@@ -144,27 +139,27 @@ def test_the_engine_its_log_and_certify_name_what_differs(folders, monkeypatch, 
 
     monkeypatch.setattr(models, "make_activations_safe", spoiled)
     with caplog.at_level(logging.INFO, logger="dendro.verifier"):
-        engine = engine_of(folders("llama"))
+        engine = engine_of(folders("llama"), torch.bfloat16)
     line = "8 rows, first in model.layers.1.mlp.act_fn"
     assert engine._hello.exactness == "margin" and engine.dependent == (line,)
     assert line in caplog.text
     assert _exactness(engine) == f"margin, as rows depend on others ({line})"
     monkeypatch.undo()
-    assert _exactness(engine_of(folders("llama"))) == "bitwise"
+    assert _exactness(engine_of(folders("llama"), torch.bfloat16)) == "bitwise"
 
 
 def test_bitwise_tests_are_skipped_where_no_form_is_independent_and_fail_for_any_other_cause(folders, monkeypatch):
-    bitwise_or_skip(engine_of(folders("llama")))
+    bitwise_or_skip(engine_of(folders("llama"), torch.bfloat16))
     with monkeypatch.context() as patch:
         patch.setattr("tree_layers.linear._first_independent", lambda *_: None)
-        engine = engine_of(folders("llama"))
+        engine = engine_of(folders("llama"), torch.bfloat16)
         assert not announces_what_it_must(engine)
         assert "64 x 64 torch.bfloat16" in engine.dependent
         with pytest.raises(pytest.skip.Exception, match="NOT RUN: .*64 x 64"):
             bitwise_or_skip(engine)
     monkeypatch.setattr(models, "make_activations_safe", lambda model: spoil(model.model.layers[1].mlp.act_fn))
     with pytest.raises(AssertionError, match=r"8 rows, first in model.layers.1.mlp.act_fn"):
-        bitwise_or_skip(engine_of(folders("llama")))
+        bitwise_or_skip(engine_of(folders("llama"), torch.bfloat16))
 
 
 def test_the_parts_of_experts_are_not_compared_row_by_row():

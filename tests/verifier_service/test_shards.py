@@ -28,13 +28,12 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 
 from tests.support.cases import few_of
+from tests.support.engines import engine_of
 from tests.support.routers import LAWS, RoundByRound, arrive_at_random
 from tests.support.tiny_models import END, PADDED, VOCABULARY, make_checkpoint, randomise, write_tokenizer
 from verifier_service import shards
 from verifier_service.collectives import WorkerLost
-from verifier_service.engine import VerifierEngine
 from verifier_service.messages import receive
-from verifier_service.options import VerifierOptions
 from verifier_service.shards import Crew, MemoryAccess, Shard, join_leader, load_shard
 
 DEGREES = (2, 4)
@@ -72,11 +71,6 @@ def folder(tmp_path_factory):
     return path
 
 
-def engine_of(folder, degree, dtype=torch.float32, **limits):
-    settings = {"max_length": 256, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128} | limits
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, tensor_parallel=degree, **settings))
-
-
 def workers():
     """The child processes that run shards. `multiprocessing` lists a child until it has waited for it itself."""
     listed = [each for each in multiprocessing.active_children() if each.name.startswith("shard")]
@@ -99,7 +93,7 @@ async def test_random_arrivals_at_one_degree_change_no_token(folder, dtype, degr
     youngest.
     """
     rng = np.random.default_rng(degree)
-    engine = engine_of(folder, degree, dtype, pool_tokens=6 * PAGE)
+    engine = engine_of(folder, dtype=dtype, tensor_parallel=degree, pool_tokens=6 * PAGE)
     try:
         await engine.start()
         prompts = [rng.integers(0, 256, int(rng.integers(100, 120))).tolist() for _ in range(8)]
@@ -120,7 +114,7 @@ def test_logits_of_two_workers_are_the_librarys_within_2e_3(tmp_path, family):
     randomise(model, 0)
     model.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
-    engine = engine_of(tmp_path, 2)
+    engine = engine_of(tmp_path, tensor_parallel=2)
     try:
         ids = [(7 * at * at + 3 * at) % 256 for at in range(75)]
         tree = DraftTree.of([ids[-1], 5, 6, 7], [-1, 0, 0, 1])
@@ -142,7 +136,7 @@ async def test_logits_that_are_not_finite_end_their_texts_alone_and_not_the_repl
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON] = torch.nan
     model.save_pretrained(tmp_path)
-    engine = engine_of(tmp_path, 2)
+    engine = engine_of(tmp_path, tensor_parallel=2)
     try:
         await engine.start()
         prompt = [(7 * at * at + 3 * at) % 200 for at in range(30)]
@@ -159,7 +153,7 @@ async def test_logits_that_are_not_finite_end_their_texts_alone_and_not_the_repl
 
 
 def test_each_worker_keeps_the_keys_of_its_own_heads(folder):
-    one, four = engine_of(folder, 1), engine_of(folder, 4)
+    one, four = engine_of(folder, tensor_parallel=1), engine_of(folder, tensor_parallel=4)
     four.runner.crew.stop()
     heads = [engine.runner.target.layouts[0].kv_heads for engine in (one, four)]
     assert heads == [4, 1]
@@ -175,7 +169,7 @@ def test_without_shared_memory_logits_have_the_same_bits(folder, monkeypatch):
     ids, found = list(range(40)), []
     for shared in (True, False):
         monkeypatch.setattr(shards, "can_share_memory", lambda device, shared=shared: shared)
-        engine = engine_of(folder, 2)
+        engine = engine_of(folder, tensor_parallel=2)
         try:
             assert engine.runner.crew.memory_is_shared is shared
             found.append(engine.logits_of(ids, DraftTree.root_only(ids[-1])))
@@ -188,7 +182,7 @@ def test_without_shared_memory_logits_have_the_same_bits(folder, monkeypatch):
 def test_a_stopped_group_leaves_no_threads_and_forked_children_of_other_threads_start(folder, shared, monkeypatch):
     monkeypatch.setattr(shards, "can_share_memory", lambda device: shared)
     before = thread_count()
-    engine = engine_of(folder, 2)
+    engine = engine_of(folder, tensor_parallel=2)
     engine.runner.crew.stop()
     del engine
     gc.collect()
@@ -203,7 +197,7 @@ def test_a_stopped_group_leaves_no_threads_and_forked_children_of_other_threads_
 async def test_replicas_of_another_degree_have_another_fingerprint(folder):
     names = []
     for degree in (1, 2):
-        engine = engine_of(folder, degree)
+        engine = engine_of(folder, tensor_parallel=degree)
         names.append((await engine.hello()).fingerprint)
         await engine.stop()
     assert names[1] == names[0] + "-tp2"
@@ -211,7 +205,7 @@ async def test_replicas_of_another_degree_have_another_fingerprint(folder):
 
 @pytest.mark.parametrize("idle", few_of([False, True], False), ids=["in a step", "between steps"])
 async def test_a_worker_that_dies_ends_the_replica_within_seconds(folder, idle):
-    engine = engine_of(folder, 2)
+    engine = engine_of(folder, tensor_parallel=2)
     await engine.start()
     lost = asyncio.create_task(engine.lost())
     try:
@@ -237,7 +231,7 @@ async def test_a_worker_that_dies_ends_the_replica_within_seconds(folder, idle):
 
 def lead(folder, answers):
     """A leader whose process is killed."""
-    engine = engine_of(folder, 2)
+    engine = engine_of(folder, tensor_parallel=2)
     answers.put([child.pid for child in multiprocessing.active_children()])
     engine.logits_of(range(20), DraftTree.root_only(19))
     time.sleep(60)
@@ -258,7 +252,7 @@ def test_workers_end_with_their_leader(folder):
 
 async def test_heads_that_cannot_be_dealt_out_are_refused_with_the_numbers(folder):
     with pytest.raises(BadRequest, match="4 attention heads cannot be dealt out to 3 workers"):
-        engine_of(folder, 3)
+        engine_of(folder, tensor_parallel=3)
     await until(lambda: not workers(), 10)
 
 
@@ -267,7 +261,7 @@ async def test_a_family_without_a_plan_is_refused_and_leaves_nothing_behind(tmp_
     model.save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     with pytest.raises(BadRequest, match="tp_plan"):
-        engine_of(tmp_path, 2)
+        engine_of(tmp_path, tensor_parallel=2)
     await until(lambda: not workers(), 10)
 
 
@@ -295,7 +289,7 @@ def test_after_a_process_group_that_could_not_be_made_the_next_target_is_loaded(
     with pytest.raises(WorkerLost, match="process group cannot be made"):
         load_shard(shard, 0, store, None, lambda: None)
     monkeypatch.setattr(shards, "GROUP_S", 30.0)
-    engine_of(folder, 2).runner.crew.stop()
+    engine_of(folder, tensor_parallel=2).runner.crew.stop()
 
 
 def test_a_worker_that_does_not_connect_is_reported(monkeypatch):

@@ -18,13 +18,12 @@ from transformers.models.bamba.modeling_bamba import BambaAttention
 from tree_kernels.tree_attention import PAGE
 
 from tests.support.cases import few_of
+from tests.support.engines import engine_of
 from tests.support.exactness import bitwise_or_skip
 from tests.support.made_once import made_once
 from tests.support.routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
 from tests.support.tiny_hybrids import FAMILIES, VOCABULARY, make_checkpoint, oracle, paths_below, tree_below
-from verifier_service.engine import VerifierEngine
 from verifier_service.memory import PageTable, TextMemory
-from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement, Extent, StatePool, last_writers
 
 MIXED = ("mamba", "mamba2", "bamba", "mamba_in_llama")
@@ -39,11 +38,6 @@ def models(tmp_path_factory):
 def broken(*_):
     """Replaces a runner's method."""
     raise RuntimeError("broken by a test")
-
-
-def engine_of(folder, dtype=torch.float32, states=None, **limits):
-    settings = {"max_length": 512, "max_sessions": 8, "max_waiting": 64, "prefill_chunk": 128, "max_depth": 8} | limits
-    return VerifierEngine.load(folder, VerifierOptions(name="tiny", dtype=dtype, **settings), states=states)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
