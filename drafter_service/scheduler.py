@@ -31,8 +31,16 @@ from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
 from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
 from drafter_service.structures import DraftStructure, keep_allowed
-from drafter_service.text_masks import TextMasks
-from drafter_service.texts import Answer, DrafterText, DraftRound, MemoryComplete, Prefilled, check_tokens, level_of
+from drafter_service.texts import (
+    Answer,
+    DrafterText,
+    DraftRound,
+    MemoryComplete,
+    Prefilled,
+    TextMasks,
+    check_tokens,
+    level_of,
+)
 
 log = logging.getLogger("dendro.drafter")
 
@@ -253,7 +261,8 @@ class DraftScheduler:
         candidates, scores = outcome.candidates[mine].tolist(), outcome.scores[mine].tolist()
         calibrated, given = draft_round.calibration.confidences, outcome.chances
         chances = calibrated(scores) if given is None else given[mine].tolist()
-        keep_allowed(self._masks[mine], candidates, scores, chances)
+        if self._masks:
+            keep_allowed(self._masks[mine], candidates, scores, chances)
         if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
             session.covers = rows.stop - 1
             for covered in range(rows.start + 1, rows.stop):

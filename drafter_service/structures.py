@@ -11,11 +11,10 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from dendro.calls import OpenCall
-from dendro.daemon_threads import in_thread
+from dendro.daemon_threads import WAIT_S, in_thread
 from dendro.errors import BadRequest, Overloaded
 from dendro.grammars import Bits, GrammarPlace, Grammars, GrammarText, TokenBytes, permits
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
-from dendro.mask_threads import WAIT_S
 
 from drafter_service.grow import Growth
 

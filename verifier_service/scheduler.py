@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
@@ -30,12 +31,10 @@ from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
 
-from verifier_service.budget import StepCosts, path_in, worthwhile
+from verifier_service.budget import StepCosts, path_in, worth_waiting, worthwhile
 from verifier_service.guarding import guarded
-from verifier_service.lingering import worth_waiting
 from verifier_service.memory import PageTable
-from verifier_service.packing import packed
-from verifier_service.recurrent import StatePool
+from verifier_service.recurrent import StatePool, recurrent_rows
 from verifier_service.requests import (
     Capacity,
     PendingCall,
@@ -45,9 +44,10 @@ from verifier_service.requests import (
     VerifierText,
     longest_saved,
 )
-from verifier_service.rows import StepOutcome, StepPlan
+from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
 from verifier_service.shares import displaced_by, next_in_turn, texts_by_tenant
 from verifier_service.structure_masks import MasksPending
+from verifier_service.walk import Draw, Echo
 
 
 class StepScheduler:
@@ -512,3 +512,43 @@ class StepScheduler:
         )
         verdict = session.completed(verdict)
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)
+
+
+def packed(shares: Sequence[StepShare], capacity: Capacity) -> StepPlan:
+    """Make the plan of a step with these shares, in this order."""
+    parts, draws, echoes = [], [], []
+    start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
+    alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]
+    roots = iter(root_rows(alone, capacity.near, capacity.window))
+    for share in shares:
+        session, tree = share.session, share.tree
+        committed = len(session.memory.consumed) + np.arange(share.prefill)
+        scratch = capacity.first_scratch + guesses
+        if positions := share.echoed:
+            tokens = session.text.ids[positions.start + 1 : positions.stop + 1]
+            echoes.append(Echo(sum(map(len, wanted)), tuple(tokens), session.parameters.logprobs or 0))
+            wanted.append(start + np.array(positions) - len(session.memory.consumed))
+        if tree is not None:
+            first = start + share.prefill
+            place = sum(map(len, wanted))
+            asked = session.parameters
+            laws = session.warp, asked.sampling, session.history, asked.logprobs, session.structure
+            draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
+            wanted.append(np.arange(first, first + tree.rows))
+            guesses += tree.guesses
+        given = session.text.ids, committed, tree, session.memory.pages, scratch, capacity.near, capacity.window
+        part = next(roots) if share.is_root else text_rows(*given)
+        if capacity.recurrent is not None and session.memory.place is not None:
+            rows = recurrent_rows(
+                session.memory.place,
+                committed,
+                len(session.text.ids) - 1,
+                tree,
+                capacity.recurrent.scratch + start,
+                folds,
+            )
+            part = replace(part, recurrent=rows)
+            folds += len(rows.folds)
+        parts.append(part)
+        start += len(part.tokens)
+    return pack(parts, np.concatenate(wanted), draws, echoes)

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from dendro.daemon_threads import MaskThreads
 from dendro.errors import DendroError
 from dendro.grammars import GrammarText, TreeMasks
-from dendro.mask_threads import MaskThreads
 from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
 

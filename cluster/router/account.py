@@ -1,8 +1,10 @@
-"""Statistics of a request's rounds."""
+"""Statistics of requests' rounds, and a warning of a drafter none of whose guesses is accepted."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 
 from dendro.calls import Opened
 from dendro.text import Verdict
@@ -10,6 +12,11 @@ from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.arms import Arm
+
+log = logging.getLogger("dendro.router")
+
+UNACCEPTED = 1000
+"""Number of guesses from a router's start, none of them accepted, after which it warns."""
 
 
 class RoundAccount:
@@ -96,3 +103,30 @@ def _accepted_of_drafter(tree: DraftTree, verdict: Verdict) -> int:
 
 def _opening_message(opened: Opened) -> pb.OpeningStats:
     return pb.OpeningStats(restored_tokens=opened.restored, processed_tokens=opened.processed, open_us=opened.open_us)
+
+
+class AcceptanceWatch:
+    """Counts the guesses of each drafter for each target until one is accepted. A drafter none of whose guesses is
+    accepted costs time, and something is wrong with its checkpoint."""
+
+    def __init__(self) -> None:
+        self._guesses: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._settled: set[tuple[str, str]] = set()  # a guess was accepted, or the warning was given
+
+    def learn(self, target: str, drafters: Iterable[pb.DrafterStats]) -> None:
+        """Add the statistics of an answer's drafters. Warns once for a drafter and target."""
+        for each in drafters:
+            pair = each.name, target
+            if pair in self._settled:
+                continue
+            self._guesses[pair] += each.drafted_tokens
+            if each.accepted_tokens:
+                self._settled.add(pair)
+            elif self._guesses[pair] >= UNACCEPTED:
+                self._settled.add(pair)
+                log.warning(
+                    "drafter %s: none of its %d guesses for %s was accepted; was it trained for this target?",
+                    each.name,
+                    self._guesses[pair],
+                    target,
+                )

@@ -33,8 +33,7 @@ from cluster.config import Config
 from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import NoPriors, PriorStore
 from cluster.proposers.proposals import ProposalLibrary
-from cluster.router.acceptance_watch import AcceptanceWatch
-from cluster.router.account import RoundAccount
+from cluster.router.account import AcceptanceWatch, RoundAccount
 from cluster.router.admission import (
     MAX_REQUEST_ID,
     Admission,

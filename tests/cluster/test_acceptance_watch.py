@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from dendro.v1 import generation_pb2 as pb
 
-from cluster.router.acceptance_watch import UNACCEPTED, AcceptanceWatch
+from cluster.router.account import UNACCEPTED, AcceptanceWatch
 
 
 def stats(name: str, drafted: int, accepted: int = 0) -> list[pb.DrafterStats]:

@@ -16,7 +16,7 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster import sessions as sessions_module
 from cluster.redis_server import RedisServer
-from cluster.router import admission
+from cluster.router import prompts
 from cluster.router.ingress import Ingress
 from cluster.router.served import Served
 from cluster.sessions import RedisSessions
@@ -76,7 +76,7 @@ class Watch:
 async def test_the_loop_runs_while_a_router_reads_hashes_and_stores_long_texts(monkeypatch):
     """Two turns of a session: the first as token ids, the second as text."""
     watch = Watch(monkeypatch)
-    watch.add(admission, "_below_vocabulary", lambda name, raw, vocabulary: len(raw))
+    watch.add(prompts, "_below_vocabulary", lambda name, raw, vocabulary: len(raw))
     watch.add(ByteTokenizer, "encode", lambda tokenizer, text, begins: len(text))
     watch.add(text_module, "packed_ids", len)
     watch.add(sessions_module, "pack_record", lambda record: len(record.tokens))

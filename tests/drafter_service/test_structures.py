@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
+from dendro.daemon_threads import MaskThreads
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars
-from dendro.mask_threads import MaskThreads
 from dendro.modes import VerificationMode
 from dendro.shapes import BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.state import MemoryStates, NoStates, StateStore
@@ -28,7 +28,7 @@ from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 
-from drafter_service import structures, text_masks
+from drafter_service import structures, texts
 from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine, node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
@@ -482,7 +482,7 @@ async def test_no_other_text_waits_for_masks_and_their_own_has_the_same_tree(dra
 async def test_a_text_whose_masks_do_not_come_is_drafted_without_its_structure(
     drafter: Path, monkeypatch, caplog, part: str
 ):
-    monkeypatch.setattr(text_masks, "LATE_S", 0.02)
+    monkeypatch.setattr(texts, "LATE_S", 0.02)
     async with following(drafter) as engine:
         wanted = await drafted(engine, PROMPT, None, TREE)
         held = HeldWork(monkeypatch, part)
