@@ -24,18 +24,9 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 from tree_layers.gguf_weights import gguf_settings
 
-from cluster.bench.bookkeeping import (
-    BAR,
-    BLOCKS,
-    LONG,
-    QUICK_BLOCKS,
-    SHORT,
-    bookkeeping_rows,
-    measure_bookkeeping,
-)
 from cluster.checkpoints import check_library_has
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option
+from cluster.measure.bench import Bench, Plot, ReportTable, models, option
 from cluster.measure.in_process import EngineText, tree_of, verifier_of
 from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Row
@@ -62,7 +53,6 @@ class ContextOptions:
     target: Which = option("The demo target, or the costly one made from it: demo or costly.", Which.COSTLY)
     contexts: tuple[int, ...] = option("Tokens, separated by commas.", CONTEXTS, (256, 1024, 2048), least=2, count=2)
     repetitions: int = option("Repetitions of each round.", 15, 5, least=1)
-    blocks: int = option("Blocks of rounds without models.", BLOCKS, QUICK_BLOCKS, least=1)
     models: Path = models()
 
     def __post_init__(self) -> None:
@@ -224,7 +214,6 @@ async def measure(options: ContextOptions, begin: Begin) -> dict[str, Any]:
         async with verifier_of(name, target, length, checkpoint=checkpoint, device=device) as engine:
             step = begin(f"{name} target", len(contexts) * (options.repetitions + 1))
             lengths = await measure_context(engine, library, ids, contexts, options.repetitions, step)
-    bookkeeping = await measure_bookkeeping(options.blocks, begin("bookkeeping", options.blocks + 1))
     layouts = engine.runner.target.layouts
     library_bytes = sum(each.kv_heads * (each.key_dim + each.value_dim) for each in layouts) * 2
     ours = engine.runner.target.token_bytes
@@ -235,15 +224,13 @@ async def measure(options: ContextOptions, begin: Begin) -> dict[str, Any]:
         },
         "rows": rows_of(lengths),
         "fits": [fit_of(lengths, way, library_bytes if way == LIBRARY else ours) for way in WAYS],
-        "bookkeeping": bookkeeping_rows(bookkeeping),
     }
 
 
 CONTEXT = Bench(
     "context",
     "Measure a round by context length: time, memory and the bytes that must be read, without speculation, with a "
-    "chain and with a tree, beside transformers' own decoding step. The engine runs in this process. Then the "
-    "bookkeeping of a round, without models, in a text of 100,000 tokens and one of 1,000.",
+    "chain and with a tree, beside transformers' own decoding step. The engine runs in this process.",
     "Under a minute: three lengths, five repetitions.",
     ContextOptions,
     measure,
@@ -266,22 +253,8 @@ CONTEXT = Bench(
             "way; fixed ms = fixed_ms:.2f; us per token = slope_us_per_token:.3f; bytes per token = bytes_per_token:,; "
             "GB/s = read_gb_per_second:.2f; largest residual = largest_residual:.1%",
         ),
-        ReportTable(
-            "Bookkeeping of a round: loop, handles, proposers and peers' texts, without models",
-            "bookkeeping",
-            f"text; {SHORT:,} tokens, us = short_us:.0f; {LONG:,} tokens, us = long_us:.0f; "
-            "long over short = long_over_short:.2f",
-        ),
-    ),
-    aims=(
-        Aim(
-            f"bookkeeping of a round at {LONG:,} tokens over {SHORT:,}, {{text}}, at most",
-            "bookkeeping",
-            "long_over_short",
-            most=BAR,
-        ),
     ),
     plots=(Plot("rows", "tokens before the round = context", "time of a round * (ms) = ms/*"),),
-    code=("verifier_service", "kernels/tree_kernels/tree_attention", "cluster/router/rounds.py"),
+    code=("verifier_service", "kernels/tree_kernels/tree_attention"),
 )
 bench_context = CONTEXT.command()

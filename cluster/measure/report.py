@@ -98,11 +98,6 @@ def machine_facts(report: Report) -> Iterator[str]:
     yield f"Software: Python {machine['python']}, {libraries}; environment {environment or 'default'}"
 
 
-def target_fact(name: str, facts: Mapping[str, Any]) -> str:
-    """The size and the dtype of a measured target."""
-    return f"The {name} target: {facts['parameters']:,} parameters in {facts['dtype']}"
-
-
 def show(console: Console, facts: Iterable[str], tables: Iterable[Cells], differences: Sequence[str] = ()) -> None:
     """Print facts, tables, and the answers that speculation changed."""
     for fact in facts:
