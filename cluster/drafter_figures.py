@@ -3,6 +3,7 @@ anything was drafted here."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self
@@ -14,7 +15,13 @@ from dendro.shapes import LevelShape, NodeShape, TreeShape
 from dendro.tree import RANKED
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from cluster.config import Config
+from cluster.policies.classes import CLASS_TEMPERATURES
+from cluster.policies.prior import DEPTHS as PRIOR_DEPTHS
+from cluster.policies.prior import KEPT_ROUNDS, Prior
 from cluster.policies.sequoia import expected_tokens
+
+log = logging.getLogger("dendro.router")
 
 FIGURES = "acceptance.json"
 """The file's name in a drafter's checkpoint folder."""
@@ -85,6 +92,19 @@ def figures_of(target: str, traces: Mapping[float, Sequence[Sequence[int]]]) -> 
     return DrafterFigures(target=target, by_temperature=tuple(found))
 
 
+def prior_of(cards: Mapping[str, DrafterFigures], temperature: str) -> Prior:
+    """The prior that drafters' figures give, by name, before any request was answered.
+
+    temperature: class of temperatures
+    """
+    ranks = {}
+    for name, card in cards.items():
+        accepted = np.array(card.at(CLASS_TEMPERATURES[temperature]).accepted)
+        deeper = accepted[np.minimum(np.arange(PRIOR_DEPTHS), len(accepted) - 1)]
+        ranks[name] = KEPT_ROUNDS * np.column_stack([deeper, np.maximum(1 - deeper.sum(1), 0)])
+    return Prior(ranks=ranks)
+
+
 def write_figures(folder: Path, figures: DrafterFigures) -> None:
     (folder / FIGURES).write_text(figures.model_dump_json(indent=1) + "\n")
 
@@ -107,6 +127,20 @@ def read_figures(folder: Path) -> DrafterFigures | None:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"]))
         raise BadRequest(FIGURES, f"{place}: {first['msg']}" if place else first["msg"]) from error
+
+
+def figures_of_drafters(config: Config) -> dict[str, DrafterFigures]:
+    """The figures of a configuration's drafters that have some. A file that cannot be read is logged and ignored."""
+    found = {}
+    for name, drafter in config.drafters.items():
+        try:
+            figures = read_figures(drafter.checkpoint)
+        except BadRequest as error:
+            log.warning("drafters.%s: %s", name, error)
+            continue
+        if figures is not None:
+            found[name] = figures
+    return found
 
 
 def accepted(traces: Sequence[Sequence[int]], depth: int, children: int) -> FloatTable:

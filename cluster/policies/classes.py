@@ -8,6 +8,9 @@ import math
 from dendro.modes import LISTED_MODES, VerificationMode
 from tree_kernels import ROW_MULTIPLE
 
+CLASS_TEMPERATURES = {"greedy": 0.0, "cool": 0.7, "warm": 1.0}
+"""A usual temperature of each class."""
+
 
 def temperature_class(temperature: float) -> str:
     """Class of requests with similar acceptance rates: greedy (0), cool (below 0.85) or warm."""

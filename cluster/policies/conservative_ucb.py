@@ -12,7 +12,8 @@ when the arm emits only its lower bound, mean N_k - b_k:
 
 Otherwise the arm of greatest mean / T_k is tried under the same condition, then a probe, then `off`. D is negative once
 speculation has gained time, and that gain may be spent on exploration. A plain round after a tree is longer, because
-the verifier did not begin it ahead; D includes that time.
+the verifier did not begin it ahead; D includes that time. Before a drafter's first tree, D also counts by how much
+opening a text there usually lengthens the rounds meanwhile.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
 - Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
@@ -71,7 +72,8 @@ STAYING = 2
 """Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
 them is drafted one round later."""
 HELD_ROUNDS = 8
-"""Rounds of `off` in a row after which estimates of drafted arms are computed anew."""
+"""A text that chose `off` so many rounds in a row looks at drafted arms every HELD_ROUNDS, and at proposals every
+second round: a look takes processor time from the verifier."""
 OPENING_ROUNDS = 8
 """First rounds of a drafter in which a missing tree is not counted, since the drafter may still be opening the text.
 Later missing trees count against its arms."""
@@ -140,13 +142,16 @@ class ConservativeUCB:
         self._lost_us = 0.0  # D
         self._promised = self._came = 0.0  # tokens that played proposals promised, and those of them that came
         self._place = experience.concurrency.next_place()
+        self._charged = set[str]()  # drafters whose opening is counted in D
         self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds that may still not count
         self._paused: dict[str, int] = {}  # by drafter: rounds for which it is not asked
         self._pauses: dict[str, int] = {}  # by drafter: rounds of pause that its next missing tree will cause
         self._offer: DraftTree | None = None  # proposals for the next round
-        self._held: dict[Arm, ArmEstimate] = {}  # estimates that are kept while the text stays `off`
+        self._held: dict[Arm, ArmEstimate] = {}  # estimates of drafted arms, kept while the text stays `off`
+        self._least = 0.0  # chance of a first guess below which no proposal pays, kept while the text stays `off`
         self._excluded = False  # True while the trial keeps this text from guessing
         self._off_rounds = 0  # consecutive rounds of `off` before the current one
+        self._passed = False  # True if the round is `off` without a look, and only its tokens are counted
         self._resting = False  # True if the round is `off` and only its rate is learned (`SpeculationTrial`)
 
     @functools.cached_property
@@ -187,8 +192,21 @@ class ConservativeUCB:
         if self._excluded:
             return OFF_ARM
         self._paused = {drafter: left - 1 for drafter, left in self._paused.items() if left > 1}
-        self._offer = offer() if offer and self._proposes else None
-        prices = self.experience.prices()
+        settled = trial is None and self._may_be_off and self._off_rounds > HELD_ROUNDS
+        held = settled and self._off_rounds % HELD_ROUNDS > 0
+        self._passed = held and self._off_rounds % 2 > 0
+        if self._passed:
+            return OFF_ARM
+        prices, fresh = self.experience.prices(), self._off_rounds % HELD_ROUNDS == 0
+        if fresh:
+            self._held.clear()
+        if not self._off_rounds or trial is not None:
+            self._least = 0.0
+        elif fresh or self._off_rounds == 1:
+            self._least = self._least_chance(prices)
+        self._offer = offer(self._least) if offer and self._proposes else None
+        if held and (self._offer is None or not self._offer.guesses):
+            return OFF_ARM
         asked = [arm for arm in self._trees if arm.maker not in self._paused]
         if self._may_be_off and not asked:
             return OFF_ARM
@@ -209,9 +227,7 @@ class ConservativeUCB:
 
     def _estimates(self, arms: Sequence[Arm], prices: Prices) -> list[ArmEstimate]:
         """Estimate these arms; arms of proposals are left out where there are no proposals. Estimates of drafted arms
-        change little while the text stays `off` and are computed anew every HELD_ROUNDS."""
-        if self._off_rounds % HELD_ROUNDS == 0:
-            self._held.clear()
+        change little while the text stays `off`."""
         found = []
         for arm in arms:
             if arm.proposed and self._offer is not None:
@@ -223,6 +239,21 @@ class ConservativeUCB:
                 held = self._held[arm] = self.estimate(arm, prices)
             found.append(held)
         return found
+
+    def _least_chance(self, prices: Prices) -> float:
+        """Chance of a first guess below which no arm of proposals pays: a tree of n guesses promises at most n times
+        that many tokens."""
+        plain_us = prices.predicted_us(OFF_ARM)
+        if plain_us is None or not self._may_be_off:
+            return 0.0
+        share = sum(self._share_that_came)
+        needed = (
+            (self._us(arm, prices, rows) / plain_us - 1) / (share * (rows - 1))
+            for arm in self._trees
+            for rows in (2, arm.rows)
+            if arm.proposed
+        )
+        return max(min(needed, default=0.0), 0.0)
 
     def _within_budget(self, best: ArmEstimate, estimates: Sequence[ArmEstimate], plain: ArmEstimate) -> Arm:
         """Choose the arm of a text that runs alone, by index and budget."""
@@ -250,7 +281,12 @@ class ConservativeUCB:
         """True if a round of this arm that emits only its lower bound stays within the text's budget."""
         loss_us = each.us - plain_us * each.least
         budget = BUDGET * self._tokens + FIRST_ROUNDS * (each.arm.maker in self._unknown)
-        return self._lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget * plain_us
+        lost_us = self._lost_us + self._opening_us(each.arm)
+        return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget * plain_us
+
+    def _opening_us(self, arm: Arm) -> float:
+        """Time that opening the text at the arm's drafter will cost; 0 if it is counted already."""
+        return self.experience.costs.opening.us if arm.drafted and arm.maker not in self._charged else 0.0
 
     @functools.cached_property
     def _unknown(self) -> set[str]:
@@ -267,6 +303,8 @@ class ConservativeUCB:
             return
         ranked = self._trace.learn(arm.maker, tree, verdict)
         self._count(arm, tree, verdict)
+        if self._passed:
+            return
         if arm.drafted:
             self._pause(arm.maker, tree.missed and not tree.guesses)
         if self._openings.get(arm.maker):
@@ -294,6 +332,8 @@ class ConservativeUCB:
         if arm.proposed and self._offer is not None:
             self._promised += promised_tokens(self._offer, arm.rows)
             self._came += verdict.length - 1
+        self._lost_us += self._opening_us(arm)
+        self._charged.add(arm.maker)
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM)
         if plain_us is not None:

@@ -209,6 +209,7 @@ class Costs:
     hop: Cost = field(default_factory=Cost)  # call to a peer beyond the peer's own time, in a round with a tree
     plain_hop: Cost = field(default_factory=Cost)  # such a call in a round without a tree, which sends less
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
+    opening: Cost = field(default_factory=Cost)  # what opening a text at a drafter adds to the rounds meanwhile
     draft: dict[Arm, Cost] = field(default_factory=dict)  # by arm: a draft's time, over the texts drafted together
     step: StepTime = field(default_factory=StepTime)
     texts: float = 1.0  # smoothed number of texts in a step
@@ -264,6 +265,7 @@ class Costs:
             hop=Cost(self.hop.us, min(self.hop.count, most)),
             plain_hop=Cost(self.plain_hop.us, min(self.plain_hop.count, most)),
             ahead=Cost(self.ahead.us, min(self.ahead.count, most)),
+            opening=Cost(self.opening.us, min(self.opening.count, most)),
             draft={arm: Cost(cost.us, min(cost.count, most)) for arm, cost in self.draft.items()},
             step=self.step.at_most(PRIOR_ROUNDS),
             texts=self.texts,
@@ -272,7 +274,7 @@ class Costs:
 
     def begin(self, hint: Costs) -> None:
         """Replace all costs by those of `hint`, but for `rows`, `rate` and `stopped`."""
-        self.hop, self.plain_hop, self.ahead = hint.hop, hint.plain_hop, hint.ahead
+        self.hop, self.plain_hop, self.ahead, self.opening = hint.hop, hint.plain_hop, hint.ahead, hint.opening
         self.draft, self.step = hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._planes.clear()

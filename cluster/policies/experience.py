@@ -202,6 +202,7 @@ class Experience:
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
+    _opening_us: float = 0.0  # time that rounds of an opening that runs took beyond their predictions
 
     @property
     def costs(self) -> Costs:
@@ -233,12 +234,23 @@ class Experience:
         took_us: with all waits   disturbed: True if a text was being opened meanwhile
         """
         costs = self._by_load[self.concurrency.load]
+        self._learn_opening(costs, arm, took_us, disturbed)
         hop = costs.plain_hop if arm.off else costs.hop
         hop.learn(_hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if verdict.ahead_us:
             costs.ahead.learn(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
+
+    def _learn_opening(self, costs: Costs, arm: Arm, took_us: float, disturbed: bool) -> None:
+        """Add up by how much rounds during an opening exceed their predicted times; the sum is learned at its end."""
+        if self.concurrency.requests != 1:
+            self._opening_us = 0.0
+        elif disturbed:
+            self._opening_us += max(took_us - (self.predicted_us(arm) or took_us), 0.0)
+        elif self._opening_us:
+            costs.opening.learn(self._opening_us)
+            self._opening_us = 0.0
 
     def share_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
         """Measured microseconds of what `round_us` predicts: the text's share of a round's draft, step and hops."""

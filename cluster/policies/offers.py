@@ -10,9 +10,10 @@ from dendro.tree import DraftTree
 from cluster.arms import Arm
 from cluster.router.rounds import Policy
 
-Offer = Callable[[], DraftTree]
+Offer = Callable[[float], DraftTree]
 """Returns the proposers' tree for the next round, with the chances that its rows are reached; the root alone if they
-propose nothing. A call takes some tenths of a millisecond, so a policy without arms of proposals makes none."""
+propose nothing whose first guess has the given chance. A call takes some tenths of a millisecond, and less where that
+chance is not reached; a policy without arms of proposals makes none."""
 
 
 class InformedPolicy(Policy, Protocol):

@@ -38,18 +38,27 @@ class Proposals:
 
     def __init__(self, proposers: Sequence[Proposer], chances: Chances, max_rows: int, max_depth: int) -> None:
         self._proposers = proposers
+        self._suffix = next((each for each in proposers if isinstance(each, Suffix)), None)
         self._chances = chances
         self._max_rows = max_rows
         self._max_depth = max_depth
         self._proposed: list[tuple[str, Proposal]] = []  # the last proposals, by proposer
-        self._trees: list[DraftTree] = []  # the last proposals as trees with values
+        self._made: list[DraftTree] | None = None  # the last proposals as trees with values, once they are needed
         self._base = 0  # length of the text for which the last proposals were made
         self._ended = False
 
-    def offer(self, text: Text) -> DraftTree:
-        """Merge all proposals for the next round into one tree; the root alone if there are none. A single proposer's
-        need no merging: the policy uses their chances and their number."""
+    def offer(self, text: Text, least: float = 0.0) -> DraftTree:
+        """Merge all proposals for the next round into one tree; the root alone if there are none, or if no first guess
+        likely has a chance of `least`. A single proposer's need no merging: the policy uses their chances and their
+        number."""
+        if least and self._suffix is not None:
+            self._suffix.grow(text)
+            matched = self._suffix.matched(text)  # no proposer finds a longer match
+            if all(self._chances.usual(each.name, matched) < least for each in self._proposers):
+                return DraftTree.root_only(text.root)
         self.propose(text)
+        if not any(self._chances.first(name, proposal) >= least for name, proposal in self._proposed):
+            return DraftTree.root_only(text.root)
         if len(self._trees) == 1:
             return self._trees[0]
         return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
@@ -69,7 +78,13 @@ class Proposals:
             proposal = proposer.propose(text, min(OFFERED, self._max_rows), depth)
             if proposal.guesses:
                 self._proposed.append((proposer.name, proposal))
-        self._trees = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
+        self._made = None
+
+    @property
+    def _trees(self) -> list[DraftTree]:
+        if self._made is None:
+            self._made = [self._chances.tree(name, proposal) for name, proposal in self._proposed]
+        return self._made
 
     def merged(self, tree: DraftTree, rows: int) -> DraftTree:
         """A drafter's tree with the last proposals, cut to `rows` rows and to the limits of the target and the request.

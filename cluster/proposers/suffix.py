@@ -208,6 +208,10 @@ class Suffix:
             row = proposal.add(parent, token, matched, hope)
             chance, matched = -less, matched + 1
 
+    def matched(self, text: Text) -> int:
+        """Number of the text's last tokens that occurred before, at the last `grow`."""
+        return self._longest(text)[2]
+
     def end(self, text: Text) -> None:
         self._outputs.add(text.answer)
 

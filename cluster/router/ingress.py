@@ -30,6 +30,7 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.checkpoints import check_pairs, read_cluster
 from cluster.config import Config
+from cluster.drafter_figures import DrafterFigures, figures_of_drafters
 from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import NoPriors, PriorStore
 from cluster.proposers.proposals import ProposalLibrary
@@ -102,6 +103,7 @@ class Ingress:
         self._peers = peers
         self.turns = TurnWriter(sessions)
         self.totals = RouterTotals(config)
+        cards: Mapping[str, DrafterFigures] = {}
         if served is None:
             facts = read_cluster(config)
             check_pairs(config, facts)
@@ -110,13 +112,14 @@ class Ingress:
                 name: Served.of(name, target, facts.targets[name], config.structures)
                 for name, target in config.targets.items()
             }
+            cards = figures_of_drafters(config)
         self._served = served
         self._token_texts: dict[str, VocabularyTexts] = {}  # made when they are first asked for
         self._libraries = {
             name: ProposalLibrary(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
         }
-        self._priors = Priors(priors or NoPriors())
+        self._priors = Priors(priors or NoPriors(), cards)
         self.experience = {name: Experiences() for name in config.targets}
         self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
         self._acceptance = AcceptanceWatch()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from types import MappingProxyType
 
+from cluster.drafter_figures import DrafterFigures, prior_of
 from cluster.policies.experience import Experience
 from cluster.policies.prior import Prior, PriorKey, PriorStore, pair_prior
 
+NO_CARDS: Mapping[str, DrafterFigures] = MappingProxyType({})
 KINDS = 512
 """Kinds whose priors a router caches; beyond that the least recently used is dropped."""
 PAIR_TENANTS = 32
@@ -25,8 +29,10 @@ class Priors:
     """A router's priors. Not thread-safe: bound to one event loop. No call raises; `of` waits at most WAIT_S, while a
     prior is read."""
 
-    def __init__(self, store: PriorStore) -> None:
+    def __init__(self, store: PriorStore, cards: Mapping[str, DrafterFigures] = NO_CARDS) -> None:
+        """cards: what the drafters' training measured, by drafter"""
         self._store = store
+        self._cards = cards
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
         self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # notes alone, without the tenant's first prior
         self._stored: dict[PriorKey, Prior] = {}  # priors of all tenants as read from the store
@@ -77,6 +83,8 @@ class Priors:
             if found is None:
                 if pair is None and (pair := await self._store.load(_pair_key(key))) is not None:
                     self._stored[_pair_key(key)] = pair
+                if pair is None and (card := self._card(key)).guessed:
+                    pair = card
                 found = pair and pair.begun()
             if found is not None:
                 prior = self._remember(key)
@@ -88,6 +96,12 @@ class Priors:
         finally:
             del self._reading[key]
             self._write()
+
+    def _card(self, key: PriorKey) -> Prior:
+        """What is known of a kind before any request: the figures of its drafters, which were measured with the noise
+        that all modes but listed ones have."""
+        cards = {name: self._cards[name] for name in key.drafters if name in self._cards and not key.mode}
+        return prior_of(cards, key.temperature)
 
     def _write(self) -> None:
         for key in list(self._unwritten):
@@ -118,8 +132,9 @@ class Priors:
             self._noted.popitem(last=False)
 
     def _tenants(self, key: PriorKey) -> list[Prior]:
-        """The notes of the last tenants' requests of this kind; the store's prior of all tenants counts as one more
-        tenant. The prior with which each tenant began is left out, since all of them have it in common."""
+        """The notes of the last tenants' requests of this kind; the store's prior of all tenants and the drafters'
+        figures count as one more tenant each. The prior with which each tenant began is left out, since all of them
+        have it in common."""
         pair = _pair_key(key)
         same = (
             noted
@@ -127,7 +142,8 @@ class Priors:
             if other.tenant and noted.guessed and _pair_key(other) == pair
         )
         stored = [self._stored[pair]] if pair in self._stored else []
-        return [*islice(same, PAIR_TENANTS), *stored]
+        card = self._card(key)
+        return [*islice(same, PAIR_TENANTS), *stored, *([card] if card.guessed else [])]
 
 
 def _pair_key(key: PriorKey) -> PriorKey:

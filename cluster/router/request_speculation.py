@@ -142,6 +142,6 @@ class RequestSpeculation:
     def _chosen(self) -> Arm:
         return self._plan.policy.choose(self._offer if self._proposals is not None else None)
 
-    def _offer(self) -> DraftTree:
+    def _offer(self, least: float) -> DraftTree:
         assert self._proposals is not None
-        return self._proposals.offer(self._text)
+        return self._proposals.offer(self._text, least)

@@ -144,7 +144,7 @@ def test_proposals_that_promise_too_much_cost_a_text_little():
     experience, offer = Experience(shared()), DraftTree.of(range(16), range(-1, 15), [0.0] * 4 + [-9.0] * 12)
     policy, spent = ConservativeUCB([OFF_ARM, proposed], experience), 0
     for _ in range(TOKENS):
-        arm = policy.choose(lambda: offer)
+        arm = policy.choose(lambda least: offer)
         tree, us = (DraftTree.root_only(1), OFF_US) if arm.off else (offer, OFF_US + 15 * ROW_US)
         policy.learn(arm, tree, Verdict((1,), (0,), (), None, 1, us, step_rows=tree.rows))
         spent += us
@@ -182,3 +182,28 @@ def test_a_former_policys_name_is_refused_with_the_one_that_replaces_it(name):
     with pytest.raises(ValidationError, match=f"'{name}' was replaced by 'conservative_ucb'"):
         SpeculationConfig(policy=name)
     assert name not in POLICIES
+
+
+def test_the_opening_of_a_drafter_must_be_earned_back_before_its_first_tree():
+    """A chain gains a fifth of a round each time, and opening the text costs three rounds: a short text leaves it."""
+    chain = ARMS[1]
+    for opening_us, expected in ((0.0, chain), (3 * OFF_US, OFF_ARM)):
+        experience = Experience(shared())
+        for rows in (1, 5):
+            experience.costs.step.learn(rows, OFF_US, experience.degree)
+        for _ in range(3):
+            experience.costs.learn_draft(chain, 4 * LEVEL_US)
+            experience.costs.opening.learn(opening_us)
+        policy = ConservativeUCB([OFF_ARM, chain], experience, Prior({chain: EmittedLength(1.6, 8.0)}))
+        assert policy.choose() == expected
+
+
+def test_rounds_during_an_opening_teach_what_it_costs():
+    experience, root = Experience(shared()), DraftTree.root_only(1)
+    found = Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1)
+    with experience.concurrency.running():
+        for us, disturbed in ((OFF_US, False), (OFF_US, False), (2 * OFF_US, True), (OFF_US, False)):
+            experience.learn(OFF_ARM, root, found)
+            experience.learn_time(OFF_ARM, root, found, us, disturbed)
+    opening = experience.costs.opening
+    assert (opening.us, opening.count) == (pytest.approx(OFF_US), 1)

@@ -264,7 +264,7 @@ def test_while_a_trial_rests_a_round_makes_no_offer_and_is_learned_by_the_trial_
         policy = make_policy(name, [CHAIN, PROPOSED], experience)
         before, rounds = copy.deepcopy(experience.costs), trial.rounds
         for _ in range(3):
-            assert policy.choose(lambda: pytest.fail("an offer was made")) == OFF
+            assert policy.choose(lambda least: pytest.fail("an offer was made")) == OFF
             policy.learn(OFF, tree(1), verdict(1, 20_000, 16, 16))
         assert experience.costs == before
         experience.learn_time(OFF, tree(1), verdict(1, 20_000, 16, 16), 30_000)
@@ -578,7 +578,7 @@ def offered(*chances: float):
     """An offer of a chain of guesses, each reached with the given chance."""
     values = np.log(np.array([1.0, *chances], np.float32))
     rows = len(values)
-    return lambda: DraftTree(np.arange(rows), np.arange(rows) - 1, values)
+    return lambda least: DraftTree(np.arange(rows), np.arange(rows) - 1, values)
 
 
 def known(policy_name: str, arms) -> tuple:
@@ -606,7 +606,7 @@ def test_no_offer_is_requested_while_speculation_does_not_pay():
         for _ in range(8):
             running.enter_context(experience.concurrency.running())
         experience.concurrency.trial.speculating = False
-        assert policy.choose(lambda: offers.append(1)) == OFF
+        assert policy.choose(lambda least: offers.append(1)) == OFF
     assert not offers
 
 

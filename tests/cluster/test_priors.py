@@ -19,6 +19,7 @@ from dendro.tree import RANKED, DraftTree
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
+from cluster.drafter_figures import DrafterFigures, RankFigures
 from cluster.policies import ConservativeUCB, Experience, make_policy, with_chain_and_off
 from cluster.policies.costs import DraftPlane, EmittedLength
 from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
@@ -561,3 +562,51 @@ def test_an_arm_is_read_as_it_is_written(text: str):
 def test_an_arm_has_a_maker_unless_it_is_off(text: str):
     with pytest.raises(ValueError, match="arm|shape"):
         Arm.parse(text)
+
+
+# -- figures of drafters ----------------------------------------------------------------------------------------------
+
+
+def card(*first: float) -> DrafterFigures:
+    """Figures by temperature, 0 and 1: the share of tokens that were the drafter's first choice."""
+    tables = [((share, *(0.0,) * (RANKED - 1)),) * 2 for share in first]
+    return DrafterFigures(
+        target="target",
+        by_temperature=[
+            RankFigures(temperature=temperature, ranks=(1,) * (RANKED + 1), accepted=table)
+            for temperature, table in enumerate(tables)
+        ],
+    )
+
+
+@pytest.mark.parametrize(("temperature", "mean"), [(0.0, 1 + 0.5 + 0.25), (1.0, 1 + 0.25 + 0.0625)])
+async def test_a_router_without_experience_begins_with_its_drafters_figures(temperature, mean):
+    chain, key = Arm.parse("mamba:(1,1)"), PriorKey.of("target", ("mamba", "other"), temperature, "stranger")
+    priors = Priors(NoPriors(), {"mamba": card(0.5, 0.25)})
+    await priors.of(key, Experience())
+    await priors.settled()
+    found = (await priors.of(key, Experience())).lengths_of([chain, Arm.parse("other:(1,1)")])
+    assert {arm: (length.mean, length.rounds) for arm, length in found.items()} == {chain: (pytest.approx(mean), 8)}
+
+
+async def test_drafters_figures_say_nothing_of_modes_that_list_their_guesses():
+    key = replace(KEY, mode="lenient")
+    priors = Priors(NoPriors(), {"mamba": card(0.5)})
+    await priors.of(key, Experience())
+    await priors.settled()
+    assert not (await priors.of(key, Experience())).guessed
+
+
+async def test_drafters_figures_count_as_one_tenant_among_those_that_came():
+    priors = Priors(NoPriors(), {"mamba": card(0.9)})
+    for number, right in enumerate((10, 20, 30)):
+        key, notes = replace(KEY, tenant=tenant_tag(f"tenant {number}")), Prior(ranks={"mamba": no_ranks()})
+        notes.ranks["mamba"][0, 0], notes.ranks["mamba"][0, RANKED] = right, 100 - right
+        await priors.of(key, Experience())
+        await priors.settled()
+        priors.learn(key, notes, Experience())
+    key = replace(KEY, tenant=tenant_tag("stranger"))
+    await priors.of(key, Experience())
+    await priors.settled()
+    (length,) = (await priors.of(key, Experience())).lengths_of([Arm.parse("mamba:(1)")]).values()
+    assert 1.2 <= length.mean <= 1.3, "the middle of 0.1, 0.2, 0.3 and the card's 0.9"

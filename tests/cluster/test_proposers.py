@@ -461,3 +461,14 @@ async def test_an_offer_has_the_proposals_that_the_round_then_uses():
     await drafted(handle, text, of_mamba(LevelShape((1, 1))))
     handle.offer(text)
     assert {kind: count.of for kind, count in library._pasts[""].chances["greedy"].counts.items()} == before
+
+
+async def test_an_offer_below_the_wanted_chance_is_not_made():
+    """After 1, 2 the text went on with 3; a token that never occurred before promises nothing."""
+    library = ProposalLibrary(("lookup", "suffix"), 64, 16)
+    for ids, least, offered in (
+        ([1, 2, 3, 1, 2], 0.5, True),
+        ([1, 2, 3, 1, 2], 0.9, False),
+        ([1, 2, 3, 4, 5], 0.5, False),
+    ):
+        assert bool(library.of("", MAX_ROWS, 0.0).offer(a_text(ids), least).guesses) == offered
