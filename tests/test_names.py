@@ -153,3 +153,17 @@ def test_lines_of_prose_are_wrapped():
             if len(line) > 120 and not fenced and not line.lstrip().startswith(("|", "#", "!", "[", "<")):
                 long.append(f"{path.relative_to(ROOT)}:{number}")
     assert not long, "\n".join(long)
+
+
+def test_what_several_tests_use_is_in_their_support_package():
+    """In tests/ itself are only tests, pytest's own files, and commands that are run by hand."""
+    others = [
+        path.name
+        for path in tracked()
+        if path.parent == ROOT / "tests"
+        and path.suffix == ".py"
+        and not path.name.startswith("test_")
+        and path.name not in ("__init__.py", "conftest.py")
+        and '__name__ == "__main__"' not in path.read_text()
+    ]
+    assert not others, others

@@ -35,6 +35,7 @@ from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.structures import DraftStructure, keep_allowed
+from tests.support.faults import Panic
 from tests.support.tiny_drafters import VOCABULARY, Family, make_drafter
 
 END = 0  # of no text
@@ -440,10 +441,6 @@ def test_candidates_that_a_mask_lacks_are_removed_with_their_scores():
     assert candidates == [[3, 0], [3, 1], []] and scores == [[4.0, 2.0], [4.0, 3.0], []]
 
 
-class NativePanic(BaseException):
-    """As pyo3's PanicException, no Exception."""
-
-
 class HeldWork:
     """Holds one text's work on a part of its structure, in whatever thread, until it is `free`."""
 
@@ -513,7 +510,7 @@ async def test_a_text_whose_masks_took_long_is_not_waited_for_and_its_masks_are_
         assert sum(waits) == 1
 
 
-@pytest.mark.parametrize("kind", [RuntimeError, NativePanic], ids=["exception", "panic"])
+@pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])
 async def test_a_structure_that_raises_inside_a_tree_leaves_the_rest_of_it_without_masks(
     drafter: Path, monkeypatch, kind: type[BaseException]
 ):
@@ -531,7 +528,7 @@ async def test_a_structure_that_raises_inside_a_tree_leaves_the_rest_of_it_witho
 
 
 @pytest.mark.parametrize("part", ["after_text", "of_level"])
-@pytest.mark.parametrize("kind", [RuntimeError, NativePanic], ids=["exception", "panic"])
+@pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])
 async def test_a_structure_that_raises_leaves_its_text_without_masks_and_changes_no_other(
     tmp_path, monkeypatch, kind, part
 ):
