@@ -18,6 +18,7 @@ from cluster.policies.classes import temperature_class
 from cluster.proposers.chances import Chances, usual_chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.merge import merge
+from cluster.proposers.prediction import PredictedOutput
 from cluster.proposers.proposal import Proposal, Proposer
 from cluster.proposers.suffix import Outputs, Suffix
 
@@ -118,17 +119,20 @@ class ProposalLibrary:
         self._max_depth = max_depth
         self._pasts: OrderedDict[str, TenantHistory] = OrderedDict()  # key: tenant
 
-    def of(self, tenant: str, max_rows: int, temperature: float) -> Proposals | None:
-        """Make the proposals of a new text; None if the target has no proposers, or the request allows no guesses.
+    def of(
+        self, tenant: str, max_rows: int, temperature: float, prediction: PredictedOutput | None = None
+    ) -> Proposals | None:
+        """Make the proposals of a new text; None if it has no proposers, or the request allows no guesses.
 
-        max_rows: the request's limit for a tree
+        max_rows: the request's limit for a tree   prediction: the proposer of the request's predicted texts
 
         Chances are counted per temperature class, since verbatim repetition depends on the temperature.
         """
-        if not self._names or max_rows == 1:
+        if not (self._names or prediction) or max_rows == 1:
             return None
         past = self._past(tenant)
-        proposers = [self._proposer(name, past) for name in self._names]
+        proposers: list[Proposer] = [] if prediction is None else [prediction]
+        proposers += [self._proposer(name, past) for name in self._names]
         chances = past.chances[temperature_class(temperature)]
         return Proposals(proposers, chances, min(max_rows, self._max_rows), self._max_depth)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
@@ -27,7 +27,7 @@ from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
 from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.priors import Priors
-from cluster.router.prompts import checked_ids, ids_of_prompt
+from cluster.router.prompts import checked_ids, ids_of_prediction, ids_of_prompt
 from cluster.router.served import Served
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import Tokenizer
@@ -67,6 +67,7 @@ class Job:
     resume: pb.Resume | None  # the request's resume, its tokens removed
     record: Record | None  # record of the session so far; None: the session begins with this request
     began_s: float  # time of admission on the router's clock
+    prediction: list[list[int]] = field(default_factory=list)  # tokens of each predicted text
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
 
     def of_sample(self, sample: int) -> Job:
@@ -286,6 +287,7 @@ class Admission:
             resume=_without_tokens(resume) if resume is not None else None,
             record=record,
             began_s=began_s,
+            prediction=await ids_of_prediction(request, served, self._config.router.max_prompt_bytes),
             written=written,
         )
 

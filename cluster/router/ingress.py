@@ -33,6 +33,7 @@ from cluster.config import Config
 from cluster.drafter_figures import DrafterFigures, figures_of_drafters
 from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import NoPriors, PriorStore
+from cluster.proposers.prediction import predicted_tokens, prediction_of
 from cluster.proposers.proposals import ProposalLibrary
 from cluster.router.account import AcceptanceWatch, RoundAccount
 from cluster.router.admission import (
@@ -67,6 +68,8 @@ AHEAD = 4
 """Finished rounds that may wait to be sent: sending does not delay the next round, and decoding stops for a client that
 does not read."""
 
+ALIGNING_WORK = 4
+"""Tokens of other work that cost about as much as aligning a token with a prediction."""
 SEARCH_WORK = 64
 """Tokens of other work that cost about as much as searching a token's text for stop strings, or as preparing the search
 for a character of one."""
@@ -294,7 +297,9 @@ class Ingress:
         """Make the text's speculation. The verifier's handle must exist."""
         name, plan = job.served.name, job.plan
         drafters = self._peers.drafters(name, text, running, plan.deadline_s, plan.adaptive)
-        proposals = self._libraries[name].of(job.tenant, plan.proposed_rows, job.sampling.temperature)
+        proposals = self._libraries[name].of(
+            job.tenant, plan.proposed_rows, job.sampling.temperature, prediction_of(job.prediction, len(job.prompt))
+        )
         return RequestSpeculation(plan, job.experience, running, text, drafters, proposals, self._clock, meter)
 
     async def _completed(
@@ -311,6 +316,11 @@ class Ingress:
         complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
         complete.usage.prompt_tokens = len(job.prompt)
         complete.usage.completion_tokens = len(text) - len(job.prompt)
+        if job.prediction:
+            work = ALIGNING_WORK * (len(text.answer) + sum(map(len, job.prediction)))
+            accepted, rejected = await off_loop(work, lambda: predicted_tokens(job.prediction, text.answer))
+            complete.usage.accepted_prediction_tokens = accepted
+            complete.usage.rejected_prediction_tokens = rejected
         if job.written is not None:
             complete.session = job.session
         elif job.session:

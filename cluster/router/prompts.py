@@ -8,6 +8,7 @@ from typing import Any
 
 from dendro.errors import BadRequest
 from dendro.long_work import LONG, PART, off_loop
+from dendro.options import OPTIONS
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.served import Served
@@ -38,6 +39,22 @@ async def ids_of_prompt(
     encode = served.tokenizer.encode_literally if request.literal_prompt else served.tokenizer.encode
     work = LONG if request.literal_prompt else size // 2  # the first literal prompt makes the encoder
     return await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
+
+
+async def ids_of_prediction(request: pb.GenerateRequest, served: Served, most_bytes: int) -> list[list[int]]:
+    """The ids of each alternative of a prediction, no more than a text has. Raises BadRequest naming the field."""
+    texts = request.prediction
+    if not texts:
+        return []
+    OPTIONS["prediction"].check_entries(texts)
+    size = sum(_size("prediction", text, most_bytes) for text in texts)
+    _check_size("prediction", size, most_bytes)
+
+    def encoded() -> list[list[int]]:
+        made = [served.tokenizer.encode(text, begins=False)[: served.max_length] for text in texts]
+        return [ids for ids in made if ids]
+
+    return await off_loop(size // 2, encoded)
 
 
 def _size(field: str, text: str, most: int) -> int:

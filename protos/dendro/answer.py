@@ -176,6 +176,8 @@ class Complete:
     stop_string: str = ""  # the one that ended the answer; empty: none did
     drafters: tuple[DrafterStats, ...] = ()  # drafters that were asked for trees, in the order of first trees
     sample: int = 0  # number of the answer (`Started.sample`)
+    accepted_prediction_tokens: int = 0  # tokens of the answer that its prediction had next
+    rejected_prediction_tokens: int = 0  # the prediction's other tokens
 
 
 Event = Started | EchoedPrompt | Round | Complete
@@ -254,6 +256,10 @@ def _fill_stop(request: pb.GenerateRequest, stop: Any) -> None:
     request.stop.extend(StopStrings.of(texts_of("stop", stop), False).strings)
 
 
+def _fill_prediction(request: pb.GenerateRequest, prediction: Any) -> None:
+    request.prediction.extend(texts_of("prediction", prediction))
+
+
 def _fill_structure(request: pb.GenerateRequest, structure: Any) -> None:
     if structure is None:
         return
@@ -299,6 +305,7 @@ def _fill_speculation(request: pb.GenerateRequest, speculation: Any) -> None:
 
 _SPECIAL: Mapping[str, Callable[[pb.GenerateRequest, Any], None]] = {
     "stop": _fill_stop,
+    "prediction": _fill_prediction,
     "structure": _fill_structure,
     "bad_words": _fill_bad_words,
     "logit_bias": _fill_logit_bias,
@@ -353,6 +360,8 @@ def complete_from(message: pb.GenerateComplete) -> Complete:
         drafter=_opening_from(message.drafter) if message.HasField("drafter") else None,
         target=_opening_from(message.target) if message.HasField("target") else None,
         stop_string=message.stop_string,
+        accepted_prediction_tokens=message.usage.accepted_prediction_tokens,
+        rejected_prediction_tokens=message.usage.rejected_prediction_tokens,
         drafters=tuple(_drafter_from(each) for each in message.drafters),
     )
 

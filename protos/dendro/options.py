@@ -40,6 +40,8 @@ MAX_TOP_LOGPROBS = 20
 """The most likeliest tokens that a request may ask for at each place."""
 MAX_ECHOED = 1 << 17
 """The most log-probabilities of a prompt, those of likeliest tokens included."""
+MAX_PREDICTIONS = 4
+"""The most alternatives of a request's prediction."""
 MAX_SAMPLES = 16
 """The most answers that a request may ask for."""
 PENALTY = NumberBounds(*REPETITION_PENALTIES)
@@ -259,6 +261,17 @@ class Options(TypedDict, total=False):
             "nodes(2,1), beam(4,3), dynamic(6,5,24), until(0.6,8), until(auto,8) or, without a drafter, proposed(7). "
             "Changes no token.",
             "auto",
+        ),
+    ]
+    prediction: Annotated[
+        str | Sequence[str],
+        Option(
+            SPECULATION,
+            ARRAY,
+            "What the answer likely is, such as a file that is edited; repeatable. Changes no token.",
+            items=STRING,
+            entries=MAX_PREDICTIONS,
+            limits=f"{MAX_PREDICTIONS} texts, together of at most `router.max_prompt_bytes`",
         ),
     ]
     mode: Annotated[

@@ -389,6 +389,14 @@ async def test_a_body_that_is_no_json_object_is_refused(body, headers, status):
         assert found == status and answer["error"]["message"]
 
 
+async def test_the_values_of_a_long_body_are_counted_before_it_is_parsed():
+    async with one_server() as server:
+        status, _, body = await raw(
+            server, request_of(COMPLETIONS, b'{"prompt": [' + b"[]," * 200_000 + b"1]}"), more=True
+        )
+        assert status == 400 and b"the body has 400002 values; at most" in body
+
+
 async def test_a_prompt_of_as_many_commas_as_bytes_is_no_large_structure():
     async with one_server() as server:
         found, _, answer = await post(server, "/tokenize", {"prompt": ",[{" * 100_000})

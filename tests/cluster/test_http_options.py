@@ -138,11 +138,11 @@ async def test_a_completion_of_no_token_scores_its_prompt():
 
 
 def test_a_tokenizer_whose_ids_do_not_stand_for_bytes_gives_those_of_their_texts():
-    class Words(ByteTokenizer):
+    class WordTokenizer(ByteTokenizer):
         def token_bytes(self):
             raise BadRequest("structure", "its ids do not stand for bytes")
 
-    texts = VocabularyTexts(Words())
+    texts = VocabularyTexts(WordTokenizer())
     assert texts.bytes_of(65) == b"A" and texts.text(65) == "A" and texts.text(END) == "<end>"
 
 

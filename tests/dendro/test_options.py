@@ -32,7 +32,7 @@ JSON_TYPES = {
     Structure: JsonType.OBJECT,
     Speculation: JsonType.OBJECT,
 }
-NO_OPTIONS = {"text", "token_ids", "resume", "sampling"}
+NO_OPTIONS = {"text", "token_ids", "chat", "resume", "sampling"}
 """Fields of a request that are its prompt, its resume, or hold options."""
 OF_OTHERS = {"bad_word_texts", "logit_bias_texts"}
 """Fields that an option fills beside the one of its own name."""

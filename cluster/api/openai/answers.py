@@ -218,8 +218,8 @@ class ObjectWriter:
             "completion_tokens_details": {
                 "reasoning_tokens": 0,
                 "audio_tokens": 0,
-                "accepted_prediction_tokens": 0,
-                "rejected_prediction_tokens": 0,
+                "accepted_prediction_tokens": sum(each.usage.accepted_prediction_tokens for each in ended),
+                "rejected_prediction_tokens": sum(each.usage.rejected_prediction_tokens for each in ended),
             },
         }
 

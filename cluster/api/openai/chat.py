@@ -27,7 +27,23 @@ def read_chat(body: Mapping[str, Any], request_id: str) -> HttpRequest:
         options["logprobs"] = top or 0
     elif top is not None:
         raise BadRequest("top_logprobs", "is given without logprobs: true")
+    if (predictions := fields.take("prediction", JsonType.OBJECT, JsonType.ARRAY)) is not None:
+        given = enumerate(predictions) if isinstance(predictions, list) else [("", predictions)]
+        options["prediction"] = [
+            _predicted(f"prediction[{at}]" if at != "" else "prediction", one) for at, one in given
+        ]
     return http_request(fields, chat_of(fields), options, request_id, NAMES)
+
+
+def _predicted(field: str, given: Any) -> str:
+    """The text of a prediction."""
+    parts = Fields(typed(field, given, JsonType.OBJECT), f"{field}.")
+    kind = parts.take("type", JsonType.STRING)
+    if kind != "content":
+        raise BadRequest(f"{field}.type", f"is {shown(kind)}; must be content")
+    content = _content(f"{field}.content", parts.take("content", JsonType.STRING, JsonType.ARRAY), "")
+    parts.finish()
+    return content
 
 
 def chat_of(fields: Fields) -> Chat:
@@ -50,8 +66,8 @@ def _message(field: str, given: Any) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
-def _content(field: str, given: str | list[Any] | None) -> str:
-    """A message's text. Parts of text are lines of it."""
+def _content(field: str, given: str | list[Any] | None, joint: str = "\n") -> str:
+    """A message's text. Parts of text are lines of it. joint: between parts"""
     if given is None or isinstance(given, str):
         return given or ""
     texts = []
@@ -62,4 +78,4 @@ def _content(field: str, given: str | list[Any] | None) -> str:
             raise BadRequest(f"{field}[{index}].type", f"is {shown(kind)}; only text is read")
         texts.append(part.take("text", JsonType.STRING) or "")
         part.finish()
-    return "\n".join(texts)
+    return joint.join(texts)

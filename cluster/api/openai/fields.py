@@ -23,7 +23,7 @@ TEMPERATURE = 1.0
 """OpenAI's default, where gRPC's is 0."""
 MAPPED = frozenset(
     {"max_new_tokens", "seed", "logit_bias", "logprobs", "echo", "structure", "speculation", "session", "keep_session"}
-    | {"request_id"}
+    | {"request_id", "prediction"}
 )
 """Options that have another name or form here, or are fields of one endpoint alone."""
 PLAIN = {name: option for name, option in OPTIONS.items() if name not in MAPPED}

@@ -167,6 +167,7 @@ class GenerateRequest(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     RESUME_FIELD_NUMBER: _builtins.int
     MIN_NEW_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     STOP_IDS_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     INCLUDE_STOP_FIELD_NUMBER: _builtins.int
@@ -255,6 +256,13 @@ class GenerateRequest(_message.Message):
         """resume continues an answer whose stream broke. It repeats the request's other fields."""
 
     @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """prediction is what the answer likely is, such as a file that is edited: at most 4 alternatives, together at most as
+        long as a prompt. What the answer has in common with one is verified many tokens at a time. Changes no token. Empty:
+        none.
+        """
+
+    @_builtins.property
     def stop_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """stop_ids are tokens that end the answer; the drawn one is its last token. At most 1024. Empty: none."""
 
@@ -308,6 +316,7 @@ class GenerateRequest(_message.Message):
         speculation: Global___Speculation | None = ...,
         resume: Global___Resume | None = ...,
         min_new_tokens: _builtins.int | None = ...,
+        prediction: _abc.Iterable[_builtins.str] | None = ...,
         stop_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop: _abc.Iterable[_builtins.str] | None = ...,
         include_stop: _builtins.bool = ...,
@@ -322,7 +331,7 @@ class GenerateRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "chat", b"chat", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "bad_word_texts", b"bad_word_texts", "chat", b"chat", "echo", b"echo", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "literal_prompt", b"literal_prompt", "logit_bias_texts", b"logit_bias_texts", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "bad_word_texts", b"bad_word_texts", "chat", b"chat", "echo", b"echo", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "literal_prompt", b"literal_prompt", "logit_bias_texts", b"logit_bias_texts", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -989,19 +998,28 @@ class Usage(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     """prompt_tokens is the length of the text before the answer."""
     completion_tokens: _builtins.int
     """completion_tokens is the length of the answer, resumed tokens included."""
+    accepted_prediction_tokens: _builtins.int
+    """accepted_prediction_tokens is the number of the answer's tokens that its prediction had next, with and without
+    speculation; rejected_prediction_tokens that of the prediction's others. Of alternatives, those of the best.
+    """
+    rejected_prediction_tokens: _builtins.int
     def __init__(
         self,
         *,
         prompt_tokens: _builtins.int = ...,
         completion_tokens: _builtins.int = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction_tokens", b"accepted_prediction_tokens", "completion_tokens", b"completion_tokens", "prompt_tokens", b"prompt_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
