@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import math
 import secrets
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dendro.clock import Clock
-from dendro.errors import BadRequest, DendroError, OutOfTime, one_line
+from dendro.errors import BadRequest, DendroError, OutOfTime
 from dendro.logprobs import NOT_ECHOED, fill_logprobs
 from dendro.long_work import off_loop
 from dendro.samples import count_of_answers
@@ -35,9 +34,8 @@ from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import NoPriors, PriorStore
 from cluster.proposers.prediction import predicted_tokens, prediction_of
 from cluster.proposers.proposals import ProposalLibrary
-from cluster.router.account import AcceptanceWatch, RoundAccount
+from cluster.router.account import AcceptanceWatch
 from cluster.router.admission import (
-    MAX_REQUEST_ID,
     Admission,
     Job,
     check_resumed_structure,
@@ -50,6 +48,7 @@ from cluster.router.echo import echo_of
 from cluster.router.ports import HandlePort, PeersPort, VerifierPort
 from cluster.router.priors import Priors
 from cluster.router.prompts import checked_ids, ids_of_prompt
+from cluster.router.request_log import LEFT, REFUSED, Ending, log_request
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.rounds import rounds
 from cluster.router.samples import SharedPrompt, merged
@@ -275,7 +274,7 @@ class Ingress:
                 self.totals.targets[job.served.name], job.began_s, len(job.prompt), resumed=job.resume is not None
             )
             speculation = self._speculation(job, text, running, meter)
-            ending.counted_by(speculation.account)
+            ending.counted_by(speculation.account, meter)
             if prompt is not None:
                 prompt.share(text)
             try:
@@ -330,16 +329,7 @@ class Ingress:
 
     def _log_end(self, request_id: str, tenant: str, began_s: float, ending: Ending, target: str = "") -> None:
         self.totals.outcomes[target, ending.outcome] += 1
-        log.info(
-            "request %s tenant %s tokens %d rounds %d accepted %d seconds %.3f outcome %s",
-            one_line(request_id, MAX_REQUEST_ID),
-            hashlib.sha256(tenant.encode()).hexdigest()[:8],
-            ending.stats.emitted_tokens,
-            ending.stats.rounds,
-            ending.stats.accepted_tokens,
-            self._clock() - began_s,
-            ending.outcome,
-        )
+        log_request(ending, request_id, tenant, target, self._clock() - began_s)
 
     async def _run(
         self,
@@ -414,25 +404,6 @@ class Ingress:
             stop_string=answer.found,
         )
         return [*events, pb.GenerateResponse(complete=complete)]
-
-
-REFUSED, LEFT = "refused", "left"
-"""Outcomes in the log for an answer that did not begin, and for one whose client went away."""
-
-
-class Ending:
-    """The end of an answer, as the log has it: the outcome, and the statistics of the rounds."""
-
-    def __init__(self, outcome: str = REFUSED) -> None:
-        self.outcome = outcome
-        self.stats = pb.SpeculationStats()
-
-    def counted_by(self, account: RoundAccount) -> None:
-        """Take the statistics from the account of a computed answer."""
-        self.stats = account.stats
-
-    def ended(self, outcome: str) -> None:
-        self.outcome = outcome
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,10 +89,11 @@ class AnswerMeter:
 
     def __init__(self, totals: TargetTotals, began_s: float, prompt_tokens: int = 0, resumed: bool = False) -> None:
         """began_s: when its request arrived, on the clock of `round`   resumed: after a broken stream"""
+        self.prompt_tokens, self.resumed = prompt_tokens, resumed
+        self.first_token_s: float | None = None  # time from the request's arrival to the first round; None before
         self._totals = totals
         totals.begun(prompt_tokens, resumed)
         self._began_s = self._last_s = began_s
-        self._begun = False
 
     def round(self, arm: Arm, tree: DraftTree, verdict: Verdict, now_s: float, why_off: str) -> None:
         """Count a round that ended at `now_s`. why_off: reason why the arm is `off`, where it is"""
@@ -100,11 +101,12 @@ class AnswerMeter:
         totals.arm(arm).learn(tree, verdict)
         if arm.off:
             totals.without_tree["", why_off] += 1
-        if self._begun:
+        if self.first_token_s is not None:
             totals.between_tokens_s.observe((now_s - self._last_s) / max(tokens, 1), tokens)
         else:
-            totals.first_token_s.observe(now_s - self._began_s)
-        self._begun, self._last_s = True, now_s
+            self.first_token_s = now_s - self._began_s
+            totals.first_token_s.observe(self.first_token_s)
+        self._last_s = now_s
 
     def left(self, fallbacks: Mapping[tuple[str, str], int], moves: int, reopened: int) -> None:
         """Count what the answer's peers did. Called once, however the answer ends. fallbacks: rounds without the tree
