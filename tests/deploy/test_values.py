@@ -13,7 +13,7 @@ from tests.support.chart import CHART, SMALL, merged, rendered, values_of
 
 DEFAULTS = values_of("values.yaml")
 SCHEMA = json.loads((CHART / "values.schema.json").read_text())
-FREE = ("cluster", "resources", "nodeSelector", "volume")  # their keys are not the chart's
+FREE = ("cluster", "resources", "nodeSelector", "volume", "labels")  # their keys are not the chart's
 
 
 def paths(values, at=()):

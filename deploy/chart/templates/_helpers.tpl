@@ -89,9 +89,14 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $redis := mergeOverwrite (dict) ($config.redis | default dict) (dict "url" (include "dendro.redisUrl" .)) }}
 {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
 {{- $_ := set $config "redis" $redis }}
-{{- $_ := set $config "grpc" (dict "host" "0.0.0.0" "port" (int .Values.grpc.port) "status_port" (int .Values.grpc.statusPort)) }}
+{{- $_ := set $config "grpc" (dict "host" "0.0.0.0" "port" (int .Values.grpc.port) "status_port" (int .Values.grpc.statusPort) "replica_status_port" (int .Values.grpc.replicaStatusPort)) }}
 {{- $_ := set $config "auth" (ternary "none" (dict "keys" (printf "/etc/dendro/keys/%s" .Values.keys.secretKey)) .Values.keys.open) }}
 {{- toYaml $config }}
+{{- end }}
+
+{{/* The most replicas of one pod, each of which has a status port. */}}
+{{- define "dendro.mostSlots" -}}
+{{- max (int .Values.pools.verifier.slots) (int .Values.pools.drafter.slots) }}
 {{- end }}
 
 {{/* The environment of Ray's and Serve's processes. */}}
