@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from dendro.tree import DraftTree
 
-from cluster.proposers.proposal import LEAST, Proposal, trust
+from cluster.proposers.proposal import LEAST, Proposal
 
 PRIOR = 2.0
 """Weight of a proposer's own estimate, in proposals."""
@@ -69,14 +69,6 @@ class Chances:
         """Chance of a proposal, in (0, 1): the share of the kind that came true, with `hope` as prior."""
         count = self.counts.get(kind)
         return hope if count is None else (count.right + PRIOR * hope) / (count.of + PRIOR)
-
-    def usual(self, name: str, matched: int) -> float:
-        """Share of first guesses after matches of about so many tokens that came true."""
-        pooled = Count()
-        for quarter in range(4):
-            if (count := self.counts.get((name, matched.bit_length(), quarter, 1))) is not None:
-                pooled.add(count)
-        return (pooled.right + PRIOR * trust(matched)) / (pooled.of + PRIOR)
 
     def first(self, name: str, proposal: Proposal) -> float:
         """The greatest chance of a guess that follows the root."""

@@ -51,11 +51,14 @@ class Proposals:
     def offer(self, text: Text, least: float = 0.0) -> DraftTree:
         """Merge all proposals for the next round into one tree; the root alone if there are none, or if no first guess
         likely has a chance of `least`. A single proposer's need no merging: the policy uses their chances and their
-        number."""
+        number.
+
+        Above zero, `least` also excludes guesses after a match of a single token: most tokens occurred before, and few
+        are followed by the same one again.
+        """
         if least and self._suffix is not None:
             self._suffix.grow(text)
-            matched = self._suffix.matched(text)  # no proposer finds a longer match
-            if all(self._chances.usual(each.name, matched) < least for each in self._proposers):
+            if self._suffix.matched(text) < 2:  # no proposer finds a longer match
                 return DraftTree.root_only(text.root)
         self.propose(text)
         if not any(self._chances.first(name, proposal) >= least for name, proposal in self._proposed):
