@@ -43,7 +43,7 @@ from cluster.hub import pinned
 from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
 from cluster.scaling import LOAD, by_load
-from cluster.sections import Scaling
+from cluster.sections import PeerTls, Scaling
 from cluster.sessions import RedisSessions
 from cluster.state_store import CircuitBreaker, RedisPriors, RedisStates
 
@@ -70,6 +70,7 @@ class _Shell:
     """What the deployments of engines share. Serve calls `lease`; routers call the replica's own gRPC server."""
 
     _kind: ReplicaKind
+    _role: str
     _numbers: tuple[metrics.MetricFamily, ...]
     _steps: tuple[metrics.MetricFamily, metrics.MetricFamily]
 
@@ -80,6 +81,7 @@ class _Shell:
         longest_s: float,
         states: Callable[[], StateStore],
         status_ports: Iterable[int],
+        tls: PeerTls | None,
         load: Callable[..., Engine],
     ) -> None:
         _log_to_serve_file()
@@ -87,7 +89,10 @@ class _Shell:
         self._engine = load(name, model, store)
         await self._engine.start()
         leases, self._host = Leases(cap_s=longest_s), node_address()
-        self._replica = await serve_engine(self._kind, self._engine, leases, self._host, fault=self._engine.fault)
+        certificates = tls.files(self._role) if tls is not None else None
+        self._replica = await serve_engine(
+            self._kind, self._engine, leases, self._host, fault=self._engine.fault, certificates=certificates
+        )
         collectors = (
             ReplicaMetrics(name, self._numbers, self._steps, self._engine, self._replica.stats),
             RedisMetrics(_breakers_of(states=store)),
@@ -133,14 +138,14 @@ class _Shell:
 class DrafterShell(_Shell):
     """A drafter replica."""
 
-    _kind = DRAFTER_REPLICA
+    _kind, _role = DRAFTER_REPLICA, "drafter"
     _numbers, _steps = metrics.DRAFTER_NUMBERS, metrics.DRAFTER_STEPS
 
 
 class VerifierShell(_Shell):
     """A verifier replica."""
 
-    _kind = VERIFIER_REPLICA
+    _kind, _role = VERIFIER_REPLICA, "verifier"
     _numbers, _steps = metrics.VERIFIER_NUMBERS, metrics.VERIFIER_STEPS
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -150,9 +155,10 @@ class VerifierShell(_Shell):
         longest_s: float,
         states: Callable[[], StateStore],
         status_ports: Iterable[int],
+        tls: PeerTls | None,
         load: Callable[[str, TargetConfig, StateStore], LocalVerifier],
     ) -> None:
-        await super().__init__(name, model, longest_s, states, status_ports, load)
+        await super().__init__(name, model, longest_s, states, status_ports, tls, load)
         if model.tensor_parallel > 1:
             self._watch = asyncio.create_task(self._end_with_engine())
 
@@ -298,12 +304,12 @@ def build(
     targets = {
         name: _deployment(
             VerifierShell, **replicas(f"verifier-{name}", target, target.max_waiting), **_group_of(target)
-        ).bind(name, target, longest_s, states, status_ports, verify)
+        ).bind(name, target, longest_s, states, status_ports, config.tls.peers, verify)
         for name, target in config.targets.items()
     }
     drafters = {
         name: _deployment(DrafterShell, **replicas(f"drafter-{name}", model)).bind(
-            name, model, longest_s, states, status_ports, draft
+            name, model, longest_s, states, status_ports, config.tls.peers, draft
         )
         for name, model in config.drafters.items()
     }

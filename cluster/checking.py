@@ -17,6 +17,7 @@ from rich.console import Console
 from tree_layers.checkpoint import Facts, read_facts
 from tree_layers.errors import CheckpointError
 
+from cluster.api.access_files import access_problems
 from cluster.api.keys import read_keys
 from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig
@@ -129,7 +130,7 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None], timer:
         if pairing.refusal:
             report.add_problem(misfit(name, of, pairing))
     _examine_redis(config, report)
-    _examine_keys(config, report)
+    _examine_access(config, report)
     timings = Timings(timer)
     if load:
         _load_all(config, report, show_line, timings)
@@ -165,15 +166,16 @@ def _examine_redis(config: Config, report: Report) -> None:
             report.warnings.append(warning)
 
 
-def _examine_keys(config: Config, report: Report) -> None:
-    """Find whether the file of keys can be read here, and whether it has any."""
-    if config.auth.keys is None:
+def _examine_access(config: Config, report: Report) -> None:
+    """Find whether the files of keys and certificates can be read here, and what of them is likely a mistake."""
+    for problem in access_problems(config):
+        report.add_problem(problem)
+    if config.auth.keys is None or report.problems:
         return
-    try:
-        if not read_keys(config.auth.keys).keys:
-            report.warnings.append("auth.keys: the file has no key; all calls are refused until `dendro keys add`")
-    except BadRequest as error:
-        report.add_problem(error)
+    if not read_keys(config.auth.keys).keys:
+        report.warnings.append("auth.keys: the file has no key; all calls are refused until `dendro keys add`")
+    if config.reachable and config.tls.clients is None:
+        report.warnings.append("auth.keys: keys are sent in the open; set tls.clients, or end TLS before the routers")
 
 
 def _why(config: Config, drafter: str, target: str, pairing: Pairing) -> str:

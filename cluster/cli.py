@@ -30,12 +30,14 @@ from dendro.errors import BadRequest, DendroError
 from rich.console import Console
 
 from cluster.command_options import (
+    Authority,
     ConfigArgument,
     ConfigOption,
     JsonFile,
     KeyFile,
     Local,
     given_config,
+    given_credentials,
     given_key,
 )
 from cluster.config import Config
@@ -108,7 +110,12 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
 
 @asynccontextmanager
 async def _client(
-    config: Path | None, address: str, local: bool, timeout_s: float = TIMEOUT_S, key_file: Path | None = None
+    config: Path | None,
+    address: str,
+    local: bool,
+    timeout_s: float = TIMEOUT_S,
+    key_file: Path | None = None,
+    authority: Path | None = None,
 ) -> AsyncIterator[Asking]:
     """A client of the cluster at `address`; else, where `local`, of engines in this process; else of a cluster that is
     started here and ends with the context."""
@@ -117,11 +124,13 @@ async def _client(
     if address:
         if config is not None:
             raise BadRequest("--config", "belongs to a cluster that is started here; --address names a running one")
-        async with AsyncClient(address, key=given_key(key_file), timeout_s=timeout_s) as client:
+        key, credentials = given_key(key_file), given_credentials(authority)
+        async with AsyncClient(address, key=key, timeout_s=timeout_s, credentials=credentials) as client:
             yield client
     else:
-        if key_file is not None:
-            raise BadRequest("--key-file", "belongs to --address; a cluster that is started here needs no key")
+        for option, value in (("--key-file", key_file), ("--ca", authority)):
+            if value is not None:
+                raise BadRequest(option, "belongs to --address; a cluster that is started here needs neither")
         async with _own_client(given_config(config), local, timeout_s) as client:
             yield client
 
@@ -219,6 +228,7 @@ def generate(
         float, typer.Option(metavar="SECONDS", help="Of the whole answer, with the calls that fail. Not of --local.")
     ] = TIMEOUT_S,
     key_file: KeyFile = None,
+    ca: Authority = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object for each answer.", rich_help_panel="Output")
     ] = False,
@@ -234,7 +244,7 @@ def generate(
         )
 
     async def run() -> None:
-        async with _client(config, address, local, timeout, key_file) as client:
+        async with _client(config, address, local, timeout, key_file, ca) as client:
             write = on_output()
             if json or request.n > 1:
                 for one in collect_samples([event async for event in client.send(request)]):

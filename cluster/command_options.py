@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import grpc
 import typer
 from dendro.arguments import secret_of
 from dendro.errors import BadRequest
@@ -31,6 +32,25 @@ KeyFile = Annotated[
         show_default=False,
     ),
 ]
+
+Authority = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca",
+        help="Call --address over TLS; the authority of its certificate, in PEM, or `system` for this machine's.",
+        show_default=False,
+    ),
+]
+
+
+def given_credentials(authority: Path | None) -> grpc.ChannelCredentials | None:
+    """The credentials for calls to an address; None for calls without TLS."""
+    if authority is None or str(authority) == "system":
+        return None if authority is None else grpc.ssl_channel_credentials()
+    try:
+        return grpc.ssl_channel_credentials(authority.read_bytes())
+    except OSError:
+        raise BadRequest("--ca", f"{authority} cannot be read") from None
 
 
 def given_key(path: Path | None = None) -> str:

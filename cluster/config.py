@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import yaml
@@ -34,7 +34,7 @@ from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
 from cluster.redis_address import unreadable
-from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section, first_fault
+from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section, Tls, first_fault
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -222,6 +222,11 @@ class Redis(Section):
     """Empty: an embedded redis-server is started beside the cluster and ends with it."""
     password_variable: str = ""
     """The environment variable that has the server's password, so that no file contains it."""
+    user: str = ""
+    """The server's user. Default: Redis' own default user."""
+    authority: Path | None = None
+    """The authority of the server's certificate, in PEM, for a url that begins with rediss://. Default: this machine's
+    authorities."""
     record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
     """How long the text of a session is kept after its last turn."""
     state_ttl_s: int = Field(default=24 * 3600, ge=1)
@@ -241,17 +246,24 @@ class Redis(Section):
             raise ValueError(f"url: {reason}")
         if self.password_variable and "@" in self.url:
             raise ValueError("password_variable: is set, but the url has credentials of its own")
+        if self.user and not self.password_variable:
+            raise ValueError("user: is set without password_variable")
+        if self.authority is not None and not self.url.startswith("rediss://"):
+            raise ValueError("authority: is set, but the url does not begin with rediss://")
         return self
 
     def address(self, environment: Mapping[str, str]) -> str:
-        """The url with the password. Raises BadRequest where the variable is not set."""
-        if not self.password_variable:
-            return self.url
-        password = environment.get(self.password_variable, "")
-        if not password:
-            raise BadRequest("redis.password_variable", f"there is no {self.password_variable} in the environment")
-        scheme, _, rest = self.url.partition("://")
-        return f"{scheme}://:{quote(password, safe='')}@{rest}"
+        """The url with user, password and authority. Raises BadRequest where the variable is not set."""
+        url = self.url
+        if self.password_variable:
+            password = environment.get(self.password_variable, "")
+            if not password:
+                raise BadRequest("redis.password_variable", f"there is no {self.password_variable} in the environment")
+            scheme, _, rest = url.partition("://")
+            url = f"{scheme}://{quote(self.user, safe='')}:{quote(password, safe='')}@{rest}"
+        if self.authority is not None:
+            url += f"{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(self.authority))}"
+        return url
 
 
 class Structures(Section):
@@ -362,6 +374,7 @@ class Config(Section):
     grpc: Grpc = Grpc()
     auth: Annotated[Auth, BeforeValidator(_auth_section)] = Auth()
     http: Http = Http()
+    tls: Tls = Tls()
     structures: Structures = Structures()
     verification_modes: tuple[VerificationMode, ...] = ()
     """Modes beside coupled and greedy that requests may name: naive, multi-step, block and lenient. A drafter that
@@ -374,7 +387,10 @@ class Config(Section):
                 raise ValueError(f"verification_modes: {mode} is always served; list {', '.join(LISTED_MODES)}")
         if len(set(self.verification_modes)) < len(self.verification_modes):
             raise ValueError("verification_modes: names one twice")
-        if (section := self._reachable_section) and self.auth.keys is None and not self.auth.open:
+        if self.has_gateways and (self.auth.open or self.auth.keys is not None):
+            raise ValueError("auth: is set beside tls.clients.gateways, which decides who may call")
+        free = self.auth.keys is None and not self.auth.open and not self.has_gateways
+        if (section := self._reachable_section) and free:
             raise ValueError(
                 f"{section}.host: is {getattr(self, section).host!r}, which other machines reach: set auth.keys, or "
                 "`auth: none` to answer whoever calls"
@@ -420,9 +436,9 @@ class Config(Section):
         except ValidationError as error:
             field, reason = first_fault(error)
             raise BadRequest(field or "config", reason) from None
-        if config.auth.keys is not None:
-            keys = (folder / config.auth.keys.expanduser()).resolve()
-            config = config.model_copy(update={"auth": config.auth.model_copy(update={"keys": keys})})
+        config = config.model_copy(
+            update={name: _from(folder, getattr(config, name)) for name in ("auth", "tls", "redis") if name in sections}
+        )
         return config.with_models(lambda where, model: _resolved(where, model, folder))
 
     @property
@@ -436,14 +452,19 @@ class Config(Section):
         sections: dict[str, ClientPort] = {"grpc": self.grpc, "http": self.http}
         return next((name for name, each in sections.items() if not is_loopback(each.host)), "")
 
+    @property
+    def has_gateways(self) -> bool:
+        """Whether callers are gateways with a certificate."""
+        return self.tls.clients is not None and self.tls.clients.gateways is not None
+
     def private(self) -> Config:
-        """A copy for the cluster that a command starts for itself: on this machine alone, without keys."""
+        """A copy for the cluster that a command starts for itself: on this machine alone, without keys or TLS."""
         sections: dict[str, ClientPort] = {"grpc": self.grpc, "http": self.http}
         here = {
             name: each if is_loopback(each.host) else each.model_copy(update={"host": "127.0.0.1"})
             for name, each in sections.items()
         }
-        return self.model_copy(update={**here, "auth": Auth()})
+        return self.model_copy(update={**here, "auth": Auth(), "tls": Tls()})
 
     def with_models(self, change: Callable[[str, ModelConfig], ModelConfig]) -> Config:
         """A copy with `change(path, entry)` in place of each target's and drafter's entry, whose path is `path`."""
@@ -512,6 +533,21 @@ class Config(Section):
     def names_drafters(self, target: str) -> bool:
         """Whether the name of a target's arm has its drafter, `small:(3,2,1)`: it has several."""
         return len(self.drafters_of(target)) > 1
+
+
+S = TypeVar("S", bound=Section)
+
+
+def _from(folder: Path, section: S) -> S:
+    """A copy of a section, with its files' paths made absolute; relative ones start at `folder`."""
+    changed: dict[str, Any] = {}
+    for name in section.model_fields_set:
+        value = getattr(section, name)
+        if isinstance(value, Path):
+            changed[name] = (folder / value.expanduser()).resolve()
+        elif isinstance(value, Section):
+            changed[name] = _from(folder, value)
+    return section.model_copy(update=changed)
 
 
 def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:

@@ -17,8 +17,8 @@ import psutil
 from dendro.errors import EngineFailed
 from dendro.state import MemoryStates
 
+from cluster.api.access_files import access_problems
 from cluster.api.grpc import serve_router
-from cluster.api.keys import read_keys
 from cluster.api.local import LocalClient
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config
@@ -48,9 +48,9 @@ def _ready(config: Config, here: bool) -> Config:
     the hub are fetched now, while a terminal can show the progress."""
     config = pinned(config)
     check_checkpoints(config)
-    if config.auth.keys is not None:
-        read_keys(config.auth.keys)
     if here:
+        for problem in access_problems(config):
+            raise problem
         fetched(config)
     return config
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Self
 
+from dendro.certificates import CertificateFiles
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
@@ -88,6 +90,57 @@ class Replicated(Section):
         if self.autoscaling is not None and "replicas" in self.model_fields_set:
             raise ValueError("replicas: is given beside autoscaling, which has min_replicas and max_replicas")
         return self
+
+
+class CertificatePair(Section):
+    """A certificate with its chain, and its key, as files in PEM. They are read again when they change."""
+
+    certificate: Path
+    """The certificate's file."""
+    key: Path
+    """The key's file."""
+
+
+class ClientTls(Section):
+    """TLS of the ports that clients call. Without this section they have none."""
+
+    certificate: Path
+    """The certificate's file, with its chain, in PEM."""
+    key: Path
+    """The key's file, in PEM."""
+    gateways: Path | None = None
+    """The authority, in PEM, of gateways' certificates. With it, callers need such a certificate, no keys are allowed,
+    and a call's tenant is what the gateway wrote into `dendro-tenant`."""
+
+    def files(self) -> CertificateFiles:
+        """The files. Raises BadRequest for those that cannot be used."""
+        return CertificateFiles("tls.clients", self.certificate, self.key, self.gateways)
+
+
+class PeerTls(Section):
+    """Mutual TLS between routers, drafters and verifiers, whose certificates have the DNS names `router.dendro`,
+    `drafter.dendro` and `verifier.dendro`. A process reads the files of its own role."""
+
+    authority: Path
+    """The authority of all three, in PEM."""
+    router: CertificatePair
+    """Those of routers, which call drafters and verifiers."""
+    drafter: CertificatePair
+    """Those of drafters."""
+    verifier: CertificatePair
+    """Those of verifiers."""
+
+    def files(self, role: str) -> CertificateFiles:
+        """The files of a role. Raises BadRequest for those that cannot be used."""
+        pair: CertificatePair = getattr(self, role)
+        return CertificateFiles(f"tls.peers.{role}", pair.certificate, pair.key, self.authority)
+
+
+class Tls(Section):
+    """Certificates (docs/security.md)."""
+
+    clients: ClientTls | None = None
+    peers: PeerTls | None = None
 
 
 def first_fault(error: ValidationError) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from cluster.config import Config, DrafterConfig, TargetConfig
-from cluster.sections import Autoscaling, Resources, RouterScaling, Section
+from cluster.sections import Autoscaling, CertificatePair, ClientTls, PeerTls, Resources, RouterScaling, Section
 
 PAGE = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -40,10 +40,14 @@ PLACES: tuple[tuple[str, type[Section]], ...] = (
     ("targets.NAME.resources", Resources),
     ("targets.NAME.autoscaling", Autoscaling),
     ("router.autoscaling", RouterScaling),
+    ("tls.clients", ClientTls),
+    ("tls.peers", PeerTls),
+    ("tls.peers.router", CertificatePair),
 )
 """Sections whose path has a name that the file chooses, or that several keys have."""
 ALSO_AT = {
     "targets.NAME.resources": "The same keys are at `drafters.NAME.resources` and `router.resources`.",
+    "tls.peers.router": "The same keys are at `tls.peers.drafter` and `tls.peers.verifier`.",
     "targets.NAME.autoscaling": "The same keys are at `drafters.NAME.autoscaling`.",
 }
 BOUNDS = {

@@ -105,13 +105,14 @@ class KeyRing:
 
 
 class Callers:
-    """Finds who calls, by the configuration's rules: its keys; else whoever reaches the router."""
+    """Finds who calls, by the configuration's rules: its keys; gateways, whose certificate TLS has checked; else
+    whoever reaches the router."""
 
     def __init__(self, config: Config, clock: Clock = time.monotonic) -> None:
         """Raises BadRequest for an invalid file of keys."""
         keys = config.auth.keys
         self._ring = KeyRing(keys, config.router.most_replicas, clock) if keys is not None else None
-        self._believes = not config.reachable
+        self._believes = config.has_gateways or not config.reachable
 
     def caller(self, headers: Mapping[str, str | bytes]) -> CallerIdentity:
         """The caller of a request, which counts as one of its key's minute. headers: with names in lower case

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import grpc.aio
 from dendro.answer import REASON_KEY, RETRY_AFTER_KEY
+from dendro.certificates import CertificateFiles
 from dendro.client import MAX_MESSAGE_BYTES
 from dendro.errors import (
     NO_FAULTS,
@@ -258,15 +259,19 @@ async def serve_router(
     share_port: bool = False,
     healthy: bool = True,
     callers: Callers | None = None,
+    certificates: CertificateFiles | None = None,
 ) -> RouterServer:
     """Serve an ingress on the first of `ports` that is free; the caller must stop the server. Port 0: a free port.
 
     share_port: other processes of this user may listen on the same port; the kernel divides connections among them.
     healthy: whether the health is SERVING from the start
     callers: who may call, shared with other doors of this router; default: those of the ingress's configuration
-    Raises EngineFailed where no port is free, and BadRequest for an invalid file of keys.
+    certificates: of TLS; default: those of the ingress's configuration, none without them
+    Raises EngineFailed where no port is free, and BadRequest for an invalid file of keys or a certificate.
     """
     callers = callers or Callers(ingress.config)
+    if certificates is None and ingress.config.tls.clients is not None:
+        certificates = ingress.config.tls.clients.files()
     server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))))
     requests = RunningRequests(ingress.config.router.max_requests)
     server.add_generic_rpc_handlers((GenerationServicer(ingress, requests, callers).handlers(),))
@@ -274,16 +279,19 @@ async def serve_router(
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    running = RouterServer(server, status, requests, _bind(server, host, tuple(ports)), callers)
+    running = RouterServer(server, status, requests, _bind(server, host, tuple(ports), certificates), callers)
     await running.set_healthy(healthy)
     await server.start()
     return running
 
 
-def _bind(server: grpc.aio.Server, host: str, ports: tuple[int, ...]) -> str:
+def _bind(server: grpc.aio.Server, host: str, ports: tuple[int, ...], certificates: CertificateFiles | None) -> str:
     for port in ports:
+        wanted = address_of(host, port)
         with contextlib.suppress(RuntimeError):  # raised by gRPC for a port that is taken
-            return address_of(host, server.add_insecure_port(address_of(host, port)))
+            if certificates is None:
+                return address_of(host, server.add_insecure_port(wanted))
+            return address_of(host, server.add_secure_port(wanted, certificates.server_credentials()))
     raise EngineFailed(f"grpc.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
 
 

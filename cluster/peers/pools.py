@@ -215,7 +215,9 @@ class ServePeers(Peers):
         targets: Mapping[str, DeploymentHandle[object]],
         drafters: Mapping[str, DeploymentHandle[object]],
     ) -> None:
-        self._verifier_streams, self._drafter_streams = Streams(VERIFIER), Streams(DRAFTER)
+        certificates = config.tls.peers.files("router") if config.tls.peers is not None else None
+        self._verifier_streams = Streams(VERIFIER, certificates)
+        self._drafter_streams = Streams(DRAFTER, certificates)
         self._target_pools = {
             name: ServePool(handle, self._verifier_streams, RemoteVerifier) for name, handle in targets.items()
         }

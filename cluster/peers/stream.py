@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 import grpc.aio
 from dendro import wire
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, VerifyCall
+from dendro.certificates import CertificateFiles, role_options
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -42,17 +43,20 @@ _NOBODY = None, _unchanged
 class PeerKind:
     """Differences between the streams of drafters and of verifiers."""
 
+    role: str
     rounds: Callable[[grpc.aio.Channel], Any]  # begins a stream
     frame: Callable[[calls_pb2.Greeting | None, list[Any]], Any]
     call_message: Callable[[int, Any], Any]
 
 
 DRAFTER = PeerKind(
+    role="drafter",
     rounds=lambda channel: cast(Any, drafter_pb2_grpc.DrafterServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: drafter_pb2.DraftFrame(greeting=greeting, calls=calls),
     call_message=wire.drafter_call_message,
 )
 VERIFIER = PeerKind(
+    role="verifier",
     rounds=lambda channel: cast(Any, verifier_pb2_grpc.VerifierServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: verifier_pb2.VerifyFrame(greeting=greeting, calls=calls),
     call_message=wire.verifier_call_message,
@@ -62,10 +66,14 @@ VERIFIER = PeerKind(
 class PeerStream:
     """One stream to one replica. Calls of all requests share its frames; an answer carries its call's number."""
 
-    def __init__(self, address: str, kind: PeerKind) -> None:
+    def __init__(self, address: str, kind: PeerKind, certificates: CertificateFiles | None = None) -> None:
         self.address = address
         self._kind = kind
-        self._channel = grpc.aio.insecure_channel(address, options=STREAM_OPTIONS)
+        if certificates is None:
+            self._channel = grpc.aio.insecure_channel(address, options=STREAM_OPTIONS)
+        else:
+            options = (*STREAM_OPTIONS, *role_options(kind.role))
+            self._channel = grpc.aio.secure_channel(address, certificates.channel_credentials(), options=options)
         self._waiting: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
         self._outbox: list[Any] = []
         self._filled = asyncio.Event()
@@ -78,9 +86,10 @@ class PeerStream:
         self.calls = 0
 
     @classmethod
-    async def connect(cls, address: str, kind: PeerKind) -> PeerStream:
-        """Greet a replica. Raises PeerLost where it does not answer or has another protocol version."""
-        stream = cls(address, kind)
+    async def connect(cls, address: str, kind: PeerKind, certificates: CertificateFiles | None = None) -> PeerStream:
+        """Greet a replica. Raises PeerLost where it does not answer, has another protocol version, or, where there are
+        `certificates`, has none of its role."""
+        stream = cls(address, kind, certificates)
         try:
             async with asyncio.timeout(CONNECT_S):
                 await stream._greet()
@@ -274,8 +283,10 @@ def _expect(kind: type[Answer], answer: object) -> Answer:
 class Streams:
     """The streams of this process, one per replica, shared by all requests."""
 
-    def __init__(self, kind: PeerKind) -> None:
+    def __init__(self, kind: PeerKind, certificates: CertificateFiles | None = None) -> None:
+        """certificates: of this router; without them, no TLS"""
         self._kind = kind
+        self._certificates = certificates
         self._streams: dict[str, asyncio.Task[PeerStream]] = {}
 
     def alive(self, address: str) -> bool:
@@ -291,7 +302,7 @@ class Streams:
         if known is not None and known.done() and not self.alive(address):
             del self._streams[address]
         if address not in self._streams:
-            self._streams[address] = asyncio.create_task(PeerStream.connect(address, self._kind))
+            self._streams[address] = asyncio.create_task(PeerStream.connect(address, self._kind, self._certificates))
         return await asyncio.shield(self._streams[address])
 
     async def close(self) -> None:

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dendro import wire
 from dendro.calls import Peer
+from dendro.certificates import CertificateFiles
 from dendro.internal.v1 import drafter_pb2, verifier_pb2
 from dendro.serving import SERVER_OPTIONS, Leases, Replica, ReplicaKind, StreamServer
 
@@ -39,13 +40,15 @@ async def serve_engine(
     host: str = "127.0.0.1",
     port: int = 0,
     fault: Callable[[], str] | None = None,
+    certificates: CertificateFiles | None = None,
 ) -> Replica:
     """Serve a started engine, and a health service; the caller stops the replica. Without `leases`, calls need none.
 
     port: 0 takes a free one
+    certificates: of this peer, whose clients then need the certificate of a router; without them, no TLS
     fault: called once a second; why the engine cannot serve now, empty if it can. A fault makes the health NOT_SERVING
     """
-    streams = StreamServer(engine, kind, await engine.hello(), leases)
+    streams = StreamServer(engine, kind, await engine.hello(), leases, routers_alone=certificates is not None)
     rounds = grpc.stream_stream_rpc_method_handler(
         streams.run, request_deserializer=kind.calls.FromString, response_serializer=methodcaller("SerializeToString")
     )
@@ -53,7 +56,11 @@ async def serve_engine(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(kind.service, {"Rounds": rounds}),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    bound = server.add_insecure_port(f"{host}:{port}")
+    address = f"{host}:{port}"
+    if certificates is None:
+        bound = server.add_insecure_port(address)
+    else:
+        bound = server.add_secure_port(address, certificates.server_credentials())
     await server.start()
     await status.set("", health_pb2.HealthCheckResponse.SERVING)
     replica = Replica(streams, server, status, f"{host}:{bound}")

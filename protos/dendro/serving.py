@@ -19,6 +19,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2
 
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, Peer, TextUpdate
+from dendro.certificates import has_role
 from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.wire import hello_message
@@ -174,8 +175,10 @@ class StreamServer:
         kind: ReplicaKind,
         hello: Hello,
         leases: Leases | None = None,
+        routers_alone: bool = False,
     ) -> None:
-        """leases: None if openings need no lease"""
+        """leases: None if openings need no lease; routers_alone: whether callers need a router's certificate"""
+        self._routers_alone = routers_alone
         self._engine = engine
         self._kind = kind
         self._hello = hello_message(hello)
@@ -278,6 +281,8 @@ class StreamServer:
             await asyncio.shield(asyncio.gather(*(self._free(opening) for opening in mine)))
 
     async def _greet(self, frames: AsyncIterator[Any], context: Any) -> None:
+        if self._routers_alone and not has_role(context.auth_context(), "router"):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "peer: needs the certificate of a router")
         first: Any = await anext(aiter(frames), None)
         protocol = first.greeting.protocol if first is not None and first.HasField("greeting") else 0
         if protocol != PROTOCOL_VERSION:

@@ -271,7 +271,7 @@ def test_the_times_and_sizes_of_what_is_kept_reach_the_cluster():
     kept = {"record_ttl_s": 31536000, "state_ttl_s": 50, "prior_ttl_s": 40, "max_state_mb": 512}
     found = cluster_of(serve_config(merged(SMALL, {"cluster": {"redis": kept}}))).redis
     assert {name: getattr(found, name) for name in kept} == kept and found.url.startswith("redis://dendro-redis")
-    assert kept.keys() == set(type(found).model_fields) - {"url", "password_variable", "memory_mb"}
+    assert kept.keys() == set(type(found).model_fields) - {"url", "user", "password_variable", "authority", "memory_mb"}
 
 
 def test_every_pod_has_the_hubs_address_and_a_token_by_reference_to_a_secret():
