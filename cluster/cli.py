@@ -167,7 +167,7 @@ def serve(
         from cluster.deploy import http_address
 
         async with running_cluster(checked, ray) as address:
-            http = await asyncio.to_thread(http_address)
+            http = await asyncio.to_thread(http_address, checked)
             print(address, http, sep="\n", flush=True)
             errors.print(f"serving {', '.join(checked.targets)} at {address} and {http}; Ctrl-C stops everything")
             await stop.wait()

@@ -151,9 +151,10 @@ def router_addresses() -> list[dict[str, str]]:
     return found
 
 
-def http_address() -> str:
+def http_address(config: Config) -> str:
     """The addresses that clients of HTTP call, separated by commas."""
-    return ",".join(sorted({f"http://{each['http']}" for each in router_addresses()}))
+    scheme = "https" if config.tls.clients is not None else "http"
+    return ",".join(sorted({f"{scheme}://{each['http']}" for each in router_addresses()}))
 
 
 def _with_ports(config: Config) -> Config:

@@ -124,11 +124,11 @@ class PeerTls(Section):
     authority: Path
     """The authority of all three, in PEM."""
     router: CertificatePair
-    """Those of routers, which call drafters and verifiers."""
+    """Files of routers, which call drafters and verifiers."""
     drafter: CertificatePair
-    """Those of drafters."""
+    """Files of drafters."""
     verifier: CertificatePair
-    """Those of verifiers."""
+    """Files of verifiers."""
 
     def files(self, role: str) -> CertificateFiles:
         """The files of a role. Raises BadRequest for those that cannot be used."""

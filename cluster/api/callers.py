@@ -112,6 +112,8 @@ class Callers:
         """Raises BadRequest for an invalid file of keys."""
         keys = config.auth.keys
         self._ring = KeyRing(keys, config.router.most_replicas, clock) if keys is not None else None
+        self.anyone_near = keys is None and not config.has_gateways and not config.reachable
+        """Whether each process of this machine may call, and nobody else."""
         self._believes = config.has_gateways or not config.reachable
 
     def caller(self, headers: Mapping[str, str | bytes]) -> CallerIdentity:

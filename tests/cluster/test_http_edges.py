@@ -305,7 +305,7 @@ async def test_health_follows_the_routers():
     healthy, made = False, ingress(EdgePeers())
     server = await http_server.serve_http(made, RunningRequests(4), Callers(made.config), lambda: healthy)
     try:
-        request = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+        request = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
         assert (await raw(server, request, more=True))[0] == 503
         healthy = True
         assert (await raw(server, request, more=True))[0] == 200
@@ -331,9 +331,9 @@ async def test_a_key_decides_the_tenant_and_its_limits_hold(tmp_path):
             for path in (CHAT, COMPLETIONS, "/tokenize", "/detokenize", "/abort"):
                 status, found, answer = await post(server, path, {"messages": HELLO}, **headers)
                 assert (status, answer["error"]["code"]) == (401, "Unauthenticated") and found["www-authenticate"]
-        status, _, _ = await raw(server, b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n", more=True)
+        status, _, _ = await raw(server, b"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", more=True)
         assert status == 401 and not seen
-        assert (await raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", more=True))[0] == 200
+        assert (await raw(server, b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", more=True))[0] == 200
         named = {"authorization": f"Bearer {text}"}
         for status in (503, 503, 503, 429):
             found, headers, _ = await post(server, CHAT, {"messages": HELLO}, **named)
@@ -349,7 +349,7 @@ async def one_server():
 
 async def test_a_large_body_is_refused_before_it_is_read():
     async with one_server() as server:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
         status, headers, _ = await raw(server, f"{head}content-length: {9 << 20}\r\n\r\n".encode(), more=True)
         assert status == 413 and headers["connection"] == "close"
         chunk = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
@@ -360,7 +360,7 @@ async def test_a_large_body_is_refused_before_it_is_read():
 async def test_a_body_that_does_not_come_ends_with_a_status(monkeypatch):
     monkeypatch.setattr(bodies, "BODY_S", 0.1)
     async with one_server() as server:
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ncontent-length: 9\r\n\r\n"
         status, headers, _ = await raw(server, head.encode() + b"{", more=True)
         assert status == 408 and headers["connection"] == "close"
 
@@ -409,7 +409,7 @@ async def test_a_prompt_of_as_many_commas_as_bytes_is_no_large_structure():
 )
 async def test_another_path_or_method_is_refused_in_openais_shape(request_, status):
     async with one_server() as server:
-        found, _, body = await raw(server, request_ + b" HTTP/1.1\r\nhost: x\r\n\r\n", more=True)
+        found, _, body = await raw(server, request_ + b" HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", more=True)
         assert found == status and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
@@ -463,7 +463,12 @@ def test_any_json_gets_a_status_that_is_no_fault_of_the_servers(cases):
     asyncio.run(ask())
 
 
-HEADS = [b"", b"POST /v1/completions HTTP/1.1\r\n", b"GET /health HTTP/1.1\r\n", b"POST /abort HTTP/1.1\r\nhost: x\r\n"]
+HEADS = [
+    b"",
+    b"POST /v1/completions HTTP/1.1\r\n",
+    b"GET /health HTTP/1.1\r\n",
+    b"POST /abort HTTP/1.1\r\nhost: 127.0.0.1\r\n",
+]
 
 
 @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -480,6 +485,6 @@ def test_any_bytes_end_with_a_status_or_the_end_of_the_connection(cases):
                     answer = await reader.read()
                 writer.close()
                 assert not answer or (answer.startswith(b"HTTP/1.1 ") and not answer.startswith(b"HTTP/1.1 5"))
-            assert (await raw(server, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n", more=True))[0] == 200
+            assert (await raw(server, b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n", more=True))[0] == 200
 
     asyncio.run(ask())

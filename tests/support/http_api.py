@@ -66,7 +66,7 @@ async def raw(server: HttpServer, data: bytes, more: bool = False) -> tuple[int,
 
 def request_of(path: str, body: bytes, **headers: str) -> bytes:
     """A request as it is sent."""
-    lines = {"host": "x", "content-type": "application/json", "content-length": str(len(body)), **headers}
+    lines = {"host": "127.0.0.1", "content-type": "application/json", "content-length": str(len(body)), **headers}
     head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items())
     return head.encode("latin-1") + b"\r\n" + body
 

@@ -27,6 +27,7 @@ from cluster.api.openai.chat import chat_of, read_chat
 from cluster.api.openai.completions import read_completion
 from cluster.api.openai.errors import HttpRefused, failure_of, to_json
 from cluster.api.openai.fields import Fields, HttpRequest
+from cluster.api.openai.pages import check_page
 from cluster.api.openai.serving import AnswerResponse
 from cluster.api.requests import RunningRequests
 from cluster.router.ingress import Ingress
@@ -93,6 +94,7 @@ class HttpApi:
 
         async def guard(request: Request) -> Response:
             try:
+                check_page(request.headers, self._callers.anyone_near)
                 return await endpoint(request)
             except ClientDisconnect:
                 return Response(status_code=LEFT_STATUS)

@@ -20,18 +20,37 @@ from cluster.api.requests import CUT_S, RunningRequests
 from cluster.router.ingress import Ingress
 
 KEEP_ALIVE_S = 75
-"""Seconds for which a connection stays open without a request. Clients' own limits are shorter, so that none sends a
-request while its connection is being closed."""
+"""Seconds in which the headers of a connection's next request must have come. Clients' own limits of idle connections
+are shorter, so that none sends a request while its connection is being closed."""
 HEADER_BYTES = 1 << 14
 """Bytes of a request's line and headers."""
 
 
 class _Connection(H11Protocol):
-    """A connection whose requests can break it. (h11, as it bounds the headers.)"""
+    """A connection whose requests can break it, and which ends where none comes in time. (h11, as it bounds the
+    headers.)"""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.app_state = {BREAK_CONNECTION: self.abort}
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._waiting = self.loop.call_later(KEEP_ALIVE_S, self.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._waiting.cancel()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self.cycle is not None and not self.cycle.response_complete:  # the time of a request has its own limits
+            self._waiting.cancel()
+
+    def on_response_complete(self) -> None:
+        self._waiting.cancel()
+        self._waiting = self.loop.call_later(KEEP_ALIVE_S, self.abort)
+        super().on_response_complete()  # may begin the next request
 
     def abort(self) -> None:
         """Close it without what its client has not read: a mere close would wait for that."""
@@ -108,8 +127,10 @@ async def serve_http(
     requests, callers: those of the router, over all protocols; `serve_router` makes the first, and follows the keys
     healthy: whether `/health` answers 200; else it answers 503
     share_port: see `serve_router`
-    Raises EngineFailed where no port is free.
+    Raises EngineFailed where no port is free, and BadRequest for a certificate that cannot be used.
     """
+    tls = ingress.config.tls.clients
+    files = tls.files() if tls is not None else None
     listening = bind(host, tuple(ports), share_port)
     config = uvicorn.Config(
         application(ingress, requests, callers, healthy),
@@ -120,6 +141,7 @@ async def serve_http(
         access_log=False,
         proxy_headers=False,
         server_header=False,
+        ssl_context_factory=(lambda *_: files.ssl_context()) if files is not None else None,
         timeout_keep_alive=KEEP_ALIVE_S,
         h11_max_incomplete_event_size=HEADER_BYTES,
     )

@@ -1,0 +1,34 @@
+"""Refuses what a web page of another site makes a browser send: a page must not use a server on its reader's machine.
+
+A browser names the page's site in `Origin`. A page whose site's name is changed to lead to the loopback has that name
+in `Host` (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from dendro.destinations import is_loopback
+
+from cluster.api.openai.errors import HttpRefused
+
+FORBIDDEN = 403
+
+
+def check_page(headers: Mapping[str, str], loopback_alone: bool) -> None:
+    """Raise HttpRefused for a call of a foreign page. loopback_alone: whether `Host` must name this machine, as whoever
+    reaches it may call"""
+    host = headers.get("host", "")
+    if loopback_alone and not is_loopback(_name_of(host)):
+        raise HttpRefused(FORBIDDEN, "names another host; a server without keys answers for the loopback alone", "host")
+    origin = headers.get("origin")
+    if origin is not None and (not host or urlsplit(origin).netloc.lower() != host.lower()):
+        raise HttpRefused(FORBIDDEN, "is another site, whose pages may not call this server", "origin")
+
+
+def _name_of(host: str) -> str:
+    """The name or address in `host`, `host:port` or `[address]:port`."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()

@@ -1,0 +1,101 @@
+"""Who may use the HTTP API, over real sockets: keys, TLS, foreign pages, and clients that send slowly."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import ssl
+
+import aiohttp
+import pytest
+
+from cluster.api.keys import ApiKeys, new_key, write_keys
+from cluster.api.openai import server as http_server
+from cluster.router.allowance import KeyLimits
+from tests.support.certificates import Authority
+from tests.support.http_api import HELLO, http_at, raw
+
+CHAT = {"model": "demo", "messages": HELLO, "max_tokens": 2}
+
+
+def head(*lines):
+    return "\r\n".join(("GET /v1/models HTTP/1.1", *lines, "", "")).encode()
+
+
+FOREIGN_HOSTS = ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:80", "localhost@evil")
+FOREIGN_ORIGINS = ("http://evil.example", "null", "http://127.0.0.1:1.evil.example", "http://127.0.0.1:1", "")
+
+
+async def status_of(server, *lines):
+    return (await raw(server, head(*lines), more=True))[0]
+
+
+async def test_a_web_page_of_another_site_cannot_use_a_server_on_the_loopback():
+    async with http_at() as (server, _):
+        port = server.address.rpartition(":")[2]
+        for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}", "LOCALHOST"):
+            assert await status_of(server, f"Host: {host}") == 200
+            assert await status_of(server, f"Host: {host}", f"Origin: http://{host}") == 200
+        for host in FOREIGN_HOSTS:
+            assert await status_of(server, f"Host: {host}") == 403
+        for origin in FOREIGN_ORIGINS:
+            assert await status_of(server, f"Host: 127.0.0.1:{port}", f"Origin: {origin}") == 403
+
+
+async def test_with_keys_any_host_is_served_and_pages_of_other_sites_are_not(tmp_path):
+    text, key = new_key("alice", "alice", KeyLimits())
+    write_keys(tmp_path / "keys.json", ApiKeys(keys=(key,)))
+    async with http_at(auth={"keys": tmp_path / "keys.json"}) as (server, _):
+        known = f"Authorization: Bearer {text}"
+        assert await status_of(server, "Host: api.example", known) == 200
+        assert await status_of(server, "Host: api.example") == 401
+        assert await status_of(server, "Host: api.example", known, "Origin: https://evil.example") == 403
+
+
+async def test_http_is_served_over_tls_alone_with_the_certificate_of_now(tmp_path):
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    files = old.issue("front", "127.0.0.1")
+
+    async def answers(authority):
+        context = ssl.create_default_context(cafile=str(authority.path))
+        async with aiohttp.ClientSession() as session:
+            try:
+                url = f"https://{server.address}/v1/chat/completions"
+                async with session.post(url, json=CHAT, ssl=context) as answer:
+                    return answer.status == 200 and bool((await answer.json())["choices"])
+            except aiohttp.ClientConnectorCertificateError:
+                return False
+
+    async with http_at(tls={"clients": files}) as (server, _):
+        assert await answers(old) and not await answers(new)
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await raw(server, head("Host: 127.0.0.1"), more=True)
+        fresh = new.issue("fresh", "127.0.0.1")
+        for part in ("certificate", "key"):
+            shutil.copy(fresh[part], files[part])
+        assert await answers(new) and not await answers(old)
+
+
+@pytest.mark.parametrize("first", [b"", b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"], ids=["new", "kept"])
+async def test_a_connection_whose_headers_come_too_slowly_is_ended(monkeypatch, first):
+    monkeypatch.setattr(http_server, "KEEP_ALIVE_S", 0.3)
+    async with http_at() as (server, _):
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(first)
+
+        async def trickle():
+            writer.write(b"GET /v1/models HTTP/1.1\r\n")
+            while True:
+                writer.write(b"X: y\r\n")
+                await asyncio.sleep(0.02)
+
+        sending = asyncio.create_task(trickle())
+        async with asyncio.timeout(20):
+            try:
+                answer = await reader.read(-1)
+            except ConnectionError:
+                answer = b""
+        assert answer.count(b"HTTP/1.1") <= bool(first) and server.connections == 0
+        sending.cancel()
+        writer.close()
