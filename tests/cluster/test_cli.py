@@ -75,7 +75,7 @@ GENERATE_OPTIONS = (
         "stop",
     ),
     *("min-new-tokens", "stop-id", "include-stop", "json-schema", "regex", "grammar", "choices", "show-special-tokens"),
-    *("stop", "literal-prompt", "echo", "logprobs", "config", "timeout"),
+    *("stop", "literal-prompt", "echo", "logprobs", "config", "timeout", "key-file", "ca"),
 )
 
 
@@ -94,7 +94,7 @@ def test_help_of_generate_is_in_groups():
     """An option that is in no group is of the call itself: where it goes, and the session that it continues."""
     found = panels("generate")
     assert set(found) == {"Arguments", "Options", "Sampling", "Structure", "Speculation", "Output"}
-    options = {"address", "local", "config", "model", "session", "keep-session", "timeout", "help"}
+    options = {"address", "local", "config", "model", "session", "keep-session", "timeout", "key-file", "ca", "help"}
     assert set(found["Options"]) == options
     assert set(found["Structure"]) == {"json-schema", "regex", "grammar", "choices"}
     for name, declared in OPTIONS.items():
