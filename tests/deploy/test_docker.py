@@ -87,7 +87,10 @@ def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():
 
 def test_the_compose_files_routers_have_no_keys_and_are_reached_from_this_machine_alone():
     config = Config.of(yaml.safe_load(compose()["configs"]["cluster"]["content"]), ROOT)
-    assert config.auth.open and compose()["services"]["head"]["ports"] == ["127.0.0.1:9000:9000"]
+    assert config.auth.open and compose()["services"]["head"]["ports"] == [
+        "127.0.0.1:9000:9000",
+        "127.0.0.1:8080:8080",
+    ]
 
 
 def test_the_compose_files_redis_evicts_the_keys_that_expire_first():

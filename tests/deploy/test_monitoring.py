@@ -94,7 +94,8 @@ def test_network_policies_deny_what_none_of_them_allows():
 def test_clients_reach_the_routers_api_alone_and_prometheus_the_status_ports_alone():
     found = policies(clients=[{"ipBlock": {"cidr": "10.0.0.0/8"}}])
     assert found["clients"]["podSelector"]["matchLabels"]["dendroaspis/pool"] == "router"
-    assert found["clients"]["ingress"] == [{"from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": "grpc"}]}]
+    (rule,) = found["clients"]["ingress"]
+    assert rule == {"from": [{"ipBlock": {"cidr": "10.0.0.0/8"}}], "ports": [{"port": "grpc"}, {"port": "http"}]}
     (rule,) = found["prometheus"]["ingress"]
     assert {each["port"] for each in rule["ports"]} == {"status", "status-0", "status-1", "status-2"}
 

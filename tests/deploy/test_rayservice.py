@@ -151,17 +151,17 @@ def test_no_client_reaches_serves_proxy_and_every_pod_answers_kuberays_probes_wi
 
 @pytest.mark.parametrize("name", ALL)
 def test_routers_listen_for_all_pods_on_the_ports_that_their_service_and_probe_call(name):
-    chosen = merged(values(name), {"grpc": {"port": 9100, "statusPort": 9200}})
-    manifest, grpc = service(chosen), cluster_of(serve_config(chosen)).grpc
-    assert (grpc.host, grpc.port, grpc.status_port) == ("0.0.0.0", 9100, 9200)
+    chosen = merged(values(name), {"grpc": {"port": 9100, "statusPort": 9200}, "http": {"port": 8100}})
+    manifest, config = service(chosen), cluster_of(serve_config(chosen))
+    assert (config.grpc.host, config.grpc.port, config.grpc.status_port) == ("0.0.0.0", 9100, 9200)
+    assert (config.http.host, config.http.port) == ("0.0.0.0", 8100)
     router = groups(manifest)["router"]["template"]
     found = ports(router)
-    assert (found["grpc"], found["status"]) == (9100, 9200)
+    assert (found["grpc"], found["http"], found["status"]) == (9100, 8100, 9200)
     assert router["spec"]["containers"][0]["readinessProbe"]["grpc"] == {"port": 9100}
     (entry,) = rendered(chosen)["router.yaml"]
     kubernetes_validate.validate(entry, KUBERNETES, strict=True)
-    (port,) = entry["spec"]["ports"]
-    assert port["port"] == 9100 and found[port["targetPort"]] == 9100
+    assert {port["port"]: found[port["targetPort"]] for port in entry["spec"]["ports"]} == {9100: 9100, 8100: 8100}
     selected = [
         each for each in pods(manifest) if entry["spec"]["selector"].items() <= each["metadata"]["labels"].items()
     ]

@@ -69,6 +69,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- define "dendro.cluster" -}}
 {{- $config := deepCopy .Values.cluster }}
 {{- if hasKey $config "grpc" }}{{ fail "cluster.grpc: is filled in from the value grpc" }}{{ end }}
+{{- if hasKey $config "http" }}{{ fail "cluster.http: is filled in from the value http" }}{{ end }}
 {{- if and .Values.keys.existingSecret .Values.keys.open }}{{ fail "keys.open: is true beside keys.existingSecret" }}{{ end }}
 {{- if not (or .Values.keys.existingSecret .Values.keys.open) }}
 {{- fail "keys.existingSecret: name the secret with the file that `dendro keys` writes, or set keys.open" }}
@@ -90,6 +91,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
 {{- $_ := set $config "redis" $redis }}
 {{- $_ := set $config "grpc" (dict "host" "0.0.0.0" "port" (int .Values.grpc.port) "status_port" (int .Values.grpc.statusPort) "replica_status_port" (int .Values.grpc.replicaStatusPort)) }}
+{{- $_ := set $config "http" (dict "host" "0.0.0.0" "port" (int .Values.http.port)) }}
 {{- $_ := set $config "auth" (ternary "none" (dict "keys" (printf "/etc/dendro/keys/%s" .Values.keys.secretKey)) .Values.keys.open) }}
 {{- toYaml $config }}
 {{- end }}
