@@ -50,6 +50,7 @@ OTHER_PROGRAMS = {
     "grpcurl": "is another project's client",
     "curl": "calls a server: see `test_a_command_of_curl_gets_an_answer`",
     "protoc": "is another project's compiler",
+    "grep": "reads a log that a running cluster writes",
 }
 """Programs that no test of this file starts, each with the reason."""
 READERS = {
