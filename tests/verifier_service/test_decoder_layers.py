@@ -96,6 +96,8 @@ def model_that(computes):
         made = library(self, input_ids, position_ids=position_ids, **named)
         if computes == "other results":
             made.last_hidden_state = made.last_hidden_state * 1
+        if computes == "results in place":
+            made.last_hidden_state.mul_(0.5)
         if computes == "more results":
             made.hidden_states = (made.last_hidden_state,)
         return made
@@ -104,7 +106,8 @@ def model_that(computes):
 
 
 @pytest.mark.parametrize(
-    "computes", ["nothing", "other embeddings", "other positions", "other results", "more results"]
+    "computes",
+    ["nothing", "other embeddings", "other positions", "other results", "results in place", "more results"],
 )
 def test_a_model_that_computes_something_between_its_parts_keeps_its_forward(computes, folder_of, monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", model_that(computes))

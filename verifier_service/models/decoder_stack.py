@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from tree_kernels.decoder_layer import DecoderLayers
 from tree_kernels.tree_attention import TreeRows
 
 from verifier_service.models.attention_layers import recording, rotation_of
+from verifier_service.models.scaled_rows import same_bits
 from verifier_service.models.seats import ATTENTION, ForwardContext
 
 
@@ -134,6 +136,11 @@ def _parts_of(inner: _ModuleCall, calls: Sequence[_ModuleCall], layers: Sequence
     rotate = _made_from(calls, lambda made: made is turned, first.given[0], places)
     norm = _made_from(calls, lambda made: made is answer, last.made)
     if embed is None or rotate is None or norm is None:
+        return None
+    # A result may have been changed where it is. (Those of layers were compared when they got their forwards.)
+    with torch.inference_mode():
+        made = [*rotate(first.given[0], places), embed(tokens), norm(last.made)]
+    if not all(map(same_bits, made, [*turned, first.given[0], answer])):
         return None
     return _Parts(embed, rotate, norm, inner.named, type(inner.made))
 
