@@ -42,7 +42,15 @@ GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
         *("benchmarks", "context", "drafter", "families", "kernels", "load", "load-demo", "pairs", "parameters"),
-        *("speed", "speed-llama", "speed-mamba2", "speed-temperature-1", "stopping", "structured-cost"),
+        *(
+            "speed",
+            "speed-llama",
+            "speed-mamba2",
+            "speed-smollm2",
+            "speed-temperature-1",
+            "stopping",
+            "structured-cost",
+        ),
         *("targets", "tree-scan", "trees", "tuning", "verify"),
     )
 )
