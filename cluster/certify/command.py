@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -23,7 +24,16 @@ from cluster.certify import checks
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
-from cluster.command_options import ConfigArgument, JsonFile, Local, given_config, given_key
+from cluster.command_options import (
+    Authority,
+    ConfigArgument,
+    JsonFile,
+    KeyFile,
+    Local,
+    given_config,
+    given_credentials,
+    given_key,
+)
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import served_prompts
 from cluster.engines import verifier_options
@@ -37,6 +47,8 @@ from cluster.tables import page
 from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
+FarClient = Callable[[], AsyncClient]
+"""Makes a client of a running cluster."""
 PROMPT_TOKENS = 128
 OF_EACH_KIND = (
     NodeShape((2, 1, 1)),
@@ -102,18 +114,18 @@ def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str
 
 
 async def run_certify(
-    config: Config, address: str, local: bool, size: CertifySize, progress: Progress
+    config: Config, far: FarClient | None, local: bool, size: CertifySize, progress: Progress
 ) -> list[Promise]:
     """Check all promises, one after the other.
 
-    With `address`, the first target of that cluster is checked, with the dtype and drafters that the cluster reports;
-    engines that are started beside it have no drafter.
+    far: makes clients of a running cluster, whose first target is then checked, with the dtype and drafters that the
+    cluster reports; engines that are started beside it have no drafter.
     """
     name, target = next(iter(config.targets.items()))
     drafters = config.drafters_of(name)
-    if address:
-        async with AsyncClient(address, key=given_key()) as far:
-            there = (await far.models())[0]
+    if far is not None:
+        async with far() as client:
+            there = (await client.models())[0]
         config = _with_dtype(config, there.dtype).model_copy(update={"drafters": {}})
         name, target = next(iter(config.targets.items()))
         drafters = there.drafters
@@ -125,11 +137,11 @@ async def run_certify(
         task = progress.add_task(title, total=steps)
         return lambda: progress.advance(task)
 
-    # (a) is checked in float32: on a cluster in that dtype, or on local engines if `address` names another cluster.
+    # (a) is checked in float32: on a cluster in that dtype, or on local engines beside a running cluster.
     ways = ["off", "auto"]
     step = bar("(a) greedy against transformers", size.greedy_prompts * len(ways))
     exact = _with_dtype(config, "float32")
-    async with _serving(exact, local or bool(address)) as service:
+    async with _serving(exact, local or far is not None) as service:
         found.append(
             await checks.greedy_against_transformers(
                 service, target.checkpoint, prompts[: size.greedy_prompts], size.greedy_tokens, ways, step
@@ -175,9 +187,9 @@ async def run_certify(
                 )
             )
 
-        if address:
-            async with AsyncClient(address, key=given_key()) as far:
-                await served(far)
+        if far is not None:
+            async with far() as client:
+                await served(client)
         else:
             async with _serving(config, local) as service:
                 await served(service)
@@ -202,6 +214,8 @@ def certify(
     local: Local = False,
     quick: Annotated[bool, typer.Option("--quick", help="Few prompts: takes minutes, checks less.")] = False,
     json_file: JsonFile = None,
+    key_file: KeyFile = None,
+    ca: Authority = None,
 ) -> None:
     """Check on held-out prompts that answers have the target's own tokens and law under every speculation.
 
@@ -209,6 +223,9 @@ def certify(
     """
     if bool(address) != (target is not None) or (address and (config or local)):
         raise BadRequest("address", "needs --target, and excludes a configuration and --local")
+    if not address and (key_file or ca):
+        raise BadRequest("--key-file" if key_file else "--ca", "belongs to --address")
+    far = partial(AsyncClient, address, key=given_key(key_file), credentials=given_credentials(ca)) if address else None
     checked = given_config(config)
     if target is not None:
         name, served = next(iter(checked.targets.items()))
@@ -218,7 +235,7 @@ def certify(
     subject = address or (str(config) if config else "the bundled demo")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        found = asyncio.run(run_certify(checked, address, local, QUICK if quick else FULL, progress))
+        found = asyncio.run(run_certify(checked, far, local, QUICK if quick else FULL, progress))
     show(page(), found, subject)
     if json_file is not None:
         threads = next(iter(checked.targets.values())).threads

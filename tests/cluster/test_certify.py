@@ -304,8 +304,10 @@ async def test_a_running_cluster_of_other_models_than_the_demo_is_certified(monk
 def test_a_relative_target_of_a_running_cluster_is_a_folder_and_no_name_on_a_hub(monkeypatch, tmp_path):
     seen = []
 
-    async def run_certify(config, *_):
+    async def run_certify(config, far, *_):
         seen.extend(config.targets.values())
+        async with far() as client:
+            assert client is not None
         return []
 
     monkeypatch.setattr(command, "run_certify", run_certify)
@@ -328,3 +330,9 @@ async def test_log_probabilities_that_speculation_changes_break_the_promise_of_p
     promise = await identity_under_parameters(OtherLogprobs(wrong=False), *given, lambda: None)
     assert promise.kept is False and any("has other log-probabilities" in line for line in promise.broken)
     assert any(f"0 of {SAMPLES} samples" in line for line in promise.broken)
+
+
+def test_a_key_and_an_authority_belong_to_a_running_cluster(tmp_path):
+    for option, given in (("--key-file", {"key_file": tmp_path}), ("--ca", {"ca": tmp_path})):
+        with pytest.raises(BadRequest, match=f"{option}: belongs to --address"):
+            command.certify(**given)

@@ -35,7 +35,7 @@ async def test_every_promise_is_kept_for_a_target_with_states(family, tmp_path):
         shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", checkpoint)
     config = pair_config(checkpoint, [DEMO_MODELS / "mamba2"])
     with Progress(disable=True) as progress:
-        promises = await run_certify(config, "", True, SMALL, progress)
+        promises = await run_certify(config, None, True, SMALL, progress)
     assert len(promises) == 7
     for promise in promises:
         assert promise.kept is True, (promise.promise, promise.broken)

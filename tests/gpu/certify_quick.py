@@ -42,7 +42,7 @@ def on_the_device(config: Config) -> Config:
 require_device()
 config = on_the_device(demo_config())
 with Progress(disable=True) as progress:
-    promises = asyncio.run(run_certify(config, "", True, TINY if DRY else QUICK, progress))
+    promises = asyncio.run(run_certify(config, None, True, TINY if DRY else QUICK, progress))
 show(Console(width=150, highlight=False), promises, "the bundled demo")
 kept = sum(promise.kept is True for promise in promises)
 write_result(f"{kept} of {len(promises)} promises kept", promises=[asdict(promise) for promise in promises])

@@ -90,7 +90,7 @@ def certified(folder: Path) -> bool:
         combinations=2,
     )
     with Progress(disable=True) as progress:
-        found = asyncio.run(run_certify(config.model_copy(update={"targets": targets}), "", True, size, progress))
+        found = asyncio.run(run_certify(config.model_copy(update={"targets": targets}), None, True, size, progress))
     show(Console(width=120), found, "a target with experts")
     return all(promise.kept is True for promise in found)
 
