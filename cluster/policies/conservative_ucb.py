@@ -151,6 +151,7 @@ class ConservativeUCB:
         self._least = 0.0  # chance of a first guess below which no proposal pays, kept while the text stays `off`
         self._excluded = False  # True while the trial keeps this text from guessing
         self._off_rounds = 0  # consecutive rounds of `off` before the current one
+        self._wants = False  # True if the last choice was a tree, which may be drafted a round later
         self._passed = False  # True if the round is `off` without a look, and only its tokens are counted
         self._resting = False  # True if the round is `off` and only its rate is learned (`SpeculationTrial`)
 
@@ -186,6 +187,11 @@ class ConservativeUCB:
         return ArmEstimate(arm, length.mean if length.rounds else 1.0, bonus, self._us(arm, prices))
 
     def choose(self, offer: Offer | None = None) -> Arm:
+        chosen = self._choice(offer)
+        self._wants = not chosen.off
+        return chosen
+
+    def _choice(self, offer: Offer | None) -> Arm:
         trial = self.experience.concurrency.trial if self._may_be_off else None
         self._resting = trial is not None and trial.resting
         self._excluded = trial is not None and not (self._trees and self._may_guess(trial))
@@ -193,7 +199,7 @@ class ConservativeUCB:
             return OFF_ARM
         self._paused = {drafter: left - 1 for drafter, left in self._paused.items() if left > 1}
         settled = trial is None and self._may_be_off and self._off_rounds > HELD_ROUNDS
-        held = settled and self._off_rounds % HELD_ROUNDS > 0
+        held = settled and not self._wants and self._off_rounds % HELD_ROUNDS > 0
         self._passed = held and self._off_rounds % 2 > 0
         if self._passed:
             return OFF_ARM

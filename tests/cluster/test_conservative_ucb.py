@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import SpeculationConfig
 from cluster.policies import POLICIES, REPLACED, ConservativeUCB, Experience, Experiences, make_policy
-from cluster.policies.conservative_ucb import STAYING
+from cluster.policies.conservative_ucb import HELD_ROUNDS, STAYING
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior, pair_prior
@@ -207,3 +207,18 @@ def test_rounds_during_an_opening_teach_what_it_costs():
             experience.learn_time(OFF_ARM, root, found, us, disturbed)
     opening = experience.costs.opening
     assert (opening.us, opening.count) == (pytest.approx(OFF_US), 1)
+
+
+def test_a_tree_that_is_put_off_by_a_round_is_chosen_again():
+    """After several rounds of `off` the verifier has begun the next one, so a tree is drafted one round later."""
+    proposed = Arm.parse("lookup:proposed(3)")
+    policy, offer = ConservativeUCB([OFF_ARM, proposed], Experience(shared())), DraftTree.of(range(4), range(-1, 3))
+    plain = Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1)
+    for _ in range(3 * HELD_ROUNDS):
+        assert policy.choose(lambda least: DraftTree.root_only(1)).off
+        policy.learn(OFF_ARM, DraftTree.root_only(1), plain)
+    choices = []
+    for _ in range(3):
+        choices.append(policy.choose(lambda least: offer).off)
+        policy.learn(OFF_ARM, DraftTree.root_only(1), plain)
+    assert choices in ([False, False, False], [True, False, False]), "every second round is passed until one is wanted"
