@@ -197,7 +197,12 @@ def in_a_thread(context) -> Iterator:
         loop.close()
 
 
-TEMPLATE = "{% for each in messages %}{{ each.content }}\n{% endfor %}"
+TEMPLATE = (
+    "{{ tools | tojson if tools }}{% for each in messages %}{{ each.content }}\n"
+    "{% for call in each.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{% endfor %}"
+)
 """A chat template for the demo's target, which has none."""
 
 

@@ -55,6 +55,7 @@ from cluster.router.samples import SharedPrompt, merged
 from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText
 from cluster.router.token_texts import VocabularyTexts
+from cluster.router.tokenizer import Tokenizer
 from cluster.router.totals import AnswerMeter, RouterTotals
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
@@ -160,6 +161,10 @@ class Ingress:
             made = await asyncio.to_thread(VocabularyTexts, self._served[name].tokenizer)
             self._token_texts.setdefault(name, made)
         return self._token_texts[name]
+
+    def tokenizer(self, model: str) -> Tokenizer:
+        """The tokenizer of a target. Raises BadRequest for an unknown one."""
+        return self._served[self.config.target_named(model)].tokenizer
 
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """The text of tokens. Raises BadRequest naming the field."""

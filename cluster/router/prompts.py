@@ -32,6 +32,8 @@ async def ids_of_prompt(
         return await checked_ids("prompt.token_ids", request.token_ids.ids, served)
     if kind == "chat":
         _check_messages(request.chat.messages, most_bytes)
+        _size("tools", request.chat.tools, most_bytes)
+        _size("answer_start", request.chat.answer_start, most_bytes)
         return await off_loop(LONG, lambda: _in_vocabulary(_ids_of_chat(request.chat, served, earlier), served))
     if kind != "text" or not request.text:
         return []
@@ -75,22 +77,48 @@ def _check_messages(messages: Sequence[pb.ChatMessage], most_bytes: int) -> None
     for index, each in enumerate(messages):
         if each.role not in ROLES:
             raise BadRequest(f"messages[{index}].role", f"is {each.role[:32]!r}; must be one of {', '.join(ROLES)}")
-    _check_size("messages", sum(_size("messages", each.content, most_bytes) for each in messages), most_bytes)
+    texts = [text for each in messages for text in (each.content, each.tool_calls, each.tool_call_id)]
+    _check_size("messages", sum(_size("messages", text, most_bytes) for text in texts), most_bytes)
 
 
 def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int]) -> list[int]:
     tokenizer = served.tokenizer
-    messages = [{"role": each.role, "content": each.content} for each in chat.messages]
-    names = _template_names(chat.chat_template_kwargs)
+    messages = [_message(f"messages[{index}]", each) for index, each in enumerate(chat.messages)]
+    names, tools = _template_names(chat.chat_template_kwargs), _objects("tools", chat.tools)
+    turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] if earlier else []
+    text = tokenizer.chat([*turn, *messages], True, names, tools)
+    if tools and text == tokenizer.chat([*turn, *messages], True, names):
+        raise BadRequest("tools", "the target's chat template ignores them")
+    text += chat.answer_start
     if not earlier:
-        return tokenizer.encode_chat(tokenizer.chat(messages, True, names))
-    turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]
-    _, found, rest = tokenizer.chat([*turn, *messages], True, names).partition(ANSWER)
+        return tokenizer.encode_chat(text)
+    _, found, rest = text.partition(ANSWER)
     if not found:
         raise BadRequest("messages", "cannot continue a session: the chat template leaves earlier answers out")
     if earlier[-1] in served.end_ids:  # the template writes it, too
         rest = rest.removeprefix(tokenizer.showing().decode([earlier[-1]]))
     return tokenizer.encode(rest, begins=False)
+
+
+def _message(field: str, given: pb.ChatMessage) -> dict[str, Any]:
+    """A message as templates read it."""
+    made: dict[str, Any] = {"role": given.role, "content": given.content}
+    if calls := _objects(f"{field}.tool_calls", given.tool_calls):
+        made["tool_calls"] = calls
+    if given.tool_call_id:
+        made["tool_call_id"] = given.tool_call_id
+    return made
+
+
+def _objects(field: str, text: str) -> list[dict[str, Any]]:
+    """The objects of a JSON array; none of an empty text."""
+    try:
+        found = json.loads(text or "[]")
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(field, f"is not JSON: {error}") from None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise BadRequest(field, "must be a JSON array of objects")
+    return found
 
 
 def _template_names(text: str) -> Mapping[str, Any]:

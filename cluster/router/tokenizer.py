@@ -64,10 +64,15 @@ class Tokenizer(Protocol):
         ...
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], opens_answer: bool, names: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        opens_answer: bool,
+        names: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The text of a conversation by the chat template, its special tokens in it. Raises BadRequest where there is
-        no template, or it refuses the messages. names: further ones that the template can read"""
+        no template, or it refuses the messages. names: further ones that the template can read. tools: functions that
+        it describes"""
         ...
 
     def encode_chat(self, conversation: str) -> list[int]:
@@ -134,11 +139,16 @@ class CheckpointTokenizer:
         return bool(self._tokenizer.chat_template)
 
     def chat(
-        self, messages: Sequence[Mapping[str, Any]], opens_answer: bool, names: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        opens_answer: bool,
+        names: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The text of a conversation by the checkpoint's chat template; `opens_answer` adds what an answer begins with.
         Its special tokens are in it. A template that does not know the role `developer` gets `system`. Raises
-        BadRequest where there is no template, or it refuses the messages. names: others that the template can read"""
+        BadRequest where there is no template, or it refuses the messages. names: others that the template can read.
+        tools: functions that it describes"""
         if not self.has_chat:
             raise BadRequest("messages", "the target has no chat template; set its `chat_template`, or send a prompt")
         if taken := RESERVED & (names or {}).keys():
@@ -147,7 +157,11 @@ class CheckpointTokenizer:
         given = [{**each, "role": "system"} if each["role"] == DEVELOPER and not known else each for each in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                given, tokenize=False, add_generation_prompt=opens_answer, **(names or {})
+                given,
+                tools=list(tools) or None,
+                tokenize=False,
+                add_generation_prompt=opens_answer,
+                **(names or {}),
             )
             str(text).encode()  # names may have what no text of UTF-8 has
         except Exception as error:  # templates raise errors of jinja, and any others for what they index

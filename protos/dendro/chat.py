@@ -11,20 +11,23 @@ from dendro.arguments import items_of, pairs_of, shown, text_of
 from dendro.errors import BadRequest
 from dendro.v1 import generation_pb2 as pb
 
-MESSAGE_KEYS = ("role", "content")
+MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id")
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
     """Messages with a role and a content each; in a session, those since its last answer. Names that the template can
-    read beside them are in `chat_template_kwargs`.
+    read beside them are in `chat_template_kwargs`, functions that it describes in `tools`, and text that the answer
+    goes on from in `answer_start`. An assistant's message can have `tool_calls`, a result's the `tool_call_id`.
 
     >>> Chat([{"role": "user", "content": "Why is the sky blue?"}])
-    Chat(messages=[{'role': 'user', 'content': 'Why is the sky blue?'}], chat_template_kwargs={})
+    Chat(messages=[{'role': 'user', 'content': 'Why is the sky blue?'}])
     """
 
-    messages: Sequence[Mapping[str, str]]
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    messages: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    tools: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
+    answer_start: str = field(default="", repr=False)
 
 
 def fill_chat(message: pb.Chat, chat: Chat) -> None:
@@ -35,9 +38,17 @@ def fill_chat(message: pb.Chat, chat: Chat) -> None:
         for key, value in pairs_of(name, each):
             if key not in MESSAGE_KEYS:
                 raise BadRequest(name, f"has {shown(key)}; a message has {' and '.join(MESSAGE_KEYS)}")
-            setattr(added, key, text_of(f"{name}.{key}", value))
+            text = _json(f"{name}.{key}", value) if key == "tool_calls" else value
+            setattr(added, key, text_of(f"{name}.{key}", text))
     if chat.chat_template_kwargs:
-        try:
-            message.chat_template_kwargs = json.dumps(dict(chat.chat_template_kwargs))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise BadRequest("chat_template_kwargs", f"cannot be written as JSON: {error}") from None
+        message.chat_template_kwargs = _json("chat_template_kwargs", dict(chat.chat_template_kwargs))
+    if chat.tools:
+        message.tools = _json("tools", list(chat.tools))
+    message.answer_start = text_of("answer_start", chat.answer_start)
+
+
+def _json(field: str, value: Any) -> str:
+    try:
+        return json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRequest(field, f"cannot be written as JSON: {error}") from None

@@ -69,6 +69,25 @@ async def test_names_for_the_template_reach_it_and_those_that_it_has_anyway_are_
             await written(served, chat_of(("user", "hello"), chat_template_kwargs=f'{{"{name}": "x"}}'))
 
 
+async def test_tools_calls_and_the_answers_start_reach_the_prompt(tmp_path):
+    template = "{{ tools | map(attribute='name') | join if tools }}" + TEMPLATE.replace(
+        "{{ m.content }}", "{{ m.tool_call_id }}{{ m.content }}{{ m.tool_calls[0].name if m.tool_calls }}"
+    )
+    served = served_with(tmp_path, template)
+    asked = chat_of(("assistant", ""), ("tool", "4"), tools='[{"name": "add"}]', answer_start="<|end|>call:")
+    asked.chat.messages[0].tool_calls, asked.chat.messages[1].tool_call_id = '[{"name": "sum"}]', "id"
+    written_ids = await ids_of_prompt(asked, served, 1 << 20)
+    text = "add<|end|>[assistant]sum<|end|>[tool]id4<|end|>[assistant]<|end|>call:"
+    assert served.tokenizer.showing().decode(written_ids) == text
+    assert written_ids.count(END) == text.count("<|end|>"), "a special token that begins a call is a token"
+    assert (await written(served, asked, earlier=[5])).endswith("[tool]id4<|end|>[assistant]<|end|>call:")
+
+
+async def test_tools_that_the_template_ignores_are_refused(served):
+    with pytest.raises(BadRequest, match="tools: the target's chat template ignores them"):
+        await written(served, chat_of(("user", "hello"), tools='[{"name": "add"}]'))
+
+
 async def test_a_template_that_does_not_know_the_role_developer_gets_system(served, tmp_path):
     asked = chat_of(("developer", "be brief"), ("user", "hello"))
     assert (await written(served, asked)).startswith("<|end|>[system]be brief")
@@ -91,6 +110,8 @@ async def test_messages_that_continue_a_session_follow_its_last_answer(served, e
         (chat_of(("user", "a"), ("narrator", "b")), r"messages\[1\].role: is 'narrator'"),
         (chat_of(("user", "a" * 60), ("user", "b" * 60)), "messages: has 120 bytes; at most 100"),
         (chat_of(("user", "a"), chat_template_kwargs="["), "chat_template_kwargs: is not JSON"),
+        (chat_of(("user", "a"), tools="["), "tools: is not JSON"),
+        (chat_of(("user", "a"), tools="[1]"), "tools: must be a JSON array of objects"),
         (chat_of(("user", "a"), chat_template_kwargs="[]"), "chat_template_kwargs: must be a JSON object"),
         (chat_of(("user", "a"), chat_template_kwargs="[" * 9999), "chat_template_kwargs: is not JSON"),
     ],

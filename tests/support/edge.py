@@ -56,7 +56,7 @@ class ByteTokenizer:
     def token_bytes(self) -> dict[int, bytes]:
         return {token: bytes([token]) for token in range(256)}
 
-    def chat(self, messages, opens_answer: bool, names=None) -> str:
+    def chat(self, messages, opens_answer: bool, names=None, tools=()) -> str:
         turns = [f"[{each['role']}]{each['content']}<end>" for each in messages]
         return "".join(turns) + "[assistant]" * opens_answer
 

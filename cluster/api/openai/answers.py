@@ -40,6 +40,12 @@ class Choice:
         if logprobs is not None:
             self.logprobs.append(logprobs)
 
+    @property
+    def text(self) -> str:
+        """All texts."""
+        self.texts = ["".join(self.texts)]
+        return self.texts[0]
+
 
 class AnswerForm(Protocol):
     """The objects of an endpoint."""
@@ -52,12 +58,20 @@ class AnswerForm(Protocol):
         """What a stream's first part of a choice has; None: there is no such part."""
         ...
 
-    def piece(self, text: str) -> dict[str, Any]:
-        """What a part with more of the text has; an empty text for a part that only ends."""
+    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
+        """What a part with more of the text has, which is the choice's last."""
         ...
 
-    def message(self, text: str) -> dict[str, Any]:
+    def end(self, choice: Choice) -> dict[str, Any]:
+        """What the last part of a choice has."""
+        ...
+
+    def message(self, choice: Choice) -> dict[str, Any]:
         """What a whole choice has."""
+        ...
+
+    def finish(self, choice: Choice) -> str:
+        """OpenAI's word for how a choice ended."""
         ...
 
     def logprobs(
@@ -67,7 +81,13 @@ class AnswerForm(Protocol):
         ...
 
 
-class ChatForm:
+class _TextForm:
+    def finish(self, choice: Choice) -> str:
+        assert choice.complete is not None
+        return FINISHES[choice.complete.finish_reason]
+
+
+class ChatForm(_TextForm):
     """`/v1/chat/completions`."""
 
     prefix, whole, part = "chatcmpl-", "chat.completion", "chat.completion.chunk"
@@ -75,11 +95,14 @@ class ChatForm:
     def beginning(self) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"delta": {"content": text} if text else {}}
 
-    def message(self, text: str) -> dict[str, Any]:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def end(self, choice: Choice) -> dict[str, Any]:
+        return {"delta": {}}
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
 
     def logprobs(
         self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
@@ -95,7 +118,7 @@ class ChatForm:
         return {"content": content, "refusal": None}
 
 
-class CompletionForm:
+class CompletionForm(_TextForm):
     """`/v1/completions`."""
 
     prefix, whole, part = "cmpl-", "text_completion", "text_completion"
@@ -103,11 +126,14 @@ class CompletionForm:
     def beginning(self) -> dict[str, Any] | None:
         return None
 
-    def piece(self, text: str) -> dict[str, Any]:
+    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
         return {"text": text}
 
-    def message(self, text: str) -> dict[str, Any]:
-        return {"text": text}
+    def end(self, choice: Choice) -> dict[str, Any]:
+        return {"text": ""}
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        return {"text": choice.text}
 
     def logprobs(
         self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
@@ -156,8 +182,8 @@ class ObjectWriter:
                     yield self._piece(choice, event.chunk.text, event.chunk.token_ids, event.chunk.logprobs)
             case "complete":
                 choice.complete = event.complete
-                finish = FINISHES[event.complete.finish_reason]
-                yield self._part(choice, self._form.piece(""), finish=finish) | self._extension([choice])
+                last = self._part(choice, self._form.end(choice), finish=self._form.finish(choice))
+                yield last | self._extension([choice])
 
     def _piece(
         self, choice: Choice, text: str, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs]
@@ -166,7 +192,7 @@ class ObjectWriter:
         if self._texts is not None and given:
             logprobs = self._form.logprobs(choice, tokens, given, self._texts)
         choice.append(text, logprobs)
-        return self._part(choice, self._form.piece(text), logprobs)
+        return self._part(choice, self._form.piece(choice, text), logprobs)
 
     def _part(
         self, choice: Choice, has: dict[str, Any], logprobs: dict[str, Any] | None = None, finish: str | None = None
@@ -185,9 +211,9 @@ class ObjectWriter:
         choices = [
             {
                 "index": each.index,
-                **self._form.message("".join(each.texts)),
+                **self._form.message(each),
                 "logprobs": _joined(each.logprobs),
-                "finish_reason": FINISHES[each.complete.finish_reason],
+                "finish_reason": self._form.finish(each),
             }
             for each in found
             if each.complete is not None

@@ -12,7 +12,7 @@ from dendro.arguments import ids_of, shown, text_of
 from dendro.chat import fill_chat
 from dendro.declared import JsonType
 from dendro.errors import NO_FAULTS, BadRequest
-from dendro.long_work import off_loop
+from dendro.long_work import LONG, off_loop
 from dendro.v1 import generation_pb2 as pb
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -26,14 +26,14 @@ from cluster.api.openai.bodies import BodyReader
 from cluster.api.openai.chat import chat_of, read_chat
 from cluster.api.openai.completions import read_completion
 from cluster.api.openai.errors import HttpRefused, failure_of, to_json
-from cluster.api.openai.fields import Fields, HttpRequest
+from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers
 from cluster.api.openai.pages import check_page
 from cluster.api.openai.serving import AnswerResponse
 from cluster.api.requests import RunningRequests
 from cluster.router.ingress import Ingress
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-ReadRequest = Callable[[Mapping[str, Any], str], HttpRequest]
+ReadRequest = Callable[[Mapping[str, Any], str, Tokenizers], tuple[HttpRequest, AnswerForm]]
 LEFT_STATUS = 499
 """Status of a response that nobody reads."""
 BODY_WORK = 2
@@ -47,8 +47,8 @@ def application(
     api = HttpApi(ingress, requests, callers, healthy)
     routes: dict[str, dict[str, Endpoint]] = {
         "POST": {
-            "/v1/chat/completions": partial(api.generate, read_chat, ChatForm()),
-            "/v1/completions": partial(api.generate, read_completion, CompletionForm()),
+            "/v1/chat/completions": partial(api.generate, read_chat),
+            "/v1/completions": partial(api.generate, read_completion),
             "/tokenize": api.tokenize,
             "/detokenize": api.detokenize,
             "/abort": api.abort,
@@ -107,14 +107,15 @@ class HttpApi:
 
         return guard
 
-    async def generate(self, read: ReadRequest, form: AnswerForm, request: Request) -> Response:
+    async def generate(self, read: ReadRequest, request: Request) -> Response:
         caller = self._callers.caller(request.headers)
         body = await self._bodies.read(request)
         model = body.fields.get("model")
         if isinstance(model, str) and model and model not in self._ingress.config.targets:
             raise self._no_model(model)
         request_id = request.headers.get("idempotency-key", "") or secrets.token_hex(16)
-        asked = await off_loop(body.size // BODY_WORK, lambda: read(body.fields, request_id))
+        work = LONG if "tools" in body.fields else body.size // BODY_WORK  # a template is rendered
+        asked, form = await off_loop(work, lambda: read(body.fields, request_id, self._ingress.tokenizer))
         return AnswerResponse(self._ingress, self._requests, asked, form, caller)
 
     def _no_model(self, model: str) -> HttpRefused:

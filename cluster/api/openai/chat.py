@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,16 +11,19 @@ from dendro.chat import Chat
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
 
-from cluster.api.openai.fields import Fields, HttpRequest, http_request, typed
+from cluster.api.openai.answers import AnswerForm, ChatForm
+from cluster.api.openai.calls import CallForm, CallFormat
+from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
+from cluster.api.openai.tools import read_calls, read_tools
 
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """HTTP's names of our fields."""
-UNUSED = ("name", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id")
+UNUSED = ("name", "refusal", "annotations", "audio", "function_call")
 """Keys of messages as clients send them back. `name` has no effect; others must be null or empty."""
 
 
-def read_chat(body: Mapping[str, Any], request_id: str) -> HttpRequest:
-    """Raises BadRequest naming the field."""
+def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) -> tuple[HttpRequest, AnswerForm]:
+    """What is asked for, and the form of its answer. Raises BadRequest naming the field."""
     fields = Fields(body)
     options: dict[str, Any] = {}
     top = fields.take("top_logprobs", JsonType.INTEGER)
@@ -32,7 +36,15 @@ def read_chat(body: Mapping[str, Any], request_id: str) -> HttpRequest:
         options["prediction"] = [
             _predicted(f"prediction[{at}]" if at != "" else "prediction", one) for at, one in given
         ]
-    return http_request(fields, chat_of(fields), options, request_id, NAMES)
+    tools, chat = read_tools(fields), chat_of(fields)
+    if not tools.schemas:
+        return http_request(fields, chat, options, request_id, NAMES), ChatForm()
+    model = typed("model", body.get("model") or "", JsonType.STRING)
+    calls = CallFormat.of(tokenizers(model), tools.described)
+    options["structure"] = calls.structure(tools.schemas)
+    chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
+    names = NAMES | {"structure": "tools", "structure.grammar": "tools"}
+    return http_request(fields, chat, options, request_id, names), CallForm(calls, request_id)
 
 
 def _predicted(field: str, given: Any) -> str:
@@ -53,7 +65,7 @@ def chat_of(fields: Fields) -> Chat:
     return Chat([_message(f"messages[{index}]", each) for index, each in enumerate(messages)], names)
 
 
-def _message(field: str, given: Any) -> dict[str, str]:
+def _message(field: str, given: Any) -> dict[str, Any]:
     parts = Fields(typed(field, given, JsonType.OBJECT), f"{field}.")
     role = parts.take("role", JsonType.STRING)
     if role is None:
@@ -62,8 +74,13 @@ def _message(field: str, given: Any) -> dict[str, str]:
     for name in UNUSED:
         if name in parts and (value := parts.take(name, *JsonType)) and name != "name":
             raise BadRequest(f"{field}.{name}", f"is not supported by this server; got {shown(value)}")
+    made: dict[str, Any] = {"role": role, "content": content}
+    if calls := parts.take("tool_calls", JsonType.ARRAY):
+        made["tool_calls"] = read_calls(f"{field}.tool_calls", calls)
+    if call_id := parts.take("tool_call_id", JsonType.STRING):
+        made["tool_call_id"] = call_id
     parts.finish()
-    return {"role": role, "content": content}
+    return made
 
 
 def _content(field: str, given: str | list[Any] | None, joint: str = "\n") -> str:

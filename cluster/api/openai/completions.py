@@ -8,18 +8,20 @@ from typing import Any
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
 
-from cluster.api.openai.fields import Fields, HttpRequest, http_request, typed
+from cluster.api.openai.answers import AnswerForm, CompletionForm
+from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
 
 
-def read_completion(body: Mapping[str, Any], request_id: str) -> HttpRequest:
-    """Raises BadRequest naming the field."""
+def read_completion(body: Mapping[str, Any], request_id: str, _: Tokenizers) -> tuple[HttpRequest, AnswerForm]:
+    """What is asked for, and the form of its answer. Raises BadRequest naming the field."""
     fields = Fields(body)
     options: dict[str, Any] = {}
     for name, kind in (("logprobs", JsonType.INTEGER), ("echo", JsonType.BOOLEAN)):
         if (value := fields.take(name, kind)) is not None:
             options[name] = value
     prompt = _prompt(fields.take("prompt", JsonType.STRING, JsonType.ARRAY))
-    return http_request(fields, prompt, options, request_id, {"prompt.token_ids": "prompt", "prompt.text": "prompt"})
+    names = {"prompt.token_ids": "prompt", "prompt.text": "prompt"}
+    return http_request(fields, prompt, options, request_id, names), CompletionForm()
 
 
 def _prompt(given: str | list[Any] | None) -> str | list[int]:

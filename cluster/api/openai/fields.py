@@ -6,7 +6,7 @@ ACCEPTED. `null` is as good as absent.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,10 @@ from dendro.speculation import Speculation
 from dendro.structure import Structure, StructureForm
 from dendro.v1 import generation_pb2 as pb
 
+from cluster.router.tokenizer import Tokenizer
+
+Tokenizers = Callable[[str], Tokenizer]
+"""The tokenizer of a target by its name, which may be empty."""
 TEMPERATURE = 1.0
 """OpenAI's default, where gRPC's is 0."""
 MAPPED = frozenset(

@@ -84,8 +84,18 @@ class Chat(_message.Message):
 
     MESSAGES_FIELD_NUMBER: _builtins.int
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
+    ANSWER_START_FIELD_NUMBER: _builtins.int
     chat_template_kwargs: _builtins.str
     """chat_template_kwargs is a JSON object, whose names the template can read: {"enable_thinking": false}. Empty: none."""
+    tools: _builtins.str
+    """tools is a JSON array of the functions that the template describes to the model, each as in OpenAI's API:
+    {"type": "function", "function": {"name": ..., "description": ..., "parameters": a JSON schema}}. Empty: none.
+    """
+    answer_start: _builtins.str
+    """answer_start is text that the prompt has after what the template opens an answer with, such as the marker of a call.
+    It is not part of the answer.
+    """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
         """messages are at most 4096, in order; never empty. A request that continues a session has those since the session's
@@ -97,10 +107,12 @@ class Chat(_message.Message):
         *,
         messages: _abc.Iterable[Global___ChatMessage] | None = ...,
         chat_template_kwargs: _builtins.str = ...,
+        tools: _builtins.str = ...,
+        answer_start: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_start", b"answer_start", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -112,19 +124,29 @@ class ChatMessage(_message.Message):
 
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """role is "system", "developer", "user", "assistant" or "tool". A template that does not know "developer" gets "system"."""
     content: _builtins.str
     """content is the message's text. May be empty."""
+    tool_calls: _builtins.str
+    """tool_calls is a JSON array of the calls in an assistant's message, each as in OpenAI's API, but with `arguments` as
+    an object: {"id": ..., "type": "function", "function": {"name": ..., "arguments": {...}}}. Empty: none.
+    """
+    tool_call_id: _builtins.str
+    """tool_call_id names the call whose result a message of the role "tool" has."""
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
+        tool_calls: _builtins.str = ...,
+        tool_call_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

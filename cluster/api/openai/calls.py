@@ -1,0 +1,146 @@
+"""Calls of tools, in the format that a chat template writes them: Hermes and Qwen, Llama 3, or Mistral."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from dendro.errors import BadRequest
+from dendro.structure import Structure
+
+from cluster.api.openai.answers import ChatForm, Choice
+from cluster.router.tokenizer import Tokenizer
+
+PROBE = {
+    "id": "probe0000",  # Mistral's templates want 9 letters and digits
+    "type": "function",
+    "function": {"name": "probe", "arguments": {"key": "value"}},
+}
+PROBED: Sequence[Mapping[str, Any]] = [
+    {"role": "user", "content": "A question."},
+    {"role": "assistant", "content": "", "tool_calls": [PROBE]},
+]
+"""A conversation with a call, which shows the format of a template."""
+_NAME, _VALUE = r'(?P<head>\{"name": ?)"probe"', r'\{"key": ?"value"\}'
+_FORMATS = tuple(
+    re.compile(pattern)
+    for pattern in (
+        rf'(?P<marker><tool_call>)(?P<opening>\s*){_NAME}(?P<middle>, ?"arguments": ?){_VALUE}'
+        r"(?P<closing>\}\s*</tool_call>)",
+        rf'(?P<marker>\[TOOL_CALLS\])(?P<opening>\s*\[){_NAME}(?P<middle>, ?"arguments": ?){_VALUE}'
+        r'(?:, ?"id": ?"probe0000")?(?P<closing>\}\])',
+        rf'(?P<marker>)(?P<opening>){_NAME}(?P<middle>, ?"parameters": ?){_VALUE}(?P<closing>\}})',
+    )
+)
+"""Hermes and Qwen, Mistral, Llama 3."""
+ID_CHARACTERS = 9
+"""Length of a call's id: Mistral's templates take no other."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """The texts around the name and the arguments of a call."""
+
+    marker: str  # may be a special token, which no structure has; the prompt ends with it
+    opening: str  # text from the marker to the name in its quotes
+    middle: str  # text between the name and the arguments
+    closing: str  # text after the arguments
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, described: Sequence[Mapping[str, Any]]) -> Self:
+        """The format of a target's chat template. Raises BadRequest where it writes another."""
+        text = tokenizer.chat(PROBED, False, None, described)
+        for each in _FORMATS:
+            if found := each.search(text):
+                opening = found["opening"] + found["head"]
+                return cls(found["marker"], opening, found["middle"], found["closing"])
+        raise BadRequest(
+            "tools",
+            "the target's chat template writes calls in none of the formats of Hermes, Qwen, Llama 3 and Mistral",
+        )
+
+    def structure(self, schemas: Mapping[str, Mapping[str, Any]]) -> Structure:
+        """A call of one of these functions, after the marker. schemas: of their arguments, by name"""
+        rules = ["start: " + " | ".join(f"call_{index}" for index in range(len(schemas)))]
+        for index, (name, schema) in enumerate(schemas.items()):
+            before = json.dumps(f'{self.opening}"{name}"{self.middle}')
+            rules += [f"call_{index}: {before} arguments_{index} {json.dumps(self.closing)}"]
+            rules += [f"arguments_{index}: %json {json.dumps(schema)}"]
+        return Structure.grammar("\n".join(rules))
+
+    def parsed(self, text: str) -> Call | None:
+        """The call in the text of an answer so far; None before its name is whole."""
+        found = re.match(re.escape(self.opening) + r'"([\w-]+)"' + re.escape(self.middle), text)
+        return found and Call(found[1], text[found.end() :], self.closing)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call, as far as it has come."""
+
+    name: str
+    rest: str  # the arguments and what follows
+    closing: str
+
+    @property
+    def whole(self) -> str | None:
+        """The arguments; None where they are cut off."""
+        try:
+            _, end = json.JSONDecoder().raw_decode(self.rest)
+        except (ValueError, RecursionError):
+            return None
+        return self.rest[:end] if self.rest.startswith(self.closing, end) else None
+
+    @property
+    def arguments(self) -> str:
+        """The arguments, or what there is of them."""
+        return self.rest if self.whole is None else self.whole
+
+
+class CallForm(ChatForm):
+    """Answers of one request that are calls."""
+
+    def __init__(self, form: CallFormat, request_id: str) -> None:
+        self._format = form
+        self._request_id = request_id
+        self._sent: dict[int, int] = {}  # characters of the arguments, by choice
+
+    def beginning(self) -> dict[str, Any] | None:
+        return {"delta": {"role": "assistant", "content": None}}
+
+    def piece(self, choice: Choice, text: str) -> dict[str, Any]:
+        call = self._format.parsed(choice.text)
+        if call is None:
+            return {"delta": {}}
+        return self._delta(choice, call, call.rest[: max(len(call.rest) - len(call.closing), 0)])
+
+    def end(self, choice: Choice) -> dict[str, Any]:
+        call = self._format.parsed(choice.text)
+        return {"delta": {}} if call is None else self._delta(choice, call, call.arguments)
+
+    def _delta(self, choice: Choice, call: Call, arguments: str) -> dict[str, Any]:
+        """The rest of the arguments so far; before their beginning the call's name."""
+        sent = self._sent.get(choice.index)
+        self._sent[choice.index] = len(arguments)
+        if sent is None:
+            return {"delta": {"tool_calls": [{"index": 0, **self._described(choice, call, arguments)}]}}
+        if sent == len(arguments):
+            return {"delta": {}}
+        return {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": arguments[sent:]}}]}}
+
+    def message(self, choice: Choice) -> dict[str, Any]:
+        call = self._format.parsed(choice.text)
+        calls = {"tool_calls": [self._described(choice, call, call.arguments)]} if call is not None else {}
+        return {"message": {"role": "assistant", "content": None, "refusal": None} | calls}
+
+    def _described(self, choice: Choice, call: Call, arguments: str) -> dict[str, Any]:
+        named = hashlib.sha256(f"{self._request_id} {choice.index}".encode()).hexdigest()[:ID_CHARACTERS]
+        return {"id": named, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+    def finish(self, choice: Choice) -> str:
+        call = self._format.parsed(choice.text)
+        return super().finish(choice) if call is None or call.whole is None else "tool_calls"

@@ -1,0 +1,121 @@
+"""`tools` and `tool_choice` of a chat: which functions a request describes, and which of them its answer must call."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dendro.arguments import shown
+from dendro.declared import JsonType
+from dendro.errors import BadRequest
+
+from cluster.api.openai.fields import Fields, typed
+
+MAX_TOOLS = 128
+NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+NOT_BESIDE = ("structure", "response_format", "show_special_tokens")
+"""Fields that a call has no place for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """The functions of which an answer must call one; without any, an answer is text."""
+
+    described: Sequence[Mapping[str, Any]]  # all functions, for the chat template, as they were sent
+    schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of those that can be called
+
+
+def read_tools(fields: Fields) -> Tools:
+    """Take the fields of tools. Raises BadRequest naming the field."""
+    given = fields.take("tools", JsonType.ARRAY) or []
+    if len(given) > MAX_TOOLS:
+        raise BadRequest("tools", f"has {len(given)} entries; at most {MAX_TOOLS}")
+    schemas: dict[str, Mapping[str, Any]] = {}
+    for index, each in enumerate(given):
+        name, schema = _function(f"tools[{index}]", each)
+        if name in schemas:
+            raise BadRequest(f"tools[{index}].function.name", f"{name} is described twice")
+        schemas[name] = schema
+    choice = fields.take("tool_choice", JsonType.STRING, JsonType.OBJECT)
+    fields.take("parallel_tool_calls", JsonType.BOOLEAN)  # an answer has one call
+    if choice == "none" or (choice is None and not given):
+        return Tools([], {})  # a template that describes functions would invite calls
+    if choice is None or choice == "auto":
+        raise BadRequest("tool_choice", "auto, which is also meant where it is absent, is not supported by this server")
+    if not given:
+        raise BadRequest("tool_choice", "is given without tools")
+    for name in NOT_BESIDE:
+        if name in fields:
+            raise BadRequest(name, "is given beside a tool_choice that makes the answer a call; give one of them")
+    if choice == "required":
+        return Tools(given, schemas)
+    name = _named(choice)
+    if name not in schemas:
+        raise BadRequest("tool_choice.function.name", f"{shown(name)} is none of {', '.join(schemas)}")
+    return Tools(given, {name: schemas[name]})
+
+
+def _function(field: str, given: Any) -> tuple[str, Mapping[str, Any]]:
+    """The name of a described function, and the schema of its arguments."""
+    parts = Fields(typed(field, given, JsonType.OBJECT), f"{field}.")
+    function = _typed_function(parts, field)
+    name = function.take("name", JsonType.STRING)
+    if name is None or not NAME.fullmatch(name):
+        raise BadRequest(f"{field}.function.name", f"is {shown(name)}; must be 1 to 64 letters, digits, _ and -")
+    function.take("description", JsonType.STRING)
+    function.take("strict", JsonType.BOOLEAN)  # a schema is always enforced
+    schema = function.take("parameters", JsonType.OBJECT) or {"properties": {}, "additionalProperties": False}
+    if schema.get("type", "object") != "object":
+        raise BadRequest(f"{field}.function.parameters.type", f"is {shown(schema['type'])}; arguments are an object")
+    for each in (function, parts):
+        each.finish()
+    return name, {"type": "object", **schema}
+
+
+def _typed_function(parts: Fields, field: str) -> Fields:
+    kind = parts.take("type", JsonType.STRING)
+    if kind != "function":
+        raise BadRequest(f"{field}.type", f"is {shown(kind)}; must be function")
+    return Fields(parts.take("function", JsonType.OBJECT) or {}, f"{field}.function.")
+
+
+def _named(choice: Any) -> Any:
+    """The name in a `tool_choice` of one function."""
+    if isinstance(choice, str):
+        raise BadRequest("tool_choice", f"is {shown(choice)}; must be none, required or a function")
+    parts = Fields(choice, "tool_choice.")
+    function = _typed_function(parts, "tool_choice")
+    name = function.take("name", JsonType.STRING)
+    for each in (function, parts):
+        each.finish()
+    return name
+
+
+def read_calls(field: str, given: Sequence[Any]) -> list[dict[str, Any]]:
+    """The calls in an assistant's message. Their arguments are a JSON object's text, which templates read as values."""
+    calls = []
+    for index, each in enumerate(given):
+        at = f"{field}[{index}]"
+        parts = Fields(typed(at, each, JsonType.OBJECT), f"{at}.")
+        call_id = parts.take("id", JsonType.STRING) or ""
+        parts.take("index", JsonType.INTEGER)  # parts of a stream have it
+        function = _typed_function(parts, at)
+        name = function.take("name", JsonType.STRING)
+        if name is None or not NAME.fullmatch(name):
+            raise BadRequest(f"{at}.function.name", f"is {shown(name)}; must be 1 to 64 letters, digits, _ and -")
+        arguments = _arguments(f"{at}.function.arguments", function.take("arguments", JsonType.STRING) or "{}")
+        for left in (function, parts):
+            left.finish()
+        calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
+
+
+def _arguments(field: str, text: str) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = typed(field, json.loads(text), JsonType.OBJECT)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(field, f"is not JSON: {error}") from None
+    return found
