@@ -39,7 +39,7 @@ for name in sys.argv[3:]:
     importlib.import_module(name)
 from pathlib import Path
 import torch
-from test_oldest_transformers import logits_of
+from tests.test_oldest_transformers import logits_of
 for family, expected in torch.load(Path(sys.argv[2]) / "logits.pt").items():
     assert (logits_of(Path(sys.argv[2]) / family) - expected).abs().max() < 1e-4, family
 print("loaded")
