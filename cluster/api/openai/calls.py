@@ -107,30 +107,36 @@ class CallForm(ChatForm):
     def __init__(self, form: CallFormat, request_id: str) -> None:
         self._format = form
         self._request_id = request_id
-        self._sent: dict[int, int] = {}  # characters of the arguments, by choice
+        self._tails: dict[int, str] = {}  # by choice: text after its name that was not sent, as it may be the closing
 
     def beginning(self) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": None}}
 
     def piece(self, choice: Choice, text: str) -> dict[str, Any]:
-        call = self._format.parsed(choice.text)
-        if call is None:
+        begun = choice.index in self._tails
+        call = None if begun else self._format.parsed(choice.text)
+        if not begun and call is None:
             return {"delta": {}}
-        return self._delta(choice, call, call.rest[: max(len(call.rest) - len(call.closing), 0)])
+        unsent = self._tails[choice.index] + text if call is None else call.rest
+        ready = max(len(unsent) - len(self._format.closing), 0)
+        self._tails[choice.index] = unsent[ready:]
+        return self._delta(choice, call, unsent[:ready])
 
     def end(self, choice: Choice) -> dict[str, Any]:
         call = self._format.parsed(choice.text)
-        return {"delta": {}} if call is None else self._delta(choice, call, call.arguments)
-
-    def _delta(self, choice: Choice, call: Call, arguments: str) -> dict[str, Any]:
-        """The rest of the arguments so far; before their beginning the call's name."""
-        sent = self._sent.get(choice.index)
-        self._sent[choice.index] = len(arguments)
-        if sent is None:
-            return {"delta": {"tool_calls": [{"index": 0, **self._described(choice, call, arguments)}]}}
-        if sent == len(arguments):
+        if call is None:
             return {"delta": {}}
-        return {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": arguments[sent:]}}]}}
+        if choice.index not in self._tails:
+            return self._delta(choice, call, call.arguments)
+        return self._delta(choice, None, call.arguments[len(call.rest) - len(self._tails[choice.index]) :])
+
+    def _delta(self, choice: Choice, call: Call | None, arguments: str) -> dict[str, Any]:
+        """More of the arguments. call: where its name was not sent yet"""
+        if call is not None:
+            return {"delta": {"tool_calls": [{"index": 0, **self._described(choice, call, arguments)}]}}
+        if not arguments:
+            return {"delta": {}}
+        return {"delta": {"tool_calls": [{"index": 0, "function": {"arguments": arguments}}]}}
 
     def message(self, choice: Choice) -> dict[str, Any]:
         call = self._format.parsed(choice.text)
