@@ -130,7 +130,7 @@ def _seen_of(responses: Sequence[pb.GenerateResponse]) -> Seen:
 
 
 def random_request(number: int) -> tuple[list[int] | str, Options]:
-    """A prompt, and random parameters of every kind but stop strings, which are taken from an answer."""
+    """A prompt, and random parameters of every kind; stop strings and predictions are taken from an answer later."""
     rng = np.random.default_rng(number)
     tokens = int(rng.integers(8, 25))
     structured = importlib.util.find_spec("llguidance") is not None
@@ -144,6 +144,12 @@ def random_request(number: int) -> tuple[list[int] | str, Options]:
         options["literal_prompt"] = bool(rng.random() < 0.5)
         return "".join(chr(token) for token in ids), options
     return ids, options
+
+
+def edited(text: str, random: Random) -> str:
+    """A prediction of an answer: its text, a part of which is left out, doubled or replaced."""
+    start, stop = sorted(random.randint(0, len(text)) for _ in range(2))
+    return text[:start] + random.choice(("", 2 * text[start:stop], "something else")) + text[stop:] or text
 
 
 def resumed(request: pb.GenerateRequest, answer: Seen, count: int) -> pb.GenerateRequest:
@@ -191,6 +197,8 @@ class Cases:
         if random.random() < 0.4 and not isinstance(plain, str) and (text := plain[0].text):
             options |= {"stop": drawn_stops(text, random), "include_stop": random.random() < 0.5}
             plain = await self._ask(prompt, options, OFF)
+        if random.random() < 0.3 and not isinstance(plain, str) and plain[0].text:
+            options["prediction"] = edited(plain[0].text, random)
         self.used.update(name for name, value in options.items() if value is not None)
         self.ends.update(["refused"] if isinstance(plain, str) else [each.finish for each in plain])
         self._same(number, "speculation", await self._ask(prompt, options, way), plain)

@@ -41,7 +41,7 @@ async def test_on_a_cluster_answers_to_random_requests_are_those_without_specula
         await asyncio.gather(*(one(cases, number) for number in range(CASES)))
     assert not cases.differences
     offered = set(Options.__annotations__) - {"model", "mode", "lenience", "speculation", "request_id", "session"}
-    unused = offered - set(cases.used) - {"keep_session", "prediction"}  # predictions: test_prediction.py
+    unused = offered - set(cases.used) - {"keep_session"}
     assert unused <= ({"structure"} if "structure" not in cases.used else set())
     assert cases.refusals.total() <= CASES // 20, cases.refusals
     assert {Finish.LENGTH, Finish.STOP_STRING, Finish.STOP_TOKEN} <= set(cases.ends)
