@@ -95,10 +95,15 @@ def _accepted_of_drafter(tree: DraftTree, verdict: Verdict) -> int:
     """Number of accepted guesses without those that are the router's proposals alone."""
     if not tree.proposed:
         return len(verdict.ranks)
+    return sum(row not in tree.proposed for row in accepted_rows(tree, verdict))
+
+
+def accepted_rows(tree: DraftTree, verdict: Verdict) -> tuple[int, ...]:
+    """Rows of the accepted guesses, from the root down."""
     rows, last = verdict.path[1:], verdict.path[-1]
     if len(verdict.ranks) > len(rows):  # the answer ends with a guess, below which nothing was drawn
         rows += tuple(row for row in tree.children(last) if tree.tokens[row] == verdict.tokens[-1])
-    return sum(row not in tree.proposed for row in rows)
+    return rows
 
 
 def _opening_message(opened: Opened) -> pb.OpeningStats:

@@ -60,6 +60,7 @@ class Job:
     logprobs: int | None  # number of likeliest tokens with log-probabilities beside each token's; None: none
     echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
     shows_special: bool  # whether texts have special tokens
+    trees: bool  # whether the client gets each round's draft tree
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # costs of the tenant
@@ -280,6 +281,7 @@ class Admission:
             logprobs=logprobs,
             echo_start=len(before) if request.echo and not held else None,
             shows_special=request.show_special_tokens,
+            trees=request.trees,
             plan=plan,
             kind=kind,
             experience=experience,

@@ -50,6 +50,7 @@ from cluster.router.priors import Priors
 from cluster.router.prompts import checked_ids, ids_of_prompt
 from cluster.router.request_log import LEFT, REFUSED, Ending, log_request
 from cluster.router.request_speculation import RequestSpeculation
+from cluster.router.round_trees import TreeRecorder
 from cluster.router.rounds import rounds
 from cluster.router.samples import SharedPrompt, merged
 from cluster.router.served import Served
@@ -360,16 +361,22 @@ class Ingress:
                 yield part
             if job.scores:
                 return
+            recorder = await self._tree_recorder(job, speculation) if job.trees else None
             await speculation.prepare()
-            async with aclosing(rounds(text, speculation, verifier, speculation)) as verdicts:
+            async with aclosing(rounds(text, speculation, verifier, recorder or speculation)) as verdicts:
                 async for verdict in verdicts:
                     check_written_tokens(job, text)
                     speculation.learn_hello(verifier.hello)
-                    yield _FinishedRound(len(text) - len(verdict.tokens) - before, verdict, speculation.arm_name)
+                    offset, tree = len(text) - len(verdict.tokens) - before, recorder.tree if recorder else None
+                    yield _FinishedRound(offset, verdict, speculation.arm_name, tree)
         finally:
             await self._close(text, speculation, verifier)
         speculation.fill(complete, verifier.opened, verifier.moves)
         self._acceptance.learn(job.served.name, complete.drafters)
+
+    async def _tree_recorder(self, job: Job, speculation: RequestSpeculation) -> TreeRecorder:
+        texts = await self.token_texts(job.served.name)
+        return TreeRecorder(speculation, job.plan.policy, texts, job.plan.names_drafters)
 
     async def _close(self, text: Text, *handles: HandlePort) -> None:
         """Close the handles in tasks of their own, so that neither a cancelled request nor a hung peer keeps a lease.
@@ -419,10 +426,11 @@ class _FinishedRound:
     offset: int  # tokens of the answer before this round
     verdict: Verdict
     arm: str  # name of the arm
+    tree: pb.RoundTree | None  # if the client gets it
 
     def message(self, answer: AnswerText) -> pb.GenerateResponse:
         tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
-        chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=self.arm)
+        chunk = pb.GenerateChunk(offset=self.offset, token_ids=tokens, text=text, shape=self.arm, tree=self.tree)
         for each in self.verdict.logprobs:
             fill_logprobs(chunk.logprobs.add(), each)
         return pb.GenerateResponse(chunk=chunk)

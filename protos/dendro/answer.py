@@ -70,6 +70,37 @@ class EchoedPrompt:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpectedRound:
+    """A policy's expectation of a round of an arm."""
+
+    shape: str  # the name of `Round.shape`
+    tokens: float
+    spread: float  # distance by which `tokens` may be wrong
+    round_us: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1e6 * self.tokens / self.round_us if self.round_us > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTree:
+    """The draft tree of a round, parents first. Row 0 is the last token before the round; the others are guesses."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]  # the parent's row of each guess
+    texts: tuple[str, ...]
+    chances: tuple[float, ...]  # estimated probability that each guess is reached; empty: nothing estimated them
+    accepted: tuple[int, ...]  # rows of the accepted guesses, from the root down
+    proposed: tuple[int, ...]  # rows of a drafter's tree that the router's proposers added
+    missed: bool  # a drafter was asked for the tree, and sent none in time
+    arms: tuple[ExpectedRound, ...]  # empty: the policy does not estimate them
+    draft_us: int
+    verify_us: int
+    queue_us: int
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """The tokens of one round, and their text."""
 
@@ -79,6 +110,7 @@ class Round:
     shape: str  # "off", "(3,2,1)", "small:(3,2,1)" of one of several drafters; empty: sent from the answer's record
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request asks for them
     sample: int = 0  # number of the answer (`Started.sample`)
+    tree: RoundTree | None = None  # if the request asks for trees; None where the answer is sent from its record
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +370,34 @@ def fields_of(kind: type[Started | OpeningStats | DrafterStats | SpeculationStat
     """The fields of a message that have the names of a dataclass's; `sample` is that of the response."""
     names = (each.name for each in dataclasses.fields(kind) if each.name != "sample")
     return {name: getattr(message, name) for name in names}
+
+
+def tree_from(message: pb.RoundTree) -> RoundTree:
+    """The draft tree of a round. Raises EngineFailed where it is no tree."""
+    rows = len(message.token_ids)
+    guesses = range(1, rows)
+    if (
+        not rows
+        or len(message.texts) != rows
+        or len(message.parents) != len(guesses)
+        or len(message.chances) not in (0, len(guesses))
+        or any(parent >= row for row, parent in zip(guesses, message.parents, strict=True))
+        or any(row not in guesses for row in (*message.accepted, *message.proposed))
+    ):
+        raise EngineFailed("chunk: its tree is malformed")
+    return RoundTree(
+        token_ids=tuple(message.token_ids),
+        parents=tuple(message.parents),
+        texts=tuple(message.texts),
+        chances=tuple(message.chances),
+        accepted=tuple(message.accepted),
+        proposed=tuple(message.proposed),
+        missed=message.missed,
+        arms=tuple(ExpectedRound(each.shape, each.tokens, each.spread, each.round_us) for each in message.arms),
+        draft_us=message.draft_us,
+        verify_us=message.verify_us,
+        queue_us=message.queue_us,
+    )
 
 
 def complete_from(message: pb.GenerateComplete) -> Complete:

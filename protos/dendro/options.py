@@ -273,6 +273,9 @@ class Options(TypedDict, total=False):
             limits=f"{MAX_PREDICTIONS} texts, together of at most `router.max_prompt_bytes`",
         ),
     ]
+    trees: Annotated[
+        bool, Option(SPECULATION, BOOLEAN, "Send each round's draft tree. Changes no token.", False, flags=())
+    ]
     mode: Annotated[
         str,
         Option(

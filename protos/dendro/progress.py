@@ -6,7 +6,7 @@ import dataclasses
 
 import grpc
 
-from dendro.answer import EchoedPrompt, Event, Round, Started, complete_from, fields_of
+from dendro.answer import EchoedPrompt, Event, Round, Started, complete_from, fields_of, tree_from
 from dendro.attempts import Attempts
 from dendro.errors import Conflict, EngineFailed
 from dendro.logprobs import TokenLogprobs, logprobs_from
@@ -69,7 +69,9 @@ class AnswerProgress:
             if chunk.offset != len(self.token_ids):
                 raise EngineFailed(f"chunk at offset {chunk.offset}, expected {len(self.token_ids)}")
             self.token_ids.extend(chunk.token_ids)
-            return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape, self._logprobs_of(chunk))
+            tree = tree_from(chunk.tree) if chunk.HasField("tree") else None
+            logprobs = self._logprobs_of(chunk)
+            return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape, logprobs, tree=tree)
         if kind == "complete":
             complete = complete_from(response.complete)
             if complete.completion_tokens != len(self.token_ids):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dendro.answer import complete_from
+from dendro.answer import complete_from, tree_from
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.openai.fields import EXTENSION
@@ -178,8 +178,10 @@ class ObjectWriter:
             case "prompt":
                 yield self._piece(choice, event.prompt.text, event.prompt.token_ids, event.prompt.logprobs)
             case "chunk":
-                if event.chunk.text or event.chunk.logprobs:
-                    yield self._piece(choice, event.chunk.text, event.chunk.token_ids, event.chunk.logprobs)
+                chunk = event.chunk
+                if chunk.text or chunk.logprobs or chunk.HasField("tree"):
+                    piece = self._piece(choice, chunk.text, chunk.token_ids, chunk.logprobs)
+                    yield piece | (_round(choice, chunk) if chunk.HasField("tree") else {})
             case "complete":
                 choice.complete = event.complete
                 last = self._part(choice, self._form.end(choice), finish=self._form.finish(choice))
@@ -265,6 +267,14 @@ class ObjectWriter:
                 }
             )
         return {EXTENSION: {"seed": self._started.seed, "mode": self._started.mode, "choices": found}}
+
+
+def _round(choice: Choice, chunk: pb.GenerateChunk) -> dict[str, Any]:
+    """What a part has of its round, where the request asks for trees. A round's text may come with a later part."""
+    tree = dataclasses.asdict(tree_from(chunk.tree))
+    tree["tree_ids"] = tree.pop("token_ids")
+    found = {"index": choice.index, "shape": chunk.shape, "token_ids": list(chunk.token_ids), **tree}
+    return {EXTENSION: {"round": found}}
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ TEMPERATURE = 1.0
 """OpenAI's default, where gRPC's is 0."""
 MAPPED = frozenset(
     {"max_new_tokens", "seed", "logit_bias", "logprobs", "echo", "structure", "speculation", "session", "keep_session"}
-    | {"request_id", "prediction"}
+    | {"request_id", "prediction", "trees"}
 )
 """Options that have another name or form here, or are fields of one endpoint alone."""
 PLAIN = {name: option for name, option in OPTIONS.items() if name not in MAPPED}
@@ -36,6 +36,8 @@ LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 """Names of `max_new_tokens`."""
 EXTENSION = "dendro"
 """The key of fields that OpenAI's API has no place for, in requests and in answers."""
+EXTENDED = ("session", "keep_session", "speculation", "trees")
+"""Options that are fields under that key."""
 ACCEPTED: Mapping[str, tuple[Any, ...] | None] = {
     "user": None,
     "metadata": None,
@@ -142,7 +144,7 @@ def http_request(
         raise BadRequest("stream_options", "is given without stream")
     extension = Fields(fields.take(EXTENSION, JsonType.OBJECT) or {}, f"{EXTENSION}.")
     made |= _extension(extension)
-    names = names | {name: f"{EXTENSION}.{name}" for name in ("session", "keep_session", "speculation")}
+    names = names | {name: f"{EXTENSION}.{name}" for name in EXTENDED}
     stream_options = Fields(given or {}, "stream_options.")
     include_usage = stream_options.take("include_usage", JsonType.BOOLEAN) or False
     stream_options.take("include_obfuscation", JsonType.BOOLEAN)  # has no effect: no text is added
@@ -206,6 +208,8 @@ def _extension(fields: Fields) -> dict[str, Any]:
         made["session"] = session
     if (keep := fields.take("keep_session", JsonType.BOOLEAN)) is not None:
         made["keep_session"] = keep
+    if (trees := fields.take("trees", JsonType.BOOLEAN)) is not None:
+        made["trees"] = trees
     given = fields.take("speculation", JsonType.STRING, JsonType.OBJECT)
     if isinstance(given, str):
         made["speculation"] = Speculation.parse(given)

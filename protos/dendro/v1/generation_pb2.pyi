@@ -201,6 +201,7 @@ class GenerateRequest(_message.Message):
     BAD_WORD_TEXTS_FIELD_NUMBER: _builtins.int
     LOGIT_BIAS_TEXTS_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
+    TREES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the request's id, the same over all its resumes: at most 128 printable ASCII characters other than
     the space, chosen by the client. Empty: the server makes one. A request with the id of one of the session's last 8
@@ -257,6 +258,8 @@ class GenerateRequest(_message.Message):
     """literal_prompt reads the prompt's text as text alone: where it has the text of a special token, such as `</s>`, it
     is not that token. Special tokens at the start of a text are added as else. Refused without `text`.
     """
+    trees: _builtins.bool
+    """trees asks for the draft tree of each round, in its chunk. Changes no token."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """token_ids are used unchanged."""
@@ -350,10 +353,11 @@ class GenerateRequest(_message.Message):
         bad_word_texts: _abc.Iterable[_builtins.str] | None = ...,
         logit_bias_texts: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         structure: Global___Structure | None = ...,
+        trees: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "chat", b"chat", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "n", b"n", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "speculation", b"speculation", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "bad_word_texts", b"bad_word_texts", "chat", b"chat", "echo", b"echo", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "literal_prompt", b"literal_prompt", "logit_bias_texts", b"logit_bias_texts", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_max_new_tokens", b"_max_new_tokens", "_min_new_tokens", b"_min_new_tokens", "_n", b"_n", "bad_word_texts", b"bad_word_texts", "chat", b"chat", "echo", b"echo", "ignore_end", b"ignore_end", "include_stop", b"include_stop", "keep_session", b"keep_session", "literal_prompt", b"literal_prompt", "logit_bias_texts", b"logit_bias_texts", "logprobs", b"logprobs", "max_new_tokens", b"max_new_tokens", "min_new_tokens", b"min_new_tokens", "model", b"model", "n", b"n", "prediction", b"prediction", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session", b"session", "show_special_tokens", b"show_special_tokens", "speculation", b"speculation", "stop", b"stop", "stop_ids", b"stop_ids", "structure", b"structure", "text", b"text", "token_ids", b"token_ids", "trees", b"trees"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
     _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
@@ -880,6 +884,7 @@ class GenerateChunk(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     SHAPE_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """offset is the number of the answer's tokens before this chunk."""
     text: _builtins.str
@@ -898,6 +903,10 @@ class GenerateChunk(_message.Message):
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
         """logprobs has an entry for each of token_ids. Empty: the request did not ask for them."""
 
+    @_builtins.property
+    def tree(self) -> Global___RoundTree:
+        """tree is the round's draft tree. Absent: the request did not ask for trees, or the answer is sent from its record."""
+
     def __init__(
         self,
         *,
@@ -906,14 +915,128 @@ class GenerateChunk(_message.Message):
         text: _builtins.str = ...,
         shape: _builtins.str = ...,
         logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
+        tree: Global___RoundTree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offset", b"offset", "shape", b"shape", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "offset", b"offset", "shape", b"shape", "text", b"text", "token_ids", b"token_ids", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateChunk: _TypeAlias = GenerateChunk  # noqa: Y015
+
+@_typing.final
+class RoundTree(_message.Message):
+    """RoundTree is the draft tree of a round, what became of it, and what the policy expected of each arm."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PARENTS_FIELD_NUMBER: _builtins.int
+    TEXTS_FIELD_NUMBER: _builtins.int
+    CHANCES_FIELD_NUMBER: _builtins.int
+    ACCEPTED_FIELD_NUMBER: _builtins.int
+    PROPOSED_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    ARMS_FIELD_NUMBER: _builtins.int
+    DRAFT_US_FIELD_NUMBER: _builtins.int
+    VERIFY_US_FIELD_NUMBER: _builtins.int
+    QUEUE_US_FIELD_NUMBER: _builtins.int
+    missed: _builtins.bool
+    """missed: a drafter was asked for the tree, and sent none in time."""
+    draft_us: _builtins.int
+    """draft_us is the time in which the round was queued or computed at the drafter; verify_us and queue_us are those of
+    the verifier. In microseconds.
+    """
+    verify_us: _builtins.int
+    queue_us: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token_ids are the tokens of the tree's rows, parents first. Row 0 is the root, the last token before the round; the
+        others are guesses. A round without a tree has the root alone.
+        """
+
+    @_builtins.property
+    def parents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """parents has the parent's row of each guess."""
+
+    @_builtins.property
+    def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """texts has the text of each row's token, special tokens included."""
+
+    @_builtins.property
+    def chances(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """chances has the estimated probability that each guess is reached. Empty: nothing estimated them."""
+
+    @_builtins.property
+    def accepted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """accepted are the rows of the accepted guesses, from the root down. The round's last token is the target's own, unless
+        the answer ended with a guess.
+        """
+
+    @_builtins.property
+    def proposed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """proposed are the rows of a drafter's tree that the router's proposers added."""
+
+    @_builtins.property
+    def arms(self) -> _containers.RepeatedCompositeFieldContainer[Global___ArmEstimate]:
+        """arms has what the policy expected of the arms before the round. Empty: the policy does not estimate them."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        parents: _abc.Iterable[_builtins.int] | None = ...,
+        texts: _abc.Iterable[_builtins.str] | None = ...,
+        chances: _abc.Iterable[_builtins.float] | None = ...,
+        accepted: _abc.Iterable[_builtins.int] | None = ...,
+        proposed: _abc.Iterable[_builtins.int] | None = ...,
+        missed: _builtins.bool = ...,
+        arms: _abc.Iterable[Global___ArmEstimate] | None = ...,
+        draft_us: _builtins.int = ...,
+        verify_us: _builtins.int = ...,
+        queue_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted", b"accepted", "arms", b"arms", "chances", b"chances", "draft_us", b"draft_us", "missed", b"missed", "parents", b"parents", "proposed", b"proposed", "queue_us", b"queue_us", "texts", b"texts", "token_ids", b"token_ids", "verify_us", b"verify_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundTree: _TypeAlias = RoundTree  # noqa: Y015
+
+@_typing.final
+class ArmEstimate(_message.Message):
+    """ArmEstimate is what a policy expects of a round of an arm."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHAPE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SPREAD_FIELD_NUMBER: _builtins.int
+    ROUND_US_FIELD_NUMBER: _builtins.int
+    shape: _builtins.str
+    """shape is the arm's name, as in GenerateChunk."""
+    tokens: _builtins.float
+    """tokens is the expected number of tokens; spread is by how much it may be wrong."""
+    spread: _builtins.float
+    round_us: _builtins.float
+    """round_us is the expected time of the round, in microseconds."""
+    def __init__(
+        self,
+        *,
+        shape: _builtins.str = ...,
+        tokens: _builtins.float = ...,
+        spread: _builtins.float = ...,
+        round_us: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["round_us", b"round_us", "shape", b"shape", "spread", b"spread", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ArmEstimate: _TypeAlias = ArmEstimate  # noqa: Y015
 
 @_typing.final
 class TokenLogprobs(_message.Message):
