@@ -27,6 +27,7 @@ from dendro.answer import build_request, collect_samples
 from dendro.arguments import seconds_of, text_of
 from dendro.client import TIMEOUT_S, Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
+from dendro.options import Options
 from rich.console import Console
 
 from cluster.command_options import (
@@ -260,6 +261,63 @@ def generate(
                 errors.print(f"lossy: mode {done.started.mode} does not keep the target's law", style="yellow")
             if done.complete.session:
                 errors.print(f"[dim]session {done.complete.session}[/]", highlight=False)
+
+    _run(run())
+
+
+@app.command()
+def chat(
+    where: Annotated[
+        str,
+        typer.Argument(
+            metavar="[ADDRESS|CONFIG]",
+            help="A running cluster, host:port, or a YAML file of one to start. Default: the pair of `dendro demo`.",
+            show_default=False,
+        ),
+    ] = "",
+    local: Local = False,
+    model: Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)] = "",
+    system: Annotated[str, typer.Option(help="A message of the role `system` before the first one.")] = "",
+    session: Annotated[str, typer.Option(help="Continue this session.", show_default=False)] = "",
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Default: drawn.", show_default=False)] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", help="The most tokens of an answer.")] = 512,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS", help="Of each answer. Not of --local.")] = TIMEOUT_S,
+    key_file: KeyFile = None,
+    ca: Authority = None,
+) -> None:
+    """Talk with a model: each line of standard input is a message. Rounds alternate between two colours; /help lists
+    the commands, such as /tree and /off. Ctrl-C ends an answer."""
+    from cluster.conversation import TerminalChat, converse
+
+    started = not where or Path(where).suffix in (".yaml", ".yml") or Path(where).is_file()
+    seconds_of("--timeout", timeout)
+    options: Options = {
+        "model": model,
+        "temperature": temperature,
+        "seed": seed,
+        "max_new_tokens": max_new_tokens,
+    }
+    build_request("", **options)  # what it refuses is refused before a cluster is started
+    text_of("--system", system)
+    console = Console(highlight=False)
+
+    async def run() -> None:
+        if started and (key_file is not None or ca is not None):
+            option = "--key-file" if key_file is not None else "--ca"
+            raise BadRequest(option, "belongs to an ADDRESS; a cluster that is started here needs neither")
+        if not started:
+            connected = _client(None, where, local, timeout, key_file, ca)
+        elif where:
+            connected = _own_client(Config.load(Path(where)), local, timeout)
+        else:
+            from cluster.demo.real_pair import chosen_pair
+
+            checked, what = chosen_pair()
+            errors.print(f"starting {what} ...", style="dim", markup=False, highlight=False)
+            connected = _own_client(checked, local, timeout)
+        async with connected as client:
+            await converse(TerminalChat(client, console, options, system, session), console, errors)
 
     _run(run())
 
