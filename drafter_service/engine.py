@@ -19,6 +19,7 @@ from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, 
 from dendro.clock import Clock, microseconds
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed
+from dendro.failures import described, log_failure
 from dendro.grammars import TokenBytes
 from dendro.guidance import LIMITS, StructureLimits
 from dendro.measured import StepTotals, totals_by_size
@@ -248,8 +249,8 @@ class DrafterEngine:
             if arrays is not None:
                 try:
                     self._runner.memory.load(session.slot, arrays)
-                except Exception:  # the whole text is prefilled instead
-                    log.exception("a saved state of %d tokens could not be loaded", restored)
+                except Exception as error:  # the whole text is prefilled instead
+                    log_failure(log, error, "a saved state of %d tokens could not be loaded", restored)
                     self._scheduler.not_restored(session)
 
         ready = await self._thread.ask(work, lambda ticket: self._scheduler.forget(call.update.opening))
@@ -330,8 +331,8 @@ class DrafterEngine:
             if folds:
                 self._runner.fold(folds)
         except BaseException as error:  # a panic of a native library is no Exception
-            log.exception("a fold of the drafter failed")
-            self._scheduler.fail_folds(f"drafter: {error}")
+            log_failure(log, error, "a fold of the drafter failed")
+            self._scheduler.fail_folds(f"drafter: {described(error)}")
             return False
         return True
 
@@ -340,8 +341,8 @@ class DrafterEngine:
         try:
             self._scheduler.apply(self._runner.run(plan))
         except BaseException as error:  # a panic of a native library is no Exception
-            log.exception("a forward of the drafter failed")
-            self._scheduler.fail(f"drafter: {error}")
+            log_failure(log, error, "a forward of the drafter failed")
+            self._scheduler.fail(f"drafter: {described(error)}")
             return
         rows, took_us = plan.rows.count, microseconds(self._clock() - began_s)
         self.counters.forwards += 1
@@ -369,8 +370,8 @@ class DrafterEngine:
         try:
             return _Saved(ready, self._runner.memory.save(ready.slot, len(ready.ids)) if ready.ids else {})
         except BaseException as error:  # a panic of a native library is no Exception
-            log.exception("the memory of a closed text could not be copied")
-            return EngineFailed(f"drafter: {error}")
+            log_failure(log, error, "the memory of a closed text could not be copied")
+            return EngineFailed(f"drafter: {described(error)}")
 
     def _prepare_noise(self) -> bool:
         """Compute one row of noise for later rounds, while idle; False if there is none to compute."""
@@ -379,8 +380,8 @@ class DrafterEngine:
             try:
                 if self._runner.prepare(session, wanted[session]):
                     return True
-            except BaseException:  # the round that needs this noise computes it then, or fails
-                log.exception("noise could not be computed ahead")
+            except BaseException as error:  # the round that needs this noise computes it then, or fails
+                log_failure(log, error, "noise could not be computed ahead")
             del wanted[session]
         return False
 

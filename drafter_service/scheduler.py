@@ -22,6 +22,7 @@ from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
+from dendro.failures import described, log_failure
 from dendro.grammars import Bits
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
@@ -254,7 +255,7 @@ class DraftScheduler:
         self._answer_complete()
 
     def _apply(self, session: DrafterText, rows: range, outcome: DraftOutcome, mine: slice) -> None:
-        """Apply a text's part of the outcome. Raises ValueError if its scores are not finite."""
+        """Apply a text's part of the outcome. Raises FloatingPointError if its scores are not finite."""
         draft_round = session.round
         assert draft_round is not None
         outcome.check(mine)
@@ -483,8 +484,8 @@ class DraftScheduler:
 
     def _fault(self, session: DrafterText, error: BaseException) -> None:
         """End a session whose part of a step raised. The others go on."""
-        log.error("drafter %s: a text's part of a step failed; the others go on", self.name, exc_info=error)
-        self._end(session, EngineFailed(f"drafter {self.name}: {error}"))
+        log_failure(log, error, "drafter %s: a text's part of a step failed; the others go on", self.name)
+        self._end(session, EngineFailed(f"drafter {self.name}: {described(error)}"))
 
     def _drop_cancelled(self) -> None:
         for session in list(self._sessions.values()):

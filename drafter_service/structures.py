@@ -52,7 +52,8 @@ class DraftStructures:
         try:
             grammar = await self._grammars.compiled(given.structure, given.tenant)
         except (BadRequest, Overloaded) as error:
-            log.warning("drafter %s: guesses without the structure of an answer: %s", self._name, error)
+            reason = str(error) if isinstance(error, Overloaded) else f"its {given.structure.form} cannot be followed"
+            log.warning("drafter %s: guesses without the structure of an answer: %s", self._name, reason)
             return None
         end_ids = () if given.limits.ignore_end else self._end_ids
         text = grammar.text(given.prompt_length, end_ids, given.limits.stop_ids)
@@ -81,8 +82,8 @@ class DraftStructure:
             return
         try:
             self._text.follow(ids)
-        except BadRequest as error:
-            self._give_up(error)
+        except BadRequest:  # says which token
+            self._give_up("it does not allow the answer so far")
 
     def _give_up(self, reason: object) -> None:
         if not self._lost:

@@ -14,6 +14,7 @@ from dendro.clock import Clock
 from dendro.daemon_threads import MaskThreads
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
+from dendro.failures import described
 from dendro.grammars import Bits
 from dendro.shapes import TreeShape
 from dendro.tree import LAW_TOKENS, DraftTree
@@ -189,7 +190,7 @@ class DrafterText:
                 return self.begun.work.result()
             except BaseException as error:  # a panic of a native library is no Exception
                 self.structure = None
-                log.warning("a text is drafted without its structure, which failed: %r", error)
+                log.warning("a text is drafted without its structure, which failed: %s", described(error))
         growth = self.round.growth
         return [None for _ in (growth.frontier if growth.processed else range(first, self.base))]
 

@@ -22,6 +22,7 @@ from dendro.clock import Clock
 from dendro.daemon_threads import in_thread
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest
+from dendro.failures import described, log_failure
 from dendro.grammars import Grammars, GrammarText, TokenBytes
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
 from dendro.health import LONGEST_STEP_S
@@ -258,8 +259,8 @@ class VerifierEngine:
         assert isinstance(left, _Left) and self._shelf is not None
         try:
             return Closed(await self._shelf.put(left.tenant, left.ids, left.digest, left.arrays) if left.arrays else 0)
-        except Exception:  # a state that is not saved costs time, but changes no token
-            log.exception("verifier: the memory of a closed text could not be saved")
+        except Exception as error:  # a state that is not saved costs time, but changes no token
+            log_failure(log, error, "verifier: the memory of a closed text could not be saved")
             return Closed(0)
 
     async def _ask(self, call: Call, saved: Saved | None = None, structure: GrammarText | None = None) -> Any:
@@ -311,9 +312,9 @@ class VerifierEngine:
             try:
                 outcome = self.runner.run(plan)
             except BaseException as error:  # a panic of a native library is no Exception
-                log.exception("verifier: a step of %d rows failed", len(plan.tokens))
+                log_failure(log, error, "verifier: a step of %d rows failed", len(plan.tokens))
                 if self.runner.crew is not None:  # the workers are no longer in step
-                    self._lose(str(error))
+                    self._lose(described(error))
                 else:
                     self.scheduler.fail(error)
                 return 0.0
@@ -335,8 +336,8 @@ class VerifierEngine:
             return min(NOISE_PAUSE_S, self.scheduler.linger_s or NOISE_PAUSE_S)
         try:
             self.runner.prepare(*self._ahead.pop(0))
-        except BaseException:  # the round that needs this noise computes it then, or fails
-            log.exception("verifier: noise could not be computed ahead")
+        except BaseException as error:  # the round that needs this noise computes it then, or fails
+            log_failure(log, error, "verifier: noise could not be computed ahead")
         return 0.0
 
     def _restore(self, session: VerifierText, saved: Saved) -> bool:
@@ -346,8 +347,8 @@ class VerifierEngine:
         try:
             arrays = self.runner.save(saved.source, saved.length) if saved.source is not None else saved.arrays
             self.runner.restore(session.memory.place, saved.length, saved.tokens, arrays)
-        except BaseException:  # a panic of a native library is no Exception
-            log.exception("verifier: a saved memory of %d tokens could not be restored", saved.length)
+        except BaseException as error:  # a panic of a native library is no Exception
+            log_failure(log, error, "verifier: a saved memory of %d tokens could not be restored", saved.length)
             return False
         return True
 
@@ -359,8 +360,8 @@ class VerifierEngine:
         if session.memory.place is not None and ids:
             try:
                 arrays = self.runner.save(session.memory.place, len(ids))
-            except BaseException:  # a panic of a native library is no Exception
-                log.exception("verifier: the memory of a closed text could not be copied")
+            except BaseException as error:  # a panic of a native library is no Exception
+                log_failure(log, error, "verifier: the memory of a closed text could not be copied")
         self.scheduler.gone(ask.call.update.opening)
         ask.ticket.settle(_Left(session.parameters.tenant, ids, digest, arrays))
 

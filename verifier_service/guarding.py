@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from dendro.errors import DendroError, EngineFailed
+from dendro.failures import described, log_failure
 
 log = logging.getLogger("dendro.verifier")
 
@@ -20,5 +21,5 @@ def guarded(work: Callable[[], Found]) -> Found | DendroError:
     except DendroError as error:
         return error
     except BaseException as error:  # a panic of a native library is no Exception
-        log.exception("verifier: a text's part of a step failed; the others go on")
-        return EngineFailed(f"verifier: {error}")
+        log_failure(log, error, "verifier: a text's part of a step failed; the others go on")
+        return EngineFailed(f"verifier: {described(error)}")

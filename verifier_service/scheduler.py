@@ -24,6 +24,7 @@ from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpda
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
+from dendro.failures import described
 from dendro.logprobs import EchoedLogprobs
 from dendro.measured import totals_by_size
 from dendro.smoothing import smoothed
@@ -213,7 +214,7 @@ class StepScheduler:
     def fail(self, error: BaseException) -> None:
         """End the texts of the last plan with EngineFailed, because its forward failed; the others go on."""
         for share in self._running:
-            self._end(share.session, EngineFailed(f"verifier: {error}"))
+            self._end(share.session, EngineFailed(f"verifier: {described(error)}"))
         self._running = []
 
     def give_up(self, reason: DendroError) -> None:

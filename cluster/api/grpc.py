@@ -24,6 +24,7 @@ from dendro.errors import (
     OutOfTime,
     one_line,
 )
+from dendro.failures import log_failure
 from dendro.samples import count_of_answers
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
@@ -69,10 +70,10 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, str]:
 
 
 def logged_status(error: BaseException, request_id: str) -> tuple[grpc.StatusCode, str, str]:
-    """`status_of` the error that ended a request. An internal error is logged with its traceback."""
+    """`status_of` the error that ended a request. An internal error is logged with its stack."""
     code, details, reason = status_of(error)
     if code is grpc.StatusCode.INTERNAL:
-        log.error("request %s failed", one_line(request_id, MAX_REQUEST_ID), exc_info=error)
+        log_failure(log, error, "request %s failed", one_line(request_id, MAX_REQUEST_ID))
     return code, details, reason
 
 

@@ -16,6 +16,7 @@ from dendro.calls import IDLE_ROUNDS, DraftCall, DrafterPeer, Opened
 from dendro.clock import Clock
 from dendro.drawn_form import has_drawn_form
 from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
+from dendro.failures import described, log_failure
 from dendro.shapes import DynamicShape, TreeShape, child_counts
 from dendro.tasks import first_of
 from dendro.text import Text
@@ -162,22 +163,22 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             tree = work.result()
             self._check(tree, text, shape)
         except (BadAnswer, BadRequest) as error:
-            log.warning("drafter %s: sends no valid tree: %s", self.name, error)
+            log.warning("drafter %s: sends no valid tree: %s", self.name, described(error))
             opening.unsent(call.update)
             self.strike()
             return self._root_alone(text, "malformed", wall_s)
         except NotFound as error:
-            log.info("drafter %s: %s; the text is opened again", self.name, error)
+            log.info("drafter %s: %s; the text is opened again", self.name, described(error))
             self._opening = None
             self._begin(text, opening)
             return self._root_alone(text, "stale", wall_s)
         except DendroError as error:
-            log.info("drafter %s: %s", self.name, error)
+            log.info("drafter %s: %s", self.name, described(error))
             self._release(opening, text)
             self._back_off()
             return self._root_alone(text, "lost" if isinstance(error, PeerLost) else "failed", wall_s)
-        except Exception:  # an in-process engine's own fault; a remote one's is a DendroError
-            log.exception("drafter %s: failed", self.name)
+        except Exception as error:  # an in-process engine's own fault; a remote one's is a DendroError
+            log_failure(log, error, "drafter %s: failed", self.name)
             self._release(opening, text)
             self._back_off()
             return self._root_alone(text, "failed", wall_s)
@@ -291,7 +292,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters)
             opened = await opening.open(text)
         except (DendroError, TimeoutError) as error:
-            log.info("drafter %s: %s; trying again later", self.name, error or "does not answer")
+            log.info("drafter %s: %s; trying again later", self.name, described(error))
             self._back_off()
             self._close_pending(text)
         else:

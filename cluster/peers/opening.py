@@ -10,6 +10,7 @@ from typing import Generic, Protocol, TypeVar
 from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, RequestParameters, TextUpdate, new_opening
 from dendro.clock import Clock
 from dendro.errors import DendroError
+from dendro.failures import described, log_failure
 from dendro.smoothing import smoothed
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.text import Sampling, Text
@@ -136,10 +137,10 @@ class Opening(Generic[P]):
             async with asyncio.timeout(CLOSE_S):
                 return (await self.peer.close(CloseCall(self.update(text)))).saved
         except (DendroError, TimeoutError) as error:
-            log.info("close: %s", error or "the peer does not answer")
+            log.info("close: %s", described(error))
             return 0
-        except Exception:  # an in-process engine's own fault: the request is over anyway
-            log.exception("close failed")
+        except Exception as error:  # an in-process engine's own fault: the request is over anyway
+            log_failure(log, error, "close failed")
             return 0
 
 

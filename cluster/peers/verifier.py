@@ -10,6 +10,7 @@ from dataclasses import replace
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
+from dendro.failures import described
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, fit
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
@@ -117,7 +118,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 verdict = await self._limit.wait(opening.peer.verify(call))
                 _check_verdict(verdict, tree, text, opening.hello)
             except NotFound as error:
-                log.info("verifier: %s; the text is opened again", error)
+                log.info("verifier: %s; the text is opened again", described(error))
                 self.reopened += 1
                 forgotten += 1
                 if forgotten > 2 * STRIKES:
@@ -128,7 +129,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if not tree.guesses:
                     raise
                 opening.unsent(call.update)
-                log.warning("verifier: refuses the tree: %s", error)
+                log.warning("verifier: refuses the tree: %s", described(error))
                 tree, refused = DraftTree.root_only(text.root), True
             except Overloaded:
                 if self._clock() > give_up_s:
@@ -139,7 +140,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                     raise
                 if self._clock() > give_up_s:
                     raise PeerLost(f"verifier: {error or 'does not answer'}") from error
-                log.warning("verifier: %s; the text is opened at another", error or "does not answer")
+                log.warning("verifier: %s; the text is opened at another", described(error))
                 self.moves += 1
                 self._opening = None
                 self._begin(text, opening, same=False)
@@ -211,7 +212,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                     if isinstance(error, Overloaded):
                         raise
                     raise PeerLost("verifier: none opens the text in time") from error
-                log.info("verifier: %s; trying again", error or "does not answer")
+                log.info("verifier: %s; trying again", described(error))
                 if isinstance(error, Overloaded) and leased is not None and not begun:
                     full[leased.address], leased = error, None
                     continue

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 from dendro.calls import DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
 from dendro.errors import DendroError, EngineFailed, PeerLost
+from dendro.failures import described, log_failure
 from dendro.health import LONGEST_STEP_S, StepWatch
 from dendro.measured import StepTotals
 
@@ -271,12 +272,12 @@ class EngineThread:
                     with self._watch.busy():
                         wait_s = self._step()
                 except BaseException as error:  # a panic of a native library is no Exception
-                    log.exception("%s: a step failed outside of its forward; all texts end", self.name)
-                    self._end(EngineFailed(f"{self.name}: {error}"))
+                    log_failure(log, error, "%s: a step failed outside of its forward; all texts end", self.name)
+                    self._end(EngineFailed(f"{self.name}: {described(error)}"))
                     wait_s = None
             self._end(self._lost())
-        except BaseException:
-            log.exception("%s: its thread has ended", self.name)
+        except BaseException as error:
+            log_failure(log, error, "%s: its thread has ended", self.name)
             self.lose("its thread has ended")
 
     def _end(self, reason: DendroError) -> None:
@@ -301,6 +302,6 @@ class EngineThread:
             except DendroError as error:
                 ticket.settle(error)
             except BaseException as error:
-                log.exception("%s: a call failed", self.name)
-                ticket.settle(EngineFailed(f"{self.name}: {error}"))
+                log_failure(log, error, "%s: a call failed", self.name)
+                ticket.settle(EngineFailed(f"{self.name}: {described(error)}"))
         return False

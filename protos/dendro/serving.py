@@ -21,6 +21,7 @@ from grpc_health.v1 import health_pb2
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, Peer, TextUpdate
 from dendro.certificates import has_role
 from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
+from dendro.failures import described, log_failure
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.wire import hello_message
 
@@ -245,14 +246,14 @@ class StreamServer:
                 outcome = error
             except Exception as error:  # service boundary: one call fails, the stream continues
                 self._stats.refused += 1
-                log.exception("a call failed")
+                log_failure(log, error, "a call failed")
                 outcome = error
             except BaseException as error:
                 if isinstance(error, NO_FAULTS):
                     raise
                 self._stats.refused += 1
-                log.exception("a native library panicked")
-                outcome = EngineFailed(f"a native library panicked: {error}")
+                log_failure(log, error, "a native library panicked")
+                outcome = EngineFailed(f"a native library panicked: {described(error)}")
             answers.append(self._kind.answer(message.call, outcome))
             ready.set()
 
@@ -358,9 +359,9 @@ class StreamServer:
         try:
             await self._engine.close(CloseCall(last))
         except DendroError as error:
-            log.info("an abandoned opening was gone: %s", error)
-        except Exception:
-            log.exception("an abandoned opening could not be closed")
+            log.info("an abandoned opening was gone: %s", described(error))
+        except Exception as error:
+            log_failure(log, error, "an abandoned opening could not be closed")
 
     async def _expire(self, lease: Lease) -> None:
         await asyncio.gather(*(self._free(opening) for opening in tuple(lease.attached)))

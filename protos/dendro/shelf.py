@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dendro.calls import OpenCall
+from dendro.failures import described
 from dendro.long_work import off_loop
 from dendro.state import StateHeader, StateStore, most_blob_bytes, pack_state, unpack_state
 from dendro.text import Tokens, state_name
@@ -78,7 +79,7 @@ class Shelf:
                 self._check(arrays, length)
             except (ValueError, TypeError, LookupError) as error:
                 self.counters.states_refused += 1
-                log.warning("a saved state of %d tokens is refused: %s", length, error)
+                log.warning("a saved state of %d tokens is refused: %s", length, described(error))
                 continue
             self.counters.states_restored += 1
             return length, arrays

@@ -8,6 +8,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from dendro.errors import DendroError
+from dendro.failures import log_failure
 
 log = logging.getLogger("dendro.tasks")
 
@@ -34,8 +35,9 @@ class BackgroundTasks:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and not isinstance(task.exception(), self._expected | None):
-            log.error("a background task failed", exc_info=task.exception())
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, self._expected):
+            log_failure(log, error, "a background task failed")
 
 
 async def end_task(task: asyncio.Task[Any] | None) -> None:
