@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+
 import kubernetes_validate
+import psutil
 import pytest
+import redis
 from helm_python import HelmError
 from ray._private.services import get_address
+from redis.backoff import ConstantBackoff
 from redis.connection import parse_url
+from redis.retry import Retry
 
+from cluster.redis_server import find_redis_server
 from tests.support.chart import KUBERNETES, SMALL, merged, rendered, service
 
 SECRET = {"redis": {"existingSecret": "mine"}}
@@ -37,12 +45,27 @@ def test_its_service_selects_its_pods():
     assert found["spec"]["ports"][0]["targetPort"] == port["name"]
 
 
-def test_it_requires_the_secrets_password():
+def test_it_requires_the_secrets_password_which_no_argument_of_its_process_has(tmp_path):
+    """The container's command, run here."""
     _, stateful = rendered(merged(SMALL, SECRET))["redis.yaml"]
     container = stateful["spec"]["template"]["spec"]["containers"][0]
-    assert container["args"][-2:] == ["--requirepass", "$(REDIS_PASSWORD)"]
     (variable,) = container["env"]
     assert variable["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "password"}}
+    password, socket = """a"b\\c'd $HOME `e` %s""", tmp_path / "s"
+    (tmp_path / "redis-server").symlink_to(find_redis_server())
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", variable["name"]: password}
+    given = [str(tmp_path) if each == "/data" else each for each in container["args"]]
+    given = [*container["command"], *given, "--port", "0", "--unixsocket", str(socket)]
+    server = subprocess.Popen(given, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        client = redis.Redis(unix_socket_path=str(socket), password=password, retry=Retry(ConstantBackoff(0.1), 100))
+        assert client.ping()
+        with pytest.raises(redis.exceptions.AuthenticationError):
+            redis.Redis(unix_socket_path=str(socket)).ping()
+        assert password not in " ".join(psutil.Process(server.pid).cmdline())
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_none_is_started_if_a_url_is_given():
