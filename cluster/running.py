@@ -29,6 +29,7 @@ from cluster.redis_server import RedisServer
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 from cluster.socket_paths import check_ray_sockets
+from cluster.withheld import without_secrets
 
 
 def _is_error(record: logging.LogRecord) -> bool:
@@ -72,10 +73,12 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
     for name in ("ray._private.worker", "ray.serve"):
         logging.getLogger(name).addFilter(_is_error)
 
+    url = config.redis.address(os.environ)
     with ExitStack() as stack:
+        stack.enter_context(without_secrets(config))
         if not ray_address:  # the replicas will run on this machine
             stack.enter_context(precompiled(config))
-        url = config.redis.address(os.environ) or stack.enter_context(RedisServer(config.redis.memory_mb)).url
+        url = url or stack.enter_context(RedisServer(config.redis.memory_mb)).url
         starting = asyncio.ensure_future(asyncio.to_thread(deploy.start, config, url, ray_address))
         try:
             address = await asyncio.shield(starting)

@@ -184,8 +184,8 @@ class DraftOutcome:
     chances: FloatArray | None = None  # [scored, width] log chances by the acceptance head; None without one
 
     def check(self, rows: slice) -> None:
-        """Raise FloatingPointError if scores of these rows are not finite. Only scores of removed candidates, which come last,
-        may be minus infinity."""
+        """Raise FloatingPointError if scores of these rows are not finite. Only scores of removed candidates, which
+        come last, may be minus infinity."""
         scores = self.scores[rows]
         if not np.isfinite(scores[:, 0]).all() or np.isnan(scores).any():
             raise FloatingPointError("the scores after the text are not finite")
