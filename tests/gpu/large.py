@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -37,10 +37,7 @@ from transformers import (
 from tests.gpu.step import DEVICE, DRY, require_device, write_result
 from tests.support.routers import RoundByRound, guessing
 from tests.support.tiny_mamba import write_tokenizer
-from verifier_service import engine as engines
 from verifier_service.engine import VerifierEngine
-from verifier_service.models import load_target
-from verifier_service.models.device_pages import device_layouts
 from verifier_service.options import VerifierOptions
 
 TEXTS = 2 if DRY else 16
@@ -298,13 +295,6 @@ async def _kernels_us(routers: Sequence[RoundByRound], vocabulary: int, rows: in
     return {"all": whole} | {name[:70]: (count, round(took, 1)) for name, count, took in kernels[:KERNELS]}
 
 
-def load_narrow(*given: Any, **named: Any) -> Any:
-    """A target whose attention runs on tensor cores, from pages in its dtype: as targets are to be served once these
-    kernels have run on a GPU."""
-    target = load_target(*given, **named)
-    return replace(target, layouts=device_layouts(target.run.probed))
-
-
 async def of_model(name: str, out: Path) -> None:
     """One model, in this process. Its rounds are timed after a line has come on the standard input."""
     found: dict[str, Any] = {"model": name}
@@ -358,7 +348,6 @@ def main(chosen: list[str]) -> None:
         running = {}
         for name, out in outs.items():
             command = [sys.executable, __file__, "--model", name, "--out", str(out), *(["--dry"] if DRY else [])]
-            command += ["--narrow"] if given.narrow else []
             running[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for name, process in running.items():
             for line in process.stdout or ():
@@ -389,12 +378,9 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--dry", action="store_true")
 parser.add_argument("--model", choices=MODELS, help="this one alone, in this process")
 parser.add_argument("--only", action="append", choices=MODELS, help="may be repeated")
-parser.add_argument("--narrow", action="store_true", help="with pages in the model's dtype, for tensor cores")
 parser.add_argument("--out", type=Path, help="where its findings are written")
 given = parser.parse_args()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if given.narrow and DEVICE.type != "cpu":  # a CPU's attention reads float32 pages
-    engines.load_target = load_narrow  # type: ignore[attr-defined]  # a name that the engine imports
 if given.model:
     asyncio.run(of_model(given.model, given.out))
 else:

@@ -73,8 +73,6 @@ KERNEL_TESTS = (
     "tests/verifier_service/test_device_norms.py",
     "tests/verifier_service/test_device_pages.py",
 )
-NARROW = ("--only=llama-8b", "--only=neox-6.9b")
-"""Of `large`, once more with the pages and kernels for tensor cores."""
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
     GpuStep(
@@ -89,7 +87,6 @@ STEPS = (
     GpuStep("capture", 90, script="capture.py"),
     GpuStep("certify", 240, script="certify_quick.py"),
     GpuStep("large", 300, script="large.py", alone=True),
-    GpuStep("narrow", 200, script="large.py", arguments=("--narrow", *NARROW), alone=True),
     GpuStep("ceilings", 60, script="ceilings.py", alone=True),
     GpuStep("profile", 120, script="profile_steps.py", alone=True),
 )

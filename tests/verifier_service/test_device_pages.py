@@ -22,7 +22,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from verifier_service.device import DeviceRunner
 from verifier_service.models import load_target
-from verifier_service.models.device_pages import device_layouts
+from verifier_service.models.device_pages import attention_on_device, device_layouts
 from verifier_service.models.seats import ProbedLayer
 from verifier_service.recurrent import Arrangement
 from verifier_service.rows import NO_ROWS, pack, text_rows
@@ -84,6 +84,9 @@ def test_pages_are_in_the_dtype_of_keys_that_tensor_cores_attend_and_in_float32_
     others = [replace(layer, group=17), replace(layer, dtypes=(torch.float32,) * 3)]
     assert isinstance(layer, ProbedLayer) and layer.group == 2
     assert [each.dtype for each in device_layouts([layer, *others])] == [torch.bfloat16, *[torch.float32] * 2]
+    assert attention_on_device([layer]) == "on tensor cores, pages in bfloat16"
+    mixed = attention_on_device([layer, *others])
+    assert mixed == "on tensor cores in 1 layers, from float32 pages in 2, as 17 heads share a key"
 
 
 def test_rows_have_the_same_bits_in_steps_of_any_number_of_rows_and_nearly_the_logits_of_float32_pages(folder):

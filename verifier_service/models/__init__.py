@@ -43,6 +43,7 @@ from verifier_service.models.attention_layers import use_attention_layers
 from verifier_service.models.comparing import check_logits, short_text
 from verifier_service.models.decoder_layers import use_decoder_layers
 from verifier_service.models.device_norms import use_norm_kernel
+from verifier_service.models.device_pages import attention_on_device, device_layouts
 from verifier_service.models.experts import seat_experts
 from verifier_service.models.families import (
     FamilyError,
@@ -261,6 +262,8 @@ def _load(
         module.dendro_seat = Seat(run)
     probe_layers(folder, model, run)
     attention = _choose_attention(run, device, bool(mixers))
+    on_tensor_cores = device.type != "cpu" and not mixers
+    layouts = device_layouts(run.probed) if on_tensor_cores else tuple(layer.layout for layer in run.probed)
     if run.compiled and group is None:
         use_attention_layers(model, run, positions)
         use_decoder_layers(model, run, positions)
@@ -271,7 +274,7 @@ def _load(
     return LoadedTarget(
         model=model,
         run=run,
-        layouts=tuple(layer.layout for layer in run.probed),
+        layouts=layouts,
         mixers=mixers,
         facts=facts,
         max_positions=positions,
@@ -307,7 +310,7 @@ def _choose_attention(run: ForwardContext, device: torch.device, mixers: bool) -
     if not run.probed:
         return ""
     if device.type != "cpu":
-        return "the library's products" if mixers else "Triton's"
+        return "the library's products" if mixers else attention_on_device(run.probed)
     layouts = {layer.layout for layer in run.probed}
     why = compiled.why_not_compiled() or next(filter(None, map(compiled.why_not_for, layouts)), "")
     run.compiled = not why
