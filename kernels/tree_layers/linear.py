@@ -16,19 +16,20 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tree_kernels import ROW_MULTIPLE
 from tree_kernels.elementwise import is_narrow, leaves_tail, threads_of
 from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.cpu import PRECISIONS
 
 from tree_layers.faster_rows import TIMED, faster_rows, padded
 from tree_layers.narrow import narrow
+from tree_layers.rows_report import RowsReport
+from tree_layers.wide_results import may_widen, widening
 
 TILE = 32
 """Rows per product of the tiled forms; libraries may split larger products differently."""
@@ -37,33 +38,6 @@ ALONE = 1 << 20
 MOST_CHECKED = 1 << 27
 """The most elements of a weight in a check on a CPU: a larger weight is checked with fewer outputs. An accelerator's
 libraries choose by all sizes of a product."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowsReport:
-    """The chosen forms: the number of layers per form, and the shapes for which every form failed the check."""
-
-    forms: dict[str, int] = field(default_factory=dict)
-    failed: tuple[str, ...] = ()
-    why_library: str = ""  # why products are the library's, where any are that could be ours
-    why_padded: str = ""  # why steps need at least ROW_MULTIPLE rows; empty: their products and functions do not
-
-    @property
-    def independent(self) -> bool:
-        return not self.failed
-
-    def beside(self, other: RowsReport, whose: str) -> RowsReport:
-        """Join two reports. whose: prefix for the failed shapes of `other`, whose products pad their own rows."""
-        failed = (f"{whose} {shape}" for shape in other.failed)
-        forms = dict(Counter(self.forms) + Counter(other.forms))
-        why = self.why_library or other.why_library
-        return RowsReport(forms, (*self.failed, *failed), why, self.why_padded)
-
-    def __str__(self) -> str:
-        forms = ", ".join(f"{count} {form}" for form, count in sorted(self.forms.items()))
-        why = f"; the library's, as {self.why_library}" if self.why_library else ""
-        why += f"; steps of at least {ROW_MULTIPLE} rows, as {self.why_padded}" if self.why_padded else ""
-        return forms + why + (f"; not independent: {', '.join(self.failed)}" if self.failed else "")
 
 
 Form = Callable[[Tensor], Tensor]
@@ -113,7 +87,7 @@ def _sums_are_ours(weight: Tensor) -> bool:
 
 def kept_dtype(weight: Tensor) -> torch.dtype:
     """The dtype in which `RowForms.in_float32` keeps a weight."""
-    return weight.dtype if _sums_are_ours(weight) else torch.float32
+    return weight.dtype if _sums_are_ours(weight) or may_widen(weight) else torch.float32
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Form:
@@ -155,6 +129,11 @@ def _in_full_tiles(form: Form) -> Form:
     return run
 
 
+def _row_ways() -> Mapping[str, Callable[[Form], Form]]:
+    """How rows may be split for a product, in the order in which it is tried."""
+    return {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
+
+
 def in_threads(form: Form, threads: int) -> Form:
     """Runs the form in `threads` threads; restores the caller's number afterwards."""
 
@@ -173,9 +152,10 @@ def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice | _Compiled]
     products = {"packed": packed_product, "plain": _plain}
     if not (may_pack and can_be_packed(weight)):
         del products["packed"]
-    rows = {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
     return own + [
-        _Choice(name + ways, products[name], rows[ways], copies=name == "packed") for name in products for ways in rows
+        _Choice(name + ways, products[name], split, copies=name == "packed")
+        for name in products
+        for ways, split in _row_ways().items()
     ]
 
 
@@ -309,7 +289,8 @@ class RowForms:
 
     def in_float32(self, weight: Tensor, bias: Tensor | None = None) -> Form:
         """The product of rows of the weight's dtype with its sums in float32, not rounded to that dtype. The form holds
-        a packed copy, in the weight's dtype where it is this project's own (`kept_dtype`), else in float32."""
+        a packed copy, in the weight's dtype where it is this project's own (`kept_dtype`), else in float32; or none, on
+        a GPU whose library's product with the weight itself passes the check."""
         if _sums_are_ours(weight):  # they widen the weight while they multiply: the bits are the widened weight's
             rows, like, its_bias = _cancelling(weight, bias, max(self.buckets))
             with torch.inference_mode():
@@ -318,9 +299,28 @@ class RowForms:
             if independent:
                 self._counts[_Compiled.name] += 1
                 return _narrowed(self._packed(weight, bias, self.threads, torch.float32), weight)
+        if may_widen(weight) and (form := self._widening(weight, bias)) is not None:
+            return form
         wide, wide_bias = weight.float(), None if bias is None else bias.float()
         form = self.of(wide, wide_bias, may_pack=True, unit=self.unit(wide, wide_bias, may_pack=True))
         return lambda x: form(x.float())
+
+    def _widening(self, weight: Tensor, bias: Tensor | None) -> Form | None:
+        """The first form of the weight itself, with float32 results, that passes the check; None also where the library
+        has no such product."""
+        rows, like, its_bias = _cancelling(weight, bias, max(self.buckets))
+        with torch.inference_mode():
+            for ways, split in _row_ways().items():
+                choice = _Choice(f"with float32 results{ways}", widening, split)
+                try:
+                    independent = rows_are_independent(choice.make(like, its_bias), rows, self.buckets)
+                except RuntimeError:
+                    return None
+                if independent:
+                    self._counts[choice.name] += 1
+                    more = faster_rows(choice.make(like, its_bias), rows, self.buckets)
+                    return self._for_any_rows(padded(choice.make(weight, bias), more), weight, self.buckets[0])
+        return None
 
     def unit(self, weight: Tensor, bias: Tensor | None = None, may_pack: bool = False) -> int:
         """An expert's rows are padded to multiples of this: the first of UNITS that passes the check, else the smallest

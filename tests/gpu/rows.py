@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tree_kernels.norm import GATE_FIRST, RowNorm
 from tree_kernels.norm.triton import norm_rows
+from tree_layers.wide_results import may_widen, widening
 
 from tests.gpu.step import DEVICE, DRY, require_device, write_result
 
@@ -109,7 +110,10 @@ def products() -> Iterator[tuple[str, torch.dtype, str, list[int]]]:
             def run(x: Tensor, weight: Tensor = weight) -> Tensor:
                 return F.linear(x, weight)
 
-            for form, each in ((what, run), (f"{what} in full tiles", in_full_tiles(run))):
+            forms = {what: run, f"{what} in full tiles": in_full_tiles(run)}
+            if what == "head" and may_widen(weight):
+                forms["head with float32 results"] = widening(weight, None)
+            for form, each in forms.items():
                 yield form, dtype, f"{inner}x{outputs}", differing(each, rows)
 
 

@@ -32,9 +32,10 @@ from tree_layers.checkpoint import (
 from tree_layers.errors import CheckpointError
 from tree_layers.launching import launching_on
 from tree_layers.library_mixers import group_norms
-from tree_layers.linear import RowForms, RowsReport
+from tree_layers.linear import RowForms
 from tree_layers.quantised_packing import QuantisedPacking, quantised_packing
 from tree_layers.row_weights import make_rows_independent
+from tree_layers.rows_report import RowsReport
 from tree_layers.tree_mixers import MixerLayout
 
 from verifier_service.collectives import Collectives
