@@ -66,6 +66,7 @@ class TextPlan:
 
     prompt: tuple[int, ...]  # empty: the target asks itself
     sampling: Sampling
+    opening: tuple[int, ...] = ()  # tokens that the target's own question begins with
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,21 +76,39 @@ class PromptOrder:
     given: Sequence[np.ndarray]  # tokens of each
     frame: ChatFrame | None  # None: the target asks nothing itself
     seed: int
-    most: int = PROMPT_TOKENS  # tokens of a prompt; more than those of the frame
+    most: int = PROMPT_TOKENS  # tokens of a prompt; more than those of the frame and of an opening
+    openings: Sequence[tuple[int, ...]] = ()  # beginnings of the target's own questions
 
     @classmethod
-    def fitting(cls, given: Sequence[np.ndarray], frame: ChatFrame | None, seed: int, max_length: int) -> PromptOrder:
+    def fitting(
+        cls,
+        given: Sequence[np.ndarray],
+        frame: ChatFrame | None,
+        seed: int,
+        max_length: int,
+        openings: Sequence[tuple[int, ...]] = (),
+    ) -> PromptOrder:
         """Prompts that leave half of the target's longest text for their answers. Without the frame, where it leaves
-        no room for a question."""
+        no room for a question; without the openings that leave none."""
         most = min(PROMPT_TOKENS, max_length // 2)
-        return cls(given, frame if frame is not None and frame.tokens < most else None, seed, most)
+        if frame is None or frame.tokens >= most:
+            return cls(given, None, seed, most)
+        return cls(given, frame, seed, most, [each for each in openings if frame.tokens + len(each) < most])
+
+    def opening(self, number: int, turn: int) -> tuple[int, ...]:
+        """The beginning of the question of a text's turn, if the target asks it itself: one of the openings for half
+        of the questions, else nothing."""
+        if not self.openings:
+            return ()
+        drawn = int(np.random.default_rng((self.seed, number, turn)).integers(2 * len(self.openings)))
+        return self.openings[drawn] if drawn < len(self.openings) else ()
 
     def text(self, number: int) -> TextPlan:
         """Every second prompt is one that the target asks itself, where there is a frame."""
         temperature = TEMPERATURES[number // 2 % len(TEMPERATURES)]
         sampling = Sampling(temperature=temperature, seed=(self.seed << 32) + number)
         if self.frame is not None and (number % 2 or not self.given):
-            return TextPlan((), sampling)
+            return TextPlan((), sampling, self.opening(number, 0))
         place = number // 2 if self.frame is not None else number
         epoch, at = divmod(place, len(self.given))
         order = np.random.default_rng((self.seed, epoch)).permutation(len(self.given))
@@ -131,20 +150,21 @@ class AnswerWriter:
         async with self._permits:
             prompt = list(asked.prompt)
             if not prompt:
-                prompt = await self._question(asked.sampling)
+                prompt = await self._question(asked)
             tokens, labels = await self._text(prompt, asked.sampling, ANSWER_TOKENS)
         return self._labelled(prompt, tokens, labels)
 
-    async def _question(self, sampling: Sampling) -> list[int]:
+    async def _question(self, asked: TextPlan) -> list[int]:
         """A prompt that the target asks itself, drawn from its own law."""
         frame = self._prompts.frame
         assert frame is not None
-        drawn = Sampling(temperature=1.0, seed=sampling.seed, sample_index=1)
-        most = min(QUESTION_TOKENS, self._prompts.most - frame.tokens)
-        question, _ = await self._text(list(frame.opening), drawn, most)
+        drawn = Sampling(temperature=1.0, seed=asked.sampling.seed, sample_index=1)
+        begun = [*frame.opening, *asked.opening]
+        most = min(QUESTION_TOKENS, self._prompts.most - frame.tokens - len(asked.opening))
+        question, _ = await self._text(begun, drawn, most)
         if question[-1] in self._end_ids:
             question.pop()
-        return [*frame.opening, *question, *frame.closing]
+        return [*begun, *question, *frame.closing]
 
     async def _text(self, prompt: list[int], sampling: Sampling, most: int) -> tuple[list[int], list[TokenLogprobs]]:
         """Generate the target's answer to a prompt, with a limit on tokens, and the tokens' log-probabilities."""

@@ -23,10 +23,12 @@ from transformers.utils import logging
 from cluster.command_options import ConfigArgument, TargetName, given_config
 from cluster.config import TargetConfig
 from cluster.hub import fetched_model
+from cluster.prompt_files import tokenizer_of
 from cluster.training.adding import entry_line, with_drafter, write_drafter
 from cluster.training.data import DataSource
 from cluster.training.drafter import train_drafter
 from cluster.training.models import checked_target, start_from
+from cluster.training.openings import read_openings
 from cluster.training.options import Pattern, Resume, TextField
 from cluster.training.plan import LABELS, DrafterPlan, Length
 from drafter_service.training.batches import DRAFTER_ROWS
@@ -69,6 +71,12 @@ def drafter(
     data: Annotated[
         list[Path] | None,
         typer.Option(help="A text, a .jsonl file, or a folder of them. May be given several times."),
+    ] = None,
+    openings: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines; each `opening` begins questions that the target asks itself.", show_default=False
+        ),
     ] = None,
     target: TargetName = "",
     pattern: Pattern = "*",
@@ -141,6 +149,7 @@ def drafter(
         name,
         fetched_model(f"targets.{name}", checked.targets[name]),
         DataSource(tuple(data or ()), pattern, field),
+        openings,
         kind,
         (size, layers, width),
         start,
@@ -192,6 +201,7 @@ def _plan(
     name: str,
     target: TargetConfig,
     source: DataSource,
+    openings: Path | None,
     kind: str | None,
     size: tuple[str | None, int | None, int | None],
     start: Path | None,
@@ -241,6 +251,7 @@ def _plan(
         labels=labelling,
         vocabulary=vocabulary,
         rows=rows[0],
+        openings=() if openings is None else read_openings(openings, tokenizer_of(target, name)),
     )
 
 

@@ -219,7 +219,7 @@ class DrafterRun:
         plan = self.plan
         frame = chat_frame(CheckpointTokenizer(plan.target.tokenizer_folder, plan.facts.tokenizer))
         given, seed = self.data_folder.prompts(part), 2 * plan.seed + PARTS.index(part)
-        return PromptOrder.fitting(given, frame, seed, plan.target.max_length)
+        return PromptOrder.fitting(given, frame, seed, plan.target.max_length, plan.openings)
 
     def _write_conversations(self, budget: Budget) -> None:
         plan, folder = self.plan, self.teacher_folder

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -28,78 +27,74 @@ TEXTS = 2048
 QUESTION_TEMPERATURE = 1.0
 
 
-@dataclass(slots=True)
-class Conversation:
-    """The state of one text of a batch. A drawn token belongs to a question or to an answer."""
-
-    temperature: float  # temperature of the text's answers
-    given: list[int]  # tokens that come next, in reverse order
-    asks: bool  # True if a question is drawn after `given`, else an answer
-    left: int  # tokens that the question or answer may still have
-
-    def draws_answer(self) -> bool:
-        return not self.given and not self.asks
-
-
-@dataclass(slots=True)
 class Conversations:
-    """The texts of a batch, token by token."""
+    """The texts of a batch, token by token. A text's next token is given, or drawn for a question or an answer."""
 
-    prompts: PromptOrder
-    first: int  # the number of the first text, in the order of the prompts
-    count: int
-    end_ids: frozenset[int]
-    texts: list[Conversation] = field(default_factory=list)
-    used: int = 0  # prompts that were given after an answer, where the target asks itself nothing
+    def __init__(self, prompts: PromptOrder, first: int, count: int, end_ids: frozenset[int]) -> None:
+        """first: number of the first text, in the order of the prompts"""
+        self.count = count
+        self._prompts = prompts
+        self._first = first
+        self._end_ids = np.array(sorted(end_ids), np.int64)
+        self._used = 0  # prompts that were given after an answer, where the target asks itself nothing
+        self._turns = np.zeros(count, np.int64)  # questions of each text so far, the first one left out
+        self._answers_at = np.zeros(count, np.float32)  # temperature of each text's answers
+        self._asks = np.zeros(count, bool)  # True where a question is drawn after the given tokens, else an answer
+        self._left = np.zeros(count, np.int64)  # tokens that the question or answer may still have
+        between = 0 if prompts.frame is None else len(prompts.frame.between)
+        longest = max(prompts.most, between + max(map(len, prompts.openings), default=0))
+        self._given = np.zeros((count, longest), np.int64)  # given tokens, from `_at` to `_end`
+        self._at = np.zeros(count, np.int64)
+        self._end = np.zeros(count, np.int64)
+        for row in range(count):
+            planned, frame = prompts.text(first + row), prompts.frame
+            self._answers_at[row] = planned.sampling.temperature
+            asked = (*frame.opening, *planned.opening) if frame is not None else ()
+            self._give(row, planned.prompt or asked, asks=not planned.prompt)
 
-    def __post_init__(self) -> None:
-        for number in range(self.first, self.first + self.count):
-            planned, frame = self.prompts.text(number), self.prompts.frame
-            opening = planned.prompt or (frame.opening if frame is not None else ())
-            text = Conversation(planned.sampling.temperature, list(reversed(opening)), not planned.prompt, 0)
-            text.left = self._most(text)
-            self.texts.append(text)
+    def temperatures(self) -> np.ndarray:
+        """Temperature of each text's next token, if that is drawn: [count] float32."""
+        return np.where(self._asks, np.float32(QUESTION_TEMPERATURE), self._answers_at)
 
-    def temperatures(self) -> list[float]:
-        """Temperature of each text's next token, if that is drawn."""
-        return [QUESTION_TEMPERATURE if text.asks else text.temperature for text in self.texts]
-
-    def next(self, drawn: list[int]) -> tuple[list[int], list[bool]]:
-        """Each text's next token, and True if it belongs to an answer. drawn: the tokens that the target would draw"""
-        tokens, answers = list[int](), list[bool]()
-        for text, token in zip(self.texts, drawn, strict=True):
-            answers.append(text.draws_answer())
-            tokens.append(text.given.pop() if text.given else self._drawn(text, token))
+    def next(self, drawn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Each text's next token [count] int64, and True where it belongs to an answer. drawn [count]: the tokens that
+        the target would draw"""
+        rows, pending = np.arange(self.count), self._at < self._end
+        given = self._given[rows, np.minimum(self._at, self._given.shape[1] - 1)]
+        tokens, answers = np.where(pending, given, drawn), ~pending & ~self._asks
+        self._at[pending] += 1
+        self._left[~pending] -= 1
+        ended = ~pending & np.isin(drawn, self._end_ids)
+        for row in np.flatnonzero(ended | (~pending & (self._left == 0))).tolist():
+            if self._asks[row]:
+                tokens[row] = self._answer(row)
+            else:
+                self._ask(row, bool(ended[row]))
         return tokens, answers
 
-    def _drawn(self, text: Conversation, token: int) -> int:
-        ended, frame = token in self.end_ids, self.prompts.frame
-        text.left -= 1
-        if text.asks:
-            assert frame is not None
-            if ended or not text.left:  # the template's words take the place of its last token
-                self._give(text, frame.closing, asks=False)
-                return text.given.pop()
-            return token
-        if ended or not text.left:
-            if frame is None:
-                self._give(text, self._another(), asks=False)
-            else:
-                between = frame.between
-                self._give(text, between[1:] if ended and between[0] in self.end_ids else between, asks=True)
-        return token
+    def _answer(self, row: int) -> int:
+        """End a text's question. Returns the token that takes the place of the question's last one."""
+        frame = self._prompts.frame
+        assert frame is not None
+        self._give(row, frame.closing[1:], asks=False)
+        return frame.closing[0]
 
-    def _give(self, text: Conversation, tokens: tuple[int, ...], asks: bool) -> None:
-        text.given, text.asks = list(reversed(tokens)), asks
-        text.left = self._most(text)
+    def _ask(self, row: int, ended: bool) -> None:
+        """Let a question follow a text's answer. ended: True if the answer's last token is an end token"""
+        frame = self._prompts.frame
+        if frame is None:
+            self._used += 1
+            self._give(row, self._prompts.text(self._first + self.count + self._used).prompt, asks=False)
+            return
+        between = frame.between[1:] if ended and frame.between[0] in self._end_ids else frame.between
+        self._turns[row] += 1
+        opening = self._prompts.opening(self._first + row, int(self._turns[row]))
+        self._give(row, (*between, *opening), asks=True)
 
-    def _most(self, text: Conversation) -> int:
-        return QUESTION_TOKENS if text.asks else ANSWER_TOKENS
-
-    def _another(self) -> tuple[int, ...]:
-        """The prompt that follows an answer where the chat template gives no frame for questions of the target's."""
-        self.used += 1
-        return self.prompts.text(self.first + self.count + self.used).prompt
+    def _give(self, row: int, tokens: tuple[int, ...], asks: bool) -> None:
+        self._given[row, : len(tokens)] = tokens
+        self._at[row], self._end[row], self._asks[row] = 0, len(tokens), asks
+        self._left[row] = QUESTION_TOKENS if asks else ANSWER_TOKENS
 
 
 def write_conversations(
@@ -145,23 +140,28 @@ def _written(target: PreTrainedModel, vocabulary: int, batch: Conversations, len
     """The texts one after another, each of `length` tokens. A label is at the token before the one that it is of."""
     device = next(target.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
-    stepped, dtype = SteppedText(target), token_dtype(vocabulary)
-    texts, kept = batch.count, min(MAX_TOP_LOGPROBS, vocabulary)
-    tokens = np.zeros((texts, length), dtype)
-    ids = np.zeros((texts, length, kept), dtype)
-    log_probs = np.full((texts, length, kept), -np.inf, np.float16)
-    new, answers = batch.next([0] * texts)  # a conversation begins with given tokens
-    tokens[:, 0] = new
+    stepped, texts, kept = SteppedText(target, length), batch.count, min(MAX_TOP_LOGPROBS, vocabulary)
+    tokens, answers = np.zeros((texts, length), np.int64), np.zeros((texts, length), bool)
+    ids = torch.zeros(texts, length, kept, dtype=torch.int32, device=device)
+    log_probs = torch.full((texts, length, kept), -torch.inf, dtype=torch.float16, device=device)
+    tokens[:, 0], answers[:, 0] = batch.next(tokens[:, 0])  # a conversation begins with given tokens
     for place in range(1, length):
-        logits = stepped.feed(torch.tensor(new, device=device)[:, None])[:, :vocabulary]
-        drawn = _drawn(logits, torch.tensor(batch.temperatures(), device=device), generator)
-        top = logits.topk(kept)
-        of_top = top.values - logits.logsumexp(-1, keepdim=True)
-        new, answers = batch.next(drawn.tolist())
-        tokens[:, place] = new
-        ids[answers, place - 1] = top.indices.cpu().numpy()[answers]
-        log_probs[answers, place - 1] = of_top.half().cpu().numpy()[answers]
-    return Chunk(tokens.reshape(-1), ids.reshape(-1, kept), log_probs.reshape(-1, kept))
+        new, hot = (torch.from_numpy(each).to(device) for each in (tokens[:, place - 1], batch.temperatures()))
+        logits = stepped.feed(new[:, None])[:, :vocabulary]
+        drawn = _drawn(logits, hot, generator).cpu().numpy()
+        top = logits.topk(kept)  # computed while the texts go on
+        ids[:, place - 1] = top.indices
+        log_probs[:, place - 1] = top.values - logits.logsumexp(-1, keepdim=True)
+        tokens[:, place], answers[:, place] = batch.next(drawn)
+    labelled = np.roll(answers, -1, axis=1)  # no text begins with an answer
+    found = log_probs.cpu().numpy()
+    found[~labelled] = -np.inf
+    dtype = token_dtype(vocabulary)
+    return Chunk(
+        tokens.astype(dtype).reshape(-1),
+        (ids.cpu().numpy() * labelled[..., None]).astype(dtype).reshape(-1, kept),
+        found.reshape(-1, kept),
+    )
 
 
 def _drawn(logits: Tensor, temperatures: Tensor, generator: torch.Generator) -> Tensor:

@@ -79,6 +79,7 @@ class DrafterPlan:
     vocabulary: int | None = None  # tokens that a new drafter guesses; None: all
     labels: Labels = "disk"
     rows: int = DRAFTER_ROWS  # rows of a step, of all processes together
+    openings: tuple[tuple[int, ...], ...] = ()  # tokens that questions of the target's own begin with
 
     @property
     def work(self) -> Path:
@@ -101,5 +102,6 @@ class DrafterPlan:
             "row-tokens": self.row_tokens,
             "labels": self.labels,
             "vocabulary": self.vocabulary,
+            **({"openings": [list(each) for each in self.openings]} if self.openings else {}),
             "seed": self.seed,
         }

@@ -30,7 +30,8 @@ def most_frequent(chunks: list[Chunk], vocabulary: int, count: int, always: froz
     [count] int64, ascending. The lower of equal ids is taken, which tokenizers give to the shorter token."""
     mass = np.zeros(vocabulary)
     for chunk in chunks:
-        np.add.at(mass, chunk.ids, np.exp(chunk.log_probs.astype(np.float32)))
+        weights = np.exp(chunk.log_probs.astype(np.float32))
+        mass += np.bincount(chunk.ids.ravel(), weights.ravel(), minlength=vocabulary)
     mass[sorted(always)] = np.inf
     return np.sort(np.argsort(-mass, kind="stable")[:count])
 

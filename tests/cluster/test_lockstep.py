@@ -33,7 +33,7 @@ def spoken(prompts: PromptOrder, drawn: list[int]) -> tuple[list[int], list[bool
     """The first text's tokens, and which of them are of answers, where the target draws these."""
     batch, tokens, answers = Conversations(prompts, 0, 1, END), [], []
     for token in drawn:
-        (new,), (answer,) = batch.next([token])
+        (new,), (answer,) = batch.next(np.array([token]))
         tokens.append(new)
         answers.append(answer)
     return tokens, answers

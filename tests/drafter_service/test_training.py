@@ -228,15 +228,30 @@ def test_a_model_without_a_cache_generates_the_same_text(
     assert torch.equal(own_text(tiny_teacher, starts, given, teacher_text(row_tokens=39)), expected)
 
 
+@pytest.mark.parametrize("longest", [None, 24, 20])
 @pytest.mark.parametrize("family", tiny_hybrids.SETTINGS)
-def test_a_hybrid_has_the_logits_of_its_whole_text_at_every_step(tmp_path: Path, family: str) -> None:
+def test_a_hybrid_has_the_logits_of_its_whole_text_at_every_step(
+    tmp_path: Path, family: str, longest: int | None
+) -> None:
+    """Also where memory was taken for its text, or for less than its text."""
     model = tiny_hybrids.make_checkpoint(tmp_path, family)
     ids = torch.randint(tiny_hybrids.VOCABULARY, (3, 24), generator=torch.Generator().manual_seed(0))
-    stepped = stepping.SteppedText(model)
+    stepped = stepping.SteppedText(model, longest)
     with torch.no_grad():
         got = [stepped.feed(ids[:, :16]), *(stepped.feed(ids[:, place : place + 1]) for place in range(16, 24))]
         expected = model(ids, use_cache=False).logits[:, 15:]
     torch.testing.assert_close(torch.stack(got, 1), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_reserved_keys_and_values_stay_where_they_are(tiny_teacher: PreTrainedModel) -> None:
+    ids = torch.randint(61, (3, 12), generator=torch.Generator().manual_seed(0))
+    stepped, caches = stepping.SteppedText(tiny_teacher, 12), list[int]()
+    with torch.no_grad():
+        for place in range(12):
+            stepped.feed(ids[:, place : place + 1])
+            (cache,) = stepped._caches.values()
+            caches.append(cache.layers[0].keys.data_ptr())
+    assert stepped._cached and len(set(caches)) == 1
 
 
 def test_where_the_teacher_ends_its_text_the_row_goes_on_with_real_text(tiny_teacher: PreTrainedModel) -> None:
