@@ -51,6 +51,8 @@ DEFAULT_ARMS: tuple[str, ...] = (
     "proposed(3)",
     "proposed(7)",
     "proposed(15)",
+    "(1)",
+    "(1,1)",
     "(1,1,1,1)",
     "(2,1,1)",
     "(3,2,1)",

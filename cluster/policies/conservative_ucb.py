@@ -73,7 +73,7 @@ STAYING = 2
 them is drafted one round later."""
 HELD_ROUNDS = 8
 """A text that chose `off` so many rounds in a row looks at drafted arms every HELD_ROUNDS, and at proposals every
-second round: a look takes processor time from the verifier."""
+second round, after four times as many every fourth: a look takes processor time from the verifier."""
 OPENING_ROUNDS = 8
 """First rounds of a drafter in which a missing tree is not counted, since the drafter may still be opening the text.
 Later missing trees count against its arms."""
@@ -200,7 +200,8 @@ class ConservativeUCB:
         self._paused = {drafter: left - 1 for drafter, left in self._paused.items() if left > 1}
         settled = trial is None and self._may_be_off and self._off_rounds > HELD_ROUNDS
         held = settled and not self._wants and self._off_rounds % HELD_ROUNDS > 0
-        self._passed = held and self._off_rounds % 2 > 0
+        apart = 2 if self._off_rounds < 4 * HELD_ROUNDS else 4
+        self._passed = held and self._off_rounds % apart > 0
         if self._passed:
             return OFF_ARM
         prices, fresh = self.experience.prices(), self._off_rounds % HELD_ROUNDS == 0

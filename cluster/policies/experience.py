@@ -236,7 +236,7 @@ class Experience:
         costs = self._by_load[self.concurrency.load]
         self._learn_opening(costs, arm, took_us, disturbed)
         hop = costs.plain_hop if arm.off else costs.hop
-        hop.learn(_hops_us(tree, verdict, took_us) / hops(arm))
+        hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if verdict.ahead_us:
             costs.ahead.learn(verdict.ahead_us / verdict.texts)
@@ -255,7 +255,13 @@ class Experience:
     def share_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
         """Measured microseconds of what `round_us` predicts: the text's share of a round's draft, step and hops."""
         step_us = (verdict.verify_us + verdict.ahead_us) / verdict.texts
-        return max(tree.draft_us / tree.texts + step_us + _hops_us(tree, verdict, took_us), LEAST_US)
+        return max(tree.draft_us / tree.texts + step_us + self._hops_us(tree, verdict, took_us), LEAST_US)
+
+    def _hops_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
+        """A text's share, in microseconds, of the round's time that remains after draft, step and the waiting for
+        steps of other texts. A text that is alone waits for noise that the verifier computes ahead: that is its own."""
+        queue_us = verdict.queue_us if self.concurrency.requests > 1 else 0
+        return max(took_us - tree.draft_us - verdict.verify_us - queue_us, 0.0) / verdict.texts
 
     def learn_stop(self, arm: Arm, drafted: DraftTree, verdict: Verdict) -> None:
         """Record a draft of an `until` arm. drafted: as the drafter sent it   verdict: on the round's tree"""
@@ -322,12 +328,6 @@ class Experience:
         if not plain_us or not levels:
             return 0.1
         return min(levels) / plain_us
-
-
-def _hops_us(tree: DraftTree, verdict: Verdict, took_us: float) -> float:
-    """A text's share, in microseconds, of the round's time that remains after draft, queue and step."""
-    busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
-    return max(took_us - busy_us, 0.0) / verdict.texts
 
 
 @dataclass(slots=True)
