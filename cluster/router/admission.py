@@ -27,7 +27,7 @@ from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
 from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.priors import Priors
-from cluster.router.prompts import checked_ids, ids_of_prediction, ids_of_prompt
+from cluster.router.prompts import checked_ids, ids_of_prediction, ids_of_prompt, special_tokens_of
 from cluster.router.served import Served
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import Tokenizer
@@ -59,7 +59,7 @@ class Job:
     complete: bool | None  # `held` has the whole of a structured answer; None: not read, the target may have changed
     logprobs: int | None  # number of likeliest tokens with log-probabilities beside each token's; None: none
     echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
-    shows_special: bool  # whether texts have special tokens
+    shown: frozenset[int] | None  # special tokens that texts have; None: all
     trees: bool  # whether the client gets each round's draft tree
     plan: SpeculationPlan
     kind: PriorKey
@@ -94,7 +94,7 @@ class Job:
     @property
     def decoder(self) -> Tokenizer:
         """Tokenizer that decodes the answer."""
-        return self.served.tokenizer.showing() if self.shows_special else self.served.tokenizer
+        return self.served.tokenizer if self.shown == frozenset() else self.served.tokenizer.showing(self.shown)
 
     def before_answer(self) -> Sequence[int]:
         """The tokens that its answer's text continues. A structure is of the tokens' bytes, of which decoders change
@@ -280,7 +280,7 @@ class Admission:
             complete=complete,
             logprobs=logprobs,
             echo_start=len(before) if request.echo and not held else None,
-            shows_special=request.show_special_tokens,
+            shown=None if request.show_special_tokens else special_tokens_of(request.chat, served.tokenizer),
             trees=request.trees,
             plan=plan,
             kind=kind,

@@ -12,8 +12,10 @@ from dendro.options import OPTIONS
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.served import Served
+from cluster.router.tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096
+MAX_SHOWN, MAX_SHOWN_BYTES = 16, 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 QUESTION, ANSWER = "A question.", "The answer so far."
 """A turn before the messages that continue a session: what the template writes after ANSWER follows the session's last
@@ -57,6 +59,18 @@ async def ids_of_prediction(request: pb.GenerateRequest, served: Served, most_by
         return [ids for ids in made if ids]
 
     return await off_loop(size // 2, encoded)
+
+
+def special_tokens_of(chat: pb.Chat, tokenizer: Tokenizer) -> frozenset[int]:
+    """The special tokens that the answer's text has. Raises BadRequest for too many, or a text that is too long."""
+    texts = chat.shown_tokens
+    if len(texts) > MAX_SHOWN:
+        raise BadRequest("shown_tokens", f"has {len(texts)} entries; at most {MAX_SHOWN}")
+    for index, text in enumerate(texts):
+        _check_size(f"shown_tokens[{index}]", len(text.encode()), MAX_SHOWN_BYTES)
+    return frozenset(
+        token for text in texts for token in tokenizer.encode(text, begins=False) if not tokenizer.visible([token])
+    )
 
 
 def _size(field: str, text: str, most: int) -> int:

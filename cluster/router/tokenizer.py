@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
@@ -59,8 +59,8 @@ class Tokenizer(Protocol):
         """The ids without special tokens: those that `decode` turns into text."""
         ...
 
-    def showing(self) -> Tokenizer:
-        """A tokenizer with the same ids whose `decode` turns special tokens into text, too."""
+    def showing(self, shown: Collection[int] | None = None) -> Tokenizer:
+        """A tokenizer with the same ids whose `decode` turns these special tokens into text, too. None: all of them"""
         ...
 
     def chat(
@@ -128,10 +128,10 @@ class CheckpointTokenizer:
         unknown = self._tokenizer.convert_tokens_to_ids(self._unknown)
         return self.encode(text, begins=False).count(unknown) <= text.count(self._unknown)
 
-    def showing(self) -> CheckpointTokenizer:
-        shown = copy.copy(self)
-        shown._hidden = frozenset()
-        return shown
+    def showing(self, shown: Collection[int] | None = None) -> CheckpointTokenizer:
+        made = copy.copy(self)
+        made._hidden = frozenset() if shown is None else self._hidden.difference(shown)
+        return made
 
     @property
     def has_chat(self) -> bool:
@@ -196,7 +196,9 @@ class CheckpointTokenizer:
         return str(self._backend.decoder.decode(tokens))
 
     def _by_library(self, ids: list[int]) -> str:
-        hides = bool(self._hidden)
+        hides = self._hidden is self._special
+        if not hides:
+            ids = self.visible(ids)
         if self._decoder is not None:  # what the library calls, in half to a third of its time
             return str(self._decoder.decode(ids, skip_special_tokens=hides))
         return str(self._tokenizer.decode(ids, skip_special_tokens=hides, clean_up_tokenization_spaces=False))

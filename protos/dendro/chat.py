@@ -17,8 +17,9 @@ MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id")
 @dataclass(frozen=True, slots=True)
 class Chat:
     """Messages with a role and a content each; in a session, those since its last answer. Names that the template can
-    read beside them are in `chat_template_kwargs`, functions that it describes in `tools`, and text that the answer
-    goes on from in `answer_start`. An assistant's message can have `tool_calls`, a result's the `tool_call_id`.
+    read beside them are in `chat_template_kwargs`, functions that it describes in `tools`, text that the answer goes
+    on from in `answer_start`, and special tokens whose text the answer has in `shown_tokens`. An
+    assistant's message can have `tool_calls`, a result's the `tool_call_id`.
 
     >>> Chat([{"role": "user", "content": "Why is the sky blue?"}])
     Chat(messages=[{'role': 'user', 'content': 'Why is the sky blue?'}])
@@ -28,6 +29,7 @@ class Chat:
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict, repr=False)
     tools: Sequence[Mapping[str, Any]] = field(default=(), repr=False)
     answer_start: str = field(default="", repr=False)
+    shown_tokens: Sequence[str] = field(default=(), repr=False)
 
 
 def fill_chat(message: pb.Chat, chat: Chat) -> None:
@@ -45,6 +47,8 @@ def fill_chat(message: pb.Chat, chat: Chat) -> None:
     if chat.tools:
         message.tools = _json("tools", list(chat.tools))
     message.answer_start = text_of("answer_start", chat.answer_start)
+    for index, text in enumerate(items_of("shown_tokens", chat.shown_tokens)):
+        message.shown_tokens.append(text_of(f"shown_tokens[{index}]", text))
 
 
 def _json(field: str, value: Any) -> str:

@@ -14,7 +14,7 @@ from dendro.v1 import generation_pb2_grpc
 
 from cluster.api.grpc import serve_router
 from cluster.config import Config
-from cluster.router.prompts import ANSWER, ids_of_prompt
+from cluster.router.prompts import ANSWER, ids_of_prompt, special_tokens_of
 from cluster.router.served import Served
 from cluster.router.tokenizer import CheckpointTokenizer
 from tests.support.edge import END, EdgePeers, ingress
@@ -86,6 +86,18 @@ async def test_tools_calls_and_the_answers_start_reach_the_prompt(tmp_path):
 async def test_tools_that_the_template_ignores_are_refused(served):
     with pytest.raises(BadRequest, match="tools: the target's chat template ignores them"):
         await written(served, chat_of(("user", "hello"), tools='[{"name": "add"}]'))
+
+
+def test_shown_tokens_are_the_special_ones_of_bounded_texts(served):
+    tokenizer = served.tokenizer
+    shown = special_tokens_of(pb.Chat(shown_tokens=["<|end|>", "ab", ""]), tokenizer)
+    assert shown == {END}, "others give text anyway"
+    ids = [END, *tokenizer.encode("a", begins=False)]
+    assert tokenizer.showing(shown).decode(ids) == "<|end|>a"
+    assert tokenizer.showing(frozenset()).decode(ids) == tokenizer.decode(ids) == "a"
+    for texts, field in ((["a"] * 17, "shown_tokens: has 17"), (["a", "b" * 1025], r"shown_tokens\[1\]: has 1025")):
+        with pytest.raises(BadRequest, match=field):
+            special_tokens_of(pb.Chat(shown_tokens=texts), tokenizer)
 
 
 async def test_a_template_that_does_not_know_the_role_developer_gets_system(served, tmp_path):

@@ -79,7 +79,7 @@ class PieceTokenizer:
     def visible(self, ids: Sequence[int]) -> list[int]:
         return list(ids)
 
-    def showing(self) -> PieceTokenizer:
+    def showing(self, shown=None) -> PieceTokenizer:
         return self
 
 

@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from dendro.calls import Hello, Opened
@@ -50,8 +50,8 @@ class ByteTokenizer:
     def visible(self, ids: Sequence[int]) -> list[int]:
         return [token for token in ids if token < 256]
 
-    def showing(self) -> ShowingByteTokenizer:
-        return ShowingByteTokenizer()
+    def showing(self, shown: Collection[int] | None = None) -> ByteTokenizer:
+        return self if shown is not None and END not in shown else ShowingByteTokenizer()
 
     def token_bytes(self) -> dict[int, bytes]:
         return {token: bytes([token]) for token in range(256)}

@@ -86,6 +86,7 @@ class Chat(_message.Message):
     CHAT_TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
     ANSWER_START_FIELD_NUMBER: _builtins.int
+    SHOWN_TOKENS_FIELD_NUMBER: _builtins.int
     chat_template_kwargs: _builtins.str
     """chat_template_kwargs is a JSON object, whose names the template can read: {"enable_thinking": false}. Empty: none."""
     tools: _builtins.str
@@ -102,6 +103,12 @@ class Chat(_message.Message):
         last answer alone.
         """
 
+    @_builtins.property
+    def shown_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """shown_tokens are texts of special tokens that the answer's text has, such as the marker of a call; other special
+        tokens give no text unless `show_special_tokens` is set. At most 16, each of at most 1024 bytes. Empty: none.
+        """
+
     def __init__(
         self,
         *,
@@ -109,10 +116,11 @@ class Chat(_message.Message):
         chat_template_kwargs: _builtins.str = ...,
         tools: _builtins.str = ...,
         answer_start: _builtins.str = ...,
+        shown_tokens: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_start", b"answer_start", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_start", b"answer_start", "chat_template_kwargs", b"chat_template_kwargs", "messages", b"messages", "shown_tokens", b"shown_tokens", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
