@@ -151,7 +151,7 @@ async def later_turns(client) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "auto": ({"tools": TOOLS}, "tool_choice"),
+    "template": ({"tools": TOOLS}, "tools"),
     "no tools": ({"tool_choice": "required"}, "tool_choice"),
     "unknown choice": ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
     "unknown name": (

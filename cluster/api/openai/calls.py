@@ -13,6 +13,7 @@ from dendro.errors import BadRequest
 from dendro.structure import Structure
 
 from cluster.api.openai.answers import ChatForm, Choice
+from cluster.api.openai.found_calls import CallMarks
 from cluster.router.tokenizer import Tokenizer
 
 PROBE = {
@@ -25,6 +26,8 @@ PROBED: Sequence[Mapping[str, Any]] = [
     {"role": "assistant", "content": "", "tool_calls": [PROBE]},
 ]
 """A conversation with a call, which shows the format of a template."""
+PYTHON_TAG = "<|python_tag|>"
+"""Llama 3 may or may not write this special token before a call, so it marks none."""
 _NAME, _VALUE = r'(?P<head>\{"name": ?)"probe"', r'\{"key": ?"value"\}'
 _FORMATS = tuple(
     re.compile(pattern)
@@ -33,7 +36,8 @@ _FORMATS = tuple(
         r"(?P<closing>\}\s*</tool_call>)",
         rf'(?P<marker>\[TOOL_CALLS\])(?P<opening>\s*\[){_NAME}(?P<middle>, ?"arguments": ?){_VALUE}'
         r'(?:, ?"id": ?"probe0000")?(?P<closing>\}\])',
-        rf'(?P<marker>)(?P<opening>){_NAME}(?P<middle>, ?"parameters": ?){_VALUE}(?P<closing>\}})',
+        rf'(?P<marker>(?:{re.escape(PYTHON_TAG)})?)(?P<opening>){_NAME}(?P<middle>, ?"parameters": ?){_VALUE}'
+        r"(?P<closing>\})",
     )
 )
 """Hermes and Qwen, Mistral, Llama 3."""
@@ -62,6 +66,11 @@ class CallFormat:
             "tools",
             "the target's chat template writes calls in none of the formats of Hermes, Qwen, Llama 3 and Mistral",
         )
+
+    @property
+    def marks(self) -> CallMarks:
+        """The texts by which calls are found in an answer."""
+        return CallMarks("" if self.marker == PYTHON_TAG else self.marker, self.closing.strip("}] \n"))
 
     def structure(self, schemas: Mapping[str, Mapping[str, Any]]) -> Structure:
         """A call of one of these functions, after the marker. schemas: of their arguments, by name"""
@@ -99,6 +108,12 @@ class Call:
     def arguments(self) -> str:
         """The arguments, or what there is of them."""
         return self.rest if self.whole is None else self.whole
+
+
+def described_call(request_id: str, choice: int, number: int, name: str, arguments: str) -> dict[str, Any]:
+    """A call as it is sent. number: among the choice's calls"""
+    named = hashlib.sha256(f"{request_id} {choice} {number}".encode()).hexdigest()[:ID_CHARACTERS]
+    return {"id": named, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class CallForm(ChatForm):
@@ -144,8 +159,7 @@ class CallForm(ChatForm):
         return {"message": {"role": "assistant", "content": None, "refusal": None} | calls}
 
     def _described(self, choice: Choice, call: Call, arguments: str) -> dict[str, Any]:
-        named = hashlib.sha256(f"{self._request_id} {choice.index}".encode()).hexdigest()[:ID_CHARACTERS]
-        return {"id": named, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+        return described_call(self._request_id, choice.index, 0, call.name, arguments)
 
     def finish(self, choice: Choice) -> str:
         call = self._format.parsed(choice.text)

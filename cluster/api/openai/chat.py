@@ -14,6 +14,8 @@ from dendro.errors import BadRequest
 from cluster.api.openai.answers import AnswerForm, ChatForm
 from cluster.api.openai.calls import CallForm, CallFormat
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
+from cluster.api.openai.found_calls import CallFinder
+from cluster.api.openai.mixed import MixedForm
 from cluster.api.openai.tools import read_calls, read_tools
 
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
@@ -41,6 +43,15 @@ def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) 
         return http_request(fields, chat, options, request_id, NAMES), ChatForm()
     model = typed("model", body.get("model") or "", JsonType.STRING)
     calls = CallFormat.of(tokenizers(model), tools.described)
+    if not tools.required:
+        shown = [calls.marks.marker] if calls.marks.marker else []
+        chat = dataclasses.replace(chat, tools=tools.described, shown_tokens=shown)
+        asked = http_request(fields, chat, options, request_id, NAMES)
+        if asked.message.HasField("structure"):
+            name = "structure" if "structure" in body else "response_format"
+            raise BadRequest(name, "is given beside tools that the answer may call; give one of them")
+        most_calls = None if tools.parallel else 1
+        return asked, MixedForm(request_id, most_calls, lambda: CallFinder(calls.marks, tools.schemas))
     options["structure"] = calls.structure(tools.schemas)
     chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
     names = NAMES | {"structure": "tools", "structure.grammar": "tools"}

@@ -22,10 +22,12 @@ NOT_BESIDE = ("structure", "response_format", "show_special_tokens")
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The functions of which an answer must call one; without any, an answer is text."""
+    """The functions that an answer can call; without any, an answer is text."""
 
     described: Sequence[Mapping[str, Any]]  # all functions, for the chat template, as they were sent
     schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of those that can be called
+    required: bool = False  # whether the answer must be a call
+    parallel: bool = True  # whether an answer may have several calls
 
 
 def read_tools(fields: Fields) -> Tools:
@@ -40,22 +42,22 @@ def read_tools(fields: Fields) -> Tools:
             raise BadRequest(f"tools[{index}].function.name", f"{name} is described twice")
         schemas[name] = schema
     choice = fields.take("tool_choice", JsonType.STRING, JsonType.OBJECT)
-    fields.take("parallel_tool_calls", JsonType.BOOLEAN)  # an answer has one call
+    parallel = fields.take("parallel_tool_calls", JsonType.BOOLEAN)
     if choice == "none" or (choice is None and not given):
         return Tools([], {})  # a template that describes functions would invite calls
-    if choice is None or choice == "auto":
-        raise BadRequest("tool_choice", "auto, which is also meant where it is absent, is not supported by this server")
     if not given:
         raise BadRequest("tool_choice", "is given without tools")
+    if choice is None or choice == "auto":
+        return Tools(given, schemas, parallel=parallel is not False)
     for name in NOT_BESIDE:
         if name in fields:
             raise BadRequest(name, "is given beside a tool_choice that makes the answer a call; give one of them")
     if choice == "required":
-        return Tools(given, schemas)
+        return Tools(given, schemas, required=True)
     name = _named(choice)
     if name not in schemas:
         raise BadRequest("tool_choice.function.name", f"{shown(name)} is none of {', '.join(schemas)}")
-    return Tools(given, {name: schemas[name]})
+    return Tools(given, {name: schemas[name]}, required=True)
 
 
 def _function(field: str, given: Any) -> tuple[str, Mapping[str, Any]]:
@@ -85,7 +87,7 @@ def _typed_function(parts: Fields, field: str) -> Fields:
 def _named(choice: Any) -> Any:
     """The name in a `tool_choice` of one function."""
     if isinstance(choice, str):
-        raise BadRequest("tool_choice", f"is {shown(choice)}; must be none, required or a function")
+        raise BadRequest("tool_choice", f"is {shown(choice)}; must be none, auto, required or a function")
     parts = Fields(choice, "tool_choice.")
     function = _typed_function(parts, "tool_choice")
     name = function.take("name", JsonType.STRING)
