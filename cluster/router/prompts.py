@@ -33,7 +33,7 @@ async def ids_of_prompt(
     if isinstance(request, pb.GenerateRequest) and kind == "token_ids":
         return await checked_ids("prompt.token_ids", request.token_ids.ids, served)
     if kind == "chat":
-        _check_messages(request.chat.messages, most_bytes)
+        check_messages(request.chat.messages, most_bytes)
         _size("tools", request.chat.tools, most_bytes)
         _size("answer_start", request.chat.answer_start, most_bytes)
         return await off_loop(LONG, lambda: _in_vocabulary(_ids_of_chat(request.chat, served, earlier), served))
@@ -85,25 +85,24 @@ def _check_size(field: str, size: int, most: int) -> None:
         raise BadRequest(field, f"has {size} bytes; at most {most}")
 
 
-def _check_messages(messages: Sequence[pb.ChatMessage], most_bytes: int) -> None:
+def check_messages(messages: Sequence[pb.ChatMessage], most_bytes: int) -> None:
+    """Raise BadRequest, naming the field, for messages that no template gets."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise BadRequest("messages", f"has {len(messages)} entries; must have 1 to {MAX_MESSAGES}")
     for index, each in enumerate(messages):
         if each.role not in ROLES:
             raise BadRequest(f"messages[{index}].role", f"is {each.role[:32]!r}; must be one of {', '.join(ROLES)}")
-    texts = [text for each in messages for text in (each.content, each.tool_calls, each.tool_call_id)]
+    texts = [text for each in messages for text in _texts_of(each)]
     _check_size("messages", sum(_size("messages", text, most_bytes) for text in texts), most_bytes)
+
+
+def _texts_of(message: pb.ChatMessage) -> tuple[str, ...]:
+    return message.content, message.tool_calls, message.tool_call_id, message.reasoning_content
 
 
 def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int]) -> list[int]:
     tokenizer = served.tokenizer
-    messages = [_message(f"messages[{index}]", each) for index, each in enumerate(chat.messages)]
-    names, tools = _template_names(chat.chat_template_kwargs), _objects("tools", chat.tools)
-    turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] if earlier else []
-    text = tokenizer.chat([*turn, *messages], True, names, tools)
-    if tools and text == tokenizer.chat([*turn, *messages], True, names):
-        raise BadRequest("tools", "the target's chat template ignores them")
-    text += chat.answer_start
+    text = text_of_chat(chat, tokenizer, bool(earlier))
     if not earlier:
         return tokenizer.encode_chat(text)
     _, found, rest = text.partition(ANSWER)
@@ -114,13 +113,26 @@ def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int]) -> list[
     return tokenizer.encode(rest, begins=False)
 
 
+def text_of_chat(chat: pb.Chat, tokenizer: Tokenizer, continues: bool) -> str:
+    """The text of a conversation by the chat template, up to the answer. Raises BadRequest naming the field.
+    continues: whether a turn of ours comes first, in place of the session's"""
+    messages = [_message(f"messages[{index}]", each) for index, each in enumerate(chat.messages)]
+    names, tools = _template_names(chat.chat_template_kwargs), _objects("tools", chat.tools)
+    turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] if continues else []
+    text = tokenizer.chat([*turn, *messages], True, names, tools)
+    if tools and text == tokenizer.chat([*turn, *messages], True, names):
+        raise BadRequest("tools", "the target's chat template ignores them")
+    return text + chat.answer_start
+
+
 def _message(field: str, given: pb.ChatMessage) -> dict[str, Any]:
     """A message as templates read it."""
     made: dict[str, Any] = {"role": given.role, "content": given.content}
     if calls := _objects(f"{field}.tool_calls", given.tool_calls):
         made["tool_calls"] = calls
-    if given.tool_call_id:
-        made["tool_call_id"] = given.tool_call_id
+    for name in ("tool_call_id", "reasoning_content"):
+        if text := getattr(given, name):
+            made[name] = text
     return made
 
 

