@@ -21,6 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cluster.arms import Arm, parsed_arms
 from cluster.certify import checks
+from cluster.certify.outward import command as outward
 from cluster.certify.parameters import identity_under_parameters
 from cluster.certify.promises import Promise, report, show
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
@@ -40,6 +41,7 @@ from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
 from cluster.measure.machine import describe_machine
 from cluster.measure.measurement import Step
+from cluster.measure.options import MarkdownFile
 from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
@@ -216,11 +218,73 @@ def certify(
     json_file: JsonFile = None,
     key_file: KeyFile = None,
     ca: Authority = None,
+    openai: Annotated[
+        str, typer.Option(help="Check this server of OpenAI's HTTP API, such as http://127.0.0.1:8000/v1, instead.")
+    ] = "",
+    model: Annotated[str, typer.Option(help="With --openai: the model's name there. Default: the first.")] = "",
+    reference: Annotated[
+        Path | None, typer.Option(help="With --openai: the checkpoint that it serves: a folder, file or hub name.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="With --openai: the dtype that it is served in, which sets the tolerances.")
+    ] = outward.DTYPE,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(help="With --openai: of log-probabilities and near ties, in place of the dtype's.", min=0.0),
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            help=f"With --openai: draws at temperature 1 (default {outward.FULL.samples}; quick "
+            f"{outward.QUICK.samples}).",
+            min=outward.LEAST_SAMPLES,
+            max=outward.MOST_SAMPLES,
+            show_default=False,
+        ),
+    ] = None,
+    at_once: Annotated[int, typer.Option(help="With --openai: requests at once.", min=1, max=256)] = 8,
+    time_limit: Annotated[float, typer.Option(help="With --openai: seconds after which it ends.", min=1.0)] = 3600.0,
+    fields: Annotated[
+        str, typer.Option(help='With --openai: JSON of fields of every request, such as {"top_k": -1}.')
+    ] = "",
+    markdown: MarkdownFile = None,
 ) -> None:
-    """Check on held-out prompts that answers have the target's own tokens and law under every speculation.
+    """Check on held-out prompts that answers have the target's own tokens and law under every speculation; or, with
+    --openai, that any server's answers have those of its model.
 
     Exit status 1 when a promise is broken or could not be checked. Everything started is stopped again.
     """
+    if openai:
+        if config or address or target or local:
+            raise BadRequest("--openai", "excludes a configuration, --address, --target and --local")
+        outward.certify_outward(
+            outward.OutwardOptions(
+                openai,
+                model,
+                outward.reference_folder(reference),
+                str(reference),
+                dtype,
+                tolerance,
+                outward.sized(outward.QUICK if quick else outward.FULL, samples),
+                at_once,
+                time_limit,
+                outward.extra_fields(fields),
+                given_key(key_file),
+                outward.given_authority(ca),
+            ),
+            json_file,
+            markdown,
+        )
+        return
+    beside = {
+        "--model": model,
+        "--reference": reference,
+        "--markdown": markdown,
+        "--fields": fields,
+        "--samples": samples,
+    }
+    if given := [name for name, value in beside.items() if value]:
+        raise BadRequest(given[0], "belongs to --openai")
     if bool(address) != (target is not None) or (address and (config or local)):
         raise BadRequest("address", "needs --target, and excludes a configuration and --local")
     if not address and (key_file or ca):

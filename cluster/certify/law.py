@@ -89,13 +89,21 @@ def fit_counts(counts: npt.NDArray[np.int64], law: Law, seed: int = 0) -> LawFit
         return LawFit(total, 0, math.inf, 0.0)
     cells = _cells(law, total)
     chances = _in_cells(law, cells)
-    statistic = float(_statistic(_in_cells(counts, cells)[None], chances)[0])
+    statistic = float(likelihood_ratio(_in_cells(counts, cells)[None], chances)[0])
+    return LawFit(total, len(chances), statistic, simulated_p(statistic, total, chances, SIMULATIONS, seed))
+
+
+def simulated_p(statistic: float, draws: int, chances: Law, simulations: int, seed: int) -> float:
+    """The share of samples of a law [cells] whose statistic is as large as this one.
+
+    (1 + simulations that reach the statistic) / (1 + simulations), of which there are fewer where many reach it.
+    """
     rng, made, reached = np.random.default_rng(seed), 0, 0
-    while len(chances) > 1 and made < SIMULATIONS and reached < EXCEEDED:
-        simulated = rng.multinomial(total, chances, size=min(BATCH, SIMULATIONS - made))
-        reached += int(np.count_nonzero(_statistic(simulated, chances) >= statistic * (1 - 1e-12)))
+    while len(chances) > 1 and made < simulations and reached < EXCEEDED:
+        simulated = rng.multinomial(draws, chances, size=min(BATCH, simulations - made))
+        reached += int(np.count_nonzero(likelihood_ratio(simulated, chances) >= statistic * (1 - 1e-12)))
         made += len(simulated)
-    return LawFit(total, len(chances), statistic, (1 + reached) / (1 + made))
+    return (1 + reached) / (1 + made)
 
 
 def draws_to_notice(fault: Law, law: Law) -> int:
@@ -107,22 +115,23 @@ def draws_to_notice(fault: Law, law: Law) -> int:
     draws = float(SMALLEST_DRAWS)
     while draws < LARGEST_DRAWS:
         cells = _cells(law, int(draws))
-        chances, faulty = _in_cells(law, cells), _in_cells(fault, cells)
-        freedom = len(chances) - 1
-        ratio = np.zeros_like(chances)
-        np.log(faulty / chances, out=ratio, where=faulty > 0)
-        apart = float(faulty @ ratio)
-        scatter = 4 * draws * float(faulty @ (ratio - apart) ** 2) + 2 * freedom
-        lead = freedom + 2 * draws * apart - _critical(freedom)
-        if freedom and lead > MISSED * math.sqrt(scatter):
+        if deviations_above(draws, _in_cells(fault, cells), _in_cells(law, cells), ALPHA) > MISSED:
             return math.ceil(draws)
         draws *= DRAWS_STEP
     return LARGEST_DRAWS
 
 
-def _critical(freedom: int) -> float:
-    """The value that chi-square with `freedom` degrees exceeds with probability ALPHA."""
-    return float(chi2.isf(ALPHA, freedom)) if freedom else math.inf
+def deviations_above(draws: float, faulty: Law, chances: Law, alpha: float) -> float:
+    """The statistic's mean under a fault [cells], in its standard deviations above the value that it exceeds with
+    probability `alpha` under the law [cells]. By the normal approximation."""
+    freedom = len(chances) - 1
+    if not freedom:
+        return -math.inf
+    ratio = np.zeros_like(chances)
+    np.log(faulty / chances, out=ratio, where=faulty > 0)
+    apart = float(faulty @ ratio)
+    scatter = 4 * draws * float(faulty @ (ratio - apart) ** 2) + 2 * freedom
+    return (freedom + 2 * draws * apart - float(chi2.isf(alpha, freedom))) / math.sqrt(scatter)
 
 
 def _cells(law: Law, draws: int) -> npt.NDArray[np.int64]:
@@ -147,8 +156,8 @@ def _in_cells(numbers: npt.NDArray[np.generic], cells: npt.NDArray[np.int64]) ->
     return np.bincount(cells, weights=numbers.astype(np.float64)).astype(np.float64)
 
 
-def _statistic(counts: npt.NDArray[np.generic], chances: Law) -> npt.NDArray[np.float64]:
-    """G of counts [simulations, cells]."""
+def likelihood_ratio(counts: npt.NDArray[np.generic], chances: Law) -> npt.NDArray[np.float64]:
+    """The statistic G of counts [simulations, cells]."""
     observed = counts.astype(np.float64)
     expected = chances * observed.sum(1, keepdims=True)
     logs = np.zeros_like(observed)

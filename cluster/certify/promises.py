@@ -10,10 +10,16 @@ from rich.text import Text as RichText
 
 from cluster.tables import folding_table
 
+VERDICTS = {True: "kept", False: "BROKEN", None: "not checked"}
+COLOURS = {True: "green", False: "red", None: "yellow"}
+
 
 @dataclass(slots=True)
 class Promise:
-    """One promise and its check's findings. `kept` is None if it could not be checked; `why` is then the reason."""
+    """One promise and its check's findings. `kept` is None if it could not be checked; `why` is then the reason.
+
+    A promise that the server does not make is not `offered`: it is neither kept nor broken.
+    """
 
     promise: str
     kept: bool | None = None
@@ -23,6 +29,12 @@ class Promise:
     found: list[str] = field(default_factory=list)  # one line per finding that holds, and notes
     broken: list[str] = field(default_factory=list)  # one line per finding that does not hold
     why: str = ""
+    offered: bool = True
+
+    @property
+    def verdict(self) -> str:
+        """The outcome, for people."""
+        return VERDICTS[self.kept] if self.offered else "not offered"
 
     def check(self, holds: bool, line: str) -> None:
         """Add one finding; the promise is kept as long as every finding holds."""
@@ -50,11 +62,10 @@ def report(promises: Sequence[Promise], machine: dict[str, object], subject: str
 
 def show(console: Console, promises: Sequence[Promise], subject: str) -> None:
     """Print the report as a table; of the broken findings, the first 8."""
-    word = {True: ("kept", "green"), False: ("BROKEN", "red"), None: ("not checked", "yellow")}
     rows = [
         (
             promise.promise,
-            RichText(*word[promise.kept]),
+            RichText(promise.verdict, COLOURS[promise.kept]),
             f"{promise.answers:,}",
             f"{promise.tokens_compared:,}",
             f"{promise.excused:,}",

@@ -20,6 +20,8 @@ Cells = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
 MET = {True: "met", False: "MISSED", None: "not judged"}
 MOST_DIFFERENCES = 10
 """Answers changed by speculation that are printed."""
+VERTICAL = "\\|"
+"""A vertical bar in a cell of Markdown."""
 
 
 # Cells
@@ -103,7 +105,9 @@ def show(console: Console, facts: Iterable[str], tables: Iterable[Cells], differ
     for fact in facts:
         console.print(fact, highlight=False, markup=False)
     for title, columns, rows in tables:
-        right = [index for index, column in enumerate(columns) if index and column not in ("why", "shapes picked")]
+        right = [
+            index for index, column in enumerate(columns) if index and column not in ("why", "shapes picked", "found")
+        ]
         console.print(folding_table(title, columns, rows, right=right))
     for line in differences[:MOST_DIFFERENCES]:
         console.print(f"DIFFERENT: {line}", style="red", markup=False)
@@ -113,14 +117,14 @@ def as_markdown(report: Report, facts: Iterable[str], tables: Iterable[Cells], p
     """The report as Markdown, under the name of its command. picture: the path of its plot from there"""
     bench = report["bench"]
     lines = [
-        f"# dendro {bench if bench in ('tune', 'predict') else f'bench {bench}'}",
+        f"# dendro {bench if bench in ('tune', 'predict', 'certify') else f'bench {bench}'}",
         "",
         *(f"- {fact}" for fact in facts),
         *(("", f"![The figures of these tables]({picture})") if picture else ()),
     ]
     for title, columns, rows in tables:
         lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-        lines += [f"| {' | '.join(cells)} |" for cells in rows]
+        lines += [f"| {' | '.join(cell.replace('|', VERTICAL) for cell in cells)} |" for cells in rows]
     return "\n".join(lines) + "\n"
 
 
