@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,9 +33,10 @@ from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp import History, Warp
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
+from tree_layers.graphs import CudaGraphs, Graphs, RecordedStep
 from tree_layers.launching import on_its_device
+from tree_layers.step_buffers import StepBuffers
 
-from verifier_service.graphs import CudaGraphs, Graphs, RecordedStep
 from verifier_service.guarding import guarded
 from verifier_service.logprobs import echo_logprobs, token_logprobs
 from verifier_service.models import LoadedTarget
@@ -58,48 +58,6 @@ WARP_NUMBERS = tuple(each.name for each in fields(Warp) if each.name != "top_k")
 
 ATTEMPTS = 2
 """Attempts to record a step: another thread may disturb the first one."""
-
-
-class Copied(Protocol):
-    """The part of torch.cuda.Event used to wait until the last upload has been read."""
-
-    def record(self) -> None: ...
-    def synchronize(self) -> None: ...
-
-
-class StepBuffers:
-    """A step's arrays at fixed addresses: views of one buffer on the host and of one on the device.
-
-    Write the host's arrays after `clear`, which waits until the device has read the last upload.
-    """
-
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        dtype: torch.dtype,
-        device: torch.device,
-        copied: Copied | None = None,
-    ) -> None:
-        """copied: by default an event on a GPU, and None elsewhere, where a copy is done when it returns."""
-        sizes = [int(np.prod(shape)) for shape in shapes.values()]
-        self._host = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(sum(sizes), dtype=dtype, device=device)
-        ends = np.cumsum([0, *sizes]).tolist()
-        places = {name: (slice(ends[i], ends[i + 1]), shape) for i, (name, shape) in enumerate(shapes.items())}
-        flat = self._host.numpy()
-        self.host: dict[str, npt.NDArray[Any]] = {name: flat[at].reshape(shape) for name, (at, shape) in places.items()}
-        self.device = {name: self._device[at].view(shape) for name, (at, shape) in places.items()}
-        self._copied = torch.cuda.Event() if copied is None and device.type == "cuda" else copied
-
-    def clear(self) -> None:
-        if self._copied is not None:
-            self._copied.synchronize()
-        self._host.zero_()
-
-    def upload(self) -> None:
-        self._device.copy_(self._host, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
 
 
 @dataclass(frozen=True, slots=True)

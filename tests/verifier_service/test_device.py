@@ -21,6 +21,7 @@ from tree_kernels.noise import gumbel_noise
 from tree_kernels.sampled_walk import drawn_order, law_of_scores
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import History, Processors, Warp, processed, tokens_of
+from tree_layers.step_buffers import StepBuffers
 
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
 from tests.support.tiny_models import make_checkpoint
@@ -28,7 +29,7 @@ from tests.support.tiny_models import make_checkpoint
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.support.engines import running
-from verifier_service.device import GREEDY, DeviceRunner, Drawn, StepBuffers, StepShape
+from verifier_service.device import GREEDY, DeviceRunner, Drawn, StepShape
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import LoadedTarget, load_target
 from verifier_service.options import VerifierOptions

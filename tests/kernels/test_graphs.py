@@ -6,8 +6,7 @@ import contextlib
 
 import pytest
 import torch
-
-from verifier_service.graphs import CudaGraphs
+from tree_layers.graphs import CudaGraphs
 
 
 class Cuda:
