@@ -17,6 +17,7 @@ from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.noise import NoiseRows, NoiseTokens
 from tree_kernels.ranking import Orders
 from tree_kernels.warp import Warp, drafter_ranking
+from tree_layers.graphs import CudaGraphs, Graphs
 from tree_layers.launching import on_its_device
 
 from drafter_service.acceptance_head import AcceptanceHead
@@ -24,6 +25,7 @@ from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
 from drafter_service.models.memory import FusedMemory
 from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, TextFold
+from drafter_service.recorded_levels import RecordableMemory, RecordedLevels
 
 NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
@@ -120,14 +122,20 @@ class DraftRunner:
         nodes: int,
         device: torch.device,
         head: AcceptanceHead | None = None,
+        graphs: Graphs | None = None,
     ) -> None:
         """texts, nodes: number of slots of either kind, slot 0 included   head: computes chances; None: the scheduler
-        calibrates scores"""
+        calibrates scores   graphs: record levels; by default CUDA's on a GPU, none elsewhere"""
         self.model = model
         self.ids = model.draft_ids
         self.head = head
         self.device = device
-        self.memory = model.memory(texts, nodes)
+        if graphs is None and device.type == "cuda":
+            graphs = CudaGraphs()
+        self.memory = model.memory(texts, nodes + 1 if graphs is not None else nodes)
+        self._recorded = None
+        if graphs is not None and isinstance(self.memory, RecordableMemory):
+            self._recorded = RecordedLevels(self.memory, nodes, device, graphs)
         self._fused = self.memory if isinstance(self.memory, FusedMemory) else None
         if self._fused is not None and head is not None:
             self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
@@ -206,7 +214,7 @@ class DraftRunner:
             return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
         if compiled is not None and isinstance(rows, Level):
             return DraftOutcome(*compiled.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
-        hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self.memory.level(rows)
+        hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self._level(rows)
         if not plan.groups:
             return NOTHING
         if plan.scored is not None and len(plan.scored) < len(hidden):
@@ -214,6 +222,9 @@ class DraftRunner:
         if compiled is not None:
             return DraftOutcome(*compiled.guesses_of_hidden(hidden, *_ordered(laws, plan), _width(laws, plan)))
         return self._order(hidden, laws, plan)
+
+    def _level(self, rows: Level) -> Tensor:
+        return self.memory.level(rows) if self._recorded is None else self._recorded.level(rows)
 
     def _order(self, hidden: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
         """Candidates of each scored row, ordered by the law of the row's group. hidden [scored, d]"""

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
+from dendro.tree import IntArray
 from torch import Tensor
 from tree_kernels.level_scan import Lines
 from tree_kernels.state_step import Slots
@@ -18,6 +19,7 @@ from tree_layers.states import as_slots
 from drafter_service.models.backbone import Backbone
 from drafter_service.models.states import SavedTexts
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
+from drafter_service.recorded_levels import LevelSize, PaddedLevel
 
 
 class NodeMixer(Protocol):
@@ -92,6 +94,10 @@ class InputSlots(SavedTexts):
             places=places,
             new=new,
         )
+        return self._of_level(step)
+
+    def _of_level(self, step: LevelStep) -> Mix:
+        memory = self._memory
 
         def mix(layer: int, mixer: NodeMixer, u: Tensor) -> Tensor:
             return mixer.level(u, memory.layers[layer], step)
@@ -119,3 +125,49 @@ class InputMemory(InputSlots):
 
     def level(self, rows: Level) -> Tensor:
         return self._model.through(torch.from_numpy(rows.tokens).to(self._device), self.of_level(rows))
+
+    def size_of(self, rows: Level) -> LevelSize:
+        return LevelSize.of(rows)
+
+    def padded(self, rows: Level, size: LevelSize, scratch: int) -> PaddedLevel:
+        """Lay out each tree as padding, the nodes before the level, the new ones and padding of these."""
+        memory, taps = self._memory, self._memory.hang(rows.slots, rows.text_of_rows, rows.parents)
+        first_new = size.nodes - size.new
+        places = np.concatenate([tree * size.new + np.arange(count) for tree, count in enumerate(rows.counts)])
+        nodes = np.full((size.trees, size.nodes), NO_NODE)
+        lines = np.tile(np.eye(size.nodes, dtype=np.bool_), (size.trees, 1, 1))
+        nodes[:, first_new:] = scratch
+        for tree, (its, count) in enumerate(zip(rows.trees, rows.counts, strict=True)):
+            held = np.arange(first_new + count - len(its.slots), first_new + count)
+            nodes[tree, held] = its.slots
+            lines[tree][np.ix_(held, held)] = rows.lines[tree, -len(its.slots) :, -len(its.slots) :]
+        whole = {
+            "tokens": _placed(rows.tokens, places, np.zeros(size.rows, np.int64)),
+            "slots": _placed(rows.slots, places, np.full(size.rows, scratch)),
+            "taps": _placed(taps, places, np.zeros((size.rows, taps.shape[1]), np.int64)),
+            "nodes": nodes.ravel(),
+            "texts": _placed(np.array(rows.texts), np.arange(len(rows.texts)), np.zeros(size.trees, np.int64)),
+        }
+        whole["raw"] = memory.raw_slots(whole["slots"])
+        bars = np.where(lines[:, None, first_new:], np.float32(0), np.float32(-np.inf))
+        return PaddedLevel(whole, {"sums": lines.transpose(0, 2, 1).astype(np.float32), "bars": bars}, places)
+
+    def run(self, given: Mapping[str, Tensor], size: LevelSize) -> Tensor:
+        step = LevelStep(
+            slots=given["slots"],
+            raw=given["raw"],
+            taps=given["taps"],
+            nodes=given["nodes"],
+            trees=size.trees,
+            lines=Lines(given["sums"], given["bars"]),
+            texts=given["texts"],
+            places=None,
+            new=size.new,
+        )
+        return self._model.through(given["tokens"], self._of_level(step))
+
+
+def _placed(rows: IntArray, places: IntArray, padding: IntArray) -> IntArray:
+    """The padding with these rows in their places."""
+    padding[places] = rows
+    return padding

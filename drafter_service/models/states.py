@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from tree_layers.states import States, StateShape, as_slots
 
 from drafter_service.models.backbone import Backbone
 from drafter_service.plan import NO_NODE, Chains, Level, TextFold
+from drafter_service.recorded_levels import LevelSize, PaddedLevel
 
 
 class SavedTexts:
@@ -100,9 +101,13 @@ class MixedStates(StateSlots):
 
     def of_level(self, rows: Level) -> Mix:
         """Prepare a level. The returned function runs a layer, which writes its part of the new nodes' slots."""
-        states, device = self._saved, self._device
         above = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
-        source, target = torch.from_numpy(above).to(device), as_slots(self._first_node + rows.slots, device)
+        target = as_slots(self._first_node + rows.slots, self._device)
+        return self._of_level(torch.from_numpy(above).to(self._device), target)
+
+    def _of_level(self, source: Tensor, target: Slots) -> Mix:
+        """source, target: slots of the states that each row reads and writes"""
+        states = self._saved
 
         def mix(layer: int, mixer: StepMixer, u: Tensor) -> Tensor:
             return mixer.step(u, states.recurrent[layer], states.conv[layer], source, target)
@@ -122,3 +127,16 @@ class StateMemory(MixedStates):
 
     def level(self, rows: Level) -> Tensor:
         return self._model.through(torch.from_numpy(rows.tokens).to(self._device), self.of_level(rows))
+
+    def size_of(self, rows: Level) -> LevelSize:
+        return LevelSize.of_rows(rows)
+
+    def padded(self, rows: Level, size: LevelSize, scratch: int) -> PaddedLevel:
+        tokens, source = np.zeros((2, size.rows), np.int64)
+        target = np.full(size.rows, self._first_node + scratch)
+        tokens[: rows.count], target[: rows.count] = rows.tokens, self._first_node + rows.slots
+        source[: rows.count] = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
+        return PaddedLevel({"tokens": tokens, "source": source, "target": target}, {}, np.arange(rows.count))
+
+    def run(self, given: Mapping[str, Tensor], size: LevelSize) -> Tensor:
+        return self._model.through(given["tokens"], self._of_level(given["source"], given["target"]))

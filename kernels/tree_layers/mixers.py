@@ -187,8 +187,7 @@ class Mamba2Scan:
         mixed = tree_conv(memory.raw, step.taps, self.conv_weight, self.conv_bias)
         x, B, C = self._split(mixed)
         memory.x[step.slots], memory.B[step.slots], memory.dt[step.slots] = x, B, self._dt(dt)
-        states = [memory.recurrent[text] for text in step.texts]
-        y = step.unpad(level_scan(step.of(memory), step.lines, states, step.pad(C), self.A))
+        y = step.unpad(level_scan(step.of(memory), step.lines, step.states(memory), step.pad(C), self.A))
         out: Tensor = y.addcmul_(x, self.D[:, None])
         return out
 

@@ -58,13 +58,19 @@ class LevelStep:
     nodes: Slots  # [trees * most] node slots of the trees so far
     trees: int
     lines: Lines
-    texts: Sequence[int]  # [trees] text slots
+    texts: Sequence[int] | Tensor  # [trees] text slots; on the device where a step is recorded
     places: Tensor | None  # [rows] index of each row among trees * R padded rows; None: all trees have R new nodes
     new: int  # R
 
     def of(self, memory: LayerNodes) -> NodeInputs:
         """The recurrence's inputs of the trees' nodes."""
         return NodeInputs(*(self._of(store) for store in (memory.x, memory.B, memory.dt)))
+
+    def states(self, memory: LayerNodes) -> Sequence[Tensor]:
+        """The state of each tree's text."""
+        if isinstance(self.texts, Tensor):
+            return memory.recurrent.index_select(0, self.texts).unbind(0)
+        return [memory.recurrent[text] for text in self.texts]
 
     def _of(self, store: Tensor) -> Tensor:
         """[nodes, ...] -> [trees, most, ...]"""
@@ -131,6 +137,10 @@ class NodeStates:
         if isinstance(found, slice):
             return found, slice(self._first + found.start, self._first + found.stop)
         return found, self._first + found
+
+    def raw_slots(self, slots: Ints) -> Ints:
+        """The slots of nodes among the raw inputs."""
+        return self._first + slots
 
     def fold(self, source: Ints, target: Ints, paths: Ints, factors: Tensor) -> None:
         """Advance texts by accepted nodes, in all layers.

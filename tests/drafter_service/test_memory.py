@@ -15,7 +15,9 @@ import torch
 from drafter_service.models import HYBRIDS, DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
 from drafter_service.plan import EMPTY_TEXT, Chains, TextFold
+from drafter_service.recorded_levels import RecordableMemory, RecordedLevels
 from tests.support import tiny_hybrids
+from tests.support.recordings import RunAgain
 from tests.support.text_cases import TextCase, chains_of, ints, level_of
 from tests.support.tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
 
@@ -72,10 +74,23 @@ def test_every_node_and_every_fold_of_each_hybrid_family_equals_one_chain_over_i
     compare_rounds(load_model(tmp_path, torch.float32, torch.device("cpu"))[0], 1, 8)
 
 
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_every_node_of_recorded_levels_equals_one_chain_over_its_text(family, tmp_path_factory):
+    model, _ = load_model(checkpoint_of(family, tmp_path_factory), torch.float32, torch.device("cpu"), form="eager")
+    graphs = RunAgain()
+    compare_rounds(model, 0, 12, graphs)
+    assert graphs.replays > 2 * graphs.recordings > 0
+
+
 @torch.inference_mode()
-def compare_rounds(model: DrafterModel, seed: int, rounds: int) -> None:
+def compare_rounds(model: DrafterModel, seed: int, rounds: int, graphs: RunAgain | None = None) -> None:
+    """graphs: levels are recorded with them"""
     rng = np.random.default_rng(seed)
-    memory = model.memory(TEXTS, NODES)
+    memory = model.memory(TEXTS, NODES if graphs is None else NODES + 1)
+    level = memory.level
+    if graphs is not None:
+        assert isinstance(memory, RecordableMemory)
+        level = RecordedLevels(memory, NODES, torch.device("cpu"), graphs).level
     cases = [TextCase(slot, rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()) for slot in range(1, TEXTS)]
     for _ in range(rounds):
         free = list(range(1, NODES))
@@ -98,7 +113,7 @@ def compare_rounds(model: DrafterModel, seed: int, rounds: int) -> None:
             growing = [case for case in cases if rng.random() < 0.8] or cases
             for case in growing:
                 case.grow(rng, free, VOCABULARY)
-            logits = model.logits(memory.level(level_of(growing)))
+            logits = model.logits(level(level_of(growing)))
             nodes = [(case, node) for case in growing for node in case.level]
             for (case, node), found in zip(nodes, logits, strict=True):
                 torch.testing.assert_close(found, read(model, case.text(node))[0], atol=1e-4, rtol=0)

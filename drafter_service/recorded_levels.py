@@ -1,0 +1,143 @@
+"""Levels of a Mamba drafter on an accelerator, recorded as graphs: a level is an upload and a replay, not a launch of
+each of its hundreds of operations.
+
+A level is padded to one of few sizes, and each size is recorded when it first occurs. Padded rows write to a node slot
+that no tree has.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from dendro.tree import IntArray
+from torch import Tensor
+from tree_layers.graphs import Graphs, RecordedStep
+from tree_layers.step_buffers import StepBuffers
+
+from drafter_service.plan import Level
+
+log = logging.getLogger("dendro.drafter")
+
+ATTEMPTS = 2
+"""Attempts to record a size: another thread may disturb the first one."""
+FEWEST_NODES = 8
+"""Nodes of a tree are padded to at least so many: each further number would be a further recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class LevelSize:
+    """Padded numbers of a level."""
+
+    trees: int
+    new: int  # new nodes of each tree
+    nodes: int  # nodes of each tree, the new ones included; 0 where a level reads its parents alone
+
+    @property
+    def rows(self) -> int:
+        return self.trees * self.new
+
+    @classmethod
+    def of(cls, rows: Level) -> LevelSize:
+        """The size of a level that reads all nodes of its trees."""
+        new = _at_least(max(rows.counts))
+        before = max(len(nodes.slots) - count for nodes, count in zip(rows.trees, rows.counts, strict=True))
+        return cls(_at_least(len(rows.counts)), new, max(_at_least(before + new), FEWEST_NODES))
+
+    @classmethod
+    def of_rows(cls, rows: Level) -> LevelSize:
+        """The size of a level whose rows do not depend on their trees."""
+        return cls(1, _at_least(rows.count), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedLevel:
+    """A level's arrays, which are uploaded, and the places of its rows among the padded ones."""
+
+    whole: Mapping[str, IntArray]
+    real: Mapping[str, npt.NDArray[np.float32]]
+    places: IntArray  # [rows]
+
+
+@runtime_checkable
+class RecordableMemory(Protocol):
+    """A memory whose levels can be recorded: they are operations of fixed shapes on arrays of fixed addresses."""
+
+    def size_of(self, rows: Level) -> LevelSize:
+        """The size to which a level is padded."""
+        ...
+
+    def padded(self, rows: Level, size: LevelSize, scratch: int) -> PaddedLevel:
+        """Called once for each level. The arrays have the same shapes for all levels of a size.
+
+        scratch: node slot that padded rows write
+        """
+        ...
+
+    def run(self, given: Mapping[str, Tensor], size: LevelSize) -> Tensor:
+        """Run a level from its uploaded arrays, without waiting for the device. Returns hidden rows [size.rows, d]; a
+        second run with the same arrays writes the same."""
+        ...
+
+
+class RecordedLevels:
+    """The recorded levels of one memory."""
+
+    def __init__(self, memory: RecordableMemory, scratch: int, device: torch.device, graphs: Graphs) -> None:
+        """scratch: a node slot of the memory that no tree has"""
+        self._memory = memory
+        self._scratch = scratch
+        self._device = device
+        self._graphs = graphs
+        self._buffers: dict[LevelSize, tuple[StepBuffers, StepBuffers]] = {}
+        self._recorded: dict[LevelSize, tuple[RecordedStep, Tensor]] = {}
+        self._failures: Counter[LevelSize] = Counter()
+
+    def level(self, rows: Level) -> Tensor:
+        """Run a level of new nodes. Returns hidden rows [rows, d]; writes the nodes' slots."""
+        size = self._memory.size_of(rows)
+        padded = self._memory.padded(rows, size, self._scratch)
+        given = self._uploaded(size, padded)
+        while size not in self._recorded and self._failures[size] < ATTEMPTS:
+            self._record(size, given)
+        if size in self._recorded:
+            recorded, hidden = self._recorded[size]
+            recorded.replay()
+        else:
+            hidden = self._memory.run(given, size)
+        return hidden.index_select(0, given["places"][: rows.count])
+
+    def _uploaded(self, size: LevelSize, padded: PaddedLevel) -> dict[str, Tensor]:
+        places = np.zeros(size.rows, np.int64)
+        places[: len(padded.places)] = padded.places
+        kinds = ({**padded.whole, "places": places}, torch.int64), (padded.real, torch.float32)
+        if size not in self._buffers:
+            whole, real = (
+                StepBuffers({name: array.shape for name, array in arrays.items()}, dtype, self._device)
+                for arrays, dtype in kinds
+            )
+            self._buffers[size] = whole, real
+        for buffers, (arrays, _) in zip(self._buffers[size], kinds, strict=True):
+            buffers.clear()
+            for name, array in arrays.items():
+                buffers.host[name][:] = array
+            buffers.upload()
+        return self._buffers[size][0].device | self._buffers[size][1].device
+
+    def _record(self, size: LevelSize, given: Mapping[str, Tensor]) -> None:
+        try:
+            self._recorded[size] = self._graphs.record(lambda: self._memory.run(given, size))
+        except RuntimeError as error:
+            self._failures[size] += 1
+            log.warning("drafter: a level of %d rows was not recorded: %s", size.rows, error)
+
+
+def _at_least(count: int) -> int:
+    """The smallest power of two that is no smaller."""
+    return 1 << (count - 1).bit_length()
