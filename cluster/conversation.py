@@ -113,8 +113,8 @@ def round_lines(part: Round) -> Iterator[str]:
     yield from tree_lines(tree)
     for arm in tree.arms:
         chosen = "  chosen" if arm.shape == part.shape else ""
-        expected = f"{arm.tokens:.2f} +- {arm.spread:.2f} tokens in {arm.round_us / 1000:.1f} ms"
-        yield f"arm {arm.shape}: expects {expected}, {arm.tokens_per_s:.0f} tokens/s{chosen}"
+        speed = f" in {arm.round_us / 1000:.1f} ms, {arm.tokens_per_s:.0f} tokens/s" if arm.round_us else ""
+        yield f"arm {arm.shape}: expects {arm.tokens:.2f} +- {arm.spread:.2f} tokens{speed}{chosen}"
 
 
 def tree_lines(tree: RoundTree) -> Iterator[str]:

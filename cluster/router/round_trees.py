@@ -9,7 +9,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 
-from cluster.arms import Arm
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies import ConservativeUCB, InformedPolicy
 from cluster.router.account import accepted_rows
 from cluster.router.rounds import Policy
@@ -58,8 +58,14 @@ def arm_estimates(policy: InformedPolicy, names_drafter: bool) -> list[pb.ArmEst
     if not isinstance(policy, ConservativeUCB):
         return []
     prices = policy.experience.prices()
+    timed = prices.predicted_us(OFF_ARM) is not None  # else all times are placeholders
     found = (policy.estimate(arm, prices) for arm in policy.arms)
     return [
-        pb.ArmEstimate(shape=each.arm.name(names_drafter), tokens=each.tokens, spread=each.bonus, round_us=each.us)
+        pb.ArmEstimate(
+            shape=each.arm.name(names_drafter),
+            tokens=each.tokens,
+            spread=each.bonus,
+            round_us=each.us if timed else 0.0,
+        )
         for each in found
     ]

@@ -76,7 +76,7 @@ class ExpectedRound:
     shape: str  # the name of `Round.shape`
     tokens: float
     spread: float  # distance by which `tokens` may be wrong
-    round_us: float
+    round_us: float  # 0: no round was timed yet
 
     @property
     def tokens_per_s(self) -> float:

@@ -38,8 +38,9 @@ async def test_a_rounds_tree_has_its_answers_tokens_on_the_accepted_path(count: 
 
 async def test_a_round_has_what_the_policy_expected_of_each_arm():
     client = LocalClient(ingress(EdgePeers()))
-    for _ in range(3):
-        done = await client.generate_text(PROMPT, max_new_tokens=24, trees=True)
+    first = await client.generate_text(PROMPT, max_new_tokens=24, trees=True)
+    assert first.rounds[0].tree is not None and not first.rounds[0].tree.arms[0].round_us  # nothing was timed yet
+    done = await client.generate_text(PROMPT, max_new_tokens=24, trees=True)
     for each in done.rounds:
         assert each.tree is not None
         assert [arm.shape for arm in each.tree.arms] == ["off", "(1,1,1)", "(2,1)"]

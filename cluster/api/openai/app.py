@@ -30,6 +30,7 @@ from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers
 from cluster.api.openai.pages import check_page
 from cluster.api.openai.serving import AnswerResponse
 from cluster.api.requests import RunningRequests
+from cluster.page import PAGE, POLICY
 from cluster.router.ingress import Ingress
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -38,6 +39,16 @@ LEFT_STATUS = 499
 """Status of a response that nobody reads."""
 BODY_WORK = 2
 """Bytes of a body that cost about as much to read as a token of other work."""
+
+
+PAGE_HEADERS = {
+    "content-security-policy": POLICY,
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
 
 
 def application(
@@ -53,7 +64,7 @@ def application(
             "/detokenize": api.detokenize,
             "/abort": api.abort,
         },
-        "GET": {"/v1/models": api.models, "/v1/models/{model:path}": api.model, "/health": api.health},
+        "GET": {"/": api.page, "/v1/models": api.models, "/v1/models/{model:path}": api.model, "/health": api.health},
     }
     return Starlette(
         routes=[
@@ -146,6 +157,9 @@ class HttpApi:
             "dtype": model.dtype,
             "drafters": list(model.drafters),
         }
+
+    async def page(self, _: Request) -> Response:
+        return Response(PAGE, 200, PAGE_HEADERS, "text/html")
 
     async def health(self, _: Request) -> Response:
         return _json({"status": "SERVING"}) if self._healthy() else _json({"status": "NOT_SERVING"}, 503)

@@ -1033,7 +1033,7 @@ class ArmEstimate(_message.Message):
     """tokens is the expected number of tokens; spread is by how much it may be wrong."""
     spread: _builtins.float
     round_us: _builtins.float
-    """round_us is the expected time of the round, in microseconds."""
+    """round_us is the expected time of the round, in microseconds. Zero: no round was timed yet."""
     def __init__(
         self,
         *,
