@@ -323,6 +323,32 @@ def chat(
 
 
 @app.command()
+def explain(
+    request: Annotated[str, typer.Argument(help="The id of a request: an answer's `request_id`, or `x-request-id`.")],
+    address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("explained.html"),
+    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    key_file: KeyFile = None,
+    ca: Authority = None,
+) -> None:
+    """Write the rounds of a request, with their trees, as one HTML page. Routers keep those of a share of their
+    requests: `router.explained_share`."""
+    from cluster.explaining import explained_answers
+    from cluster.page import explained_page
+
+    request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")  # ids of answers over HTTP
+
+    async def run() -> None:
+        key, credentials = given_key(key_file), given_credentials(ca)
+        async with AsyncClient(address, key=key, timeout_s=timeout, credentials=credentials) as client:
+            found = explained_answers(request, await client.explain(request))
+        output.write_text(explained_page(found), encoding="utf-8")
+        errors.print(f"{output}: {sum(len(each['rounds']) for each in found)} rounds", markup=False, highlight=False)
+
+    _run(run())
+
+
+@app.command()
 def demo(
     config: ConfigOption = None,
     local: Local = False,

@@ -190,6 +190,11 @@ class Router(Replicated):
     draft_timeout_ms: float = Field(default=500.0, gt=0)
     """The longest a round waits for its draft; a round whose draft is late is plain decoding. Rounds with a fixed shape
     wait up to this limit; others have a shorter deadline, computed from usual drafts and rounds."""
+    explained_share: float = Field(default=0.0, ge=0, le=1)
+    """The share of requests whose rounds a router keeps in memory for `dendro explain`, with their answers' texts. 0:
+    none."""
+    explained_requests: int = Field(default=64, ge=1, le=1024)
+    """The requests whose rounds are kept, the newest, each of at most 2 MiB."""
 
 
 class SpeculationConfig(Section):

@@ -95,6 +95,7 @@ class GenerationServicer:
             "Tokenize": self.Tokenize,
             "Detokenize": self.Detokenize,
             "Abort": self.Abort,
+            "Explain": self.Explain,
         }
         methods: dict[str, Any] = {
             name: grpc.stream_unary_rpc_method_handler(
@@ -194,6 +195,9 @@ class GenerationServicer:
     async def Abort(self, caller: CallerIdentity, data: bytes) -> pb.AbortResponse:
         request = await self._read(pb.AbortRequest, data)
         return pb.AbortResponse(aborted=self._requests.abort(caller.tenant, request.request_id))
+
+    async def Explain(self, caller: CallerIdentity, data: bytes) -> pb.ExplainResponse:
+        return self._ingress.explain(await self._read(pb.ExplainRequest, data), caller.tenant)
 
 
 async def _one_message(messages: AsyncIterator[bytes]) -> bytes:

@@ -29,6 +29,7 @@ Request = TypeVar(
     pb.DetokenizeRequest,
     pb.GetServerInfoRequest,
     pb.AbortRequest,
+    pb.ExplainRequest,
 )
 
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5

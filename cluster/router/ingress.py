@@ -45,6 +45,7 @@ from cluster.router.admission import (
 )
 from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.echo import echo_of
+from cluster.router.explained import ExplainedRequests
 from cluster.router.ports import HandlePort, PeersPort, VerifierPort
 from cluster.router.priors import Priors
 from cluster.router.prompts import checked_ids, ids_of_prompt
@@ -127,6 +128,7 @@ class Ingress:
         self.experience = {name: Experiences() for name in config.targets}
         self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
         self._acceptance = AcceptanceWatch()
+        self._explained = ExplainedRequests(config.router.explained_share, config.router.explained_requests)
         self._closing = BackgroundTasks()
 
     @property
@@ -167,6 +169,10 @@ class Ingress:
         """The tokenizer of a target. Raises BadRequest for an unknown one."""
         return self._served[self.config.target_named(model)].tokenizer
 
+    def explain(self, request: pb.ExplainRequest, tenant: str) -> pb.ExplainResponse:
+        """The rounds of a request. Raises NotFound where they are not kept."""
+        return self._explained.find(tenant, request.request_id)
+
     async def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
         """The text of tokens. Raises BadRequest naming the field."""
         served = self._served[self.config.target_named(request.model)]
@@ -197,11 +203,14 @@ class Ingress:
                 self.totals.failed(error)
                 raise
             del request  # it may be large, and an answer may take long
+            explained, trees = self._explained.begin(tenant, request_id), job.trees
+            if explained is not None:
+                job = replace(job, trees=True)
             try:
                 async with aclosing(self._answers(job, answer)) as answers:
                     async for response in answers:
                         share.use(len(response.chunk.token_ids))
-                        yield response
+                        yield response if explained is None else explained.take(response, trees)
             except BaseException as error:
                 self.totals.failed(error)
                 raise

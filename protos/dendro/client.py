@@ -227,6 +227,24 @@ class AsyncClient(Asking):
             else:
                 return models_of(response)
 
+    async def explain(self, request_id: str) -> pb.ExplainResponse:
+        """The rounds of a request, from the first router that keeps them. Raises NotFound where none does."""
+        attempts, unasked = Attempts(self.timeout_s), list(self._rotation.addresses)
+        while True:
+            address = unasked[0]
+            try:
+                async with self._stub(address) as stub:
+                    return await stub.Explain(
+                        pb.ExplainRequest(request_id=ascii_of("request_id", request_id)),
+                        timeout=attempts.remaining_s,
+                        metadata=self._metadata,
+                    )
+            except grpc.aio.AioRpcError as error:
+                if error.code() is grpc.StatusCode.NOT_FOUND and unasked[1:]:
+                    del unasked[0]
+                else:
+                    await asyncio.sleep(attempts.pause_after(error, address, self._rotation))
+
 
 class Client:
     """A blocking client of a cluster; may be used from several threads."""

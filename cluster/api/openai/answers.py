@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from dendro.answer import complete_from, tree_from
+from dendro.answer import complete_from
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.openai.fields import EXTENSION
+from cluster.explaining import round_fields
 from cluster.router.token_texts import VocabularyTexts
 
 FINISHES = {
@@ -280,10 +281,7 @@ class ObjectWriter:
 
 def _round(choice: Choice, chunk: pb.GenerateChunk) -> dict[str, Any]:
     """What a part has of its round, where the request asks for trees. A round's text may come with a later part."""
-    tree = dataclasses.asdict(tree_from(chunk.tree))
-    tree["tree_ids"] = tree.pop("token_ids")
-    found = {"index": choice.index, "shape": chunk.shape, "token_ids": list(chunk.token_ids), **tree}
-    return {EXTENSION: {"round": found}}
+    return {EXTENSION: {"round": {"index": choice.index, **round_fields(chunk)}}}
 
 
 def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:

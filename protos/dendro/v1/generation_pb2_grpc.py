@@ -59,6 +59,11 @@ class GenerationServiceStub:
                 request_serializer=dendro_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
                 response_deserializer=dendro_dot_v1_dot_generation__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/dendro.v1.GenerationService/Explain',
+                request_serializer=dendro_dot_v1_dot_generation__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=dendro_dot_v1_dot_generation__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer:
@@ -110,6 +115,14 @@ class GenerationServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Explain returns the rounds of a request, with their trees, where this router keeps them (`router.explained_share`).
+        NOT_FOUND: it does not, or the request is another tenant's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -137,6 +150,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=dendro_dot_v1_dot_generation__pb2.AbortRequest.FromString,
                     response_serializer=dendro_dot_v1_dot_generation__pb2.AbortResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=dendro_dot_v1_dot_generation__pb2.ExplainRequest.FromString,
+                    response_serializer=dendro_dot_v1_dot_generation__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -274,6 +292,33 @@ class GenerationService:
             '/dendro.v1.GenerationService/Abort',
             dendro_dot_v1_dot_generation__pb2.AbortRequest.SerializeToString,
             dendro_dot_v1_dot_generation__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dendro.v1.GenerationService/Explain',
+            dendro_dot_v1_dot_generation__pb2.ExplainRequest.SerializeToString,
+            dendro_dot_v1_dot_generation__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -54,6 +54,10 @@ class GenerationServiceStub:
     """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
     CANCELLED. It is no error if there is none.
     """
+    Explain: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ExplainRequest, _generation_pb2.ExplainResponse]
+    """Explain returns the rounds of a request, with their trees, where this router keeps them (`router.explained_share`).
+    NOT_FOUND: it does not, or the request is another tenant's.
+    """
 
 @_typing.type_check_only
 class GenerationServiceAsyncStub(GenerationServiceStub):
@@ -80,6 +84,10 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
     """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
     CANCELLED. It is no error if there is none.
+    """
+    Explain: _aio.UnaryUnaryMultiCallable[_generation_pb2.ExplainRequest, _generation_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Explain returns the rounds of a request, with their trees, where this router keeps them (`router.explained_share`).
+    NOT_FOUND: it does not, or the request is another tenant's.
     """
 
 class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -134,6 +142,16 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_generation_pb2.AbortResponse, _abc.Awaitable[_generation_pb2.AbortResponse]]:
         """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
         CANCELLED. It is no error if there is none.
+        """
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _generation_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_generation_pb2.ExplainResponse, _abc.Awaitable[_generation_pb2.ExplainResponse]]:
+        """Explain returns the rounds of a request, with their trees, where this router keeps them (`router.explained_share`).
+        NOT_FOUND: it does not, or the request is another tenant's.
         """
 
 def add_GenerationServiceServicer_to_server(servicer: GenerationServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,0 +1,124 @@
+"""`dendro explain`: rounds that routers keep of a share of their requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+
+import pytest
+from dendro.answer import build_request
+from dendro.client import AsyncClient
+from dendro.errors import BadRequest, NotFound
+from dendro.v1 import generation_pb2 as pb
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.api.grpc import serve_router
+from cluster.api.keys import ApiKeys, new_key, write_keys
+from cluster.explaining import explained_answers
+from cluster.router.allowance import KeyLimits
+from cluster.router.explained import ExplainedRequest, ExplainedRequests
+from tests.support.edge import EdgePeers, config, ingress
+
+KEEPING = {"router": {"explained_share": 1.0, "explained_requests": 2}}
+ASKED = {"max_new_tokens": 12, "speculation": "(2,1)"}
+
+
+async def events_of(made, request_id, tenant="", **options):
+    request = build_request("walk the ", request_id=request_id, **{**ASKED, **options})
+    return [event async for event in made.generate(request, tenant)]
+
+
+async def test_nothing_is_kept_unless_it_is_configured():
+    made = ingress(EdgePeers())
+    assert config().router.explained_share == 0
+    await events_of(made, "a")
+    with pytest.raises(NotFound, match="^request: its rounds are not kept here"):
+        made.explain(pb.ExplainRequest(request_id="a"), "")
+
+
+async def test_a_kept_request_has_its_trees_and_its_client_gets_what_it_asked_for():
+    made = ingress(EdgePeers(), **KEEPING)
+    plain, with_trees = await events_of(made, "a"), await events_of(made, "b", trees=True)
+    assert not any(event.chunk.HasField("tree") for event in plain)
+    for name, sent in (("a", plain), ("b", with_trees)):
+        kept = made.explain(pb.ExplainRequest(request_id=name), "")
+        chunks = [event.chunk for event in kept.events if event.HasField("chunk")]
+        assert len(kept.events) == len(sent) and chunks and all(chunk.HasField("tree") for chunk in chunks)
+        assert [list(chunk.token_ids) for chunk in chunks] == [
+            list(event.chunk.token_ids) for event in sent if event.HasField("chunk")
+        ]
+
+
+async def test_the_newest_requests_are_kept_and_an_echoed_prompt_is_not():
+    made = ingress(EdgePeers(), **KEEPING)
+    for name in ("a", "b", "c"):
+        await events_of(made, name, echo=True)
+    with pytest.raises(NotFound):
+        made.explain(pb.ExplainRequest(request_id="a"), "")
+    kept = made.explain(pb.ExplainRequest(request_id="b"), "")
+    assert "prompt" not in [event.WhichOneof("event") for event in kept.events]
+
+
+async def test_another_tenants_request_and_an_unknown_one_look_alike(tmp_path):
+    (alice, one), (bob, other) = new_key("alice", "alice", KeyLimits()), new_key("bob", "bob", KeyLimits())
+    write_keys(tmp_path / "keys.json", ApiKeys(keys=(one, other)))
+    server = await serve_router(ingress(EdgePeers(), auth={"keys": tmp_path / "keys.json"}, **KEEPING))
+    try:
+        async with AsyncClient(server.address, key=alice) as hers, AsyncClient(server.address, key=bob) as his:
+            await hers.generate_text("walk the ", request_id="mine", max_new_tokens=4)
+            assert (await hers.explain("mine")).events
+            with pytest.raises(NotFound) as foreign:
+                await his.explain("mine")
+            with pytest.raises(NotFound) as unknown:
+                await his.explain("none")
+    finally:
+        await server.stop()
+    assert str(foreign.value) == str(unknown.value)
+
+
+def test_a_share_of_the_requests_is_kept():
+    chances = iter([0.1, 0.3, 0.2])
+    kept = ExplainedRequests(0.25, 8, lambda: next(chances))
+    assert [kept.begin("", name) is not None for name in "abc"] == [True, False, True]
+    assert ExplainedRequests(0.0, 8, lambda: 0.0).begin("", "a") is None
+
+
+def test_the_events_of_a_request_are_bounded_and_say_where_they_were_cut():
+    kept = ExplainedRequest(most_bytes=1000)
+    for offset in range(100):
+        kept.take(pb.GenerateResponse(chunk=pb.GenerateChunk(offset=offset, token_ids=[1], text="x" * 50)), True)
+    kept.take(pb.GenerateResponse(complete=pb.GenerateComplete(finish_reason=pb.FINISH_REASON_LENGTH)), True)
+    found = kept.message()
+    assert found.cut and found.ByteSize() < 1200 and found.events[-1].HasField("complete")
+    assert [event.chunk.offset for event in found.events[:-1]] == list(range(len(found.events) - 1))
+    (answer,) = explained_answers("a", found)
+    assert answer["note"] == "Later rounds were too many to be kept."
+
+
+@pytest.mark.parametrize("router", [{"explained_share": 1.5}, {"explained_share": -1}, {"explained_requests": 5000}])
+def test_what_is_kept_has_bounds(router):
+    with pytest.raises((BadRequest, ValidationError), match="explained_"):
+        config(router=router)
+
+
+async def test_the_command_writes_one_page_with_the_rounds_of_each_answer(tmp_path):
+    first, second = [await serve_router(ingress(EdgePeers(), **KEEPING)) for _ in range(2)]
+    page = tmp_path / "page.html"
+    try:
+        async with AsyncClient(second.address) as client:
+            answers = await client.generate_samples("walk the ", request_id="abc", n=2, max_new_tokens=8)
+        words = ["explain", "chatcmpl-abc", "--address", f"{first.address},{second.address}", "-o", str(page)]
+        done = await asyncio.to_thread(CliRunner().invoke, cli.app, words)
+    finally:
+        await first.stop()
+        await second.stop()
+    assert done.exit_code == 0, done.output
+    (data,) = re.findall(r'<script type="application/json" id="explained">(.*?)</script>', page.read_text(), re.DOTALL)
+    found = json.loads(data)
+    assert [each["sample"] for each in found] == [0, 1] and [each["request_id"] for each in found] == ["abc"] * 2
+    for its, answer in zip(found, answers, strict=True):
+        assert "".join(each["text"] for each in its["rounds"]) == answer.text and its["model"] == "demo"
+        assert its["stats"]["rounds"] == len(its["rounds"]) and its["note"] == ""
