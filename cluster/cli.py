@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 import asyncio
+import contextlib
 import importlib
 import logging
 import signal
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -346,6 +348,36 @@ def explain(
         errors.print(f"{output}: {sum(len(each['rounds']) for each in found)} rounds", markup=False, highlight=False)
 
     _run(run())
+
+
+@app.command()
+def top(
+    addresses: Annotated[
+        list[str], typer.Argument(metavar="ADDRESS...", help="Status ports of routers, drafters and verifiers.")
+    ],
+    once: Annotated[bool, typer.Option("--once", help="Print the totals since the start, and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once, as one JSON object.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", help="Between two looks.")] = 2.0,
+) -> None:
+    """Show what a cluster does: requests, tokens a second, acceptance by arm, where a round's time goes, and replicas.
+    Exit status 1 with --once where no status port answers."""
+    from cluster.top import checked_addresses, show_live, tables_of, view_once
+
+    ports = checked_addresses(addresses)
+    seconds_of("--interval", interval)
+    if json and not once:
+        raise BadRequest("--json", "belongs to --once")
+    if not once:
+        with contextlib.suppress(KeyboardInterrupt):
+            _run(show_live(page(), ports, interval))
+        return
+    view = _run(view_once(ports))
+    if json:
+        print(dumps(view.as_json()))
+    else:
+        page().print(*tables_of(view), sep="\n")
+    if not (view.routers or view.pools):
+        raise typer.Exit(1)
 
 
 @app.command()

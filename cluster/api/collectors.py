@@ -64,6 +64,11 @@ class RouterMetrics:
             for name, target in totals.targets.items()
             for labels, count in target.without_tree.items()
         )
+        yield metrics.ROUND_TIME.of(
+            ((name, part), seconds)
+            for name, target in totals.targets.items()
+            for part, seconds in target.round_s.items()
+        )
         report = self._health()
         yield metrics.SERVING.of([((), report.serving)])
         yield metrics.FAULT.of(((part,), 1) for part in report.faults)

@@ -147,6 +147,13 @@ WITHOUT_TREE = _rated(
     "target drafter reason",
     "drafter reason",
 )
+ROUND_TIME = _rated(
+    f"{R}round_seconds_total",
+    "Time of rounds. part: draft, verify and queue, at the peers; opening, the rest of first rounds; hop, that of the "
+    "others.",
+    "target part",
+    "target part",
+)
 MOVES = _rated(f"{R}verifier_moves_total", "Texts that were opened at another verifier.", "target", "target")
 REOPENED = _rated(
     f"{R}reopened_total", "Texts that were opened again at a verifier that had forgotten them.", "target", "target"
@@ -168,7 +175,20 @@ FAULT = _gauge(
 )
 ROUTER = (
     *(REQUESTS, REFUSED, RUNNING, PLACES, ANSWERS, ERRORS, PROMPT_TOKENS, FIRST_TOKEN, BETWEEN_TOKENS, ANSWER_TIME),
-    *(ROUNDS, TOKENS, GUESSES, ACCEPTED, TRIMMED, WITHOUT_TREE, MOVES, REOPENED, RESUMED, TURNS_KEPT, TURNS_NOT_KEPT),
+    *(
+        ROUNDS,
+        TOKENS,
+        GUESSES,
+        ACCEPTED,
+        TRIMMED,
+        WITHOUT_TREE,
+        ROUND_TIME,
+        MOVES,
+        REOPENED,
+        RESUMED,
+        TURNS_KEPT,
+        TURNS_NOT_KEPT,
+    ),
     *(SERVING, FAULT),
 )
 """Metrics of routers."""

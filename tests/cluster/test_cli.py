@@ -45,7 +45,21 @@ async def address():
 
 @pytest.mark.parametrize(
     "command",
-    ["serve", "config", "check", "generate", "chat", "explain", "demo", "certify", "tune", "predict", "train", "bench"],
+    [
+        "serve",
+        "config",
+        "check",
+        "generate",
+        "chat",
+        "explain",
+        "top",
+        "demo",
+        "certify",
+        "tune",
+        "predict",
+        "train",
+        "bench",
+    ],
 )
 def test_help_names_every_command(command: str):
     assert command in CliRunner().invoke(cli.app, ["--help"]).stdout
