@@ -245,7 +245,7 @@ async def test_what_a_server_refuses_is_not_offered_and_breaks_nothing(reference
 
 async def test_draws_that_came_before_the_limit_of_time_are_judged(reference, places):
     late = await law(reference, places[:1], in_time=lambda: False)
-    assert late.kept is None and "--time-limit raises it" in late.why and not late.answers
+    assert late.kept is None and "raise --time-limit" in late.why and not late.answers
     looks = iter([True] * 12)
     promise = await law(reference, places[:1], in_time=lambda: next(looks, False))
     assert promise.kept is True and promise.answers == 12 * served.MOST_SAMPLES, promise
@@ -391,7 +391,8 @@ async def test_the_command_exits_with_1_where_a_promise_is_broken_or_time_is_up(
     assert all("raise --time-limit" in each["why"] for each in report["promises"][:7])
 
 
-@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(300)
 async def test_this_projects_own_server_keeps_every_promise(tmp_path, monkeypatch):
     """The bundled pair, in float32."""
     config = demo_config()

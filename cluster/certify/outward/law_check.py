@@ -196,7 +196,7 @@ class LawCheck:
             self.promise.found.append("not offered: second tokens; answers do not say which tokens they are made of")
         for number in range(min(2, len(laws))):
             await self._other_laws(number, *laws[number], further)
-        late = "the limit of time was reached; --time-limit raises it, --samples asks for less"
+        late = "the limit of time was reached: raise --time-limit, or ask for less (--samples)"
         if not self._tests:
             self.promise.why = late
             return self.promise
