@@ -33,7 +33,7 @@ from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms
 from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
-from cluster.redis_address import unreadable
+from cluster.redis_address import SCHEMES, SENTINEL, SENTINEL_PASSWORD, unreadable
 from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section, Tls, first_fault
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
@@ -226,9 +226,14 @@ class Redis(Section):
     """Where records, states and priors are stored."""
 
     url: str = ""
-    """Empty: an embedded redis-server is started beside the cluster and ends with it."""
+    """`redis://HOST:PORT`, over TLS `rediss://`; `unix://PATH`; `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`, of
+    Sentinels and the name that they have for the primary; or `redis+cluster://HOST:PORT,HOST:PORT`, of some nodes of a
+    cluster; over TLS `rediss+sentinel://` and `rediss+cluster://`. Empty: an embedded redis-server is started beside
+    the cluster and ends with it."""
     password_variable: str = ""
     """The environment variable that has the server's password, so that no file contains it."""
+    sentinel_password_variable: str = ""
+    """The environment variable that has the Sentinels' own password. Default: they want none."""
     user: str = ""
     """The server's user. Default: Redis' own default user."""
     authority: Path | None = None
@@ -247,30 +252,40 @@ class Redis(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.url and not self.url.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("url: does not begin with redis://, rediss:// or unix://")
+        scheme = self.url.partition("://")[0]
+        if self.url and (scheme not in SCHEMES or "://" not in self.url):
+            raise ValueError(f"url: does not begin with one of {', '.join(f'{each}://' for each in SCHEMES)}")
         if self.url and (reason := unreadable(self.url)):
             raise ValueError(f"url: {reason}")
         if self.password_variable and "@" in self.url:
             raise ValueError("password_variable: is set, but the url has credentials of its own")
         if self.user and not self.password_variable:
             raise ValueError("user: is set without password_variable")
-        if self.authority is not None and not self.url.startswith("rediss://"):
-            raise ValueError("authority: is set, but the url does not begin with rediss://")
+        if self.authority is not None and not scheme.startswith("rediss"):
+            raise ValueError("authority: is set, but the url does not begin with rediss")
+        if self.sentinel_password_variable and not scheme.endswith(SENTINEL):
+            raise ValueError("sentinel_password_variable: is set, but the url is not one of Sentinels")
         return self
 
     def address(self, environment: Mapping[str, str]) -> str:
         """The url with user, password and authority. Raises BadRequest where the variable is not set."""
         url = self.url
         if self.password_variable:
-            password = environment.get(self.password_variable, "")
-            if not password:
-                raise BadRequest("redis.password_variable", f"there is no {self.password_variable} in the environment")
+            password = _secret_in(environment, "password_variable", self.password_variable)
             scheme, _, rest = url.partition("://")
             url = f"{scheme}://{quote(self.user, safe='')}:{quote(password, safe='')}@{rest}"
         if self.authority is not None:
             url += f"{'&' if '?' in url else '?'}ssl_ca_certs={quote(str(self.authority))}"
+        if self.sentinel_password_variable:
+            password = _secret_in(environment, "sentinel_password_variable", self.sentinel_password_variable)
+            url += f"{'&' if '?' in url else '?'}{SENTINEL_PASSWORD}={quote(password, safe='')}"
         return url
+
+
+def _secret_in(environment: Mapping[str, str], field: str, variable: str) -> str:
+    if not (found := environment.get(variable, "")):
+        raise BadRequest(f"redis.{field}", f"there is no {variable} in the environment")
+    return found
 
 
 class Structures(Section):

@@ -5,14 +5,21 @@ from __future__ import annotations
 import asyncio
 import re
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import redis.asyncio
 import redis.exceptions
+from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedSSLConnection
 from redis.backoff import ExponentialBackoff
 
-REDIS_FAULTS = (redis.exceptions.RedisError, OSError, TimeoutError)
+from cluster.redis_address import SeveralNodes, has_several_nodes
+from cluster.redis_cluster import RedisClusterClient
+
+REDIS_FAULTS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TimeoutError)
 RENEWALS = 2
 """How often a command whose connection breaks is sent again, over a new one. So all commands may be sent twice."""
 RENEWED_AFTER = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
@@ -26,24 +33,75 @@ STATES_FIRST = frozenset({"volatile-ttl", "noeviction"})
 """The maxmemory-policies that evict no session before a saved state, which expires earlier."""
 
 
-def connect(url: str, budget_s: float) -> redis.asyncio.Redis:
-    """A client of the server at `url`. It connects at its first command, within `budget_s`."""
-    options: dict[str, Any] = {}
+AnyClient = redis.asyncio.Redis | RedisClusterClient
+"""Clients of a server, of the primary that Sentinels name, or of a cluster."""
+
+
+def connect(url: str, budget_s: float) -> AnyClient:
+    """A client of what is at `url`. It connects at its first command, within `budget_s`."""
+    options: dict[str, Any] = {
+        "socket_connect_timeout": budget_s,
+        "retry": Retry(ExponentialBackoff(cap=budget_s / 10, base=budget_s / 100), RENEWALS),
+        "retry_on_error": list(RENEWED_AFTER),
+    }
     if not url.startswith("unix:"):
         numbers = {getattr(socket, name): value for name, value in KEEPALIVE.items() if hasattr(socket, name)}
         options |= {"socket_keepalive": True, "socket_keepalive_options": numbers}
-    return redis.asyncio.Redis.from_url(
-        url,
-        socket_connect_timeout=budget_s,
-        retry=Retry(ExponentialBackoff(cap=budget_s / 10, base=budget_s / 100), RENEWALS),
-        retry_on_error=list(RENEWED_AFTER),
-        **options,
-    )
+    if not has_several_nodes(url):
+        return redis.asyncio.Redis.from_url(url, **options)
+    several = SeveralNodes.read(url)
+    options |= several.options
+    return _of_primary(several, options) if several.service else RedisClusterClient(several.nodes, several.tls, options)
 
 
-async def drop_idle(client: redis.asyncio.Redis) -> None:
+def _of_primary(several: SeveralNodes, options: dict[str, Any]) -> redis.asyncio.Redis:
+    """A client of the primary; each new connection asks the Sentinels which server that is."""
+    trust = {name: value for name, value in options.items() if name.startswith("ssl_")}
+    asking: dict[str, Any] = {"socket_timeout": options["socket_connect_timeout"]}
+    asking |= {"socket_connect_timeout": options["socket_connect_timeout"], **trust}
+    asking |= {"ssl": True} if several.tls else {}
+    asking |= {"password": several.sentinel_password} if several.sentinel_password else {}
+    sentinel = Sentinel(several.nodes, sentinel_kwargs=asking)
+    kind = {"connection_class": SentinelManagedSSLConnection} if several.tls else {}
+    pool = _PrimaryPool(several.service, sentinel, **options, **kind)  # type: ignore[no-untyped-call]  # redis-py's
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+class _PrimaryPool(SentinelConnectionPool):
+    """Connections to the primary. Closes those to the Sentinels, too."""
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        for each in self.sentinel_manager.sentinels:
+            await each.aclose()
+
+
+async def drop_idle(client: AnyClient) -> None:
     """Close the connections that no call uses, so that the next call makes a new one."""
-    await client.connection_pool.disconnect(inuse_connections=False)
+    if isinstance(client, RedisClusterClient):
+        await client.drop_idle()
+    else:
+        await client.connection_pool.disconnect(inuse_connections=False)
+
+
+@asynccontextmanager
+async def transaction(client: AnyClient, key: str) -> AsyncIterator[Pipeline]:
+    """A transaction on one key. Raises WatchError where another change came first, or the key has moved to another
+    node: then it can be made again."""
+    if not isinstance(client, RedisClusterClient):
+        async with client.pipeline(transaction=True) as pipe:
+            yield pipe
+        return
+    node = await client.node_of(key)
+    try:
+        async with node.pipeline(transaction=True) as pipe:
+            yield pipe
+    except redis.exceptions.MovedError as error:
+        await client.learn_nodes()
+        raise redis.exceptions.WatchError("the key has moved") from error
+    except (redis.exceptions.ConnectionError, redis.exceptions.TimeoutError, redis.exceptions.ClusterDownError):
+        await client.learn_nodes()  # a replica may have become the primary
+        raise
 
 
 def answers(error: BaseException) -> bool:
@@ -63,7 +121,7 @@ def reason_of(error: BaseException) -> str:
     return f"{word}: {text}" if text else word
 
 
-async def eviction_warning(client: redis.asyncio.Redis) -> str:
+async def eviction_warning(client: AnyClient) -> str:
     """What a full server would evict that it should not; empty where it would not, or where CONFIG is not allowed.
     Raises one of REDIS_FAULTS where the server does not answer."""
     try:

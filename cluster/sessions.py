@@ -28,7 +28,7 @@ from dendro.long_work import off_loop
 from dendro.modes import VerificationMode
 from dendro.text import packed_ids
 
-from cluster.redis_client import REDIS_FAULTS, connect, eviction_warning, reason_of
+from cluster.redis_client import REDIS_FAULTS, connect, eviction_warning, reason_of, transaction
 from cluster.state_store import CircuitBreaker, CircuitOpen, within_two_attempts
 
 PREFIX = "dendro:session:"
@@ -271,7 +271,7 @@ class RedisSessions:
         """
         for _ in range(WRITES):
             with contextlib.suppress(redis.exceptions.WatchError):
-                async with self._redis.pipeline(transaction=True) as pipe:
+                async with transaction(self._redis, key) as pipe:
                     await pipe.watch(key)
                     found = await pipe.get(key) or b""
                     if sent.is_set() and found == blob:

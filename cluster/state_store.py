@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-import redis.asyncio
 from dendro.clock import Clock, microseconds
 from dendro.state import MAX_BLOB_BYTES
 from dendro.tasks import BackgroundTasks
 
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
-from cluster.redis_client import REDIS_FAULTS, answers, connect, drop_idle, reason_of
+from cluster.redis_client import REDIS_FAULTS, AnyClient, answers, connect, drop_idle, reason_of
 
 log = logging.getLogger("dendro.redis")
 
@@ -53,7 +52,7 @@ async def within(budget_s: float, call: Coroutine[Any, Any, Answer]) -> Answer:
 
 
 async def within_two_attempts(
-    budget_s: float, client: redis.asyncio.Redis, call: Callable[[], Coroutine[Any, Any, Answer]]
+    budget_s: float, client: AnyClient, call: Callable[[], Coroutine[Any, Any, Answer]]
 ) -> Answer:
     """The answer of a call that may be made twice. Raises TimeoutError after `budget_s`.
 

@@ -1,0 +1,49 @@
+"""A client of a Redis Cluster, for commands and transactions of one key each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import redis.asyncio
+import redis.exceptions
+from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import SSLConnection
+
+
+class RedisClusterClient(redis.asyncio.RedisCluster):
+    """redis-py's client, whose transactions go through plain clients of the nodes: its own sends a transaction again
+    over a new connection, where no key is watched."""
+
+    def __init__(self, nodes: tuple[tuple[str, int], ...], tls: bool, options: dict[str, Any]) -> None:
+        super().__init__(startup_nodes=[ClusterNode(*each) for each in nodes], ssl=tls, **options)
+        self._options = options | ({"connection_class": SSLConnection} if tls else {})
+        self._nodes: dict[tuple[str, int], redis.asyncio.Redis] = {}
+
+    async def node_of(self, key: str) -> redis.asyncio.Redis:
+        """A client of the node that has the key now. Raises one of redis-py's errors where none has it."""
+        await self.initialize()
+        node = self.get_node_from_key(key)
+        if node is None:
+            raise redis.exceptions.ClusterError(f"no node has the slot {self.keyslot(key)}")
+        where = node.host, int(node.port)
+        if where not in self._nodes:
+            pool = redis.asyncio.ConnectionPool(host=where[0], port=where[1], **self._options)
+            self._nodes[where] = redis.asyncio.Redis(connection_pool=pool)
+        return self._nodes[where]
+
+    async def learn_nodes(self) -> None:
+        """Ask the cluster anew which node has which key."""
+        await self.nodes_manager.initialize()
+
+    async def drop_idle(self) -> None:
+        for node in self.get_nodes():
+            await node.disconnect_free_connections()
+        for client in self._nodes.values():
+            await client.connection_pool.disconnect(inuse_connections=False)
+
+    async def aclose(self) -> None:
+        """Also called by redis-py after a fault, whereupon its next command asks for the nodes anew."""
+        nodes, self._nodes = self._nodes, {}
+        for client in nodes.values():
+            await client.connection_pool.disconnect(inuse_connections=False)
+        await super().aclose()
