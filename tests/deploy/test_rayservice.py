@@ -158,7 +158,7 @@ def test_routers_listen_for_all_pods_on_the_ports_that_their_service_and_probe_c
     router = groups(manifest)["router"]["template"]
     found = ports(router)
     assert (found["grpc"], found["http"], found["status"]) == (9100, 8100, 9200)
-    assert router["spec"]["containers"][0]["readinessProbe"]["grpc"] == {"port": 9100}
+    assert router["spec"]["containers"][0]["readinessProbe"]["httpGet"] == {"path": "/healthz", "port": "status"}
     (entry,) = rendered(chosen)["router.yaml"]
     kubernetes_validate.validate(entry, KUBERNETES, strict=True)
     assert {port["port"]: found[port["targetPort"]] for port in entry["spec"]["ports"]} == {9100: 9100, 8100: 8100}
@@ -271,7 +271,8 @@ def test_the_times_and_sizes_of_what_is_kept_reach_the_cluster():
     kept = {"record_ttl_s": 31536000, "state_ttl_s": 50, "prior_ttl_s": 40, "max_state_mb": 512}
     found = cluster_of(serve_config(merged(SMALL, {"cluster": {"redis": kept}}))).redis
     assert {name: getattr(found, name) for name in kept} == kept and found.url.startswith("redis://dendro-redis")
-    assert kept.keys() == set(type(found).model_fields) - {"url", "user", "password_variable", "authority", "memory_mb"}
+    elsewhere = {"url", "user", "password_variable", "sentinel_password_variable", "authority", "memory_mb"}
+    assert kept.keys() == set(type(found).model_fields) - elsewhere
 
 
 def test_every_pod_has_the_hubs_address_and_a_token_by_reference_to_a_secret():

@@ -93,7 +93,26 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $_ := set $config "grpc" (dict "host" "0.0.0.0" "port" (int .Values.grpc.port) "status_port" (int .Values.grpc.statusPort) "replica_status_port" (int .Values.grpc.replicaStatusPort)) }}
 {{- $_ := set $config "http" (dict "host" "0.0.0.0" "port" (int .Values.http.port)) }}
 {{- $_ := set $config "auth" (ternary "none" (dict "keys" (printf "/etc/dendro/keys/%s" .Values.keys.secretKey)) .Values.keys.open) }}
+{{- $tls := dict }}
+{{- if .Values.tls.clients }}{{ $_ := set $tls "clients" (include "dendro.certificate" "clients" | fromYaml) }}{{ end }}
+{{- if include "dendro.peers" . }}
+{{- $peer := include "dendro.certificate" "peers" | fromYaml }}
+{{- $_ := set $tls "peers" (dict "authority" "/etc/dendro/tls-peers/ca.crt" "router" $peer "drafter" $peer "verifier" $peer) }}
+{{- end }}
+{{- if $tls }}{{ $_ := set $config "tls" $tls }}{{ end }}
 {{- toYaml $config }}
+{{- end }}
+
+{{/* The files of a certificate, where they are mounted. */}}
+{{- define "dendro.certificate" -}}
+{certificate: /etc/dendro/tls-{{ . }}/tls.crt, key: /etc/dendro/tls-{{ . }}/tls.key}
+{{- end }}
+
+{{/* "true" if the secrets of the peers are named, empty if none is. Fails if some are. */}}
+{{- define "dendro.peers" -}}
+{{- $named := compact (values .Values.tls.peers) }}
+{{- if and $named (ne (len $named) 3) }}{{ fail "tls.peers: name the secrets of router, drafter and verifier, or none" }}{{ end }}
+{{- if $named }}true{{ end }}
 {{- end }}
 
 {{/* The most replicas of one pod, each of which has a status port. */}}
