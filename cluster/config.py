@@ -34,7 +34,7 @@ from cluster.model_paths import hub_name, resolved_path
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
 from cluster.redis_address import SCHEMES, SENTINEL, SENTINEL_PASSWORD, unreadable
-from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section, Tls, first_fault
+from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section, Tls, TraceExport, first_fault
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -397,6 +397,8 @@ class Config(Section):
     auth: Annotated[Auth, BeforeValidator(_auth_section)] = Auth()
     http: Http = Http()
     tls: Tls = Tls()
+    trace: TraceExport | None = None
+    """Default: no traces."""
     structures: Structures = Structures()
     verification_modes: tuple[VerificationMode, ...] = ()
     """Modes beside coupled and greedy that requests may name: naive, multi-step, block and lenient. A drafter that

@@ -143,6 +143,21 @@ class Tls(Section):
     peers: PeerTls | None = None
 
 
+class TraceExport(Section):
+    """Traces of answers by OpenTelemetry (docs/metrics.md). Needs the extra `trace`."""
+
+    endpoint: str
+    """The collector's address for spans, OTLP over HTTP: `http://collector:4318/v1/traces`."""
+    share: float = Field(default=0.01, gt=0, le=1)
+    """Share of the answers that have a span, where the caller has none; a caller's span decides for its answers."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.endpoint.startswith(("http://", "https://")):
+            raise ValueError("endpoint: does not begin with http:// or https://")
+        return self
+
+
 def first_fault(error: ValidationError) -> tuple[str, str]:
     """Path and reason of the first error; the reason ends with the number of further ones."""
     faults = error.errors(include_url=False)

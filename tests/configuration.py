@@ -152,8 +152,8 @@ def sections() -> Iterator[tuple[str, type[Section]]]:
     yield "", Config
     yield from PLACES[:4]
     for name, field in Config.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
-            yield name, field.annotation
+        if (own := section_of(field.annotation)) is not None:
+            yield name, own
             yield from ((path, section) for path, section in PLACES[4:] if path.startswith(f"{name}."))
 
 

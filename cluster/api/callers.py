@@ -7,7 +7,7 @@ import hmac
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dendro.client import KEY_HEADER, TENANT_KEY
@@ -17,6 +17,7 @@ from dendro.errors import BadRequest, Unauthenticated
 from cluster.api.keys import KEY, ApiKey, digest_of, read_keys
 from cluster.config import Config
 from cluster.router.allowance import NO_LIMITS, Allowance
+from cluster.router.traces import TRACEPARENT
 
 log = logging.getLogger("dendro.keys")
 
@@ -33,6 +34,7 @@ class CallerIdentity:
 
     tenant: str = ""
     allowance: Allowance = NO_LIMITS
+    traceparent: str = ""  # the caller's span, as the call names it
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +124,11 @@ class Callers:
         Raises Unauthenticated without a valid key where keys are needed, LimitReached past the key's requests a minute,
         and BadRequest for a tenant that the caller may not name.
         """
-        tenant = _text(headers.get(TENANT_KEY, ""))
+        tenant, traceparent = _text(headers.get(TENANT_KEY, "")), _text(headers.get(TRACEPARENT, ""))
         if self._ring is None:
             if tenant and not self._believes:
                 raise BadRequest(TENANT_KEY, "is refused: a server that other machines reach takes tenants from keys")
-            return CallerIdentity(tenant)
+            return CallerIdentity(tenant, traceparent=traceparent)
         given = _text(headers.get(KEY_HEADER, ""))
         key = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else ""
         caller = self._ring.caller_of(key)
@@ -135,7 +137,7 @@ class Callers:
         if tenant and tenant != caller.tenant:
             raise BadRequest(TENANT_KEY, "is refused: the key decides the tenant")
         caller.allowance.take_request()
-        return caller
+        return replace(caller, traceparent=traceparent) if traceparent else caller
 
     async def watch(self) -> None:
         """Follow the changes of the file of keys, until cancelled."""

@@ -117,7 +117,7 @@ class GenerationServicer:
             request = await self._read(pb.GenerateRequest, await _one_message(messages))
             request_id = identified(request)
             with self._requests.run(caller.tenant, request_id, count_of_answers(request)):
-                events = self._ingress.generate(request, caller.tenant, caller.allowance)
+                events = self._ingress.generate(request, caller.tenant, caller.allowance, caller.traceparent)
                 del request  # it may be large, and an answer may take long
                 await self._write(events, request_id, context)
         except DendroError as error:  # not the ingress's: `_write` has sent those, and the ingress counted them

@@ -59,6 +59,7 @@ from cluster.router.stop_strings import AnswerText
 from cluster.router.token_texts import VocabularyTexts
 from cluster.router.tokenizer import Tokenizer
 from cluster.router.totals import AnswerMeter, RouterTotals
+from cluster.router.traces import Tracer, tracer_of
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
 
@@ -98,6 +99,7 @@ class Ingress:
         served: Mapping[str, Served] | None = None,
         priors: PriorStore | None = None,
         clock: Clock = time.monotonic,
+        tracer: Tracer | None = None,
     ) -> None:
         """`served` has the tokenizers and limits of the targets. Without it they are read from the checkpoints, and
         replicas loaded from other checkpoints are not used. Without `priors`, priors are kept in this process only."""
@@ -129,6 +131,7 @@ class Ingress:
         self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
         self._acceptance = AcceptanceWatch()
         self._explained = ExplainedRequests(config.router.explained_share, config.router.explained_requests)
+        self._tracer = tracer or tracer_of(config.trace)
         self._closing = BackgroundTasks()
 
     @property
@@ -181,12 +184,13 @@ class Ingress:
         return pb.DetokenizeResponse(text=await off_loop(len(ids), lambda: tokenizer.decode(ids)))
 
     async def generate(
-        self, request: pb.GenerateRequest, tenant: str = "", allowance: Allowance = NO_LIMITS
+        self, request: pb.GenerateRequest, tenant: str = "", allowance: Allowance = NO_LIMITS, traceparent: str = ""
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream the answer, or as many as the request asks for: started, a chunk per round, complete. Raises the
         family in dendro.errors.
 
         allowance: of the caller's key, from which the answers and tokens are taken; the request is counted already
+        traceparent: the caller's span
         Leaving the iteration, or cancelling the task, ends the work within a round and releases the leases.
         """
         request_id = request.request_id or secrets.token_hex(16)
@@ -207,7 +211,7 @@ class Ingress:
             if explained is not None:
                 job = replace(job, trees=True)
             try:
-                async with aclosing(self._answers(job, answer)) as answers:
+                async with aclosing(self._answers(job, answer, traceparent)) as answers:
                     async for response in answers:
                         share.use(len(response.chunk.token_ids))
                         yield response if explained is None else explained.take(response, trees)
@@ -215,28 +219,31 @@ class Ingress:
                 self.totals.failed(error)
                 raise
 
-    def _answers(self, job: Job, answer: AnswerText) -> AsyncGenerator[pb.GenerateResponse, None]:
+    def _answers(self, job: Job, answer: AnswerText, traceparent: str) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream all answers of a request. answer: of the tokens that the client has"""
         if job.answers == 1:
-            return self._answer(job, answer)
+            return self._answer(job, answer, traceparent)
         prompt = SharedPrompt()
-        rest = [self._answer_beside(job.of_sample(sample), answer, prompt) for sample in range(1, job.answers)]
-        return merged([self._answer(job, answer.copy(), prompt), *rest])
+        rest = [
+            self._answer_beside(job.of_sample(sample), answer, traceparent, prompt) for sample in range(1, job.answers)
+        ]
+        return merged([self._answer(job, answer.copy(), traceparent, prompt), *rest])
 
     async def _answer_beside(
-        self, job: Job, answer: AnswerText, prompt: SharedPrompt
+        self, job: Job, answer: AnswerText, traceparent: str, prompt: SharedPrompt
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """A further answer to a prompt, once the first one's text is being opened."""
         await prompt.wait()
-        async with aclosing(self._answer(job, answer.copy(), prompt)) as responses:
+        async with aclosing(self._answer(job, answer.copy(), traceparent, prompt)) as responses:
             async for response in responses:
                 yield response
 
     async def _answer(
-        self, job: Job, answer: AnswerText, prompt: SharedPrompt | None = None
+        self, job: Job, answer: AnswerText, traceparent: str, prompt: SharedPrompt | None = None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream one answer. answer: of the tokens that the client has   prompt: of a request for several"""
-        ending = Ending()
+        span = self._tracer.begin(traceparent, job.served.name) if self._tracer is not None else None
+        ending = Ending(span=span)
         try:
             text = _text_of(job, answer)
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
@@ -286,7 +293,11 @@ class Ingress:
             beside = prompt.first if prompt is not None else None
             verifier = self._peers.verifier(job.served.name, text, beside, plan.plain_first and not job.scores)
             meter = AnswerMeter(
-                self.totals.targets[job.served.name], job.began_s, len(job.prompt), resumed=job.resume is not None
+                self.totals.targets[job.served.name],
+                job.began_s,
+                len(job.prompt),
+                resumed=job.resume is not None,
+                span=ending.span,
             )
             speculation = self._speculation(job, text, running, meter)
             ending.counted_by(speculation.account, meter)

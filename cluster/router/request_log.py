@@ -12,6 +12,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.router.account import RoundAccount
 from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.totals import AnswerMeter
+from cluster.router.traces import AnswerSpan
 
 log = logging.getLogger("dendro.requests")
 
@@ -24,8 +25,9 @@ TENANT_CHARACTERS = 8
 class Ending:
     """The end of an answer, as the log has it: the outcome, and the statistics of the rounds."""
 
-    def __init__(self, outcome: str = REFUSED) -> None:
+    def __init__(self, outcome: str = REFUSED, span: AnswerSpan | None = None) -> None:
         self.outcome = outcome
+        self.span = span  # the span of the answer, if that is sampled
         self.stats = pb.SpeculationStats()
         self.meter: AnswerMeter | None = None  # None: the answer was not computed
 
@@ -40,12 +42,13 @@ class Ending:
 def log_request(ending: Ending, request_id: str, tenant: str, target: str, seconds: float) -> None:
     """Log the end of an answer. request_id: as the client sees it   target: empty if the request named none"""
     stats, meter = ending.stats, ending.meter
-    line = {
+    prompt_tokens = meter.prompt_tokens if meter is not None else 0
+    line: dict[str, str | int | float | bool | None] = {
         "request_id": one_line(request_id, MAX_REQUEST_ID),
         "tenant": hashlib.sha256(tenant.encode()).hexdigest()[:TENANT_CHARACTERS],
         "target": target,
         "outcome": ending.outcome,
-        "prompt_tokens": meter.prompt_tokens if meter is not None else 0,
+        "prompt_tokens": prompt_tokens,
         "tokens": stats.emitted_tokens,
         "rounds": stats.rounds,
         "guesses": stats.drafted_tokens,
@@ -56,3 +59,9 @@ def log_request(ending: Ending, request_id: str, tenant: str, target: str, secon
         "seconds": round(seconds, 4),
     }
     log.info("%s", json.dumps(line))
+    if ending.span is not None:
+        facts: dict[str, str | int | float | bool] = {
+            f"dendro.{name}": value for name, value in line.items() if value is not None and name != "tenant"
+        }
+        facts |= {"gen_ai.usage.input_tokens": prompt_tokens, "gen_ai.usage.output_tokens": stats.emitted_tokens}
+        ending.span.end(facts, ending.outcome[:1].isupper())

@@ -17,6 +17,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config
+from cluster.router.traces import AnswerSpan
 
 OTHER = "other"
 """Label of arms and makers that are not configured: shapes that requests name."""
@@ -90,10 +91,19 @@ class TargetTotals:
 class AnswerMeter:
     """Measures one answer."""
 
-    def __init__(self, totals: TargetTotals, began_s: float, prompt_tokens: int = 0, resumed: bool = False) -> None:
-        """began_s: when its request arrived, on the clock of `round`   resumed: after a broken stream"""
+    def __init__(
+        self,
+        totals: TargetTotals,
+        began_s: float,
+        prompt_tokens: int = 0,
+        resumed: bool = False,
+        span: AnswerSpan | None = None,
+    ) -> None:
+        """began_s: when its request arrived, on the clock of `round`   resumed: after a broken stream   span: of a
+        sampled answer"""
         self.prompt_tokens, self.resumed = prompt_tokens, resumed
         self.first_token_s: float | None = None  # time from the request's arrival to the first round; None before
+        self._span = span
         self._totals = totals
         totals.begun(prompt_tokens, resumed)
         self._began_s = self._last_s = began_s
@@ -111,6 +121,8 @@ class AnswerMeter:
             self.first_token_s = now_s - self._began_s
             totals.first_token_s.observe(self.first_token_s)
         self._last_s = now_s
+        if self._span is not None:
+            self._span.round(arm, tree, verdict)
 
     def _time(self, tree: DraftTree, verdict: Verdict, now_s: float) -> None:
         """Add the parts of a round, which began when the one before it ended, or when the request arrived."""

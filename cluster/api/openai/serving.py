@@ -88,7 +88,8 @@ class AnswerResponse(Response):
             await sender.whole(200, to_json(writer.whole()))
 
     def _events(self) -> AsyncGenerator[pb.GenerateResponse, None]:
-        return self._ingress.generate(self._asked.message, self._caller.tenant, self._caller.allowance)
+        caller = self._caller
+        return self._ingress.generate(self._asked.message, caller.tenant, caller.allowance, caller.traceparent)
 
     async def _stream(self, writer: ObjectWriter, sender: Sender) -> None:
         async with aclosing(self._events()) as events:

@@ -1,0 +1,123 @@
+"""Traces of answers by OpenTelemetry: a span of each sampled answer, its rounds as events. No text is in one.
+
+Without `trace` in the configuration there is no tracer: nothing is imported, and a round costs one comparison.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from dendro.errors import BadRequest
+from dendro.text import Verdict
+from dendro.tree import DraftTree
+
+from cluster.arms import Arm
+from cluster.sections import TraceExport
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace.export import SpanExporter
+    from opentelemetry.trace import Span
+
+INSTALL = "needs the exporter of OpenTelemetry: pip install 'dendroaspis[trace]'"
+SERVICE = "dendro-router"
+TRACEPARENT = "traceparent"
+"""The header of HTTP, and the metadata of gRPC, with the caller's span (W3C Trace Context)."""
+MOST_EVENTS = 512
+"""Rounds of an answer that are events of its span; later ones are counted in its attributes alone."""
+
+Facts = Mapping[str, str | int | float | bool]
+
+
+class AnswerSpan(Protocol):
+    """The span of one sampled answer."""
+
+    def round(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        """Add a round that ends now."""
+        ...
+
+    def end(self, facts: Facts, failed: bool) -> None:
+        """End the span with attributes."""
+        ...
+
+
+class Tracer(Protocol):
+    """Begins spans."""
+
+    def begin(self, parent: str, model: str) -> AnswerSpan | None:
+        """The span of an answer that begins, below the caller's; None where it is not sampled. parent: `traceparent`"""
+        ...
+
+
+class _Answer:
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def round(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        facts: dict[str, str | int | float | bool] = {
+            "dendro.arm": str(arm),
+            "dendro.guesses": tree.guesses,
+            "dendro.accepted": len(verdict.ranks),
+            "dendro.tokens": len(verdict.tokens),
+            "dendro.draft_us": tree.draft_us,
+            "dendro.verify_us": verdict.verify_us,
+            "dendro.queue_us": verdict.queue_us,
+            "dendro.late": tree.missed,
+        }
+        self._span.add_event("round", facts)
+
+    def end(self, facts: Facts, failed: bool) -> None:
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attributes(dict(facts))
+        if failed:
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+
+class OpenTelemetryTracer:
+    """Spans that are sent in batches by a thread of its own. One that the collector does not take is dropped."""
+
+    def __init__(self, section: TraceExport, exporter: SpanExporter | None = None) -> None:
+        """exporter: default: OTLP over HTTP to `section.endpoint`. Raises BadRequest where its package is missing."""
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import SpanLimits, TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = TracerProvider(
+            sampler=ParentBased(TraceIdRatioBased(section.share)),
+            resource=Resource({"service.name": SERVICE}),
+            span_limits=SpanLimits(max_events=MOST_EVENTS),
+            shutdown_on_exit=False,
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter_to(section.endpoint)))
+        self._tracer = self._provider.get_tracer("dendro")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, parent: str, model: str) -> AnswerSpan | None:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        above = self._propagator.extract({TRACEPARENT: parent}, Context()) if parent else Context()
+        facts = {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": model}
+        span = self._tracer.start_span("generate", above, SpanKind.SERVER, facts)
+        return _Answer(span) if span.is_recording() else None
+
+    def close(self) -> None:
+        """Send what is left; may take seconds."""
+        self._provider.shutdown()
+
+
+def _exporter_to(endpoint: str) -> SpanExporter:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+    except ImportError:
+        raise BadRequest("trace", INSTALL) from None
+    return OTLPSpanExporter(endpoint=endpoint, timeout=5)
+
+
+def tracer_of(section: TraceExport | None) -> OpenTelemetryTracer | None:
+    """The tracer of a configuration; None without one. Raises BadRequest where a package is missing."""
+    return OpenTelemetryTracer(section) if section is not None else None

@@ -1,0 +1,137 @@
+"""Traces: a span an answer with its rounds, below the caller's, without texts; nothing where they are off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+
+import grpc.aio
+import pytest
+from dendro.errors import BadRequest
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1.generation_pb2_grpc import GenerationServiceStub
+
+from cluster.api.grpc import serve_router
+from cluster.api.local import LocalClient
+from cluster.router.traces import MOST_EVENTS, OpenTelemetryTracer
+from cluster.sections import TraceExport
+from tests.support.edge import SERVED, EdgePeers, config
+from tests.support.http_api import HELLO, HELLO_TEXT, http_at, post
+
+trace_sdk = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+UNSAMPLED = PARENT[:-2] + "00"
+TRACE_ID = int(PARENT.split("-")[1], 16)
+
+
+@pytest.fixture
+def traced():
+    """An ingress whose answers are all sampled, and what is exported once all is sent."""
+    from cluster.router.ingress import Ingress
+    from cluster.sessions import MemorySessions
+
+    exporter = trace_sdk.InMemorySpanExporter()
+    tracer = OpenTelemetryTracer(TraceExport(endpoint="http://127.0.0.1:1", share=1.0), exporter)
+    made = Ingress(config(), EdgePeers(), MemorySessions(), SERVED, tracer=tracer)
+
+    def spans():
+        tracer.close()
+        return exporter.get_finished_spans()
+
+    return made, spans
+
+
+async def test_a_sampled_answer_is_a_span_whose_events_are_its_rounds_and_which_has_no_text(traced):
+    made, spans = traced
+    done = await LocalClient(made, "acme").generate_text("a secret prompt", max_new_tokens=30, speculation="(1,1,1)")
+    (span,) = spans()
+    stats = done.complete.speculation
+    assert len(span.events) == stats.rounds and sum(each.attributes["dendro.tokens"] for each in span.events) == 30
+    assert sum(each.attributes["dendro.accepted"] for each in span.events) == stats.accepted_tokens
+    facts = span.attributes
+    assert facts["dendro.request_id"] == done.started.request_id and facts["dendro.outcome"] == "length"
+    assert (facts["gen_ai.request.model"], facts["gen_ai.usage.output_tokens"]) == ("demo", 30)
+    assert not any(word in span.to_json() for word in ("secret", "acme", done.text[:12]))
+
+
+async def test_an_answer_that_fails_is_a_span_with_its_error(traced):
+    made, spans = traced
+    with pytest.raises(BadRequest):
+        await LocalClient(made).generate_text("a", temperature=-1.0)
+    made._peers.dead = True
+    with pytest.raises(Exception, match="there is none"):
+        await LocalClient(made).generate_text("a")
+    (span,) = spans()
+    assert not span.status.is_ok and span.attributes["dendro.outcome"] == "PeerLost"
+
+
+async def test_a_callers_span_is_above_over_grpc_and_http_and_decides_whether_the_answer_is_sampled(traced):
+    made, spans = traced
+    server = await serve_router(made)
+    async with grpc.aio.insecure_channel(server.address) as channel, http_at(served_ingress=made) as (http, _):
+        for parent in (PARENT, UNSAMPLED, "no-span"):
+            request = pb.GenerateRequest(text=HELLO_TEXT, max_new_tokens=2)
+            async for _ in GenerationServiceStub(channel).Generate(request, metadata=(("traceparent", parent),)):
+                pass
+            status, _, _ = await post(
+                http, "/v1/chat/completions", {"messages": HELLO, "max_tokens": 2}, traceparent=parent
+            )
+            assert status == 200
+    await server.stop()
+    found = spans()
+    below = [each for each in found if each.context.trace_id == TRACE_ID]
+    assert len(found) == 4 and len(below) == 2, "two of the sampled caller, and two that begin traces of their own"
+    assert {each.parent.span_id for each in below} == {0xB7AD6B7169203331}
+
+
+async def test_an_answer_of_many_rounds_has_a_bounded_span(traced):
+    made, spans = traced
+    for _ in range(2):
+        await LocalClient(made).generate_text("a", max_new_tokens=400, speculation="off")
+    assert all(len(each.events) == 400 <= MOST_EVENTS for each in spans())
+
+
+def test_without_traces_the_router_imports_nothing_of_opentelemetry():
+    script = "import cluster.router.traces, sys; print('opentelemetry' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("section", [{"endpoint": "collector:4318"}, {"endpoint": "http://c", "share": 0.0}, {}])
+def test_a_section_that_cannot_be_used_is_refused_by_its_field(section, tmp_path):
+    with pytest.raises(BadRequest, match=r"^trace\."):
+        type(config()).of({"targets": {"demo": {"checkpoint": "x"}}, "trace": section}, tmp_path)
+
+
+def test_spans_are_sent_to_a_collector_by_otlp_over_http():
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    bodies: list[bytes] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            bodies.append(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        tracer = OpenTelemetryTracer(
+            TraceExport(endpoint=f"http://127.0.0.1:{server.server_port}/v1/traces", share=1.0)
+        )
+        span = tracer.begin("", "demo")
+        span.end({"dendro.outcome": "length"}, False)
+        tracer.close()
+        server.shutdown()
+    import gzip
+
+    (body,) = bodies
+    message = ExportTraceServiceRequest.FromString(gzip.decompress(body) if body[:2] == b"\x1f\x8b" else body)
+    (found,) = message.resource_spans[0].scope_spans[0].spans
+    assert found.name == "generate"
