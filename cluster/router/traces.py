@@ -115,7 +115,8 @@ def _exporter_to(endpoint: str) -> SpanExporter:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError:
         raise BadRequest("trace", INSTALL) from None
-    return OTLPSpanExporter(endpoint=endpoint, timeout=5)
+    exporter: SpanExporter = OTLPSpanExporter(endpoint=endpoint, timeout=5)
+    return exporter
 
 
 def tracer_of(section: TraceExport | None) -> OpenTelemetryTracer | None:
