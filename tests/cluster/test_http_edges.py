@@ -49,7 +49,7 @@ class Failing:
         self._error, self._events, self._peers = error, events, ingress(EdgePeers())
         self.tokenizer = self._peers.tokenizer
 
-    async def generate(self, request, tenant="", allowance=None):
+    async def generate(self, request, tenant="", allowance=None, traceparent=""):
         left = self._events
         if left:
             async for event in self._peers.generate(request, tenant):
@@ -259,7 +259,7 @@ async def test_a_stream_without_an_event_sends_comments_and_errors_after_them_as
     waiting = asyncio.Event()
 
     class Waiting(Failing):
-        async def generate(self, request, tenant="", allowance=None):
+        async def generate(self, request, tenant="", allowance=None, traceparent=""):
             await waiting.wait()
             async for event in super().generate(request, tenant):
                 yield event
@@ -320,7 +320,7 @@ async def test_a_key_decides_the_tenant_and_its_limits_hold(tmp_path):
     seen = []
 
     class Noting(Failing):
-        async def generate(self, request, tenant="", allowance=None):
+        async def generate(self, request, tenant="", allowance=None, traceparent=""):
             seen.append(tenant)
             async for event in super().generate(request, tenant):
                 yield event
