@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, GPTNeoXForCausalLM
 from typer.testing import CliRunner
 
 from cluster.api.grpc import serve_router
-from cluster.config import DEMO_MODELS
+from cluster.config import DEFAULT_ARMS, DEMO_MODELS
 from cluster.demo.prompts import Prompt
 from cluster.measure import baselines as library
 from cluster.measure import speed_command as command
@@ -616,8 +616,8 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
     assert report["aims"] == [], "they are of the costly target"
     assert set(report["targets"]["demo"]["llama_cpp"]["left_out"].values()) == {"llama.cpp was not started"}
     identity = report["targets"]["demo"]["identity"]
-    # Nine shapes and the policy against off at 2 temperatures: 1 prompt to check, 2 measured.
-    assert identity["answers_compared"] == 10 * 2 * (1 + 2) and identity["differences"] == []
+    # Every shape but off, and the policy, against off at 2 temperatures: 1 prompt to check, 2 measured.
+    assert identity["answers_compared"] == len(DEFAULT_ARMS) * 2 * (1 + 2) and identity["differences"] == []
     assert {path.suffix for path in tmp_path.glob("0.*")} == {".json", ".md", ".svg"}
     status, report = run_with(AUTO)
     assert status == 1

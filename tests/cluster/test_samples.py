@@ -93,10 +93,10 @@ async def test_a_broken_stream_is_resumed_answer_by_answer(broken_at: int, monke
     class Breaking:
         config, longest_text = router.config, router.longest_text
 
-        async def generate(self, request, tenant, allowance):
+        async def generate(self, request, tenant, allowance, traceparent):
             requests.append(request)
             first, count = len(requests) == 1, 0
-            async for response in router.generate(request, tenant, allowance):
+            async for response in router.generate(request, tenant, allowance, traceparent):
                 if first and count == broken_at:
                     raise PeerLost("router: is stopped")
                 count += 1
