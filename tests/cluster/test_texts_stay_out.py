@@ -160,7 +160,10 @@ async def test_a_cluster_writes_no_text_and_no_secret_and_shows_none_of_its_proc
 
 
 def _logs_of_ray() -> Path:
-    return Path("/tmp/ray/session_latest").resolve() / "logs"
+    """The logs of this process's Ray; `session_latest` may be that of another process's."""
+    import ray
+
+    return Path(ray._private.worker._global_node.get_logs_dir_path())
 
 
 def _status_ports() -> list[str]:
