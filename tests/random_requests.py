@@ -199,6 +199,8 @@ class Cases:
             plain = await self._ask(prompt, options, OFF)
         if random.random() < 0.3 and not isinstance(plain, str) and plain[0].text:
             options["prediction"] = edited(plain[0].text, random)
+        if random.random() < 0.2:
+            options["trees"] = True
         self.used.update(name for name, value in options.items() if value is not None)
         self.ends.update(["refused"] if isinstance(plain, str) else [each.finish for each in plain])
         self._same(number, "speculation", await self._ask(prompt, options, way), plain)
