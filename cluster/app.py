@@ -193,9 +193,9 @@ class RouterShell:
         peers = ServePeers(config, targets, drafters)
         priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
         sessions = RedisSessions(redis_url, config.redis.record_ttl_s)
-        self._drain_s = config.router.drain_s
-        grpc, http, routers = config.grpc, config.http, config.router.most_replicas
         served = ingress(config, peers, sessions, priors=priors)
+        self._served, self._drain_s = served, config.router.drain_s
+        grpc, http, routers = config.grpc, config.http, config.router.most_replicas
         self._health = HealthWatch(
             peers.faults, sessions.fault, lambda report: self._server.set_healthy(report.serving)
         )
@@ -256,6 +256,7 @@ class RouterShell:
         """Drain. Serve awaits it before it ends the process, and sees no calls of a router's clients."""
         self._watching.cancel()
         await asyncio.gather(self._server.stop(self._drain_s), self._http.stop(self._drain_s))
+        await self._served.close()
         await self._status.cleanup()
 
 

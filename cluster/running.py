@@ -106,7 +106,11 @@ async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
 
     peers = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
     try:
-        yield Ingress(config, peers, MemorySessions())
+        ingress = Ingress(config, peers, MemorySessions())
+        try:
+            yield ingress
+        finally:
+            await ingress.close()
     finally:
         await peers.close()
 

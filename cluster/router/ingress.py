@@ -59,7 +59,7 @@ from cluster.router.stop_strings import AnswerText
 from cluster.router.token_texts import VocabularyTexts
 from cluster.router.tokenizer import Tokenizer
 from cluster.router.totals import AnswerMeter, RouterTotals
-from cluster.router.traces import Tracer, tracer_of
+from cluster.router.traces import Tracer, close_within, tracer_of
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
 
@@ -67,6 +67,8 @@ log = logging.getLogger("dendro.router")
 
 CLOSE_BUDGET_S = 1.0
 """Seconds that `complete` waits for the peers to save their last states."""
+LAST_SPANS_S = 5.0
+"""Seconds that a router which ends waits for its last spans to be sent."""
 AHEAD = 4
 """Finished rounds that may wait to be sent: sending does not delay the next round, and decoding stops for a client that
 does not read."""
@@ -133,6 +135,11 @@ class Ingress:
         self._explained = ExplainedRequests(config.router.explained_share, config.router.explained_requests)
         self._tracer = tracer or tracer_of(config.trace)
         self._closing = BackgroundTasks()
+
+    async def close(self) -> None:
+        """Send the last spans, once no request runs. Takes LAST_SPANS_S at most: later ones are lost."""
+        if self._tracer is not None:
+            await close_within(self._tracer, LAST_SPANS_S)
 
     @property
     def longest_text(self) -> int:

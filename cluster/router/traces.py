@@ -5,7 +5,10 @@ Without `trace` in the configuration there is no tracer: nothing is imported, an
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Mapping
+from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
 from dendro.errors import BadRequest
@@ -46,6 +49,10 @@ class Tracer(Protocol):
 
     def begin(self, parent: str, model: str) -> AnswerSpan | None:
         """The span of an answer that begins, below the caller's; None where it is not sampled. parent: `traceparent`"""
+        ...
+
+    def close(self) -> None:
+        """Send the spans that were not sent yet. Blocks; may take many seconds where the collector does not answer."""
         ...
 
 
@@ -106,7 +113,6 @@ class OpenTelemetryTracer:
         return _Answer(span) if span.is_recording() else None
 
     def close(self) -> None:
-        """Send what is left; may take seconds."""
         self._provider.shutdown()
 
 
@@ -122,3 +128,18 @@ def _exporter_to(endpoint: str) -> SpanExporter:
 def tracer_of(section: TraceExport | None) -> OpenTelemetryTracer | None:
     """The tracer of a configuration; None without one. Raises BadRequest where a package is missing."""
     return OpenTelemetryTracer(section) if section is not None else None
+
+
+async def close_within(tracer: Tracer, limit_s: float) -> None:
+    """Close a tracer. Waits `limit_s` at most; spans that are not sent by then may be lost."""
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+
+    def close() -> None:
+        tracer.close()
+        with contextlib.suppress(RuntimeError):  # the loop has ended before
+            loop.call_soon_threadsafe(closed.set)
+
+    # No thread of the loop's executor: the process would wait for it when it ends.
+    Thread(target=close, name="close-tracer", daemon=True).start()
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(closed.wait(), limit_s)

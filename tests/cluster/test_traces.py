@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import subprocess
 import sys
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from pathlib import Path
+from threading import Event, Thread
 
 import grpc.aio
 import pytest
+from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1.generation_pb2_grpc import GenerationServiceStub
 
+from cluster import deploy
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
+from cluster.redis_server import RedisServer
+from cluster.router.ingress import Ingress
 from cluster.router.traces import MOST_EVENTS, OpenTelemetryTracer
 from cluster.sections import TraceExport
+from cluster.sessions import MemorySessions
 from tests.support.edge import SERVED, EdgePeers, config
 from tests.support.http_api import HELLO, HELLO_TEXT, http_at, post
+from tests.support.toy_cluster import LOADERS, toy_config, toy_ingress
 
 trace_sdk = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -29,9 +39,6 @@ TRACE_ID = int(PARENT.split("-")[1], 16)
 @pytest.fixture
 def traced():
     """An ingress whose answers are all sampled, and what is exported once all is sent."""
-    from cluster.router.ingress import Ingress
-    from cluster.sessions import MemorySessions
-
     exporter = trace_sdk.InMemorySpanExporter()
     tracer = OpenTelemetryTracer(TraceExport(endpoint="http://127.0.0.1:1", share=1.0), exporter)
     made = Ingress(config(), EdgePeers(), MemorySessions(), SERVED, tracer=tracer)
@@ -91,6 +98,73 @@ async def test_an_answer_of_many_rounds_has_a_bounded_span(traced):
     for _ in range(2):
         await LocalClient(made).generate_text("a", max_new_tokens=400, speculation="off")
     assert all(len(each.events) == 400 <= MOST_EVENTS for each in spans())
+
+
+class SlowTracer(OpenTelemetryTracer):
+    """Its collector does not answer before `answered`."""
+
+    def __init__(self):
+        super().__init__(TraceExport(endpoint="http://127.0.0.1:1"), trace_sdk.InMemorySpanExporter())
+        self.answered = Event()
+
+    def close(self):
+        self.answered.wait()
+        super().close()
+
+
+async def test_an_ingress_that_closes_sends_its_last_spans_and_waits_a_bounded_time(traced, monkeypatch):
+    made, spans = traced
+    await LocalClient(made).generate_text("a", max_new_tokens=2)
+    await made.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(made._tracer, "close", lambda: None)
+        assert len(spans()) == 1, "they were sent before"
+    await Ingress(config(), EdgePeers(), MemorySessions(), SERVED).close()
+    monkeypatch.setattr("cluster.router.ingress.LAST_SPANS_S", 0.05)
+    slow = SlowTracer()
+    await asyncio.wait_for(Ingress(config(), EdgePeers(), MemorySessions(), SERVED, tracer=slow).close(), 60)
+    assert not slow.answered.is_set()
+    slow.answered.set()
+
+
+class WrittenTracer:
+    """Keeps the spans that ended, and writes their number to a file when it is closed."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._ended = path, 0
+
+    def begin(self, parent, model):
+        return self
+
+    def round(self, arm, tree, verdict):
+        pass
+
+    def end(self, facts, failed):
+        self._ended += 1
+
+    def close(self):
+        Path(self._path).write_text(str(self._ended))
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_router_on_serve_that_stops_sends_its_last_spans(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+
+    async def ask(address: str) -> None:
+        async with AsyncClient(address) as client:
+            for first in range(3):
+                await client.generate_text([first, 6, 7], max_new_tokens=4)
+
+    with RedisServer() as server:
+        ingress = partial(toy_ingress, tracer=WrittenTracer(str(tmp_path / "spans")))
+        address = deploy.start(toy_config(), server.url, **LOADERS | {"ingress": ingress})
+        try:
+            asyncio.run(ask(address))
+        finally:
+            deploy.stop()
+    assert (tmp_path / "spans").read_text() == "3"
 
 
 def test_without_traces_the_router_imports_nothing_of_opentelemetry():

@@ -43,9 +43,9 @@ def toy_verifier(name, model, states) -> FakeVerifier:
     return FakeVerifier(pause_s=0.004)
 
 
-def toy_ingress(config, peers, sessions, *, priors) -> Ingress:
+def toy_ingress(config, peers, sessions, *, priors, tracer=None) -> Ingress:
     served = Served("toy", ToyTokenizer(), VOCABULARY, 2048, frozenset({END}), "float32")
-    return Ingress(config, peers, sessions, {"toy": served}, priors)
+    return Ingress(config, peers, sessions, {"toy": served}, priors, tracer=tracer)
 
 
 LOADERS = {"drafter": toy_drafter, "verifier": toy_verifier, "ingress": toy_ingress}
