@@ -226,8 +226,12 @@ def certify(
         Path | None, typer.Option(help="With --openai: the checkpoint that it serves: a folder, file or hub name.")
     ] = None,
     dtype: Annotated[
-        str, typer.Option(help="With --openai: the dtype that it is served in, which sets the tolerances.")
-    ] = outward.DTYPE,
+        str | None,
+        typer.Option(
+            help=f"With --openai: the dtype that it is served in, which sets the tolerances (default {outward.DTYPE}).",
+            show_default=False,
+        ),
+    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(help="With --openai: of log-probabilities and near ties, in place of the dtype's.", min=0.0),
@@ -242,8 +246,20 @@ def certify(
             show_default=False,
         ),
     ] = None,
-    at_once: Annotated[int, typer.Option(help="With --openai: requests at once.", min=1, max=256)] = 8,
-    time_limit: Annotated[float, typer.Option(help="With --openai: seconds after which it ends.", min=1.0)] = 3600.0,
+    at_once: Annotated[
+        int | None,
+        typer.Option(
+            help=f"With --openai: requests at once (default {outward.AT_ONCE}).", min=1, max=256, show_default=False
+        ),
+    ] = None,
+    time_limit: Annotated[
+        float | None,
+        typer.Option(
+            help=f"With --openai: seconds after which it ends (default {outward.LIMIT_S:g}).",
+            min=1.0,
+            show_default=False,
+        ),
+    ] = None,
     fields: Annotated[
         str, typer.Option(help='With --openai: JSON of fields of every request, such as {"top_k": -1}.')
     ] = "",
@@ -255,19 +271,26 @@ def certify(
     Exit status 1 when a promise is broken or could not be checked. Everything started is stopped again.
     """
     if openai:
-        if config or address or target or local:
-            raise BadRequest("--openai", "excludes a configuration, --address, --target and --local")
+        inward: dict[str, object] = {
+            "CONFIG": config,
+            "--address": address or None,
+            "--target": target,
+            "--local": local or None,
+        }
+        for name, value in inward.items():
+            if value is not None:
+                raise BadRequest(name, "cannot be given with --openai, which checks another server")
         outward.certify_outward(
             outward.OutwardOptions(
                 openai,
                 model,
                 outward.reference_folder(reference),
                 str(reference),
-                dtype,
+                outward.DTYPE if dtype is None else dtype,
                 tolerance,
                 outward.sized(outward.QUICK if quick else outward.FULL, samples),
-                at_once,
-                time_limit,
+                outward.AT_ONCE if at_once is None else at_once,
+                outward.LIMIT_S if time_limit is None else time_limit,
                 outward.extra_fields(fields),
                 given_key(key_file),
                 outward.given_authority(ca),
@@ -276,15 +299,20 @@ def certify(
             markdown,
         )
         return
-    beside = {
-        "--model": model,
+    beside: dict[str, object] = {
+        "--model": model or None,
         "--reference": reference,
-        "--markdown": markdown,
-        "--fields": fields,
+        "--dtype": dtype,
+        "--tolerance": tolerance,
         "--samples": samples,
+        "--at-once": at_once,
+        "--time-limit": time_limit,
+        "--fields": fields or None,
+        "--markdown": markdown,
     }
-    if given := [name for name, value in beside.items() if value]:
-        raise BadRequest(given[0], "belongs to --openai")
+    for name, value in beside.items():
+        if value is not None:
+            raise BadRequest(name, "belongs to --openai")
     if bool(address) != (target is not None) or (address and (config or local)):
         raise BadRequest("address", "needs --target, and excludes a configuration and --local")
     if not address and (key_file or ca):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -340,11 +341,40 @@ async def test_errors_name_the_option_that_is_wrong(reference, checkpoint, monke
         ({"openai": address, "reference": Path("missing")}, "--reference: .*missing"),
         ({"openai": address, "reference": checkpoint, "dtype": "int8"}, "--dtype: must be one of"),
         ({"openai": address, "reference": checkpoint, "fields": "[1]"}, "--fields: .* is no JSON object"),
-        ({"openai": address, "reference": checkpoint, "local": True}, "--openai: excludes a configuration"),
-        ({"model": "tiny"}, "--model: belongs to --openai"),
     ):
         with pytest.raises(BadRequest, match=words):
             await asyncio.to_thread(command.certify, **given)
+
+
+OUTWARD_ALONE = {
+    "--model": "tiny",
+    "--reference": Path("tiny"),
+    "--dtype": "bfloat16",
+    "--tolerance": 0.0,
+    "--samples": 400,
+    "--at-once": 8,
+    "--time-limit": 60.0,
+    "--fields": "{}",
+    "--markdown": Path("report.md"),
+}
+INWARD_ALONE = {"CONFIG": Path("cluster.yaml"), "--address": "h:1", "--target": Path("tiny"), "--local": True}
+
+
+def test_every_option_of_the_other_kind_of_server_is_refused_by_its_name():
+    declared = inspect.signature(command.certify).parameters
+    described = {name for name, each in declared.items() if "With --openai" in repr(each.annotation)} | {"markdown"}
+    assert {parameter(name) for name in OUTWARD_ALONE} == described
+    for name, value in OUTWARD_ALONE.items():
+        with pytest.raises(BadRequest, match=f"^{name}: belongs to --openai"):
+            command.certify(**{parameter(name): value})
+    for name, value in INWARD_ALONE.items():
+        with pytest.raises(BadRequest, match=f"^{name}: cannot be given with --openai"):
+            command.certify(openai="http://127.0.0.1:1", reference=Path("tiny"), **{parameter(name): value})
+
+
+def parameter(option: str) -> str:
+    """The name of an option's parameter."""
+    return option.removeprefix("--").replace("-", "_").lower()
 
 
 # The command
