@@ -53,12 +53,21 @@ MAGISTRAL = (
     "{{ m.content }}[/INST]{% endfor %}"
 )
 """Markers that can be special tokens."""
+STRIPPING = (
+    "{% for m in messages %}" + TURN + "{% set c = m.content | trim %}{% if m.role == 'assistant' %}"
+    "{% set c = (c.split('</think>')[-1] if not loop.last else c) | striptags | trim %}{% endif %}{{ c }}"
+    + EACH
+    + '{{ "\n<tool_call>\n" }}{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "\n</tool_call>" + END + "<|im_end|>\n{% endfor %}" + OPENING + "{% endif %}"
+)
+"""Leaves reasoning, tags and whitespace out of the content of the assistant's messages."""
 CHATML = "{% for m in messages %}" + TURN + "{{ m.content }}<|im_end|>\n{% endfor %}" + OPENING + "{% endif %}"
 THINK = ReasoningMarkers("<think>", "</think>")
 FOUND = {
     "qwen3": (QWEN3, THINK),
     "r1": (R1, THINK),
     "smollm3": (SMOLLM3, THINK),
+    "stripping": (STRIPPING, THINK),
     "magistral": (MAGISTRAL, ReasoningMarkers("[THINK]", "[/THINK]")),
     "chatml": (CHATML, None),
     "hermes": (HERMES, None),
@@ -73,6 +82,39 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 def test_the_markers_are_found_from_the_template(tmp_path, name):
     template, markers = FOUND[name]
     assert markers_of(scripted_tokenizer(tmp_path, template)) == markers
+
+
+class CountingTokenizer(CheckpointTokenizer):
+    """Counts the conversations that its template writes."""
+
+    written = 0
+
+    def chat(self, *given, **named):
+        self.written += 1
+        return super().chat(*given, **named)
+
+
+@pytest.mark.parametrize("template", [QWEN3, STRIPPING, CHATML, HERMES], ids=["qwen3", "stripping", "chatml", "hermes"])
+async def test_a_template_is_rendered_once_to_find_its_markers_and_not_with_each_request(tmp_path, template):
+    scripted_tokenizer(tmp_path, template)
+    tokenizer = CountingTokenizer(tmp_path, "bytes", tmp_path / "own.jinja")
+    async with scripted(tokenizer) as asked:
+        counts = []
+        for turn in range(3):
+            asked.peers.will_say("An answer.")
+            before = tokenizer.written
+            fields = {"tools": [TOOL]} if "tools" in template else {}
+            await asked.client.chat.completions.create(model="demo", messages=HELLO, seed=turn, **fields)
+            counts.append(tokenizer.written - before)
+        assert counts[0] > counts[1] == counts[2] <= 4, counts
+
+
+async def test_calls_and_reasoning_of_a_template_that_strips_the_content_of_messages_are_found(tmp_path):
+    call = '<tool_call>\n{"name": "weather", "arguments": {"a": 1}}\n</tool_call>'
+    async with target(tmp_path, "{{ tools }}" + STRIPPING) as asked:
+        choice = await asked.ask(f"<think>\nHm.\n</think>\n\n So: \n{call}", tools=[TOOL])
+        assert (choice.message.reasoning_content, choice.message.content) == ("Hm.", "So:")
+        assert [each.function.arguments for each in choice.message.tool_calls] == ['{"a": 1}']
 
 
 @needs_smollm2

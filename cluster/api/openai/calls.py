@@ -7,7 +7,8 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, cast
+from weakref import WeakKeyDictionary
 
 from dendro.errors import BadRequest
 from dendro.structure import Structure
@@ -26,6 +27,17 @@ PROBED: Sequence[Mapping[str, Any]] = [
     {"role": "assistant", "content": "", "tool_calls": [PROBE]},
 ]
 """A conversation with a call, which shows the format of a template."""
+DESCRIBED: Sequence[Mapping[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "probe",
+            "description": "A function.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}},
+        },
+    }
+]
+"""What the conversation can call, since templates may write no calls where no function is described."""
 PYTHON_TAG = "<|python_tag|>"
 """Llama 3 may or may not write this special token before a call, so it marks none."""
 _NAME, _VALUE = r'(?P<head>\{"name": ?)"probe"', r'\{"key": ?"value"\}'
@@ -55,17 +67,25 @@ class CallFormat:
     closing: str  # text after the arguments
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, described: Sequence[Mapping[str, Any]]) -> Self:
-        """The format of a target's chat template. Raises BadRequest where it writes another."""
-        text = tokenizer.chat(PROBED, False, None, described)
+    def of(cls, tokenizer: Tokenizer) -> Self:
+        """The format of a target's chat template, which is looked for once. Raises BadRequest where it writes another,
+        or there is no template."""
+        if tokenizer not in _FOUND:
+            _FOUND[tokenizer] = cls._written_in(tokenizer.chat(PROBED, False, None, DESCRIBED))
+        if (found := _FOUND[tokenizer]) is None:
+            raise BadRequest(
+                "tools",
+                "the target's chat template writes calls in none of the formats of Hermes, Qwen, Llama 3 and Mistral",
+            )
+        return cast("Self", found)
+
+    @classmethod
+    def _written_in(cls, text: str) -> Self | None:
         for each in _FORMATS:
             if found := each.search(text):
                 opening = found["opening"] + found["head"]
                 return cls(found["marker"], opening, found["middle"], found["closing"])
-        raise BadRequest(
-            "tools",
-            "the target's chat template writes calls in none of the formats of Hermes, Qwen, Llama 3 and Mistral",
-        )
+        return None
 
     @property
     def marks(self) -> CallMarks:
@@ -85,6 +105,9 @@ class CallFormat:
         """The call in the text of an answer so far; None before its name is whole."""
         found = re.match(re.escape(self.opening) + r'"([\w-]+)"' + re.escape(self.middle), text)
         return found and Call(found[1], text[found.end() :], self.closing)
+
+
+_FOUND: WeakKeyDictionary[Tokenizer, CallFormat | None] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)

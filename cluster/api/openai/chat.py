@@ -46,7 +46,7 @@ def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) 
         ]
     tools, chat = read_tools(fields), chat_of(fields)
     tokenizer = tokenizers(typed("model", body.get("model") or "", JsonType.STRING))
-    calls = CallFormat.of(tokenizer, tools.described) if tools.schemas else None
+    calls = CallFormat.of(tokenizer) if tools.schemas else None
     markers = markers_of(tokenizer)
     if calls is not None and tools.required:
         chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
