@@ -8,7 +8,6 @@ that no tree has.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -18,15 +17,13 @@ import numpy.typing as npt
 import torch
 from dendro.tree import IntArray
 from torch import Tensor
-from tree_layers.graphs import Graphs, RecordedStep
+from tree_layers.graphs import Graphs, Recordings
 from tree_layers.step_buffers import StepBuffers
 
 from drafter_service.plan import Level
 
 log = logging.getLogger("dendro.drafter")
 
-ATTEMPTS = 2
-"""Attempts to record a size: another thread may disturb the first one."""
 FEWEST_NODES = 8
 """Nodes of a tree are padded to at least so many: each further number would be a further recording."""
 
@@ -94,23 +91,15 @@ class RecordedLevels:
         self._memory = memory
         self._scratch = scratch
         self._device = device
-        self._graphs = graphs
         self._buffers: dict[LevelSize, tuple[StepBuffers, StepBuffers]] = {}
-        self._recorded: dict[LevelSize, tuple[RecordedStep, Tensor]] = {}
-        self._failures: Counter[LevelSize] = Counter()
+        self._recordings = Recordings[LevelSize, Tensor](graphs, "drafter: levels", log)
 
     def level(self, rows: Level) -> Tensor:
         """Run a level of new nodes. Returns hidden rows [rows, d]; writes the nodes' slots."""
         size = self._memory.size_of(rows)
         padded = self._memory.padded(rows, size, self._scratch)
         given = self._uploaded(size, padded)
-        while size not in self._recorded and self._failures[size] < ATTEMPTS:
-            self._record(size, given)
-        if size in self._recorded:
-            recorded, hidden = self._recorded[size]
-            recorded.replay()
-        else:
-            hidden = self._memory.run(given, size)
+        hidden = self._recordings.run(size, lambda: self._memory.run(given, size))
         return hidden.index_select(0, given["places"][: rows.count])
 
     def _uploaded(self, size: LevelSize, padded: PaddedLevel) -> dict[str, Tensor]:
@@ -129,13 +118,6 @@ class RecordedLevels:
                 buffers.host[name][:] = array
             buffers.upload()
         return self._buffers[size][0].device | self._buffers[size][1].device
-
-    def _record(self, size: LevelSize, given: Mapping[str, Tensor]) -> None:
-        try:
-            self._recorded[size] = self._graphs.record(lambda: self._memory.run(given, size))
-        except RuntimeError as error:
-            self._failures[size] += 1
-            log.warning("drafter: a level of %d rows was not recorded: %s", size.rows, error)
 
 
 def _at_least(count: int) -> int:

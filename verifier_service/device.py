@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -33,7 +32,7 @@ from tree_kernels.tree_walk import Walk
 from tree_kernels.tree_walk.triton import walk_rows
 from tree_kernels.warp import History, Warp
 from tree_kernels.warp.batched import WarpRows, tokens_of_rows
-from tree_layers.graphs import CudaGraphs, Graphs, RecordedStep
+from tree_layers.graphs import CudaGraphs, Graphs, Recordings
 from tree_layers.launching import on_its_device
 from tree_layers.step_buffers import StepBuffers
 
@@ -55,9 +54,6 @@ GREEDY, SAMPLED, FILTERED = range(3)
 PLAIN = Warp()
 WARP_NUMBERS = tuple(each.name for each in fields(Warp) if each.name != "top_k")
 """The fields of a warp that are real numbers."""
-
-ATTEMPTS = 2
-"""Attempts to record a step: another thread may disturb the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +99,9 @@ class DeviceRunner(StepRunner):
         self._inputs: dict[StepShape, tuple[StepBuffers, StepBuffers]] = {}
         if graphs is None and self.device.type == "cuda" and crew is None:
             graphs = CudaGraphs()
-        self._graphs = graphs
-        self._recorded: dict[StepShape, tuple[RecordedStep, Drawn]] = {}
-        self._failures: Counter[StepShape] = Counter()
+        self.recordings: Recordings[StepShape, Drawn] | None = None
+        if graphs is not None:
+            self.recordings = Recordings(graphs, "verifier: steps", log)
         self._ran: set[StepShape] = set()  # shapes whose kernels are compiled
 
     @on_its_device
@@ -116,7 +112,7 @@ class DeviceRunner(StepRunner):
         All rows are padding, so only the zero page is written. Of steps with prompt rows one is run for each number of
         rows: the same kernels run for any number of wanted rows.
         """
-        if self.crew is not None or (self.device.type == "cpu" and self._graphs is None):
+        if self.crew is not None or (self.device.type == "cpu" and self.recordings is None):
             return  # workers ran every number of rows in the checks; Triton's interpreter compiles nothing
         began = time.perf_counter()
         with torch.inference_mode():
@@ -128,7 +124,7 @@ class DeviceRunner(StepRunner):
             "verifier: %d steps warmed up in %.1f s, %d of them recorded",
             len(self._ran),
             time.perf_counter() - began,
-            len(self._recorded),
+            len(self.recordings.made) if self.recordings is not None else 0,
         )
 
     @on_its_device
@@ -351,33 +347,14 @@ class DeviceRunner(StepRunner):
         return Drawn(paths, picked[paths], lengths, raw, rows, scores, failed)
 
     def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
-        """Replay a step's graph, recorded first if needed. Run the step if it cannot be recorded."""
-        if shape.alone and self._graphs is not None and not self._settled(shape):
-            self._record(self._graphs, shape, inputs)
-        self._ran.add(shape)
-        if shape not in self._recorded:
-            return self._step(shape, inputs)
-        recorded, drawn = self._recorded[shape]
-        recorded.replay()
-        return drawn
-
-    def _settled(self, shape: StepShape) -> bool:
-        """True if a shape's step is recorded, or all attempts to record it failed."""
-        return shape in self._recorded or self._failures[shape] >= ATTEMPTS
-
-    def _record(self, graphs: Graphs, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> None:
-        """Record one shape's step; after ATTEMPTS failures it is never tried again. Other shapes are not affected.
+        """Replay a step's graph, recorded first if needed. Run the step if it cannot be recorded.
 
         A step may be run again on the same inputs: it writes the same keys to the same places.
         """
-        while not self._settled(shape):
-            try:
-                self._recorded[shape] = graphs.record(lambda: self._step(shape, inputs))
-            except RuntimeError as error:
-                self._failures[shape] += 1
-                log.warning("verifier: a step of %d rows was not recorded: %s", shape.rows, error)
-        if shape not in self._recorded:
-            log.warning("verifier: steps of %d rows run without a graph", shape.rows)
+        self._ran.add(shape)
+        if not shape.alone or self.recordings is None:
+            return self._step(shape, inputs)
+        return self.recordings.run(shape, lambda: self._step(shape, inputs))
 
 
 def _with_history(draw: Draw, history: History, logits: Tensor, masks: BegunMasks | None) -> Tensor:

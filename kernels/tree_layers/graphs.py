@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+
+ATTEMPTS = 2
+"""Attempts to record a shape: another thread may disturb the first one."""
 
 
 class RecordedStep(Protocol):
@@ -28,6 +33,54 @@ class Graphs(Protocol):
         Raises RuntimeError if the step cannot be recorded; the device is then unchanged.
         """
         ...
+
+
+class StepSize(Protocol):
+    """The padded sizes of a step. Hashable: steps of equal sizes share a recording."""
+
+    @property
+    def rows(self) -> int:
+        """Called for the log. Returns the number of padded rows."""
+        ...
+
+
+Size = TypeVar("Size", bound=StepSize)
+
+
+class Recordings(Generic[Size, Result]):
+    """The recordings of one kind of step, one for each size, made when a size first occurs.
+
+    After ATTEMPTS failures a size is never recorded again: its steps run without a graph. Other sizes are unaffected.
+    """
+
+    def __init__(self, graphs: Graphs, kind: str, log: logging.Logger) -> None:
+        """kind: what the steps are called in the log, a plural"""
+        self._graphs = graphs
+        self._kind = kind
+        self._log = log
+        self.made: dict[Size, tuple[RecordedStep, Result]] = {}
+        self.failures: Counter[Size] = Counter()
+
+    def run(self, size: Size, step: Callable[[], Result]) -> Result:
+        """Replay the recording of a size, made first if needed; run the step if it cannot be recorded. A step that is
+        run twice on the same inputs must write the same to the same addresses."""
+        if size not in self.made and self.failures[size] < ATTEMPTS:
+            self._record(size, step)
+        if size not in self.made:
+            return step()
+        recorded, result = self.made[size]
+        recorded.replay()
+        return result
+
+    def _record(self, size: Size, step: Callable[[], Result]) -> None:
+        while self.failures[size] < ATTEMPTS:
+            try:
+                self.made[size] = self._graphs.record(step)
+                return
+            except RuntimeError as error:
+                self.failures[size] += 1
+                self._log.warning("%s of %d rows were not recorded: %s", self._kind, size.rows, error)
+        self._log.warning("%s of %d rows run without a graph", self._kind, size.rows)
 
 
 class CudaGraphs:

@@ -106,7 +106,7 @@ def test_a_level_that_cannot_be_recorded_is_run_and_others_keep_their_recording(
     truth = recorded(model, [case], RunAgain()).level(level_of([case]))
     for _ in range(2):
         assert torch.equal(levels.level(level_of([case])), truth)
-    assert graphs.attempts == 2 and caplog.text.count("was not recorded") == 2
+    assert graphs.attempts == 2 and caplog.text.count("were not recorded") == 2
     case.grow(rng, [40, 41, 42], VOCABULARY)
     while len(case.level) == 1:
         case.grow(rng, [43, 44, 45, 46], VOCABULARY)

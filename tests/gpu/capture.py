@@ -41,7 +41,8 @@ def main() -> None:
         tree = DraftTree.of([7, 8, 9, 10], [-1, 0, 0, 1])
         finite = bool(runner.tree_logits([5, 6, 7], tree).isfinite().all())
     wanted = KINDS_OF_DRAWING * len(BUCKETS) if DEVICE.type == "cuda" else 0
-    recorded, failures = len(runner._recorded), sum(runner._failures.values())
+    recordings = runner.recordings
+    recorded, failures = (len(recordings.made), recordings.failures.total()) if recordings is not None else (0, 0)
     rows = f"differ: {', '.join(differ)}" if differ else "independent"
     no_graphs = "no graphs on a CPU; " if DEVICE.type == "cpu" else ""
     write_result(

@@ -1,12 +1,16 @@
-"""CudaGraphs, with a fake torch.cuda that records its calls: there is no device here."""
+"""CudaGraphs, with a fake torch.cuda that records its calls, and the recordings of steps: there is no device here."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
+from dataclasses import dataclass
 
 import pytest
 import torch
-from tree_layers.graphs import CudaGraphs
+from tree_layers.graphs import CudaGraphs, Recordings
+
+from tests.support.recordings import RunAgain
 
 
 class Cuda:
@@ -77,3 +81,26 @@ def test_other_threads_may_allocate_while_a_step_is_recorded(cuda):
     cuda.failing = 0
     CudaGraphs().record(lambda: None)
     assert cuda.modes == ["thread_local"]
+
+
+@dataclass(frozen=True)
+class StepOfRows:
+    rows: int
+
+
+def test_a_size_is_recorded_once_and_replayed_with_the_inputs_of_each_step():
+    graphs, given = RunAgain(), torch.zeros(2)
+    recordings = Recordings(graphs, "steps", logging.getLogger("test"))
+    for value in range(3):
+        given.fill_(value)
+        assert recordings.run(StepOfRows(2), lambda: given * 2).tolist() == [2 * value] * 2
+    assert (graphs.recordings, graphs.replays) == (1, 3) and list(recordings.made) == [StepOfRows(2)]
+
+
+def test_a_disturbed_recording_is_tried_again_and_a_size_that_fails_twice_runs_without_one(caplog):
+    graphs = RunAgain(fails={0, 2, 3})
+    recordings = Recordings(graphs, "steps", logging.getLogger("test"))
+    for rows in (2, 3, 3):
+        assert recordings.run(StepOfRows(rows), lambda rows=rows: torch.ones(rows)).tolist() == [1.0] * rows
+    assert graphs.attempts == 4 and recordings.failures == {StepOfRows(2): 1, StepOfRows(3): 2}
+    assert [*recordings.made] == [StepOfRows(2)] and caplog.text.count("steps of 3 rows run without a graph") == 1

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 
 from torch import Tensor
 
 
 class RunAgain:
-    """Records steps with one result; the attempts whose numbers are in `fails` raise."""
+    """Records steps that return a tensor or a dataclass of tensors. The attempts whose numbers are in `fails` raise."""
 
     def __init__(self, fails=()) -> None:
         self.fails, self.attempts, self.recordings, self.replays = set(fails), 0, 0, 0
-        self.steps: list[Callable[[], Tensor]] = []
+        self.steps: list[Callable[[], object]] = []
 
     def record(self, step):
         self.attempts += 1
@@ -29,4 +30,11 @@ class _Recording:
 
     def replay(self):
         self.owner.replays += 1
-        self.made.copy_(self.step())
+        for mine, again in zip(_tensors_of(self.made), _tensors_of(self.step()), strict=True):
+            mine.copy_(again)
+
+
+def _tensors_of(result) -> list[Tensor]:
+    if isinstance(result, Tensor):
+        return [result]
+    return [value for each in fields(result) if isinstance(value := getattr(result, each.name), Tensor)]

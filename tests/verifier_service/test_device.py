@@ -23,6 +23,7 @@ from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import History, Processors, Warp, processed, tokens_of
 from tree_layers.step_buffers import StepBuffers
 
+from tests.support.recordings import RunAgain
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
 from tests.support.tiny_models import make_checkpoint
 
@@ -130,44 +131,14 @@ async def test_log_probabilities_are_those_of_each_tokens_own_row(engine):
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="CUDA graphs need an accelerator")
 async def test_steps_without_prompt_rows_are_replayed_from_graphs(engine):
-    recorded = dict(engine.runner._recorded)
+    recorded = dict(engine.runner.recordings.made)
     assert {shape.rows for shape in recorded} == set(engine.runner.buckets)
     async with running(engine) as ours:
         await alone(ours, PROMPTS, LAWS, COUNT)
-    assert engine.runner._recorded == recorded  # all were recorded when the engine was loaded
+    assert engine.runner.recordings.made == recorded  # all were recorded when the engine was loaded
 
 
 # Graphs, with a recorder that runs steps again and can fail
-
-
-class Replays:
-    """A recording: `replay` runs the step again and writes its results into the first ones."""
-
-    def __init__(self, step, drawn):
-        self.step, self.drawn, self.count = step, drawn, 0
-
-    def replay(self):
-        self.count += 1
-        again = self.step()
-        for mine, other in zip(
-            ("paths", "emitted", "lengths"), (again.paths, again.emitted, again.lengths), strict=True
-        ):
-            getattr(self.drawn, mine).copy_(other)
-
-
-class FakeGraphs:
-    """Records steps; the attempts whose numbers are in `fails` raise, as when another thread disturbs a recording."""
-
-    def __init__(self, fails=()):
-        self.fails, self.attempts, self.recordings = set(fails), 0, []
-
-    def record(self, step):
-        self.attempts += 1
-        if self.attempts - 1 in self.fails:
-            raise RuntimeError("operation failed due to a previous error during capture")
-        drawn = step()
-        self.recordings.append(Replays(step, drawn))
-        return self.recordings[-1], drawn
 
 
 def runner_of(folder, graphs):
@@ -192,10 +163,10 @@ def without_a_model(runner):
 
 
 def test_every_step_without_prompt_rows_is_recorded_at_load_the_largest_first(folder):
-    graphs = FakeGraphs()
+    graphs = RunAgain()
     runner = without_a_model(runner_of(folder, graphs))
     runner.warm_up()
-    assert [(shape.rows, shape.drawing) for shape in runner._recorded] == [
+    assert [(shape.rows, shape.drawing) for shape in runner.recordings.made] == [
         (16, 2),
         (16, 1),
         (16, 0),
@@ -208,17 +179,17 @@ def test_every_step_without_prompt_rows_is_recorded_at_load_the_largest_first(fo
 
 
 def test_a_disturbed_recording_is_tried_again(folder):
-    graphs = FakeGraphs(fails={0})
+    graphs = RunAgain(fails={0})
     runner = without_a_model(runner_of(folder, graphs))
     runner.warm_up()
-    assert len(runner._recorded) == 6 and graphs.attempts == 7
+    assert len(runner.recordings.made) == 6 and graphs.attempts == 7
 
 
 def test_a_step_that_cannot_be_recorded_runs_without_a_graph_and_others_keep_theirs(folder, caplog):
-    graphs = FakeGraphs(fails=range(3, 9))  # those of 8 rows, both attempts at each
+    graphs = RunAgain(fails=range(3, 9))  # those of 8 rows, both attempts at each
     runner = without_a_model(runner_of(folder, graphs))
     runner.warm_up()
-    assert [shape.rows for shape in runner._recorded] == [16, 16, 16] and graphs.attempts == 9
+    assert [shape.rows for shape in runner.recordings.made] == [16, 16, 16] and graphs.attempts == 9
     assert caplog.text.count("steps of 8 rows run without a graph") == 3
     caplog.clear()
     runner.run(plan_of(runner))
@@ -227,18 +198,18 @@ def test_a_step_that_cannot_be_recorded_runs_without_a_graph_and_others_keep_the
 
 
 def test_a_replayed_step_gives_the_walks_of_an_unrecorded_one(folder):
-    graphs = FakeGraphs()
+    graphs = RunAgain()
     runner = runner_of(folder, graphs)
     plain = runner_of(folder, None).run(plan_of(runner)).walks
     cold, warm = (runner.run(plan_of(runner)) for _ in range(2))
     assert cold.walks == warm.walks == plain
-    assert cold.cold and not warm.cold and graphs.attempts == 1 and graphs.recordings[0].count == 2
+    assert cold.cold and not warm.cold and graphs.attempts == 1 and graphs.replays == 2
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_step_with_a_history_runs_without_a_graph_and_each_row_has_its_own_path(folder, temperature):
     """The text has fewer tokens than its least length before its first guess, and the answer repeats tokens."""
-    graphs, ids, sampling = FakeGraphs(), (5, 6, 7, 8), Sampling(temperature=temperature, seed=3)
+    graphs, ids, sampling = RunAgain(), (5, 6, 7, 8), Sampling(temperature=temperature, seed=3)
     runner, warp = runner_of(folder, graphs), Warp(temperature)
     its = Processors(
         repetition_penalty=1.5,
@@ -286,7 +257,7 @@ class FailingStructure:
 
 
 def test_a_structure_that_raises_ends_its_draw_alone(folder):
-    runner, ids, tree = runner_of(folder, FakeGraphs()), (5, 6, 7, 8), DraftTree.root_only(8)
+    runner, ids, tree = runner_of(folder, RunAgain()), (5, 6, 7, 8), DraftTree.root_only(8)
     history = History(Processors(repetition_penalty=1.5), runner.target.vocabulary, 3)
     history.follow(ids, 0)
 
@@ -308,7 +279,7 @@ def test_a_structure_that_raises_ends_its_draw_alone(folder):
 @pytest.mark.parametrize("mode", [VerificationMode.MULTI_STEP, VerificationMode.BLOCK])
 def test_drawn_guesses_are_walked_on_the_host_and_their_keys_are_kept(folder, mode):
     """A drafter of the target's own law, of which the likeliest 32 tokens are left by top-k: guesses are accepted."""
-    graphs, ids = FakeGraphs(), (5, 6, 7, 8)
+    graphs, ids = RunAgain(), (5, 6, 7, 8)
     runner, walker, warp = runner_of(folder, graphs), Walker(257), Warp(1.0, top_k=8)
     sampling = Sampling(temperature=1.0, top_k=8, seed=3, mode=mode)
 

@@ -15,6 +15,7 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import Warp
 
+from tests.support.recordings import RunAgain
 from tests.support.tensor_core_products import multiply_as_tensor_cores
 from tests.support.tiny_models import make_checkpoint
 
@@ -45,27 +46,6 @@ def folder(tmp_path_factory):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
     make_checkpoint(path, **sizes, num_attention_heads=2, num_key_value_heads=1)
     return path
-
-
-class StepAgain:
-    """A recording of one step: `replay` runs it again and writes its results into the first ones."""
-
-    def __init__(self):
-        self.replays = 0
-
-    def record(self, step):
-        self.step, self.drawn = step, step()
-        return self, self.drawn
-
-    def replay(self):
-        self.replays += 1
-        again = self.step()
-        for mine, other in zip(self._results(self.drawn), self._results(again), strict=True):
-            mine.copy_(other)
-
-    @staticmethod
-    def _results(drawn):
-        return drawn.paths, drawn.emitted, drawn.lengths
 
 
 def runner_of(folder, narrow=True, graphs=None, buckets=(8, 48)):
@@ -99,7 +79,8 @@ def test_rows_have_the_same_bits_in_steps_of_any_number_of_rows_and_nearly_the_l
 
 def test_a_recorded_step_reads_the_items_of_each_plan(folder):
     """It is recorded with a text that has no far keys."""
-    runner, plain = (runner_of(folder, graphs=graphs) for graphs in (StepAgain(), None))
+    graphs = RunAgain()
+    runner, plain = runner_of(folder, graphs=graphs), runner_of(folder)
     for each in (runner, plain):
         generator = torch.Generator().manual_seed(0)
         for store in each.pages.stores:
@@ -114,4 +95,4 @@ def test_a_recorded_step_reads_the_items_of_each_plan(folder):
     answers = [[walked(each, [*IDS, *range(count)]) for count in range(0, 40, 13)] for each in (runner, plain)]
     assert walked(runner, IDS[:4]) == walked(plain, IDS[:4])
     assert answers[0] == answers[1] and len({walks[0].tokens for walks in answers[1]}) > 1
-    assert runner._graphs.replays == 5
+    assert graphs.replays == 5
