@@ -14,7 +14,7 @@ from dendro.text import Sampling
 from dendro.tree import IntArray
 from torch import Tensor
 from tree_kernels.acceptance_head.cpu import HeadCalls
-from tree_kernels.noise import NoiseRows, NoiseTokens
+from tree_kernels.noise import NoiseRows, NoiseTokens, prepare_kernel
 from tree_kernels.ranking import Orders
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.graphs import CudaGraphs, Graphs
@@ -140,6 +140,7 @@ class DraftRunner:
         if self._fused is not None and head is not None:
             self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
         self._laws: dict[int, DraftLaw] = {}
+        prepare_kernel()
 
     def runs_levels(self, session: int) -> bool:
         """True if a plan of this session may have `Levels`."""

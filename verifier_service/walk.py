@@ -11,7 +11,7 @@ from dendro.grammars import GrammarText
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 from torch import Tensor
-from tree_kernels.noise import NoiseRows
+from tree_kernels.noise import NoiseRows, prepare_kernel
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of
 
@@ -88,6 +88,7 @@ class Walker:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._noise: dict[int, NoiseRows] = {}
+        prepare_kernel()
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None) -> Walk:
         """Walk a draw's tree from the root, drawing a token after each visited row.

@@ -25,8 +25,10 @@ def _pointer_to(kind: Any) -> Any:
     return pointer
 
 
-floats, words, halves, longs = (_pointer_to(kind) for kind in (types.float32, types.uint32, types.uint16, types.int64))
-"""The array of float32, uint32, uint16 or int64 numbers at an address."""
+floats, doubles, words, halves, longs = (
+    _pointer_to(kind) for kind in (types.float32, types.float64, types.uint32, types.uint16, types.int64)
+)
+"""The array of float32, float64, uint32, uint16 or int64 numbers at an address."""
 
 
 @intrinsic

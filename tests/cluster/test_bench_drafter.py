@@ -12,7 +12,7 @@ from dendro.shapes import TreeShape
 from dendro.state import NoStates
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from tree_kernels.noise import reference
+from tree_kernels.noise import rows as noise_rows
 
 from cluster.bench import drafter
 from cluster.bench.drafter import (
@@ -107,7 +107,7 @@ def test_accepted_nodes_are_folded(checkpoint):
 def test_noise_is_ready_before_a_draft_is_timed(checkpoint, monkeypatch):
     inline, text = InlineDrafter(model_at(checkpoint), 1), EngineText(ids_of(20), Sampling(temperature=1.0))
     inline.open(text)
-    run, compute, running, computed = inline.runner.run, reference.gumbel_noise, [], []
+    run, compute, running, computed = inline.runner.run, noise_rows.gumbel_noise, [], []
 
     def watched_run(plan):
         running.append(plan)
@@ -120,7 +120,7 @@ def test_noise_is_ready_before_a_draft_is_timed(checkpoint, monkeypatch):
         return compute(*of)
 
     monkeypatch.setattr(inline.runner, "run", watched_run)
-    monkeypatch.setattr(reference, "gumbel_noise", watched_noise)
+    monkeypatch.setattr(noise_rows, "gumbel_noise", watched_noise)
     for _ in range(3):
         (tree,) = inline.draft([text], TreeShape.parse("1,1,1,1")).trees
         text.text.extend([*accepted_path(tree), 1])

@@ -22,7 +22,7 @@ from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from safetensors.torch import load_file, save_file
-from tree_kernels.noise import NoiseTokens, gumbel_noise, reference
+from tree_kernels.noise import NoiseTokens, gumbel_noise, reference, rows
 from tree_layers.checkpoint import read_facts, weights_fingerprint
 from tree_layers.draft_vocabulary import DRAFT_VOCABULARY, IDS, OTHERS_BASIS, OTHERS_ROWS
 
@@ -229,11 +229,11 @@ def test_noise_of_some_tokens_is_that_of_all_at_their_ids():
 
 
 def test_noise_of_a_cut_head_is_computed_for_its_tokens_alone(monkeypatch: pytest.MonkeyPatch):
-    words = list[int]()
-    of_words = reference.gumbel_of_words
-    monkeypatch.setattr(reference, "gumbel_of_words", lambda given: words.append(given.size) or of_words(given))
+    numbers = list[int]()
+    compute = reference.gumbel_of_uniforms
+    monkeypatch.setattr(rows, "gumbel_of_uniforms", lambda given: numbers.append(given.size) or compute(given))
     DraftLaw.of(SAMPLED, len(GUESSED), np.array(GUESSED)).added_to(3)
-    assert sum(words) == len(GUESSED)
+    assert sum(numbers) == len(GUESSED)
 
 
 def test_others_of_low_rank_are_read_as_their_products(pairs, tmp_path: Path):

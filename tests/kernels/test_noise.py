@@ -3,7 +3,9 @@ import math
 import numpy as np
 import pytest
 import torch
-from tree_kernels.noise import NoiseRows, gumbel_noise, gumbel_of_words, philox4x32
+from tree_kernels.kernel_cache import NoKernelsError
+from tree_kernels.noise import NoiseRows, cpu, gumbel_noise, gumbel_of_words, philox4x32, prepare_kernel, reference
+from tree_kernels.noise.reference import Counters
 
 SEED = 0x0123_4567_89AB_CDEF
 
@@ -31,6 +33,30 @@ def test_philox_rows_do_not_depend_on_other_rows():
     together = philox4x32(counters, (7, 2**32 - 1))
     for i in range(len(counters)):
         assert (philox4x32(counters[i : i + 1], (7, 2**32 - 1))[0] == together[i]).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 8, 9, 63, 4099])
+@pytest.mark.parametrize("positions", [[0], [2**32 - 1, 5], [3, 3, 4]])
+def test_the_compiled_generator_has_the_references_bits(count, positions):
+    rng = np.random.default_rng(count)
+    blocks = np.sort(rng.choice(2**30, count, replace=False)).astype(np.uint64)
+    counters = Counters(SEED, positions, sample_index=2**32 - 1, stream=255, row=65535)
+    compiled = cpu.uniforms(counters, blocks)
+    assert compiled.dtype == np.float64 and np.array_equal(compiled, reference.uniforms(counters, blocks))
+    assert np.array_equal(
+        cpu.uniforms(counters, blocks[::2]), compiled.reshape(len(positions), -1, 4)[:, ::2].reshape(len(positions), -1)
+    )
+
+
+def test_noise_has_the_same_bits_where_nothing_can_be_compiled(monkeypatch):
+    compiled = gumbel_noise(SEED, [7, 9], 4099)
+
+    def refused(module):
+        raise NoKernelsError("none here")
+
+    monkeypatch.setattr("tree_kernels.noise.cpu.load_kernels", refused)
+    prepare_kernel()
+    assert torch.equal(gumbel_noise(SEED, [7, 9], 4099), compiled)
 
 
 def test_philox_refuses_a_counter_of_another_dtype():
@@ -132,7 +158,7 @@ def test_missing_rows_are_computed_once_and_together(monkeypatch):
         calls.append(list(positions))
         return gumbel_noise(seed, positions, vocabulary, sample_index, stream)
 
-    monkeypatch.setattr("tree_kernels.noise.reference.gumbel_noise", counted)
+    monkeypatch.setattr("tree_kernels.noise.rows.gumbel_noise", counted)
     kept = NoiseRows(SEED, 16)
     kept.rows([3, 4])
     kept.rows([5, 3, 6, 5])
