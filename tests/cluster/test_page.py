@@ -16,8 +16,10 @@ import pytest
 from cluster.api.keys import ApiKeys, new_key, write_keys
 from cluster.page import PAGE, POLICY, explained_page
 from cluster.router.allowance import KeyLimits
+from tests.cluster.test_http_reasoning import QWEN3
 from tests.support.edge import EdgePeers, ingress
 from tests.support.http_api import http_at, raw
+from tests.support.scripted import scripted, scripted_tokenizer
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 NO_BROWSER = "needs Debian's package chromium" if not CHROMIUM else "needs the package playwright"
@@ -76,10 +78,10 @@ async def browsing(address: str):
         await browser.close()
 
 
-async def sent(page: Any, text: str, how: str = "auto") -> str:
+async def sent(page: Any, text: str, how: str = "auto", most: int = 24) -> str:
     """Send a text by the keyboard. Returns what the page says at the answer's end."""
     await page.check(f"input[value={how}]")
-    await page.fill("#most", "24")
+    await page.fill("#most", str(most))
     await page.fill("#prompt", text)
     await page.keyboard.press("Control+Enter")
     await page.locator("#send:enabled").wait_for()
@@ -94,11 +96,11 @@ async def test_a_browser_shows_rounds_their_trees_and_both_ways_side_by_side():
         await page.locator("#model option").wait_for(state="attached")
         result = await sent(page, "hello <b>&amp;</b>", "both")
         assert result.startswith("The same tokens: ") and await page.locator("article.card").count() == 2
-        answers = await page.locator(".answer").all_text_contents()
+        answers = await page.locator(".card > .answer").all_text_contents()
         assert answers[0] == answers[1] != "" and await page.inner_text(".asked") == "hello <b>&amp;</b>"
         assert await page.locator("svg[role=img]").count() == 1
         assert "Accepted: " in (await page.get_attribute("svg", "aria-label"))
-        await page.locator(".answer").nth(1).focus()
+        await page.locator(".card > .answer").nth(1).focus()
         await page.keyboard.press("Home")
         assert (await page.inner_text("#title")).startswith("Round 1 of ")
         await page.keyboard.press("ArrowRight")
@@ -108,6 +110,44 @@ async def test_a_browser_shows_rounds_their_trees_and_both_ways_side_by_side():
         await page.click("#after")
         assert (await page.inner_text("#title")).startswith("Round 3 of ")
         assert not faults
+
+
+def test_reasoning_has_a_part_of_its_own_with_a_name_for_screen_readers():
+    assert 'made("summary", {}, "Reasoning")' in PAGE and "`Reasoning, ${name}; arrow keys choose a round`" in PAGE
+    assert "choice?.delta?.reasoning_content" in PAGE
+
+
+@in_chromium
+@pytest.mark.slow
+async def test_a_browser_shows_reasoning_apart_from_the_answer_and_both_by_the_keyboard(tmp_path):
+    async with scripted(scripted_tokenizer(tmp_path, QWEN3)) as asked:
+        asked.peers.will_say("<think>\nHm, <b>5.\n</think>\n\nIt is 5.")
+        async with browsing(f"http://{asked.server.address}/") as (page, faults):
+            await page.locator("#model option").wait_for(state="attached")
+            assert (await sent(page, "hello", most=64)).startswith("Answered")
+            reasoning = page.get_by_role("group", name="Reasoning, speculation auto; arrow keys choose a round")
+            answer = page.get_by_role("group", name="Answer, speculation auto; arrow keys choose a round")
+            assert await reasoning.inner_text() == "Hm, <b>5." and await answer.inner_text() == "It is 5."
+            await reasoning.focus()
+            await page.keyboard.press("Home")
+            for at in range(len("<think>\nHm")):
+                assert (await page.inner_text("#title")).startswith(f"Round {at + 1} of ")
+                await page.keyboard.press("ArrowRight")
+            assert await reasoning.locator("[aria-current=true]").count() == 1
+            assert await answer.locator("[aria-current=true]").count() == 0
+            await page.keyboard.press("End")
+            assert await reasoning.locator("[aria-current=true]").count() == 0
+            await reasoning.focus()
+            await page.keyboard.press("Shift+Tab")
+            assert await page.evaluate("document.activeElement.tagName") == "SUMMARY"
+            await page.keyboard.press("Enter")
+            assert not await reasoning.is_visible() and await answer.is_visible()
+            assert await page.evaluate("messages[1].content") == "It is 5."
+            assert not faults
+            asked.peers.will_say("Plain.")
+            assert (await sent(page, "hello", most=64)).startswith("Answered")
+            assert await page.locator("details.thought").first.is_hidden()
+            assert await page.locator(".card > .answer").first.inner_text() == "Plain." and not faults
 
 
 @in_chromium
