@@ -27,6 +27,7 @@ import psutil
 import typer
 from dendro.answer import build_request, collect_samples
 from dendro.arguments import seconds_of, text_of
+from dendro.chat import Chat
 from dendro.client import TIMEOUT_S, Asking, AsyncClient
 from dendro.errors import BadRequest, DendroError
 from dendro.options import Options
@@ -127,8 +128,7 @@ async def _client(
     if address:
         if config is not None:
             raise BadRequest("--config", "belongs to a cluster that is started here; --address names a running one")
-        key, credentials = given_key(key_file), given_credentials(authority)
-        async with AsyncClient(address, key=key, timeout_s=timeout_s, credentials=credentials) as client:
+        async with _far_client(address, timeout_s, key_file, authority) as client:
             yield client
     else:
         for option, value in (("--key-file", key_file), ("--ca", authority)):
@@ -136,6 +136,10 @@ async def _client(
                 raise BadRequest(option, "belongs to --address; a cluster that is started here needs neither")
         async with _own_client(given_config(config), local, timeout_s) as client:
             yield client
+
+
+def _far_client(address: str, timeout_s: float, key_file: Path | None, authority: Path | None) -> AsyncClient:
+    return AsyncClient(address, key=given_key(key_file), timeout_s=timeout_s, credentials=given_credentials(authority))
 
 
 @asynccontextmanager
@@ -325,6 +329,72 @@ def chat(
 
 
 @app.command()
+def tokenize(
+    text: Annotated[str, typer.Argument(help="A prompt that begins a text.")],
+    address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas.")],
+    model: Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)] = "",
+    message: Annotated[bool, typer.Option("--message", help="The text is a user's message of a conversation.")] = False,
+    literal_prompt: Annotated[
+        bool, typer.Option("--literal-prompt", help="The text of a special token is ordinary text.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    key_file: KeyFile = None,
+    ca: Authority = None,
+) -> None:
+    """Print the token ids of a prompt."""
+    prompt = Chat([{"role": "user", "content": text_of("text", text)}]) if message else text
+
+    async def run() -> None:
+        async with _far_client(address, timeout, key_file, ca) as client:
+            print(*await client.tokenize(prompt, model=model, literal_prompt=literal_prompt))
+
+    _run(run())
+
+
+@app.command()
+def detokenize(
+    tokens: Annotated[list[int], typer.Argument(metavar="ID...", help="Token ids.")],
+    address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas.")],
+    model: Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)] = "",
+    show_special_tokens: Annotated[
+        bool, typer.Option("--show-special-tokens", help="Special tokens have their text.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    key_file: KeyFile = None,
+    ca: Authority = None,
+) -> None:
+    """Print the text of tokens. On a terminal its control characters are escaped."""
+
+    async def run() -> None:
+        async with _far_client(address, timeout, key_file, ca) as client:
+            text = await client.detokenize(tokens, model=model, show_special_tokens=show_special_tokens)
+            on_output()(f"{text}\n", "")
+
+    _run(run())
+
+
+@app.command()
+def abort(
+    request: Annotated[str, typer.Argument(help="The id of a request: an answer's `request_id`, or `x-request-id`.")],
+    address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas; each is asked.")],
+    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    key_file: KeyFile = None,
+    ca: Authority = None,
+) -> None:
+    """End a request that runs. Exit status 1 where none of that id runs for the caller's tenant."""
+    request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")  # ids of answers over HTTP
+
+    async def run() -> int:
+        async with _far_client(address, timeout, key_file, ca) as client:
+            return await client.abort(request)
+
+    ended = _run(run())
+    errors.print(f"{ended} ended", highlight=False)
+    if not ended:
+        raise typer.Exit(1)
+
+
+@app.command()
 def explain(
     request: Annotated[str, typer.Argument(help="The id of a request: an answer's `request_id`, or `x-request-id`.")],
     address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas.")],
@@ -341,8 +411,7 @@ def explain(
     request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")  # ids of answers over HTTP
 
     async def run() -> None:
-        key, credentials = given_key(key_file), given_credentials(ca)
-        async with AsyncClient(address, key=key, timeout_s=timeout, credentials=credentials) as client:
+        async with _far_client(address, timeout, key_file, ca) as client:
             found = explained_answers(request, await client.explain(request))
         output.write_text(explained_page(found), encoding="utf-8")
         errors.print(f"{output}: {sum(len(each['rounds']) for each in found)} rounds", markup=False, highlight=False)

@@ -268,6 +268,27 @@ def build_request(prompt: Prompt, **options: Unpack[Options]) -> pb.GenerateRequ
     return request
 
 
+def build_tokenize(prompt: str | Chat, model: str, literal_prompt: bool) -> pb.TokenizeRequest:
+    """The message for the tokens of a prompt. Raises BadRequest naming the argument."""
+    request = pb.TokenizeRequest(
+        model=text_of("model", model), literal_prompt=switch_of("literal_prompt", literal_prompt)
+    )
+    if isinstance(prompt, Chat):
+        fill_chat(request.chat, prompt)
+    else:
+        request.text = text_of("prompt", prompt)
+    return request
+
+
+def build_detokenize(token_ids: Sequence[int], model: str, show_special_tokens: bool) -> pb.DetokenizeRequest:
+    """The message for the text of tokens. Raises BadRequest naming the argument."""
+    request = pb.DetokenizeRequest(
+        model=text_of("model", model), show_special_tokens=switch_of("show_special_tokens", show_special_tokens)
+    )
+    _extend(request.token_ids, "token_ids", token_ids)
+    return request
+
+
 def _fill(request: pb.GenerateRequest, option: Option, value: Any) -> None:
     """Write the value of an option that is one field, of the request or of its sampling."""
     name = option.name

@@ -19,13 +19,15 @@ import asyncio
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, Unpack
 
 import grpc.aio
+from google.protobuf.message import Message
 
+from dendro.abortion import Abortion
 from dendro.answer import (
     Complete,
     Completion,
@@ -38,7 +40,9 @@ from dendro.answer import (
     Round,
     SpeculationStats,
     Started,
+    build_detokenize,
     build_request,
+    build_tokenize,
     collect,
     collect_samples,
     collect_stream,
@@ -212,20 +216,47 @@ class AsyncClient(Asking):
             if not answer.finished:
                 await asyncio.sleep(answer.pause_after(broken, address, self._rotation))
 
-    async def models(self) -> tuple[ModelInfo, ...]:
-        """The served models."""
+    async def _call(self, method: str, request: Message) -> Any:
+        """The response of a method that is no stream, from any router."""
         attempts = Attempts(self.timeout_s)
         while True:
             address = self._rotation.take()
             try:
                 async with self._stub(address) as stub:
-                    response = await stub.GetServerInfo(
-                        pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
-                    )
+                    call = getattr(stub, method)
+                    return await call(request, timeout=attempts.remaining_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 await asyncio.sleep(attempts.pause_after(error, address, self._rotation))
+
+    async def models(self) -> tuple[ModelInfo, ...]:
+        """The served models."""
+        return models_of(await self._call("GetServerInfo", pb.GetServerInfoRequest()))
+
+    async def tokenize(self, prompt: str | Chat, *, model: str = "", literal_prompt: bool = False) -> tuple[int, ...]:
+        """The tokens of a prompt that begins a text. model: default: the first"""
+        response = await self._call("Tokenize", build_tokenize(prompt, model, literal_prompt))
+        return tuple(response.token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, model: str = "", show_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        response = await self._call("Detokenize", build_detokenize(token_ids, model, show_special_tokens))
+        return str(response.text)
+
+    async def abort(self, request_id: str) -> int:
+        """End a request, at every router that is known by an address of this client; returns how many were ended, 0
+        where none runs. Its client gets the error Aborted. Raises PeerLost where no router can be reached."""
+        asked = Abortion(request_id, self.timeout_s, self._rotation)
+        for address in asked.addresses:
+            try:
+                async with self._stub(address) as stub:
+                    response = await stub.Abort(
+                        asked.request, timeout=asked.attempts.remaining_s, metadata=self._metadata
+                    )
+            except grpc.aio.AioRpcError as error:
+                asked.failed(error, address)
             else:
-                return models_of(response)
+                asked.answered(response)
+        return asked.ended
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
         """The rounds of a request, from the first router that keeps them. Raises NotFound where none does."""
@@ -339,17 +370,39 @@ class Client:
         request = build_request(prompt, **options)
         return collect_samples(list(self.send(request)))
 
-    def models(self) -> tuple[ModelInfo, ...]:
-        """The served models."""
+    def _call(self, method: str, request: Message) -> Any:
+        """The response of a method that is no stream, from any router."""
         attempts = Attempts(self.timeout_s)
         while True:
             address = self._rotation.take()
             try:
                 with self._stub(address) as stub:
-                    response = stub.GetServerInfo(
-                        pb.GetServerInfoRequest(), timeout=attempts.remaining_s, metadata=self._metadata
-                    )
+                    return getattr(stub, method)(request, timeout=attempts.remaining_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 time.sleep(attempts.pause_after(error, address, self._rotation))
+
+    def models(self) -> tuple[ModelInfo, ...]:
+        """The served models."""
+        return models_of(self._call("GetServerInfo", pb.GetServerInfoRequest()))
+
+    def tokenize(self, prompt: str | Chat, *, model: str = "", literal_prompt: bool = False) -> tuple[int, ...]:
+        """The tokens of a prompt that begins a text. model: default: the first"""
+        return tuple(self._call("Tokenize", build_tokenize(prompt, model, literal_prompt)).token_ids)
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "", show_special_tokens: bool = False) -> str:
+        """The text of tokens."""
+        return str(self._call("Detokenize", build_detokenize(token_ids, model, show_special_tokens)).text)
+
+    def abort(self, request_id: str) -> int:
+        """End a request, at every router that is known by an address of this client; returns how many were ended, 0
+        where none runs. Its client gets the error Aborted. Raises PeerLost where no router can be reached."""
+        asked = Abortion(request_id, self.timeout_s, self._rotation)
+        for address in asked.addresses:
+            try:
+                with self._stub(address) as stub:
+                    response = stub.Abort(asked.request, timeout=asked.attempts.remaining_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                asked.failed(error, address)
             else:
-                return models_of(response)
+                asked.answered(response)
+        return asked.ended
