@@ -36,13 +36,6 @@ async def run(*words: str) -> Result:
     return await asyncio.to_thread(CliRunner().invoke, cli.app, list(words), env={"COLUMNS": "200"})
 
 
-@pytest.fixture
-async def address():
-    server = await serve_router(ingress(EdgePeers()))
-    yield server.address
-    await server.stop()
-
-
 @pytest.mark.parametrize(
     "command",
     [

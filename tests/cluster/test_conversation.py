@@ -34,13 +34,6 @@ async def run(address: str, lines: str, *words: str):
     return await asyncio.to_thread(CliRunner().invoke, cli.app, command, input=lines, env={"COLUMNS": "200"})
 
 
-@pytest.fixture
-async def address():
-    server = await serve_router(ingress(EdgePeers()))
-    yield server.address
-    await server.stop()
-
-
 async def test_each_line_is_a_turn_of_one_session(address: str):
     done = await run(address, "hello\n\nagain\n")
     first = plain_answer(HELLO, Sampling(), 12)

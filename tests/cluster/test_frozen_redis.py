@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 import pytest
 from dendro.errors import PeerLost
 
-from cluster.redis_server import RedisServer
 from cluster.sessions import Record, RedisSessions
 from cluster.state_store import RedisStates
 
@@ -47,12 +46,6 @@ async def freezing(url: str, word: bytes):
         server.close()
         for writer in writers:
             writer.close()
-
-
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer(memory_mb=16) as server:
-        yield server.url
 
 
 @pytest.mark.parametrize("word", [b"WATCH", b"MULTI", b"dendro:session:"], ids=["WATCH", "MULTI", "the record's key"])

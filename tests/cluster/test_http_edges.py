@@ -33,12 +33,6 @@ from tests.support.toy_edge import edge
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-def slow_peers(pause_s=0.01):
-    peers = EdgePeers()
-    peers.pause_s = pause_s
-    return peers
-
-
 class Failing:
     """An ingress whose requests end with an error after `events` events."""
 
@@ -174,7 +168,7 @@ async def test_fields_without_effect_are_accepted_and_null_is_as_good_as_absent(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_ends_its_work_within_a_round(stream):
-    peers = slow_peers()
+    peers = EdgePeers(0.01)
     async with http_at(peers) as (server, requests):
         body = json.dumps({"messages": HELLO, "max_tokens": 400, "stream": stream}).encode()
         host, _, port = server.address.rpartition(":")
@@ -193,7 +187,7 @@ async def test_a_client_that_leaves_ends_its_work_within_a_round(stream):
 
 
 async def test_an_abort_by_id_ends_the_request_of_its_tenant_alone():
-    peers = slow_peers(0.02)
+    peers = EdgePeers(0.02)
     async with http_at(peers) as (server, requests), client_of(server) as client:
         create = client.chat.completions.create
         asked: dict[str, Any] = {"model": "demo", "messages": HELLO, "max_tokens": 400}
@@ -279,7 +273,7 @@ async def test_a_stream_without_an_event_sends_comments_and_errors_after_them_as
 
 
 async def test_a_stopped_server_ends_streams_with_an_error_at_which_clients_try_another():
-    peers = slow_peers(0.05)
+    peers = EdgePeers(0.05)
     async with http_at(peers) as (server, _), client_of(server) as client:
         stream = await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=400, stream=True)
         await anext(aiter(stream))
@@ -294,7 +288,7 @@ async def test_a_stopped_server_ends_streams_with_an_error_at_which_clients_try_
 
 
 async def test_a_draining_server_lets_its_answers_end():
-    async with http_at(slow_peers()) as (server, requests), client_of(server) as client:
+    async with http_at(EdgePeers(0.01)) as (server, requests), client_of(server) as client:
         asked = client.chat.completions.create(model="demo", messages=HELLO, max_tokens=40, temperature=0)
         answer = asyncio.create_task(asked)
         await until(lambda: requests.stats()["running"] == 1)

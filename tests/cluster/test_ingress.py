@@ -25,7 +25,6 @@ from dendro.v1 import generation_pb2_grpc
 
 from cluster import sessions as sessions_module
 from cluster.api.grpc import serve_router
-from cluster.peers.opening import Leased
 from cluster.peers.pools import Peers
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import AHEAD, Ingress
@@ -328,20 +327,13 @@ async def test_an_answer_without_trees_leases_no_drafter_even_if_its_session_is_
     assert second.drafter.processed_tokens == second.usage.prompt_tokens - 1
 
 
-class NoPool:
-    """A drafter's pool without a replica."""
-
-    async def lease(self) -> Leased:
-        raise PeerLost("lease: there is none")
-
-
 def toy_ingress(drafter: str, proposers: Sequence[str], arms: Sequence[str] = ()) -> Ingress:
     """An ingress with real handles. drafter: "works", "dead" (no replica) or "none" (not configured)"""
     drafters = {"mamba": {"checkpoint": "mamba"}} if drafter != "none" else {}
     # Without `off`, each round asks for a tree on a slow machine too.
     arms = arms or (["proposed(7)", "proposed(4)"] if drafter == "none" else ["(1,1,1)", "(2,1)"])
     settings = config(drafters=drafters, speculation={"proposers": list(proposers), "arms": list(arms)})
-    pool = NoPool() if drafter == "dead" else fakes.FakePool(fakes.FakeDrafter())
+    pool = fakes.EmptyPool() if drafter == "dead" else fakes.FakePool(fakes.FakeDrafter())
     peers = Peers(settings, {"demo": fakes.FakePool(fakes.FakeVerifier())}, dict.fromkeys(drafters, pool))
     return Ingress(
         settings, peers, MemorySessions(), SERVED, clock=(count / 1000 for count in itertools.count()).__next__
@@ -439,12 +431,6 @@ async def test_handles_are_closed_with_the_whole_text_before_complete():
 
 
 # Sessions, on both stores
-
-
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer(memory_mb=16) as server:
-        yield server.url
 
 
 @pytest.fixture(params=["memory", "redis"])

@@ -15,7 +15,7 @@ from dendro.client import AsyncClient
 from cluster import deploy
 from cluster.redis_server import RedisServer
 from cluster.serve_config import APPLICATION, ENVIRONMENT
-from tests.support.fakes import FakeVerifier, plain
+from tests.support.fakes import plain, slow_verifier
 from tests.support.toy_cluster import LOADERS, toy_config
 
 SCALING = {"min_replicas": 1, "max_replicas": 2, "leases": 2, "up_after_s": 0.5, "down_after_s": 2}
@@ -37,10 +37,6 @@ def config():
         drafters={"helper": pool("drafter")},
         router={"resources": {"cpu": 0.1, "custom": {"router": 1}}},
     )
-
-
-def slow_verifier(name, model, states) -> FakeVerifier:
-    return FakeVerifier(pause_s=0.03)
 
 
 def replicas():

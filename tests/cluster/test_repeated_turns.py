@@ -19,7 +19,6 @@ from cluster.certify.parameters import random_options
 from cluster.certify.stop_strings import drawn_stops
 from cluster.config import Config
 from cluster.peers.local import LocalPeers
-from cluster.redis_server import RedisServer
 from cluster.router.ingress import Ingress
 from cluster.sessions import KEPT_TURNS, RedisSessions
 from tests.support import tiny_models
@@ -27,12 +26,6 @@ from tests.support import tiny_models
 TOKENS = 12
 TURNS = KEPT_TURNS
 STRUCTURED = importlib.util.find_spec("llguidance") is not None
-
-
-@pytest.fixture(scope="module")
-def redis_url():
-    with RedisServer(memory_mb=64) as server:
-        yield server.url
 
 
 @pytest.fixture

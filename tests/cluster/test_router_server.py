@@ -42,12 +42,6 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]  # the stubs lack it
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-def slow_peers(pause_s=0.01):
-    peers = EdgePeers()
-    peers.pause_s = pause_s
-    return peers
-
-
 @asynccontextmanager
 async def serving(peers=None, **options):
     """A router's server; `options` of its configuration."""
@@ -75,7 +69,7 @@ async def health_of(channel, name=""):
 
 
 async def test_a_draining_server_finishes_its_streams_and_takes_no_others():
-    async with serving(slow_peers()) as server, grpc.aio.insecure_channel(server.address) as channel:
+    async with serving(EdgePeers(0.01)) as server, grpc.aio.insecure_channel(server.address) as channel:
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
         assert (await watch.read()).status == SERVING == await health_of(channel)
         call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asking())
@@ -92,7 +86,7 @@ async def test_a_draining_server_finishes_its_streams_and_takes_no_others():
 
 
 async def test_streams_that_outlast_the_drain_end_with_a_status_at_which_clients_resume_and_release_their_peers():
-    peers = slow_peers(0.05)
+    peers = EdgePeers(0.05)
     async with serving(peers) as server, grpc.aio.insecure_channel(server.address) as channel:
         call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asking(400))
         assert (await call.read()).WhichOneof("event") == "started"
@@ -109,7 +103,7 @@ async def test_streams_that_outlast_the_drain_end_with_a_status_at_which_clients
 
 async def test_an_answer_goes_on_at_another_router_when_its_own_is_stopped():
     """The client's first call is at the first address."""
-    async with serving(slow_peers()) as first, serving() as second:
+    async with serving(EdgePeers(0.01)) as first, serving() as second:
         tokens: list[int] = []
         async with AsyncClient(f"{first.address},{second.address}") as client:
             async for event in client.generate(PROMPT, max_new_tokens=60, speculation="off"):
@@ -122,7 +116,7 @@ async def test_an_answer_goes_on_at_another_router_when_its_own_is_stopped():
 
 
 async def test_a_request_past_the_limit_is_refused_while_health_is_answered():
-    peers = slow_peers()
+    peers = EdgePeers(0.01)
     async with serving(peers, router={"max_requests": 2}) as server, AsyncClient(server.address) as client:
         running = [asyncio.create_task(client.generate_text(PROMPT, max_new_tokens=60)) for _ in range(2)]
         await until(lambda: server.stats()["running"] == 2)
@@ -234,7 +228,7 @@ async def test_any_client_of_grpc_finds_a_router_that_is_added_behind_a_name_and
     monkeypatch.setattr(api, "SERVER_OPTIONS", aged)
     loop = asyncio.get_running_loop()
     transport, names = await loop.create_datagram_endpoint(NameServer, local_addr=("127.0.0.1", 0))
-    first = await serve_router(ingress(slow_peers(0.02)))
+    first = await serve_router(ingress(EdgePeers(0.02)))
     port = int(first.address.rpartition(":")[2])
     second = await serve_router(ingress(EdgePeers()), "127.0.0.2", [port])
     target = f"dns://127.0.0.1:{transport.get_extra_info('sockname')[1]}/router.test:{port}"
@@ -301,7 +295,7 @@ async def test_answers_survive_a_restart_of_both_routers_at_once(monkeypatch, ca
         return pause_after(*arguments)
 
     monkeypatch.setattr(attempts.Attempts, "pause_after", counted)
-    two = [await serve_router(ingress(slow_peers())) for _ in range(2)]
+    two = [await serve_router(ingress(EdgePeers(0.01))) for _ in range(2)]
     addresses = [each.address for each in two]
     async with AsyncClient(",".join(addresses)) as client:
 
@@ -321,7 +315,7 @@ async def test_answers_survive_a_restart_of_both_routers_at_once(monkeypatch, ca
 
 
 async def test_a_full_router_beside_a_free_one_refuses_nothing():
-    async with serving(slow_peers(), router={"max_requests": 1}) as full, serving() as free:
+    async with serving(EdgePeers(0.01), router={"max_requests": 1}) as full, serving() as free:
         async with (
             AsyncClient(full.address) as other,
             AsyncClient(f"{full.address},{free.address}") as client,

@@ -18,15 +18,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from cluster import deploy
 from cluster.redis_server import RedisServer
 from cluster.serve_config import APPLICATION
-from tests.support.fakes import FakeVerifier, plain
+from tests.support.fakes import plain, slow_verifier
 from tests.support.scraped import total
 from tests.support.toy_cluster import LOADERS, toy_config
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
-
-
-def slow_verifier(name, model, states) -> FakeVerifier:
-    return FakeVerifier(pause_s=0.02)
 
 
 def each_of(deployment, method):

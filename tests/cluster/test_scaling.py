@@ -20,7 +20,7 @@ from cluster.config import Config
 from cluster.redis_server import RedisServer
 from cluster.scaling import LOAD, by_answers, by_load, replicas_for
 from cluster.serve_config import APPLICATION
-from tests.support.fakes import FakeVerifier, plain
+from tests.support.fakes import plain, slow_verifier
 from tests.support.toy_cluster import LOADERS, toy_config
 
 SCALING = {"min_replicas": 1, "max_replicas": 3, "requests": 4, "up_after_s": 0.5, "down_after_s": 2}
@@ -79,10 +79,6 @@ def test_serve_scales_verifiers_and_drafters_by_their_texts_which_are_more_than_
 def test_an_error_names_its_field(tmp_path, section, message):
     with pytest.raises(BadRequest, match=message):
         Config.of({"targets": {"toy": {"checkpoint": "none"}}, "router": section}, tmp_path)
-
-
-def slow_verifier(name, model, states) -> FakeVerifier:
-    return FakeVerifier(pause_s=0.03)
 
 
 def routers() -> int:

@@ -17,7 +17,7 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.drafter import DrafterHandles
-from cluster.peers.opening import Leased, Pool
+from cluster.peers.opening import Pool
 from cluster.peers.pools import Peers
 from cluster.policies.experience import Concurrency, RunningRequest
 from cluster.proposers import PROPOSERS
@@ -26,7 +26,17 @@ from cluster.router.rounds import rounds
 from cluster.sessions import MemorySessions
 from cluster.showing import account_lines, drafter_line
 from tests.support.edge import SERVED, config
-from tests.support.fakes import VOCABULARY, FakeDrafter, FakePool, FakeVerifier, RemotePool, new_text, plain, toy_token
+from tests.support.fakes import (
+    VOCABULARY,
+    EmptyPool,
+    FakeDrafter,
+    FakePool,
+    FakeVerifier,
+    RemotePool,
+    new_text,
+    plain,
+    toy_token,
+)
 from tests.support.sockets import end, process
 from tests.support.virtual_time import virtual_time
 
@@ -181,13 +191,6 @@ async def test_a_tree_that_the_verifier_refuses_counts_against_the_drafter_that_
     pair.other.spoil = DraftTree.of([7, 101], [-1, 0])  # outside the vocabulary; the text ends with 7
     _, drafters, _ = await pair.run([ONE, OTHER], count=100)
     assert drafters.handles["small"]._given_up == "struck" and not drafters.handles["mamba"]._given_up
-
-
-class EmptyPool:
-    """A drafter's pool without a replica."""
-
-    async def lease(self) -> Leased:
-        raise PeerLost("drafter: there is none")
 
 
 class MarkedDrafter(FakeDrafter):

@@ -29,6 +29,7 @@ from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.sessions import MemorySessions
 from tests.support import fakes
 from tests.support.edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
+from tests.support.virtual_time import SetClock
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -349,16 +350,6 @@ async def test_a_resumed_answer_accounts_for_the_rounds_of_its_own_stream():
     assert (account.rounds, dict(account.rounds_by_tokens), account.emitted_tokens) == (2, {4: 1, 2: 1}, 6)
 
 
-class StepClock:
-    """A clock that a test advances."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def drafted(guesses: int, draft_us: int) -> DraftTree:
     plain = DraftTree.of(range(guesses + 1), range(-1, guesses))
     return replace(plain, draft_us=draft_us)
@@ -407,7 +398,7 @@ async def test_a_tree_is_drafted_at_once_where_no_round_was_announced():
 
 def test_the_account_of_a_hand_example():
     """Five rounds with their times in milliseconds, and all fields of their account."""
-    clock, experience = StepClock(), Experience()
+    clock, experience = SetClock(), Experience()
     rounds = [  # arm, tree, verdict, wall in ms
         (CHAIN, drafted(3, 2000), verdict(4, 4, 5000, 1000), 50.0),  # the first: 42 ms of it are its opening
         (CHAIN, drafted(3, 2000), verdict(2, 2, 5000, 0, trimmed=1), 9.0),

@@ -46,6 +46,13 @@ def complete(tokens: int = len(WHOLE)) -> pb.GenerateResponse:
     )
 
 
+async def whole_answer(call, request, context):
+    """A script: the answer at once."""
+    yield started(request)
+    yield chunk(0, *WHOLE)
+    yield complete()
+
+
 class Scripted(generation_pb2_grpc.GenerationServiceServicer):
     """Runs the script; records the requests."""
 
@@ -128,12 +135,7 @@ async def test_a_broken_stream_is_resumed_from_its_offset_with_its_seed(ask, cod
 
 
 async def test_clients_of_several_tenants_share_connections():
-    async def script(call, request, context):
-        yield started(request)
-        yield chunk(0, *WHOLE)
-        yield complete()
-
-    async with serving(script) as (servicer, address), AsyncClient(address, tenant="t") as client:
+    async with serving(whole_answer) as (servicer, address), AsyncClient(address, tenant="t") as client:
         for tenant in ("one", "two", ""):
             await client.for_tenant(tenant).generate_text("p")
         await client.generate_text("p")
@@ -187,12 +189,7 @@ async def test_a_call_that_a_full_router_refuses_goes_to_the_next_address(ask):
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "router: full", FULL)
         yield
 
-    async def script(call, request, context):
-        yield started(request)
-        yield chunk(0, *WHOLE)
-        yield complete()
-
-    async with serving(full) as (refusing, one), serving(script) as (servicer, two):
+    async with serving(full) as (refusing, one), serving(whole_answer) as (servicer, two):
         assert list((await ask(f"{one},{two}")).token_ids) == WHOLE
         with pytest.raises(Overloaded, match="router: full"):
             await ask(one)
@@ -354,12 +351,7 @@ async def test_leaving_the_iteration_cancels_the_request():
 
 
 async def test_events_are_typed_and_in_order():
-    async def script(call, request, context):
-        yield started(request)
-        yield chunk(0, *WHOLE)
-        yield complete()
-
-    async with serving(script) as (_, address), AsyncClient(address) as client:
+    async with serving(whole_answer) as (_, address), AsyncClient(address) as client:
         kinds = [type(event) async for event in client.generate([1, 2])]
     assert kinds == [Started, Round, Complete]
 

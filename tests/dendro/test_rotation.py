@@ -6,13 +6,7 @@ import pytest
 from dendro.errors import BadRequest
 from dendro.rotation import FULL_S, SHUNNED_S, Rotation
 
-
-class SetClock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.virtual_time import SetClock
 
 
 def test_calls_take_the_addresses_in_turn():

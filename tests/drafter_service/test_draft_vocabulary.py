@@ -6,35 +6,35 @@ The others' embedding is exact here, so the two have the same scores of the toke
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.shapes import DynamicShape, LevelShape, NodeShape, TreeShape
-from dendro.state import MemoryStates, NoStates, StateStore
-from dendro.text import Limits, Sampling, Tokens
+from dendro.state import MemoryStates
+from dendro.text import Sampling
 from dendro.tree import DraftTree
 from safetensors.torch import load_file, save_file
 from tree_kernels.noise import NoiseTokens, gumbel_noise, reference, rows
 from tree_layers.checkpoint import read_facts, weights_fingerprint
 from tree_layers.draft_vocabulary import DRAFT_VOCABULARY, IDS, OTHERS_BASIS, OTHERS_ROWS
 
-from drafter_service.confidence import CANDIDATES, Calibration
-from drafter_service.engine import DrafterEngine
+from drafter_service.confidence import CANDIDATES
 from drafter_service.models import load_model
 from drafter_service.models.backbone import Ends
-from drafter_service.options import DrafterOptions
 from drafter_service.runner import DraftLaw
 from tests.support.cut_heads import cut_head, write_draft_vocabulary
+from tests.support.opened_texts import OpenedText, drafter_of
 from tests.support.tiny_drafters import FAMILIES, VOCABULARY, Family, make_drafter
 from tests.support.tiny_heads import make_head
+
+pytestmark = pytest.mark.usefixtures("first_calibrations")
+serving = partial(drafter_of, closed=False)
 
 CPU = torch.device("cpu")
 GUESSED = tuple(sorted(random.Random(1).sample(range(VOCABULARY), 40)))
@@ -43,11 +43,6 @@ TREE, DYNAMIC, NODES = LevelShape((3, 2, 2, 1)), DynamicShape(5, 4, 18), NodeSha
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
 MASKED = Sampling(temperature=1.0, top_k=3, top_p=0.9, seed=5)
 FORMS = [(family, form) for family in FAMILIES for form in ("eager", "fused") if (family, form) != ("llama", "fused")]
-
-
-@pytest.fixture(autouse=True)
-def first_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Calibration, "learn", lambda self, scores, rank: self)
 
 
 @dataclass(frozen=True)
@@ -66,41 +61,6 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Both]:
         make_drafter(whole, family)
         made[family] = Both(whole, cut_head(whole, tmp_path_factory.mktemp(f"cut-{family}"), GUESSED, VOCABULARY))
     return made
-
-
-@asynccontextmanager
-async def serving(path: Path, states: StateStore | None = None, **options: Any) -> AsyncIterator[DrafterEngine]:
-    given = DrafterOptions(name="tiny", prefill_chunk=8, max_sessions=4, **options)
-    engine = DrafterEngine.load(path, given, states=states or NoStates())
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
-
-
-@dataclass
-class OpenedText:
-    engine: DrafterEngine
-    ids: list[int]
-    sampling: Sampling
-    vocabulary: int = VOCABULARY  # of the target
-    opening: bytes = field(default_factory=new_opening)
-    held: int = 0
-
-    def update(self) -> TextUpdate:
-        start, self.held = min(self.held, len(self.ids)), len(self.ids)
-        return TextUpdate.of(self.opening, Tokens(self.ids), start)
-
-    async def open(self) -> Opened:
-        given = RequestParameters(self.sampling, Limits(10_000), "", (), self.vocabulary)
-        return await self.engine.open(OpenCall(self.update(), given))
-
-    async def draft(self, shape: TreeShape) -> DraftTree:
-        return await self.engine.draft(DraftCall(self.update(), shape))
-
-    async def close(self) -> Closed:
-        return await self.engine.close(CloseCall(self.update()))
 
 
 def prompt_of(length: int) -> list[int]:
@@ -135,7 +95,10 @@ async def test_trees_and_ranks_are_those_of_the_whole_drafter_whose_other_tokens
 ):
     """Texts have tokens that the head lacks, whose rank is unknown; noise is that of the target's ids."""
     async with serving(pairs[family].whole, form="eager") as one, serving(pairs[family].cut, form=form) as other:
-        whole, cut = OpenedText(one, prompt_of(20), sampling), OpenedText(other, prompt_of(20), sampling)
+        whole, cut = (
+            OpenedText(one, prompt_of(20), sampling, VOCABULARY),
+            OpenedText(other, prompt_of(20), sampling, VOCABULARY),
+        )
         for text in (whole, cut):
             await text.open()
         for turn in range(4):
@@ -160,12 +123,15 @@ async def test_bias_banned_and_allowed_ids_are_those_of_the_target(
     given = {"logit_bias": bias, "banned_ids": GUESSED[::3] + OTHERS[:5], "allowed_ids": GUESSED[::2] + OTHERS[:5]}
     sampling = Sampling(temperature=temperature, seed=4, **{name: given[name] for name in names})
     async with serving(pairs[family].whole, form="eager") as one, serving(pairs[family].cut, form=form) as other:
-        whole, cut = OpenedText(one, prompt_of(9), sampling), OpenedText(other, prompt_of(9), sampling)
+        whole, cut = (
+            OpenedText(one, prompt_of(9), sampling, VOCABULARY),
+            OpenedText(other, prompt_of(9), sampling, VOCABULARY),
+        )
         for text in (whole, cut):
             await text.open()
         expected, tree = await whole.draft(TREE), await cut.draft(TREE)
         assert tree.tokens.tolist() == expected.tokens.tolist()
-        plain = OpenedText(other, prompt_of(9), replace(sampling, **{name: () for name in names}))
+        plain = OpenedText(other, prompt_of(9), replace(sampling, **{name: () for name in names}), VOCABULARY)
         await plain.open()
         assert (await plain.draft(TREE)).tokens.tolist() != tree.tokens.tolist()
 
@@ -173,7 +139,7 @@ async def test_bias_banned_and_allowed_ids_are_those_of_the_target(
 @pytest.mark.parametrize("form", ["eager", "fused"])
 async def test_an_answer_of_tokens_that_are_never_guessed_is_drafted_all_the_same(pairs, form: str):
     async with serving(pairs["mamba2"].cut, form=form) as engine:
-        text = OpenedText(engine, list(OTHERS[:3]), Sampling(allowed_ids=OTHERS))
+        text = OpenedText(engine, list(OTHERS[:3]), Sampling(allowed_ids=OTHERS), VOCABULARY)
         await text.open()
         for turn in range(6):
             tree = await text.draft(TREE)
@@ -197,7 +163,7 @@ async def test_for_a_target_of_fewer_tokens_only_these_are_guessed_and_ids_past_
 async def test_a_tree_is_no_wider_than_the_head(pairs, tmp_path: Path):
     path = cut_head(pairs["mamba2"].whole, tmp_path, GUESSED[:6], VOCABULARY)
     async with serving(path) as engine:
-        text = OpenedText(engine, prompt_of(5), SAMPLED)
+        text = OpenedText(engine, prompt_of(5), SAMPLED, VOCABULARY)
         await text.open()
         assert sorted((await text.draft(LevelShape((6, 1)))).tokens[1:7].tolist()) == list(GUESSED[:6])
         with pytest.raises(BadRequest, match=r"shape: .* is wider than the 6 tokens that this drafter guesses"):
@@ -208,14 +174,14 @@ async def test_a_state_is_of_one_draft_vocabulary_alone(pairs, tmp_path: Path):
     """Saved by the cut drafter, found by another process of it, in either form, and by no other drafter."""
     states, ids = MemoryStates(), prompt_of(30)
     async with serving(pairs["mamba2"].cut, states, form="eager") as engine:
-        text = OpenedText(engine, list(ids), GREEDY)
+        text = OpenedText(engine, list(ids), GREEDY, VOCABULARY)
         await text.open()
         expected = (await text.draft(TREE)).tokens.tolist()
         assert (await text.close()).saved == len(ids) - 1
     other = cut_head(pairs["mamba2"].whole, tmp_path, GUESSED[1:], VOCABULARY)
     for path, restored in ((pairs["mamba2"].cut, len(ids) - 1), (other, 0), (pairs["mamba2"].whole, 0)):
         async with serving(path, states) as engine:
-            text = OpenedText(engine, list(ids), GREEDY)
+            text = OpenedText(engine, list(ids), GREEDY, VOCABULARY)
             assert (await text.open()).restored == restored
             if restored:
                 assert (await text.draft(TREE)).tokens.tolist() == expected
@@ -317,7 +283,7 @@ async def test_an_acceptance_head_of_a_cut_drafter_has_the_same_chances_in_eithe
     values = []
     for each in ("eager", form):
         async with serving(pairs["mamba2"].cut, form=each, head=head) as engine:
-            text = OpenedText(engine, prompt_of(12), SAMPLED)
+            text = OpenedText(engine, prompt_of(12), SAMPLED, VOCABULARY)
             await text.open()
             values.append((await text.draft(DYNAMIC)).values)
     np.testing.assert_allclose(values[0], values[1], atol=1e-3)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,43 +11,29 @@ import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.modes import VerificationMode
 from dendro.shapes import DynamicShape, LevelShape, TreeShape
-from dendro.state import NoStates
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_kernels.sampled_walk import SparseLaw, drawn_order, multi_step
 
-from drafter_service.confidence import CANDIDATES, Calibration
+from drafter_service.confidence import CANDIDATES
 from drafter_service.engine import DrafterEngine
 from drafter_service.models.backbone import Ends
-from drafter_service.options import DrafterOptions
 from tests.support import tiny_mamba
 from tests.support.cut_heads import cut_head
 from tests.support.enumeration import LOSSLESS, Laws, Text, distance, law_of, trees
+from tests.support.opened_texts import drafter_of
 from tests.support.tiny_drafters import VOCABULARY, make_drafter
+
+pytestmark = pytest.mark.usefixtures("first_calibrations")
 
 FORMS = pytest.mark.parametrize("form", ["eager", "fused"])
 FEW, FEW_GUESSED = 5, (0, 2, 3)
 """A target's tokens, and those that a drafter guesses, for enumeration."""
 GUESSED = tuple(range(1, VOCABULARY, 2))
 BYTES = {token: bytes([31 + token]) for token in range(1, VOCABULARY)}  # 0 is the end of text
+serving = partial(drafter_of, token_bytes=lambda: BYTES, closed=False)
 PROMPT = (5, 6, 7)
-
-
-@pytest.fixture(autouse=True)
-def first_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Calibration, "learn", lambda self, scores, rank: self)
-
-
-@asynccontextmanager
-async def serving(path: Path, form: str) -> AsyncIterator[DrafterEngine]:
-    options = DrafterOptions(name="tiny", prefill_chunk=8, max_sessions=4, form=form)
-    engine = DrafterEngine.load(path, options, states=NoStates(), token_bytes=lambda: BYTES)
-    await engine.start()
-    try:
-        yield engine
-    finally:
-        await engine.stop()
 
 
 async def drafted(
@@ -93,7 +79,7 @@ async def test_rounds_of_its_drawn_guesses_have_the_targets_law(few: Path, form:
     sampling = Sampling(temperature=1.3, seed=8, mode=VerificationMode.MULTI_STEP)
     prompt, laws = [4, 0, 1], Laws(3, FEW, 3)
     laws.draft = {}
-    async with serving(few, form) as engine:
+    async with serving(few, form=form) as engine:
         for text in [(), *((token,) for token in FEW_GUESSED)]:
             tree = await drafted(engine, [*prompt, *text], LevelShape((2,)), sampling, FEW)
             (law,) = tree.laws
@@ -111,7 +97,7 @@ async def test_rounds_of_its_drawn_guesses_have_the_targets_law(few: Path, form:
 @pytest.mark.parametrize("shape", [LevelShape((3, 2, 1)), DynamicShape(4, 3, 9)], ids=str)
 async def test_drawn_trees_have_the_targets_ids_in_tokens_and_laws(cut: Path, form: str, shape: TreeShape):
     sampling = Sampling(temperature=0.9, seed=3, mode=VerificationMode.MULTI_STEP)
-    async with serving(cut, form) as engine:
+    async with serving(cut, form=form) as engine:
         tree = await drafted(engine, [4, 9, 50, 8], shape, sampling)
     rows = {law.row: law for law in tree.laws}
     assert {*tree.parents[1:].tolist()} == {*rows} and {*tree.tokens[1:].tolist()} <= {*GUESSED}
@@ -164,7 +150,10 @@ async def test_guesses_are_those_tokens_of_the_head_that_the_structure_allows(
     monkeypatch.setattr(Ends, "logits", less)
     letters = "[a-h]{2,9}(x|yz)?"  # ids 66 to 73: half of them are in the head
     prompt_length, seen = len(PROMPT), 0
-    async with serving(whole, "eager") as one, serving(cut, form) as other:
+    async with (
+        serving(whole, form="eager") as one,
+        serving(cut, form=form) as other,
+    ):
         for structure in (Structure.regex(letters), Structure.choices(["bab", "ba", "aab"])):
             for answer in ((), (66,), (67, 66)):
                 given = [*PROMPT, *answer], shape, sampling, 0, structure, prompt_length
@@ -177,7 +166,7 @@ async def test_guesses_are_those_tokens_of_the_head_that_the_structure_allows(
 
 @FORMS
 async def test_where_the_head_has_no_token_that_a_structure_allows_the_tree_is_its_root(cut: Path, form: str):
-    async with serving(cut, form) as engine:
+    async with serving(cut, form=form) as engine:
         opening, ids = new_opening(), [*PROMPT]
         choice = "".join(chr(31 + token) for token in (66, 68, 70, 71, 72))
         given = RequestParameters(

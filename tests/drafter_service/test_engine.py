@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import exp, inf, log
 from pathlib import Path
@@ -21,18 +20,19 @@ import torch
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.shapes import OFF, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
-from dendro.state import MemoryStates, NoStates, StateStore
+from dendro.state import MemoryStates, NoStates
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 from tree_kernels.warp import Warp, drafter_order
 
 from drafter_service.confidence import CANDIDATES, Calibration
-from drafter_service.engine import DrafterEngine, node_slots, text_slots
+from drafter_service.engine import DrafterEngine
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.texts import DraftRound
+from tests.support.opened_texts import drafter_of
 from tests.support.tiny_drafters import FAMILIES, PADDED, VOCABULARY, WITH_HYBRID, Family, make_drafter
 
 CPU = torch.device("cpu")
@@ -42,7 +42,6 @@ UNTIL = UntilShape(DynamicShape(3, 5, 12), 0.9, 0.02)  # stops after one, two or
 FEW_OF_MANY = DynamicShape(12, 3, 5)  # drops most of the rows that it processes
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
 MASKED = Sampling(temperature=1.0, top_k=3, top_p=0.9, seed=5)
-SESSIONS = 9
 
 
 @pytest.fixture(autouse=True)
@@ -73,21 +72,6 @@ def path(request: pytest.FixtureRequest, paths: dict[Family, Path]) -> Path:
 @pytest.fixture(scope="module")
 def oracle(path: Path) -> Oracle:
     return Oracle(load_model(path, torch.float32, CPU)[0])
-
-
-@asynccontextmanager
-async def serving(path: Path, states: StateStore | None = None, **options: Any) -> AsyncIterator[DrafterEngine]:
-    """A running engine with small chunks, so that prompts take several forwards. At the end all slots must be free."""
-    options = {"prefill_chunk": 8, "max_sessions": SESSIONS} | options
-    engine = DrafterEngine.load(path, DrafterOptions(name="tiny", **options), states=states or NoStates())
-    await engine.start()
-    try:
-        yield engine
-        assert engine.sessions == 0
-        assert engine.free_slots == text_slots(options["max_sessions"]) - 1
-        assert engine.free_nodes == node_slots(options.get("max_rows", 64), 16) - 1
-    finally:
-        await engine.stop()
 
 
 @dataclass(frozen=True)
@@ -282,7 +266,7 @@ def walk(tree: DraftTree | AllGuesses, accepted: int, rng: random.Random) -> lis
     "shape", [CHAIN, TREE, WIDE, LevelShape((5,)), NODES, BEAM, DYNAMIC, FEW_OF_MANY, UNTIL], ids=str
 )
 async def test_drafting_by_levels_equals_a_fresh_prefill_of_every_path(path, oracle, shape, sampling):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         for length in (1, 2, 30):
             client = DraftClient(engine, sampling)
             opened = await client.open(prompt_of(length))
@@ -307,7 +291,7 @@ async def test_texts_of_targets_with_different_vocabularies_share_levels_and_get
         0: prompt_of(12),
         MORE: [3, VOCABULARY, PADDED - 1, PADDED, 7, MORE - 1, 200, 1, 2, VOCABULARY - 1, 9, PADDED + 1],
     }
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         clients = [DraftClient(engine, sampling, vocabulary=vocabulary) for vocabulary in texts]
         await asyncio.gather(*(client.open(text) for client, text in zip(clients, texts.values(), strict=True)))
         rounds = most_texts = 0
@@ -325,7 +309,7 @@ async def test_texts_of_targets_with_different_vocabularies_share_levels_and_get
 
 
 async def test_the_first_id_past_the_targets_vocabulary_is_never_guessed(path, oracle):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open([1, 2, 3])
         best = int(max((await client.draft(TREE)).tokens[1:]))
@@ -341,7 +325,7 @@ async def test_the_first_id_past_the_targets_vocabulary_is_never_guessed(path, o
 
 async def test_a_saved_state_of_a_text_with_ids_past_the_embedding_is_restored_and_drafts_the_same(path, oracle):
     prompt = [3, MORE - 1, PADDED, 7, PADDED + 5, 2, 1, MORE - 2]
-    async with serving(path, MemoryStates()) as engine:
+    async with drafter_of(path, MemoryStates()) as engine:
         first = DraftClient(engine, vocabulary=MORE)
         await first.open(prompt)
         assert await first.close() == Closed(len(prompt) - 1)
@@ -358,7 +342,7 @@ async def test_after_any_history_a_draft_equals_that_of_a_fresh_drafter(path, or
     calibration, the only state that may matter."""
     rng = random.Random(seed)
     sampling = rng.choice([GREEDY, SAMPLED])
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine, sampling)
         prompt = prompt_of(rng.randint(1, 20), seed)
         await client.open(prompt)
@@ -384,7 +368,7 @@ async def test_after_any_history_a_draft_equals_that_of_a_fresh_drafter(path, or
 @pytest.mark.parametrize("accepted, forwarded", [(0, 3), (2, 3), (3, 3), (4, 4)], ids=lambda value: str(value))
 async def test_states_of_accepted_nodes_are_reused(path, accepted, forwarded):
     """A round of depth 4 forwards its root and three levels; an accepted leaf is forwarded in the next round."""
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(9))
         tree = await client.draft(CHAIN)
@@ -398,7 +382,7 @@ async def test_states_of_accepted_nodes_are_reused(path, accepted, forwarded):
 @pytest.mark.parametrize("shape", [NODES, BEAM, DYNAMIC, UNTIL, FEW_OF_MANY], ids=str)
 async def test_a_processed_rows_state_is_reused_whether_or_not_the_tree_keeps_the_row(path, oracle, shape):
     """The text continues through each processed row in turn; the next round then forwards no row of the text again."""
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine, SAMPLED)
         await client.open(prompt_of(9))
         await client.draft(shape)
@@ -420,7 +404,7 @@ async def test_a_processed_rows_state_is_reused_whether_or_not_the_tree_keeps_th
 
 
 async def test_learning_changes_values_and_never_which_guess_comes_first(path, oracle, learning):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(9))
         first = await client.draft(TREE)
@@ -438,7 +422,7 @@ async def test_learning_changes_values_and_never_which_guess_comes_first(path, o
 async def test_a_tree_that_may_process_more_rows_than_eight_full_trees_is_grown(path, oracle):
     """dynamic(16,5,7) keeps 8 rows and may process 65, one more than eight trees of 8 rows."""
     shape = DynamicShape(16, 5, 7)
-    async with serving(path, max_rows=8) as engine:
+    async with drafter_of(path, max_rows=8) as engine:
         clients = [DraftClient(engine, SAMPLED) for _ in range(3)]
         await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
         for _ in range(2):
@@ -452,7 +436,7 @@ async def test_a_tree_that_may_process_more_rows_than_eight_full_trees_is_grown(
 async def test_sessions_that_share_forwards_get_the_drafts_they_get_alone(path, oracle):
     shapes = [CHAIN, TREE, WIDE, OFF, LevelShape((2, 2, 2)), NODES, BEAM, DYNAMIC, FEW_OF_MANY]
     laws = [GREEDY, SAMPLED, MASKED, GREEDY, SAMPLED, Sampling(temperature=0.8, seed=100), SAMPLED, GREEDY, MASKED]
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         clients = [DraftClient(engine, law) for law in laws]
         await asyncio.gather(*(client.open(prompt_of(5 + 9 * i, i)) for i, client in enumerate(clients)))
         for turn in range(5):
@@ -470,7 +454,7 @@ async def test_sessions_that_share_forwards_get_the_drafts_they_get_alone(path, 
 
 
 async def test_when_node_slots_run_out_idle_trees_are_evicted_and_drafts_stay_correct(path, oracle):
-    async with serving(path, max_rows=8, max_sessions=24) as engine:
+    async with drafter_of(path, max_rows=8, max_sessions=24) as engine:
         clients = [DraftClient(engine) for _ in range(24)]
         await asyncio.gather(*(client.open(prompt_of(6, i)) for i, client in enumerate(clients)))
         shape = LevelShape((1, 1, 1, 1, 1, 1, 1))
@@ -483,7 +467,7 @@ async def test_when_node_slots_run_out_idle_trees_are_evicted_and_drafts_stay_co
 
 
 async def test_a_draft_sent_during_prefill_waits_for_it(path, oracle):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         opening = asyncio.create_task(client.open(prompt_of(150)))
         await until_a_session_opens(engine)
@@ -496,7 +480,7 @@ async def test_a_draft_sent_during_prefill_waits_for_it(path, oracle):
 async def test_only_the_first_guess_obeys_top_k(path):
     """With top-k 1 the first child is the likeliest token, whatever the noise; the rest are ordered by the noise."""
     greedy, sampled = DraftClient, Sampling(temperature=1.0, top_k=1, seed=8)
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         plain, masked = greedy(engine), DraftClient(engine, sampled)
         free = DraftClient(engine, Sampling(temperature=1.0, seed=8))
         for client in (plain, masked, free):
@@ -510,7 +494,7 @@ async def test_only_the_first_guess_obeys_top_k(path):
 
 
 async def test_the_trace_ranks_each_token_of_the_text_since_the_last_tree(path, oracle):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
         assert len((await client.draft(TREE)).trace) == 0
@@ -545,10 +529,10 @@ async def one_turn(engine: DrafterEngine, prompt: list[int], **options: Any) -> 
 @pytest.mark.parametrize("mark", [0, -1], ids=["mark-at-the-end-of-the-turn", "mark-at-the-states-length"])
 async def test_a_saved_state_drafts_bit_for_bit_like_the_session_it_came_from(path, oracle, mark):
     states = MemoryStates()
-    async with serving(path, states) as engine:
+    async with drafter_of(path, states) as engine:
         first, closed = await one_turn(engine, prompt_of(40))
         assert closed == Closed(len(first.ids) - 1)
-    async with serving(path, states) as elsewhere:
+    async with drafter_of(path, states) as elsewhere:
         turn = len(first.ids)
         same, longer = DraftClient(elsewhere), DraftClient(elsewhere, marks=(7, turn + mark))
         assert (await same.open(first.ids)).restored == turn - 1
@@ -575,7 +559,7 @@ def flip(blob: bytes) -> bytes:
 )
 async def test_a_corrupt_state_counts_as_refused_and_the_draft_is_correct(path, oracle, corrupt):
     states = MemoryStates()
-    async with serving(path, states) as engine:
+    async with drafter_of(path, states) as engine:
         first, _ = await one_turn(engine, prompt_of(20))
         (name,) = states.blobs
         states.blobs[name] = corrupt(states.blobs[name])
@@ -587,7 +571,7 @@ async def test_a_corrupt_state_counts_as_refused_and_the_draft_is_correct(path, 
 
 
 async def test_a_text_whose_saved_state_cannot_be_loaded_is_prefilled_and_drafts_the_same(path, oracle, monkeypatch):
-    async with serving(path, MemoryStates()) as engine:
+    async with drafter_of(path, MemoryStates()) as engine:
         first, _ = await one_turn(engine, prompt_of(20))
 
         def broken(slot, arrays):
@@ -603,13 +587,13 @@ async def test_a_text_whose_saved_state_cannot_be_loaded_is_prefilled_and_drafts
 
 async def test_a_state_of_another_model_tenant_or_text_is_not_restored(paths, oracle):
     states = MemoryStates()
-    async with serving(paths["mamba"], states) as engine:
+    async with drafter_of(paths["mamba"], states) as engine:
         first, _ = await one_turn(engine, prompt_of(20), tenant="a")
         ((name, blob),) = states.blobs.items()
         other = DraftClient(engine, tenant="b")
         assert (await other.open(first.ids)).restored == 0
         await other.close()
-    async with serving(paths["mamba2"], states) as engine:
+    async with drafter_of(paths["mamba2"], states) as engine:
         client = DraftClient(engine, tenant="a")
         assert (await client.open(first.ids)).restored == 0
         await client.close()
@@ -625,7 +609,7 @@ async def test_a_state_of_another_model_tenant_or_text_is_not_restored(paths, or
 
 
 async def test_a_newer_call_replaces_older_ones(path, oracle):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
         calls = [asyncio.create_task(client.draft(TREE)) for _ in range(3)]
@@ -636,7 +620,7 @@ async def test_a_newer_call_replaces_older_ones(path, oracle):
 
 
 async def test_after_cancelled_drafts_the_engine_drafts_correctly(path, oracle):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
         for _ in range(5):
@@ -651,7 +635,7 @@ async def test_after_cancelled_drafts_the_engine_drafts_correctly(path, oracle):
 
 
 async def test_a_cancelled_open_leaves_nothing_behind(path):
-    async with serving(path, max_sessions=1) as engine:
+    async with drafter_of(path, max_sessions=1) as engine:
         call = asyncio.create_task(DraftClient(engine).open(prompt_of(2000)))
         await until_a_session_opens(engine)
         call.cancel()
@@ -663,7 +647,7 @@ async def test_a_cancelled_open_leaves_nothing_behind(path):
 
 async def test_a_close_during_prefill_ends_the_open(path, monkeypatch):
     """The first forward ends only when the close is queued, however fast the processor is."""
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client, queued = DraftClient(engine), threading.Event()
         run = engine._runner.run
         monkeypatch.setattr(engine._runner, "run", lambda plan: queued.wait() and run(plan))
@@ -678,7 +662,7 @@ async def test_a_close_during_prefill_ends_the_open(path, monkeypatch):
 
 
 async def test_an_unknown_opening_or_another_text_is_not_found(path):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
         with pytest.raises(NotFound, match="is not open here"):
@@ -704,7 +688,7 @@ async def test_an_unknown_opening_or_another_text_is_not_found(path):
     ids=["deep", "rows", "token", "empty"],
 )
 async def test_a_call_past_the_limits_is_refused_with_the_fields_name(path, field: str, call: Callable):
-    async with serving(path, max_rows=32) as engine:
+    async with drafter_of(path, max_rows=32) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(10))
         with pytest.raises(BadRequest) as refused:
@@ -714,14 +698,14 @@ async def test_a_call_past_the_limits_is_refused_with_the_fields_name(path, fiel
 
 
 async def test_a_temperature_too_small_to_divide_by_is_refused(path):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         with pytest.raises(BadRequest) as refused:
             await DraftClient(engine, Sampling(temperature=1e-9)).open(prompt_of(3))
         assert refused.value.field == "temperature"
 
 
 async def test_texts_past_max_sessions_are_refused(path):
-    async with serving(path, max_sessions=1) as engine:
+    async with drafter_of(path, max_sessions=1) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(3))
         with pytest.raises(Overloaded):
@@ -730,7 +714,7 @@ async def test_texts_past_max_sessions_are_refused(path):
 
 
 async def test_a_failed_forward_ends_only_its_own_sessions(path, oracle, monkeypatch):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client, other = DraftClient(engine), DraftClient(engine)
         await client.open(prompt_of(3))
         await other.open(prompt_of(4))
@@ -745,7 +729,7 @@ async def test_a_failed_forward_ends_only_its_own_sessions(path, oracle, monkeyp
 
 
 async def test_a_failed_scheduler_closes_all_texts_and_serves_new_ones(path, oracle, monkeypatch):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(3))
         with monkeypatch.context() as patch:
@@ -759,7 +743,7 @@ async def test_a_failed_scheduler_closes_all_texts_and_serves_new_ones(path, ora
 
 
 async def test_a_close_whose_memory_cannot_be_copied_fails_and_new_texts_are_served(path, monkeypatch):
-    async with serving(path, MemoryStates()) as engine:
+    async with drafter_of(path, MemoryStates()) as engine:
         client = DraftClient(engine)
         await client.open(prompt_of(3))
         with monkeypatch.context() as patch:
@@ -784,7 +768,7 @@ async def test_a_stopped_engine_raises_peer_lost(path):
 
 
 async def test_hello_describes_the_model(path):
-    async with serving(path) as engine:
+    async with drafter_of(path) as engine:
         hello = await engine.hello()
         assert (hello.model, hello.vocabulary, hello.exactness, hello.dtype) == ("tiny", VOCABULARY, "", "float32")
         assert len(hello.fingerprint) == len(hello.tokenizer) == 64
@@ -807,7 +791,7 @@ def test_an_invalid_option_is_refused_with_its_name(field, options):
 
 async def test_texts_in_bfloat16_share_forwards(path):
     """The node slots of the texts' trees are not adjacent."""
-    async with serving(path, dtype=torch.bfloat16) as engine:
+    async with drafter_of(path, dtype=torch.bfloat16) as engine:
         clients = [DraftClient(engine) for _ in range(3)]
         await asyncio.gather(*(client.open(prompt_of(20, i)) for i, client in enumerate(clients)))
         for shape in (TREE, DYNAMIC):
@@ -820,7 +804,7 @@ async def test_texts_in_bfloat16_share_forwards(path):
 
 async def test_a_bfloat16_drafter_restores_its_saved_states(path):
     states = MemoryStates()
-    async with serving(path, states, dtype=torch.bfloat16) as engine:
+    async with drafter_of(path, states, dtype=torch.bfloat16) as engine:
         first, closed = await one_turn(engine, prompt_of(20))
         client = DraftClient(engine)
         assert (await client.open(first.ids)).restored == closed.saved

@@ -25,6 +25,7 @@ from tests.support.tiny_mamba import (
     make_state_spaces,
     write_tokenizer,
 )
+from tests.support.unsafe_pickles import UnsafePickle
 
 CPU = torch.device("cpu")
 Made = dict[Family, tuple[PreTrainedModel, dict[str, Path]]]
@@ -168,13 +169,6 @@ def test_an_unsupported_state_spaces_configuration_is_refused(made, tmp_path, ch
     configure(**changed)(folder)
     with pytest.raises(BadRequest, match=reason):
         load_model(folder, torch.float32, CPU)
-
-
-class UnsafePickle:
-    """Runs code when unpickled."""
-
-    def __reduce__(self):
-        return (exec, ("raise SystemExit('code of a checkpoint has run')",))
 
 
 def test_a_pickled_checkpoint_runs_no_code(made, tmp_path):

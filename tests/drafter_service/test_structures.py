@@ -9,14 +9,12 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, new_opening
 from dendro.daemon_threads import MaskThreads
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars
@@ -24,19 +22,21 @@ from dendro.modes import VerificationMode
 from dendro.shapes import BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.state import MemoryStates, NoStates, StateStore
 from dendro.structure import Structure
-from dendro.text import Limits, Sampling, Tokens
+from dendro.text import Sampling
 from dendro.tree import DraftTree
 from tree_kernels.noise import gumbel_noise
 
 from drafter_service import structures, texts
-from drafter_service.confidence import Calibration
-from drafter_service.engine import DrafterEngine, node_slots, text_slots
+from drafter_service.engine import DrafterEngine
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.structures import DraftStructure, keep_allowed
 from tests.support.faults import Panic
+from tests.support.opened_texts import OpenedText, drafter_of
 from tests.support.tiny_drafters import VOCABULARY, Family, make_drafter
+
+pytestmark = pytest.mark.usefixtures("first_calibrations")
 
 END = 0  # of no text
 BYTES = {token: bytes([31 + token]) for token in range(1, VOCABULARY)}
@@ -68,12 +68,6 @@ SAMPLINGS = pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, FILTERED], ids
 SESSIONS = 6
 
 
-@pytest.fixture(autouse=True)
-def first_calibrations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All texts keep the calibration that a drafter starts with: equal texts have equal trees."""
-    monkeypatch.setattr(Calibration, "learn", lambda self, scores, rank: self)
-
-
 @pytest.fixture(scope="module", params=["mamba2", "llama", pytest.param("mamba", marks=pytest.mark.long)])
 def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Mambas are fused where kernels can be compiled."""
@@ -88,57 +82,21 @@ def drafter(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 async def following(
     path: Path, states: StateStore | None = None, token_bytes: dict[int, bytes] | None = BYTES, **options: Any
 ) -> AsyncIterator[DrafterEngine]:
-    """A running engine; at its end all slots must be free."""
-    given = DrafterOptions(name="tiny", prefill_chunk=8, max_sessions=SESSIONS, **options)
+    """A running engine of a tokenizer with these bytes."""
     reads = None if token_bytes is None else lambda: token_bytes
-    engine = DrafterEngine.load(path, given, states=states or NoStates(), token_bytes=reads)
-    await engine.start()
-    try:
+    async with drafter_of(path, states, reads, max_sessions=SESSIONS, **options) as engine:
         yield engine
-        assert engine.sessions == 0
-        assert engine.free_slots == text_slots(SESSIONS) - 1 and engine.free_nodes == node_slots(64, 16) - 1
-    finally:
-        await engine.stop()
 
 
-@dataclass
-class StructuredText:
-    """One opening, as a router makes it."""
-
-    engine: DrafterEngine
-    ids: list[int]
-    structure: Structure | None
-    sampling: Sampling = GREEDY
-    prompt_length: int = len(PROMPT)
-    ignore_end: bool = False
-    opening: bytes = field(default_factory=new_opening)
-    held: int = 0
-
-    def update(self) -> TextUpdate:
-        start, self.held = min(self.held, len(self.ids)), len(self.ids)
-        return TextUpdate.of(self.opening, Tokens(self.ids), start)
-
-    async def open(self) -> Opened:
-        parameters = RequestParameters(
-            self.sampling,
-            Limits(10_000, self.ignore_end),
-            "",
-            (),
-            prompt_length=self.prompt_length,
-            structure=self.structure,
-        )
-        return await self.engine.open(OpenCall(self.update(), parameters))
-
-    async def draft(self, shape: TreeShape) -> DraftTree:
-        return await self.engine.draft(DraftCall(self.update(), shape))
-
-    async def close(self) -> Closed:
-        return await self.engine.close(CloseCall(self.update()))
+def structured_text(
+    engine: DrafterEngine, ids: list[int], structure: Structure | None, sampling: Sampling = GREEDY, **more: Any
+) -> OpenedText:
+    return OpenedText(engine, ids, sampling, structure=structure, **{"prompt_length": len(PROMPT)} | more)
 
 
 async def drafted(engine: DrafterEngine, ids: list[int], structure: Structure | None, shape: TreeShape, **more: Any):
     """The tree of a text just opened."""
-    text = StructuredText(engine, ids, structure, **more)
+    text = structured_text(engine, ids, structure, **more)
     await text.open()
     tree = await text.draft(shape)
     await text.close()
@@ -235,7 +193,7 @@ async def test_guesses_are_the_best_of_the_tokens_that_the_structure_allows_afte
             whole = await permitted.answer(14, number)
             for place, shape in enumerate(SHAPES):
                 ids = [*PROMPT, *whole[: place * len(whole) // (len(SHAPES) - 1)]]
-                text = StructuredText(engine, ids[: max(len(PROMPT), len(ids) - 1 - place % 3)], structure, sampling)
+                text = structured_text(engine, ids[: max(len(PROMPT), len(ids) - 1 - place % 3)], structure, sampling)
                 await text.open()
                 text.ids = ids
                 await check_guesses(await text.draft(shape), ids, permitted, model, sampling, shape)
@@ -250,7 +208,7 @@ async def test_after_any_history_a_tree_is_that_of_a_structured_text_just_opened
     rng = np.random.default_rng(3)
     async with following(drafter) as engine:
         permitted = Permitted(grammars, STRUCTURES[2])
-        text = StructuredText(engine, [*PROMPT], STRUCTURES[2], sampling)
+        text = structured_text(engine, [*PROMPT], STRUCTURES[2], sampling)
         await text.open()
         for step in range(14):
             shape = SHAPES[step % len(SHAPES)]
@@ -278,7 +236,7 @@ async def test_texts_that_draft_together_have_the_trees_that_they_have_alone(dra
     samplings = [GREEDY, SAMPLED, FILTERED, SAMPLED, SAMPLED]
     async with following(drafter) as engine:
         texts = [
-            StructuredText(engine, [*PROMPT], kind, sampling) for kind, sampling in zip(kinds, samplings, strict=True)
+            structured_text(engine, [*PROMPT], kind, sampling) for kind, sampling in zip(kinds, samplings, strict=True)
         ]
         for text in texts:
             await text.open()
@@ -298,7 +256,7 @@ async def test_a_structured_text_restored_from_its_own_or_a_plain_texts_state_ha
     ids = [*PROMPT, *await permitted.answer(9, 4)]
     for store, structure in ((states, STRUCTURES[2]), (plain, None)):
         async with following(drafter, store) as engine:
-            text = StructuredText(engine, ids[:5], structure)
+            text = structured_text(engine, ids[:5], structure)
             await text.open()
             await text.draft(TREE)
             text.ids = ids
@@ -309,7 +267,7 @@ async def test_a_structured_text_restored_from_its_own_or_a_plain_texts_state_ha
     assert states.blobs.keys() == plain.blobs.keys()
     for store in (states, plain):
         async with following(drafter, store) as elsewhere:
-            text = StructuredText(elsewhere, ids, STRUCTURES[2])
+            text = structured_text(elsewhere, ids, STRUCTURES[2])
             assert (await text.open()).restored == len(ids) - 1
             assert same(await text.draft(TREE), wanted)
             await text.close()
@@ -345,7 +303,7 @@ async def test_a_text_tokens_rank_is_that_among_the_allowed_tokens(drafter: Path
     letters = Structure.regex("[a-h]{30}")
     permitted = Permitted(grammars, letters)
     async with following(drafter) as engine:
-        text = StructuredText(engine, [*PROMPT], letters)
+        text = structured_text(engine, [*PROMPT], letters)
         await text.open()
         traces = []
         for more in (3, 2, 3):
@@ -388,7 +346,7 @@ async def test_a_structure_that_cannot_be_followed_is_named_in_the_log_and_guess
 
 async def test_an_answer_that_leaves_its_structure_is_drafted_on_without_it(drafter: Path, caplog):
     async with following(drafter) as engine:
-        text = StructuredText(engine, [*PROMPT], STRUCTURES[1])
+        text = structured_text(engine, [*PROMPT], STRUCTURES[1])
         await text.open()
         await text.draft(TREE)
         text.ids = [*PROMPT, 40, 41]
@@ -405,7 +363,7 @@ async def test_a_structure_whose_masks_take_long_is_given_up_in_any_row(drafter:
     monkeypatch.setattr(structures, "SLOW_ROW_S", -1.0)
     monkeypatch.setattr(structures, "PATIENCE_S", rows + 0.9)
     async with following(drafter) as engine:
-        text = StructuredText(engine, [*PROMPT], STRUCTURES[1])  # it allows fewer guesses than the first tree has
+        text = structured_text(engine, [*PROMPT], STRUCTURES[1])  # it allows fewer guesses than the first tree has
         await text.open()
         for shape in SHAPES:
             assert (await text.draft(shape)).rows > 1
@@ -461,7 +419,7 @@ async def test_no_other_text_waits_for_masks_and_their_own_has_the_same_tree(dra
     async with following(drafter) as engine:
         wanted = [await drafted(engine, PROMPT, structure, TREE) for structure in (STRUCTURES[0], None)]
         held = HeldWork(monkeypatch, part)
-        structured, plain = (StructuredText(engine, [*PROMPT], structure) for structure in (STRUCTURES[0], None))
+        structured, plain = (structured_text(engine, [*PROMPT], structure) for structure in (STRUCTURES[0], None))
         await structured.open()
         await plain.open()
         waiting = asyncio.ensure_future(structured.draft(TREE))
@@ -483,7 +441,7 @@ async def test_a_text_whose_masks_do_not_come_is_drafted_without_its_structure(
     async with following(drafter) as engine:
         wanted = await drafted(engine, PROMPT, None, TREE)
         held = HeldWork(monkeypatch, part)
-        text = StructuredText(engine, [*PROMPT], STRUCTURES[0])
+        text = structured_text(engine, [*PROMPT], STRUCTURES[0])
         await text.open()
         assert (await text.draft(TREE)).guesses
         assert not held.free.is_set() and "drafted without its structure, whose masks take more" in caplog.text
@@ -537,10 +495,10 @@ async def test_a_structure_that_raises_leaves_its_text_without_masks_and_changes
     engine = DrafterEngine.load(tmp_path, options, states=NoStates(), token_bytes=lambda: BYTES)
     await engine.start()
     shape = LevelShape((3, 2, 1))
-    plain = StructuredText(engine, list(PROMPT), None)
+    plain = structured_text(engine, list(PROMPT), None)
     await plain.open()
     alone = await plain.draft(shape)
-    structured = StructuredText(engine, list(PROMPT), STRUCTURES[0])
+    structured = structured_text(engine, list(PROMPT), STRUCTURES[0])
     await structured.open()
 
     def raising(self, *given):

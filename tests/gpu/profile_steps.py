@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import numpy as np
 from dendro.calls import DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.shapes import LevelShape
 from dendro.state import NoStates
@@ -19,9 +18,9 @@ from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from tests.gpu.random_target import runner_of
 from tests.gpu.step import DEVICE, DRY, require_device, seconds, write_result
+from tests.support.lone_rounds import lone_round
 from verifier_service.device import DeviceRunner
-from verifier_service.rows import NO_ROWS, StepPlan, pack, text_rows
-from verifier_service.walk import Draw
+from verifier_service.rows import StepPlan
 
 TIMES = 1 if DRY else 50
 OPERATIONS = 25
@@ -31,9 +30,7 @@ def plan_of(runner: DeviceRunner, rows: int, warp: Warp) -> StepPlan:
     """A round with a tree of so many rows, four children to a row, after a text of 17 tokens."""
     ids = list(range(3, 20))
     tree = DraftTree.of([ids[-1], *range(20, 19 + rows)], [-1, *(row // 4 for row in range(rows - 1))])
-    part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-    draw = Draw(1, 0, 0, len(ids), tree, warp, Sampling(seed=7))
-    return pack([part], np.arange(rows), [draw])
+    return lone_round(runner, ids, tree, warp, Sampling(seed=7))
 
 
 def profiled(call: Callable[[], object]) -> str:

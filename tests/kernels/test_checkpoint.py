@@ -18,6 +18,7 @@ from tree_layers.headers import tensor_shapes
 from tree_layers.tokens import read_tokens
 
 from tests.support.layouts import sentencepiece
+from tests.support.unsafe_pickles import UnsafePickle
 
 LLAMA = {"model_type": "llama", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}
 MAMBA = {"model_type": "mamba", "vocab_size": 12, "hidden_size": 4, "num_hidden_layers": 1}
@@ -93,16 +94,9 @@ def test_shapes_of_a_pickled_checkpoint_are_read(tmp_path: Path, old_format: boo
     assert shapes == {"a.weight": (3, 5), "b": (5,), "c": (), "p": (2, 2)}
 
 
-class Unsafe:
-    """Runs code when unpickled."""
-
-    def __reduce__(self):
-        return (exec, ("raise SystemExit('code of a checkpoint has run')",))
-
-
 def test_reading_the_header_of_a_pickled_checkpoint_runs_no_code(tmp_path: Path):
     write(tmp_path, "config.json", STATE_SPACES)
-    torch.save({"backbone.embedding.weight": Unsafe()}, tmp_path / "pytorch_model.bin")
+    torch.save({"backbone.embedding.weight": UnsafePickle()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="not a file of plain weights"):
         read_facts(tmp_path)
 

@@ -197,8 +197,8 @@ class EdgeDrafter:
 class EdgePeers:
     """Makes the fakes; a test sets how they fail."""
 
-    def __init__(self) -> None:
-        self.pause_s = 0.0
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.pause_s = pause_s
         self.dead = self.broken = self.drafter_lost = False
         self.rounds = 0
         self.hello: Hello | None = None  # of verifiers; None: HELLO

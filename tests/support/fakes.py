@@ -221,6 +221,18 @@ class FakeDrafter(_Fake):
         return replace(tree, proposer=self.model, draft_us=(time.perf_counter_ns() - began_ns) // 1000)
 
 
+def slow_verifier(name: str, model: object, states: object) -> FakeVerifier:
+    """A loader of verifiers whose answers take a second."""
+    return FakeVerifier(pause_s=0.03)
+
+
+class EmptyPool:
+    """A pool without a replica."""
+
+    async def lease(self) -> Leased:
+        raise PeerLost("lease: there is none")
+
+
 class FakePool:
     """A pool of one engine in this process."""
 

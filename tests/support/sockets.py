@@ -6,29 +6,30 @@ import asyncio
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
-from dendro.serving import Leases, Replica
+from dendro.serving import Leases, Replica, ReplicaKind
 
 from tests.support.fakes import FakeDrafter, FakeVerifier, RemotePool
 
+Served = tuple[Replica, RemotePool]
+"""An engine behind a socket, and a pool that has its address alone."""
+
+
+def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> AbstractAsyncContextManager[Served]:
+    return _at("drafter", DRAFTER_REPLICA, engine, leases)
+
+
+def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> AbstractAsyncContextManager[Served]:
+    return _at("verifier", VERIFIER_REPLICA, engine, leases)
+
 
 @asynccontextmanager
-async def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, RemotePool]]:
-    replica = await serve_engine(DRAFTER_REPLICA, engine, leases)
-    pool = RemotePool("drafter", [replica.address])
-    try:
-        yield replica, pool
-    finally:
-        await pool.streams.close()
-        await replica.stop()
-
-
-@asynccontextmanager
-async def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> AsyncIterator[tuple[Replica, RemotePool]]:
-    replica = await serve_engine(VERIFIER_REPLICA, engine, leases)
-    pool = RemotePool("verifier", [replica.address])
+async def _at(name: str, kind: ReplicaKind, engine: Any, leases: Leases | None) -> AsyncIterator[Served]:
+    replica = await serve_engine(kind, engine, leases)
+    pool = RemotePool(name, [replica.address])
     try:
         yield replica, pool
     finally:

@@ -1,6 +1,7 @@
-"""An event loop whose time passes only while no task can run: tests of waits take no time and their order is certain.
+"""Clocks of tests: one that a test advances, and that of an event loop whose time passes only while no task can run.
 
-For tasks of one process alone: it does not wait for sockets or threads.
+With such a loop tests of waits take no time and their order is certain. It is for tasks of one process alone: it does
+not wait for sockets or threads.
 """
 
 from __future__ import annotations
@@ -10,6 +11,16 @@ import functools
 import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any
+
+
+class SetClock:
+    """A clock that a test advances."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
 
 
 class SkippingSelector(selectors.DefaultSelector):

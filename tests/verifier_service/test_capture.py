@@ -3,7 +3,6 @@ same on the same memory, so a recording of the first computes the second. Counte
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from dendro.text import Sampling
@@ -13,6 +12,7 @@ from tree_kernels.warp import Warp
 
 from tests.support.device_forms import load_as_on_a_gpu
 from tests.support.launches import WaitsForDevice, launches
+from tests.support.lone_rounds import lone_round
 from tests.support.tiny_models import make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -21,9 +21,7 @@ if torch.cuda.is_available():
 
 from verifier_service.device import DeviceRunner
 from verifier_service.recurrent import Arrangement
-from verifier_service.rows import NO_ROWS, pack, text_rows
 from verifier_service.shards import Bounds
-from verifier_service.walk import Draw
 
 BUCKETS = (8,)
 DEPTH = 6
@@ -57,8 +55,7 @@ def runner(family, tmp_path_factory):
 def step(runner, ids, parents, warp, sampling):
     """The launches of a step with a tree, whose plan is uploaded before."""
     tree = DraftTree.of([ids[-1], *range(5, 4 + len(parents))], parents)
-    part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-    plan = pack([part], np.arange(tree.rows), [Draw(1, 0, 0, len(ids), tree, warp, sampling)])
+    plan = lone_round(runner, ids, tree, warp, sampling)
     shape = runner._shape_of(plan)
     assert shape.alone
     inputs = runner._upload(plan, shape)

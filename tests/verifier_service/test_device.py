@@ -23,6 +23,7 @@ from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import History, Processors, Warp, processed, tokens_of
 from tree_layers.step_buffers import StepBuffers
 
+from tests.support.lone_rounds import lone_round
 from tests.support.recordings import RunAgain
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
 from tests.support.tiny_models import make_checkpoint
@@ -140,19 +141,13 @@ async def test_steps_without_prompt_rows_are_replayed_from_graphs(engine):
 
 # Graphs, with a recorder that runs steps again and can fail
 
+IDS = (5, 6, 7, 8)
+
 
 def runner_of(folder, graphs):
     target = load_target(folder, torch.float32, torch.device(DEVICE), (8, 16))
     near = near_window(3)
     return DeviceRunner(target, Bounds(near, 4, 2, 2, 3, Arrangement.of(2, near, 3, 16)), (8, 16), graphs=graphs)
-
-
-def plan_of(runner, ids=(5, 6, 7, 8)):
-    """A round without a tree: one row."""
-    tree = DraftTree.root_only(ids[-1])
-    part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-    draw = Draw(1, 0, 0, len(ids), tree, Warp(), Sampling())
-    return pack([part], np.arange(1), [draw])
 
 
 def without_a_model(runner):
@@ -175,7 +170,7 @@ def test_every_step_without_prompt_rows_is_recorded_at_load_the_largest_first(fo
         (8, 0),
     ]
     assert {shape.rows for shape in runner._ran if not shape.alone} == {8, 16}
-    assert not runner.run(plan_of(runner)).cold and graphs.attempts == 6
+    assert not runner.run(lone_round(runner, IDS)).cold and graphs.attempts == 6
 
 
 def test_a_disturbed_recording_is_tried_again(folder):
@@ -192,7 +187,7 @@ def test_a_step_that_cannot_be_recorded_runs_without_a_graph_and_others_keep_the
     assert [shape.rows for shape in runner.recordings.made] == [16, 16, 16] and graphs.attempts == 9
     assert caplog.text.count("steps of 8 rows run without a graph") == 3
     caplog.clear()
-    runner.run(plan_of(runner))
+    runner.run(lone_round(runner, IDS))
     assert graphs.attempts == 9, "it is not tried again while serving"
     assert not caplog.text, "nor reported with every step"
 
@@ -200,8 +195,8 @@ def test_a_step_that_cannot_be_recorded_runs_without_a_graph_and_others_keep_the
 def test_a_replayed_step_gives_the_walks_of_an_unrecorded_one(folder):
     graphs = RunAgain()
     runner = runner_of(folder, graphs)
-    plain = runner_of(folder, None).run(plan_of(runner)).walks
-    cold, warm = (runner.run(plan_of(runner)) for _ in range(2))
+    plain = runner_of(folder, None).run(lone_round(runner, IDS)).walks
+    cold, warm = (runner.run(lone_round(runner, IDS)) for _ in range(2))
     assert cold.walks == warm.walks == plain
     assert cold.cold and not warm.cold and graphs.attempts == 1 and graphs.replays == 2
 
@@ -222,9 +217,7 @@ def test_a_step_with_a_history_runs_without_a_graph_and_each_row_has_its_own_pat
     history.follow(ids, 0)
 
     def step(tree):
-        part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-        draw = Draw(1, 0, 0, len(ids), tree, warp, sampling, history)
-        return pack([part], np.arange(tree.rows), [draw])
+        return lone_round(runner, ids, tree, warp, sampling, history)
 
     def drawn(row, text):
         scores = processed(row, its, text, 3)[None]
@@ -284,8 +277,7 @@ def test_drawn_guesses_are_walked_on_the_host_and_their_keys_are_kept(folder, mo
     sampling = Sampling(temperature=1.0, top_k=8, seed=3, mode=mode)
 
     def step(tree, sampling):
-        part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-        return pack([part], np.arange(tree.rows), [Draw(1, 0, 0, len(ids), tree, warp, sampling)])
+        return lone_round(runner, ids, tree, warp, sampling)
 
     def law_after(tree):
         with torch.inference_mode():

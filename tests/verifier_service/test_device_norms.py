@@ -9,6 +9,7 @@ from torch import nn
 from tree_layers.library_mixers import GroupedNorm
 
 from tests.support.nearest_casts import round_casts
+from tests.support.odd_norms import LimitedRMSNorm, OuterEpsilonRMSNorm
 
 pytest.importorskip("triton", reason="triton is not installed")
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
@@ -135,20 +136,6 @@ class DoubledRMSNorm(LlamaRMSNorm):
         return 2 * super().forward(hidden_states)
 
 
-class ClampedRMSNorm(LlamaRMSNorm):
-    """Clamps its rows, at a number that ordinary ones do not have."""
-
-    def forward(self, hidden_states):
-        return super().forward(hidden_states.clamp(-300, 300))
-
-
-class RootEpsilonRMSNorm(LlamaRMSNorm):
-    """Adds its epsilon to the root, which shows in small rows alone."""
-
-    def forward(self, x):
-        return self.weight * (x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon))
-
-
 def spread():
     """Of several workers: it sums over them."""
     return SpreadNorm(Zamba2RMSNormGated(WIDTH, WIDTH), 2 * WIDTH, 1, 0)
@@ -157,7 +144,7 @@ def spread():
 @pytest.mark.parametrize(
     "build",
     [
-        *(lambda: DoubledRMSNorm(WIDTH), lambda: ClampedRMSNorm(WIDTH), lambda: RootEpsilonRMSNorm(WIDTH)),
+        *(lambda: DoubledRMSNorm(WIDTH), lambda: LimitedRMSNorm(WIDTH), lambda: OuterEpsilonRMSNorm(WIDTH)),
         *(lambda: nn.GroupNorm(4, WIDTH), lambda: nn.LayerNorm((4, 24)), lambda: nn.BatchNorm1d(WIDTH), spread),
     ],
     ids=["doubled", "clamped", "root-epsilon", "group-norm", "two-dimensions", "batch-norm", "spread"],

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from dendro.text import Sampling
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
-from tree_kernels.warp import Warp
 
+from tests.support.lone_rounds import lone_round
 from tests.support.recordings import RunAgain
 from tests.support.tensor_core_products import multiply_as_tensor_cores
 from tests.support.tiny_models import make_checkpoint
@@ -26,9 +24,7 @@ from verifier_service.models import load_target
 from verifier_service.models.device_pages import attention_on_device, device_layouts
 from verifier_service.models.seats import ProbedLayer
 from verifier_service.recurrent import Arrangement
-from verifier_service.rows import NO_ROWS, pack, text_rows
 from verifier_service.shards import Bounds
-from verifier_service.walk import Draw
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 IDS = [(7 * at * at + 3 * at) % 256 for at in range(60)]
@@ -87,10 +83,7 @@ def test_a_recorded_step_reads_the_items_of_each_plan(folder):
             store[:, PAGE:] = torch.randn(store[:, PAGE:].shape, generator=generator).to(store)
 
     def walked(runner, ids):
-        tree = DraftTree.root_only(ids[-1])
-        part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-        draw = Draw(1, 0, 0, len(ids), tree, Warp(), Sampling())
-        return runner.run(pack([part], np.arange(1), [draw])).walks
+        return runner.run(lone_round(runner, ids)).walks
 
     answers = [[walked(each, [*IDS, *range(count)]) for count in range(0, 40, 13)] for each in (runner, plain)]
     assert walked(runner, IDS[:4]) == walked(plain, IDS[:4])

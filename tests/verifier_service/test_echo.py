@@ -6,20 +6,17 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-import torch
 from dendro.calls import RequestParameters
 from dendro.engine import started
 from dendro.errors import BadRequest
-from dendro.logprobs import TokenLogprobs
 from dendro.options import MAX_ECHOED
 from dendro.text import Limits, Sampling
-from dendro.tree import DraftTree
 
 from tests.support import tiny_hybrids, tiny_models
+from tests.support.defined_logprobs import defined_logprobs
 from tests.support.engines import bitwise_engine_of
 from tests.support.made_once import made_once
 from tests.support.routers import RoundByRound
-from verifier_service.engine import VerifierEngine
 
 PROMPT = [(7 * at * at + 3 * at) % 90 for at in range(210)]
 
@@ -40,16 +37,6 @@ class Echoing(RoundByRound):
     def __init__(self, engine, prompt, first: int = 1, top: int = 3, count: int = 8, tenant: str = "") -> None:
         super().__init__(engine, prompt, count=count, tenant=tenant)
         self.parameters = replace(self.parameters, logprobs=top, echo_from=first)
-
-
-def truth_of(engine: VerifierEngine, prompt, first: int, top: int) -> tuple[TokenLogprobs, ...]:
-    found = []
-    for place in range(first, len(prompt)):
-        logits = engine.logits_of(prompt[:place], DraftTree.root_only(prompt[place - 1]))[0]
-        values = torch.log_softmax(logits, 0).tolist()
-        order = sorted(range(len(logits)), key=lambda each: (-float(logits[each]), each))
-        found.append(TokenLogprobs(values[prompt[place]], tuple((each, values[each]) for each in order[:top])))
-    return tuple(found)
 
 
 @pytest.mark.parametrize("first", [1, 60, 209])
@@ -73,7 +60,7 @@ FAMILIES = ["llama", pytest.param("mamba2", marks=pytest.mark.slow), pytest.para
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_they_are_those_of_each_tokens_own_row_whatever_is_kept_of_the_prompt(models, family: str):
     engine = bitwise_engine_of(models(family)[0])
-    truth = truth_of(engine, PROMPT, 1, 3)
+    truth = tuple(defined_logprobs(engine, PROMPT, 1, 3))
     async with started(engine) as running:
         plain = await RoundByRound(running, PROMPT, count=8).finish()
         open_text = RoundByRound(running, PROMPT, count=8)  # its pages and states are kept
@@ -93,7 +80,7 @@ async def test_they_are_those_of_each_tokens_own_row_whatever_is_kept_of_the_pro
 async def test_several_at_once_beside_rounds_each_get_their_own(models):
     engine = bitwise_engine_of(models("llama")[0])
     prompts = [PROMPT[:150], PROMPT[:70], PROMPT[5:50], [*PROMPT[:64], 9, 9, 9]]
-    truths = [truth_of(engine, prompt, 1, 2) for prompt in prompts]
+    truths = [tuple(defined_logprobs(engine, prompt, 1, 2)) for prompt in prompts]
     async with started(engine) as running:
         other = RoundByRound(running, PROMPT[:30], count=40)
         await other.open()

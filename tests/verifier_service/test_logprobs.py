@@ -19,6 +19,7 @@ from tree_kernels.warp import Warp
 
 from tests.parameters import parameters_of
 from tests.support import tiny_hybrids, tiny_models
+from tests.support.defined_logprobs import defined_logprobs
 from tests.support.engines import bitwise_engine_of
 from tests.support.routers import RoundByRound, guessing
 from verifier_service import logprobs as logprobs_module
@@ -64,18 +65,6 @@ class AskingForLogprobs(RoundByRound):
         super().back_to(length)
 
 
-def truth_of(engine: VerifierEngine, answer: Sequence[int], top: int) -> list[TokenLogprobs]:
-    """By the definition: each token's own row, computed alone, in a softmax of its own; every id sorted."""
-    found, text = [], list(PROMPT)
-    for token in answer:
-        logits = engine.logits_of(text, DraftTree.root_only(text[-1]))[0]
-        values = torch.log_softmax(logits, 0).tolist()
-        order = sorted(range(len(logits)), key=lambda each: (-float(logits[each]), each))
-        found.append(TokenLogprobs(values[token], tuple((each, values[each]) for each in order[:top])))
-        text.append(token)
-    return found
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("top", [0, 5, MAX_TOP_LOGPROBS])
 @pytest.mark.parametrize("options", [{}, EDITED], ids=["plain", "edited"])
@@ -86,7 +75,7 @@ async def test_they_are_those_of_each_tokens_own_row_bit_for_bit_whatever_the_tr
         without = RoundByRound(engine, PROMPT, asked.sampling, COUNT)
         without.parameters = replace(asked, logprobs=None)
         answer = await without.finish()
-        truth = truth_of(engine, answer, top)
+        truth = defined_logprobs(engine, [*PROMPT, *answer], len(PROMPT), top)
         trees = guessing(rng, answer)
         for given in ({}, {"trees": trees}, {"ahead": lambda: True}):
             router = AskingForLogprobs(engine, asked)

@@ -9,6 +9,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 from tree_kernels.row_functions import why_not_compiled
 
+from tests.support.odd_norms import LimitedRMSNorm, OuterEpsilonRMSNorm
 from verifier_service.models.row_functions import use_row_functions
 
 pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
@@ -69,20 +70,6 @@ def nearly_linear_gelu():
     layer = mlp("gelu", torch.bfloat16)
     layer.gate_proj.weight.mul_(1e-4)
     return layer
-
-
-class LimitedRMSNorm(LlamaRMSNorm):
-    """Limits its rows, at a number that ordinary ones do not have."""
-
-    def forward(self, hidden_states):
-        return super().forward(hidden_states.clamp(-300, 300))
-
-
-class OuterEpsilonRMSNorm(LlamaRMSNorm):
-    """Adds its epsilon to the root, which shows in small rows alone."""
-
-    def forward(self, x):
-        return self.weight * (x / (x.square().mean(-1, keepdim=True).sqrt() + self.variance_epsilon))
 
 
 class LimitedMLP(LlamaMLP):
