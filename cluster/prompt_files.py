@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -14,6 +13,7 @@ import typer
 from dendro.errors import BadRequest
 
 from cluster.config import TargetConfig
+from cluster.json_lines import json_lines
 from cluster.router.tokenizer import CheckpointTokenizer
 
 QUESTIONS = Path(__file__).parent / "demo" / "questions.jsonl"
@@ -57,21 +57,10 @@ def read_prompts(file: Path, tokenizer: CheckpointTokenizer) -> list[FilePrompt]
 
     Raises BadRequest, naming the file and the line.
     """
-    found: list[FilePrompt] = []
-    try:
-        with file.open(encoding="utf-8") as stream:
-            for number, line in enumerate(_lines(stream, file), 1):
-                if line.strip():
-                    found.append(_prompt(f"{file.name}:{number}", line, tokenizer))
-                if len(found) > MOST_PROMPTS:
-                    raise BadRequest(OPTION, f"{file} has more than {MOST_PROMPTS:,} prompts")
-    except UnicodeDecodeError as error:
-        raise BadRequest(OPTION, f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except OSError as error:
-        raise BadRequest(OPTION, f"{file} cannot be read: {error.strerror}") from error
-    if not found:
-        raise BadRequest(OPTION, f"{file} has no prompts")
-    return found
+    return [
+        _prompt(f"{file.name}:{number}", entry, tokenizer)
+        for number, entry in json_lines(OPTION, file, "prompts", MOST_PROMPTS, MOST_CHARACTERS)
+    ]
 
 
 def by_turns(prompts: Iterable[FilePrompt]) -> list[FilePrompt]:
@@ -90,28 +79,7 @@ def that_fit(prompts: Iterable[FilePrompt], longest: int) -> list[FilePrompt]:
     return found
 
 
-def _lines(stream: Any, file: Path) -> Iterator[str]:
-    number = 0
-    while line := stream.readline(MOST_CHARACTERS + 1):
-        number += 1
-        if len(line) > MOST_CHARACTERS:
-            raise BadRequest(OPTION, f"{file.name}:{number} has more than {MOST_CHARACTERS:,} characters")
-        yield line
-
-
-def json_object(option: str, where: str, line: str) -> dict[str, Any]:
-    """The object of a line. Raises BadRequest, naming the option and the line."""
-    try:
-        entry = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(option, f"{where} is not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise BadRequest(option, f"{where} is not a JSON object")
-    return entry
-
-
-def _prompt(where: str, line: str, tokenizer: CheckpointTokenizer) -> FilePrompt:
-    entry = json_object(OPTION, where, line)
+def _prompt(where: str, entry: Mapping[str, Any], tokenizer: CheckpointTokenizer) -> FilePrompt:
     category = entry.get("category", "")
     if not isinstance(category, str):
         raise BadRequest(OPTION, f"{where}: category must be a text")

@@ -18,6 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from cluster.router.account import ROUND_PARTS
 from cluster.showing import visible
 from cluster.tables import folding_table
 
@@ -26,7 +27,6 @@ SCRAPE_S = 5.0
 MOST_BYTES = 4 << 20
 """Bytes of a page that are read."""
 MOST_ADDRESSES = 256
-ROUND_PARTS = ("draft", "verify", "queue", "hop", "opening")
 
 Labels = frozenset[tuple[str, str]]
 Series = Mapping[tuple[str, Labels], float]

@@ -15,8 +15,24 @@ from cluster.arms import Arm
 
 log = logging.getLogger("dendro.router")
 
+ROUND_PARTS = ("draft", "verify", "queue", "hop", "opening")
+"""Parts of a round's time. `SpeculationStats` has a field of microseconds for each, `draft_us` for `draft`."""
+
 UNACCEPTED = 1000
 """Number of guesses from a router's start, none of them accepted, after which it warns."""
+
+
+def round_parts(tree: DraftTree, verdict: Verdict, took_us: float, first: bool) -> dict[str, float]:
+    """Divide a round's time, `took_us`, into microseconds by part. What its peers do not report is `opening` in a first
+    round, otherwise `hop`; it is not negative, as peers round their times and their sum may exceed ours.
+
+    >>> verdict = Verdict((8,), (0,), (), None, 1, verify_us=50, queue_us=5)
+    >>> round_parts(DraftTree.root_only(7), verdict, 60.5, first=False)
+    {'draft': 0, 'verify': 50, 'queue': 5, 'hop': 5.5}
+    """
+    parts: dict[str, float] = {"draft": tree.draft_us, "verify": verdict.verify_us, "queue": verdict.queue_us}
+    parts["opening" if first else "hop"] = max(took_us - sum(parts.values()), 0)
+    return parts
 
 
 class RoundAccount:
@@ -58,20 +74,15 @@ class RoundAccount:
             drafter.accepted_tokens += _accepted_of_drafter(tree, verdict)
 
     def _time(self, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, first: bool) -> None:
-        stats, tokens = self.stats, len(verdict.tokens)
-        busy_us = tree.draft_us + verdict.verify_us + verdict.queue_us
-        rest_us = max(took_us - busy_us, 0)  # peers round their times, so their sum may exceed ours
-        stats.rounds_us += busy_us + rest_us
-        stats.draft_us += tree.draft_us
-        stats.verify_us += verdict.verify_us
-        stats.queue_us += verdict.queue_us
+        stats = self.stats
+        for part, us in round_parts(tree, verdict, took_us, first).items():
+            setattr(stats, f"{part}_us", getattr(stats, f"{part}_us") + int(us))
+            stats.rounds_us += int(us)
         stats.ahead_us += verdict.ahead_us
         if first:
-            stats.opening_us = rest_us
             self._first_s = now_s
         else:
-            stats.hop_us += rest_us
-            stats.decode_tokens += tokens
+            stats.decode_tokens += len(verdict.tokens)
             stats.decode_us = int(1e6 * (now_s - self._first_s))
 
     def fill(

@@ -17,6 +17,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config
+from cluster.router.account import ROUND_PARTS, round_parts
 from cluster.router.traces import AnswerSpan
 
 OTHER = "other"
@@ -24,8 +25,6 @@ OTHER = "other"
 
 FIRST_TOKEN_S = (0.025, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 6.0, 12.0, 25.0, 60.0)
 BETWEEN_TOKENS_S = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1.0, 4.0)
-ROUND_PARTS = ("draft", "verify", "queue", "hop", "opening")
-"""Parts of a round's time, those of an answer's statistics."""
 ANSWER_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 400.0, 1000.0)
 
 
@@ -114,7 +113,9 @@ class AnswerMeter:
         totals.arm(arm).learn(tree, verdict)
         if arm.off:
             totals.without_tree["", why_off] += 1
-        self._time(tree, verdict, now_s)
+        # A round began when the one before it ended, or when the request arrived.
+        for part, us in round_parts(tree, verdict, 1e6 * (now_s - self._last_s), self.first_token_s is None).items():
+            totals.round_s[part] += us / 1e6
         if self.first_token_s is not None:
             totals.between_tokens_s.observe((now_s - self._last_s) / max(tokens, 1), tokens)
         else:
@@ -123,15 +124,6 @@ class AnswerMeter:
         self._last_s = now_s
         if self._span is not None:
             self._span.round(arm, tree, verdict)
-
-    def _time(self, tree: DraftTree, verdict: Verdict, now_s: float) -> None:
-        """Add the parts of a round, which began when the one before it ended, or when the request arrived."""
-        parts = self._totals.round_s
-        rest_s = now_s - self._last_s
-        for part, us in (("draft", tree.draft_us), ("verify", verdict.verify_us), ("queue", verdict.queue_us)):
-            parts[part] += us / 1e6
-            rest_s -= us / 1e6
-        parts["opening" if self.first_token_s is None else "hop"] += max(rest_s, 0.0)
 
     def left(self, fallbacks: Mapping[tuple[str, str], int], moves: int, reopened: int) -> None:
         """Count what the answer's peers did. Called once, however the answer ends. fallbacks: rounds without the tree

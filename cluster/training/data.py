@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from dendro.errors import BadRequest
 
-from cluster.prompt_files import json_object
+from cluster.json_lines import json_lines, reading
 from cluster.router.tokenizer import CheckpointTokenizer
 from drafter_service.training.rows import token_dtype
 from drafter_service.training.saving import NotSaved, replacing
@@ -74,17 +74,16 @@ class DataSource:
     def documents(self) -> Iterator[Document]:
         """Raises BadRequest, naming file and line, for what cannot be read."""
         for file in self.files():
-            try:
-                yield from _json_lines(file, self.field) if file.suffix in JSON_LINES else _pieces(file)
-            except UnicodeDecodeError as error:
-                raise BadRequest("--data", f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-            except OSError as error:
-                raise BadRequest("--data", f"{file} cannot be read: {error.strerror}") from error
+            if file.suffix in JSON_LINES:
+                for number, entry in json_lines("--data", file, "documents"):
+                    yield _document(f"{file}:{number}", entry, self.field)
+            else:
+                yield from _pieces(file)
 
 
 def _pieces(file: Path) -> Iterator[Document]:
     """A text file's pieces. Raises BadRequest for an empty one."""
-    with file.open(encoding="utf-8") as stream:
+    with reading("--data", file), file.open(encoding="utf-8") as stream:
         piece = "".join(stream.readlines(PIECE_CHARACTERS))
         if not piece.strip():
             raise BadRequest("--data", f"{file} is empty")
@@ -95,20 +94,7 @@ def _pieces(file: Path) -> Iterator[Document]:
             begins, piece = False, following
 
 
-def _json_lines(file: Path, field: str) -> Iterator[Document]:
-    """The documents of a file of JSON lines; blank lines are passed over. Raises BadRequest, naming the line."""
-    found = False
-    with file.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream, 1):
-            if line.strip():
-                found = True
-                yield _document(f"{file}:{number}", line, field)
-    if not found:
-        raise BadRequest("--data", f"{file} is empty")
-
-
-def _document(where: str, line: str, field: str) -> Document:
-    entry = json_object("--data", where, line)
+def _document(where: str, entry: Mapping[str, Any], field: str) -> Document:
     messages = entry.get(MESSAGES)
     if messages is not None and field not in entry:
         if not isinstance(messages, list) or not messages or not all(map(_is_message, messages)):

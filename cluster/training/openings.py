@@ -6,11 +6,13 @@ A target that asks itself questions chooses their subjects. Openings lead it to 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from dendro.errors import BadRequest
 
-from cluster.prompt_files import json_object
+from cluster.json_lines import json_lines
 from cluster.router.tokenizer import CheckpointTokenizer
 
 OPTION = "--openings"
@@ -22,25 +24,14 @@ MOST_TOKENS = 128
 def read_openings(file: Path, tokenizer: CheckpointTokenizer) -> tuple[tuple[int, ...], ...]:
     """The tokens of the openings in a file of JSON lines, each with its `opening`. Raises BadRequest, naming the
     line."""
-    found = list[tuple[int, ...]]()
-    try:
-        with file.open(encoding="utf-8") as stream:
-            for number, line in enumerate(stream, 1):
-                if line.strip():
-                    found.append(_opening(f"{file}:{number}", line, tokenizer))
-                if len(found) > MOST_OPENINGS:
-                    raise BadRequest(OPTION, f"{file} has more than {MOST_OPENINGS:,} openings")
-    except UnicodeDecodeError as error:
-        raise BadRequest(OPTION, f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except OSError as error:
-        raise BadRequest(OPTION, f"{file} cannot be read: {error.strerror}") from error
-    if not found:
-        raise BadRequest(OPTION, f"{file} has no openings")
-    return tuple(found)
+    return tuple(
+        _opening(f"{file}:{number}", entry, tokenizer)
+        for number, entry in json_lines(OPTION, file, "openings", MOST_OPENINGS)
+    )
 
 
-def _opening(where: str, line: str, tokenizer: CheckpointTokenizer) -> tuple[int, ...]:
-    text = json_object(OPTION, where, line).get("opening")
+def _opening(where: str, entry: Mapping[str, Any], tokenizer: CheckpointTokenizer) -> tuple[int, ...]:
+    text = entry.get("opening")
     if not isinstance(text, str) or not text.strip():
         raise BadRequest(OPTION, f"{where} has no text in the field 'opening'")
     tokens = tokenizer.encode(text, begins=False)
