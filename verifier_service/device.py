@@ -24,6 +24,7 @@ from dendro.shapes import MAX_ROWS
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
 from tree_kernels.noise.triton import gumbel_rows
+from tree_kernels.row_draw import UNUSABLE
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_attention.splits import ITEM, FarSplits
 from tree_kernels.tree_attention.tensor_cores import SplitRows
@@ -44,7 +45,7 @@ from verifier_service.rows import Ints, StepOutcome, StepPlan
 from verifier_service.runner import StepRunner
 from verifier_service.shards import Bounds, Crew
 from verifier_service.structure_masks import BegunMasks
-from verifier_service.walk import UNUSABLE, Draw, before_unusable
+from verifier_service.walk import Draw, before_unusable
 
 log = logging.getLogger("dendro.verifier")
 
@@ -191,8 +192,9 @@ class DeviceRunner(StepRunner):
             self.keep(self._accepted(replace(plan, draws=draws), list(walks.values())))
         return walks
 
-    def prepare(self, session: int, position: int) -> None:
-        """Do nothing: noise is computed within the step."""
+    def keeps_noise(self, session: int) -> bool:
+        """False: noise is computed within the step."""
+        return False
 
     def forget(self, sessions: Sequence[int]) -> None:
         """Do nothing: no noise is kept."""

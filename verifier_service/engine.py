@@ -322,7 +322,8 @@ class VerifierEngine:
             for each in outcome.walks:
                 if isinstance(each, MasksPending):
                     each.work.add_done_callback(lambda _: self._thread.post(lambda ticket: None))  # wakes it
-            self._ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in likely]
+            kept = [(session, base) for session, base in likely if self.runner.keeps_noise(session)]
+            self._ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in kept]
         idle = plan is None
         while (leaving := self.scheduler.next_leaving()) is not None:
             self._leave(*leaving)

@@ -63,7 +63,7 @@ class StepRunner:
         self.near = bounds.near
         self.device = target.model.device
         self.buckets = tuple(buckets)
-        self.walker = Walker(target.vocabulary)
+        self.walker = Walker(target.vocabulary, self.device)
         self.masks = StepMasks()
         self.own_pages = range(1 + bounds.pages, 1 + bounds.pages + bounds.own_pages)
         self._own_text: list[int] = []  # tokens whose keys are on them
@@ -171,6 +171,10 @@ class StepRunner:
     def warm_up(self) -> None:
         """Compile and record in advance, so that no kind of step is slow the first time. Called once, before any text
         is open."""
+
+    def keeps_noise(self, session: int) -> bool:
+        """True if noise of a session may be computed in advance."""
+        return self.walker.keeps_noise(session)
 
     def prepare(self, session: int, position: int) -> None:
         """Compute noise in advance, in idle time."""

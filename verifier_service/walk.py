@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from dendro.errors import BadRequest
 from dendro.grammars import GrammarText
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from torch import Tensor
+from torch import Tensor, device
+from tree_kernels.kernel_cache import NoKernelsError
 from tree_kernels.noise import NoiseRows, prepare_kernel
+from tree_kernels.row_draw import UNUSABLE, RowDraw
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of
 
 from verifier_service.modes import walk_by_mode
 from verifier_service.structure_masks import BegunMasks
-
-UNUSABLE = -2
-"""Pick for a row whose logits are not finite. Neither a token nor padding (-1) has this id, so the walk ends there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +83,21 @@ def before_unusable(walked: Walk, base: int) -> Walk:
     return Walk(walked.path[:-1], walked.tokens[:-1], walked.ranks[:-1])
 
 
-class Walker:
-    """Walks trees over their logits. Keeps each session's noise, so that a position's row is computed once."""
+CPU = device("cpu")
 
-    def __init__(self, vocabulary: int) -> None:
+
+class Walker:
+    """Walks trees over their logits. Keeps the noise of each session whose rows are not drawn in one pass, so that a
+    position's row of noise is computed once."""
+
+    def __init__(self, vocabulary: int, on: device = CPU) -> None:
+        """on: the device of logits"""
         self._vocabulary = vocabulary
         self._noise: dict[int, NoiseRows] = {}
+        self._row_draw: RowDraw | None = None
+        if on.type == "cpu":
+            with suppress(NoKernelsError):
+                self._row_draw = RowDraw(vocabulary)
         prepare_kernel()
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None) -> Walk:
@@ -115,6 +125,15 @@ class Walker:
                 return walk_by_mode(draw.tree, draw.base, draw.warp, draw.sampling, scores)
             except _UnusableRow as found:
                 raise unusable_text(draw.base + int(draw.tree.depths[found.row])) from None
+        pick: Callable[[int], int]
+        if self._row_draw is not None and draw.history is None and not draw.warp.masks:
+            pick = partial(_pick_in_one_pass, self._row_draw, draw, logits)
+        else:
+            pick = self._pick_of_scores(draw, scores)
+        return before_unusable(walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick), draw.base)
+
+    def _pick_of_scores(self, draw: Draw, scores: Callable[[int], Tensor]) -> Callable[[int], int]:
+        """The pick of a row from the scores and the noise of all tokens."""
         noise = self._rows(draw) if not draw.warp.greedy else None
 
         def pick(row: int) -> int:
@@ -126,7 +145,11 @@ class Walker:
                 drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
             return int(tokens_of(here, draw.warp, drawn)[0])
 
-        return before_unusable(walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick), draw.base)
+        return pick
+
+    def keeps_noise(self, session: int) -> bool:
+        """True if a session's rows are drawn from rows of noise, which may be prepared."""
+        return session in self._noise
 
     def prepare(self, session: int, position: int) -> None:
         """Compute the noise of a position in advance, unless it exists or the session is unknown."""
@@ -145,3 +168,12 @@ class Walker:
         # A dropped verdict's tokens are drawn again, but never from before the base of a later call.
         noise.forget_before(draw.base)
         return noise
+
+
+def _pick_in_one_pass(row_draw: RowDraw, draw: Draw, logits: Callable[[int], Tensor], row: int) -> int:
+    """The pick of a row without history and filters, or UNUSABLE."""
+    here, sampling = logits(draw.wanted + row), draw.sampling
+    if draw.warp.greedy:
+        return row_draw.greedy(here)
+    position = draw.base + int(draw.tree.depths[row])
+    return row_draw.sampled(here, draw.warp.temperature, sampling.seed, position, sampling.sample_index)

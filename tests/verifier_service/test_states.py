@@ -478,14 +478,14 @@ async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypa
     monkeypatch.setattr(engine.runner, "prepare", broken_when_idle)
     await engine.start()
     try:
-        router = RoundByRound(engine, range(40), LAWS[1], 20)
+        router = RoundByRound(engine, range(40), LAWS[2], 20)
         await router.open()
         for _ in range(5):
             await router.round()
             assert await asyncio.to_thread(idle.wait, 10)
             idle.clear()
         assert (await router.close()).saved == 0
-        assert len(await RoundByRound(engine, range(40), LAWS[1], 20).finish()) == 20
+        assert len(await RoundByRound(engine, range(40), LAWS[2], 20).finish()) == 20
     finally:
         await engine.stop()
 

@@ -1,0 +1,76 @@
+"""Calls the compiled draw."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from torch import Tensor
+
+from tree_kernels.kernel_cache import load_kernels
+from tree_kernels.matmul.shapes import float_bits
+from tree_kernels.noise import gumbel_noise
+from tree_kernels.noise.reference import Counters, gumbel_of_uniforms
+from tree_kernels.row_draw import shapes
+
+if TYPE_CHECKING:
+    from tree_kernels.machine_code import Kernels
+
+MODULE = "tree_kernels.row_draw.loops"
+UNUSABLE = -2
+"""In place of a token: a logit is NaN or infinite, or all are minus infinity. Neither a token nor padding (-1)."""
+
+
+class RowDraw:
+    """Draws a row's token. Used by one thread."""
+
+    def __init__(self, vocabulary: int) -> None:
+        """Raises NoKernelsError where the kernels cannot be compiled."""
+        kernels: Kernels = load_kernels(MODULE)
+        self._greatest, self._contenders = kernels.functions["greatest"], kernels.functions["contenders"]
+        self._vocabulary = vocabulary
+        self._lower = np.array(shapes.lower_bounds(), np.float32)
+        self._bounds = np.empty(-(-vocabulary // shapes.CHUNK) * shapes.CHUNK, np.float32)
+        self._ids, self._warped = np.empty(shapes.MOST, np.int64), np.empty(shapes.MOST, np.float32)
+        self._uniforms = np.empty(shapes.MOST)
+        self._words = np.zeros(shapes.CALL_WORDS, np.int64)
+        self._words[shapes.VOCABULARY] = vocabulary
+        for word, array in (
+            (shapes.LOWER, self._lower),
+            (shapes.BOUNDS, self._bounds),
+            (shapes.IDS, self._ids),
+            (shapes.WARPED, self._warped),
+            (shapes.UNIFORMS, self._uniforms),
+        ):
+            self._words[word] = array.ctypes.data
+        self._call = self._words.ctypes.data
+
+    def greedy(self, logits: Tensor) -> int:
+        """The token of the greatest logit, the lowest id among equals, or UNUSABLE. logits [1, vocabulary] float32 on a
+        processor, contiguous"""
+        self._give(logits)
+        self._greatest(self._call)
+        token = int(self._words[shapes.STATUS])
+        return token if token >= 0 else UNUSABLE
+
+    def sampled(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
+        """argmax(logits / temperature + noise), the lowest id among equals, or UNUSABLE. logits: see `greedy`
+        temperature: above 0   others: of the noise of the token that is drawn, at most as large as it allows"""
+        words, counters = self._words, Counters(seed, [position], sample_index, stream=0, row=0)
+        self._give(logits)
+        words[shapes.TEMPERATURE], words[shapes.POSITION] = float_bits(temperature), position
+        words[shapes.SAMPLE], words[shapes.TAG] = sample_index, counters.tag
+        words[shapes.KEY0], words[shapes.KEY1] = counters.key
+        self._contenders(self._call)
+        found = int(words[shapes.STATUS])
+        if found == shapes.NOT_FINITE:
+            return UNUSABLE
+        if found > shapes.MOST:  # thousands of equal logits, for example
+            noise = gumbel_noise(seed, [position], self._vocabulary, sample_index)
+            return int((logits / temperature + noise).argmax())
+        scores = self._warped[:found] + gumbel_of_uniforms(self._uniforms[:found].copy())
+        return int(self._ids[scores.argmax()])
+
+    def _give(self, logits: Tensor) -> None:
+        assert logits.shape == (1, self._vocabulary) and logits.is_contiguous()
+        self._words[shapes.LOGITS] = logits.data_ptr()
