@@ -41,7 +41,18 @@ PROSE = (".py", ".md", ".proto", ".yaml", ".toml", ".tpl", ".txt", "Makefile", "
 GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
-        *("benchmarks", "context", "drafter", "families", "kernels", "load", "load-demo", "pairs", "parameters"),
+        *(
+            "benchmarks",
+            "certify-llama-cpp",
+            "context",
+            "drafter",
+            "families",
+            "kernels",
+            "load",
+            "load-demo",
+            "pairs",
+            "parameters",
+        ),
         *(
             "speed",
             "speed-llama",

@@ -39,6 +39,7 @@ from cluster.certify.outward.structure_checks import json_answers, tool_calls
 from cluster.certify.outward.token_checks import greedy_answers, log_probabilities
 from cluster.config import demo_config
 from cluster.demo.prompts import load_passages
+from cluster.measure.options import BY_HAND
 from cluster.measure.report import as_markdown
 from cluster.running import local_ingress
 from tests.support import openai_stub
@@ -438,3 +439,10 @@ async def test_this_projects_own_server_keeps_every_promise(tmp_path, monkeypatc
             await http.stop()
     found = {promise["promise"][:3]: promise["kept"] for promise in report["promises"]}
     assert status == 0 and found["(a)"] is found["(b)"] is found["(c)"] is found["(d)"] is True, report["promises"]
+
+
+def test_the_page_of_a_run_is_what_its_kept_report_gives():
+    docs = Path(__file__).parents[2] / "docs"
+    report = json.loads((docs / "results/certify/llama-cpp.json").read_text())
+    page = (docs / "certify-llama-cpp.md").read_text().partition(f"\n{BY_HAND}")[0]
+    assert page == as_markdown(report, outward.facts(report), outward.tables(report))
