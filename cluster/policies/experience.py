@@ -259,7 +259,7 @@ class Experience:
 
     def _hops_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
         """A text's share, in microseconds, of the round's time that remains after draft, step and the waiting for
-        steps of other texts. A text that is alone waits for noise that the verifier computes ahead: that is its own."""
+        steps of other texts. A text that is alone waits for nothing but its own work, such as noise computed ahead."""
         queue_us = verdict.queue_us if self.concurrency.requests > 1 else 0
         return max(took_us - tree.draft_us - verdict.verify_us - queue_us, 0.0) / verdict.texts
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -222,3 +223,26 @@ def test_a_tree_that_is_put_off_by_a_round_is_chosen_again():
         choices.append(policy.choose(lambda least: offer).off)
         policy.learn(OFF_ARM, DraftTree.root_only(1), plain)
     assert choices in ([False, False, False], [True, False, False]), "every second round is passed until one is wanted"
+
+
+def test_a_text_that_stays_off_looks_at_proposals_every_second_round_then_every_fourth():
+    """A look takes processor time from the verifier."""
+    policy, looked = ConservativeUCB([OFF_ARM, Arm.parse("lookup:proposed(15)")], Experience(shared())), []
+    nothing = DraftTree.root_only(1)
+    for number in range(12 * HELD_ROUNDS):
+        arm = policy.choose(lambda least, number=number: looked.append(number) or nothing)
+        assert arm.off
+        policy.learn(arm, nothing, Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=1))
+    gaps = {number: later - number for number, later in pairwise(looked)}
+    assert {gaps[number] for number in looked[1:-1] if number < HELD_ROUNDS} == {1}
+    assert {gaps[number] for number in looked[:-1] if 2 * HELD_ROUNDS < number < 4 * HELD_ROUNDS - 2} == {2}
+    assert {gaps[number] for number in looked[:-1] if number >= 4 * HELD_ROUNDS} == {4}
+
+
+@pytest.mark.parametrize("texts, waited_us", [(1, 900), (2, 0)])
+def test_waiting_at_the_verifier_is_part_of_the_price_of_a_text_that_is_alone(texts, waited_us):
+    """Others wait for steps with other texts, whatever they choose themselves."""
+    experience = Experience(replace(shared(), requests=texts))
+    tree, queue_us = replace(DraftTree.of(range(5), range(-1, 4)), draft_us=2_000), 900
+    found = Verdict((1,), (0,), (), None, 1, OFF_US, step_rows=5, queue_us=queue_us)
+    assert experience.share_us(tree, found, 2_000 + OFF_US + queue_us) == 2_000 + OFF_US + waited_us
