@@ -112,6 +112,11 @@ class Job:
         return max(self.echo_start, 1) if self.echo_start is not None and self.logprobs is not None else None
 
     @property
+    def begun_before(self) -> bool:
+        """True if an earlier attempt of the request began its answer: the client resumes it, or its turn is written."""
+        return self.resume is not None or self.written is not None
+
+    @property
     def computed_again(self) -> bool:
         """True if the rest of a written turn is computed again, because a record has no log-probabilities."""
         return self.written is not None and self.logprobs is not None and len(self.held) < self.answer_length
@@ -141,21 +146,21 @@ def check_text_of_resume(resume: pb.Resume, prompt: Sequence[int]) -> None:
         )
 
 
-def check_target_of_resume(resume: pb.Resume | None, held: list[int], target: str) -> None:
+def _check_target_of_resume(resume: pb.Resume | None, held: list[int], target: str) -> None:
     """Raise Conflict where the client's tokens come from another target than `target`, which would continue them."""
     if resume is not None and held and resume.target != target:
         raise Conflict(f"resume.target: the target has changed since the answer began; {BEGIN_AGAIN}")
 
 
-def check_resumed_structure(job: Job) -> None:
-    """Raise PeerLost where the client's tokens were not read, as they seemed to come from another target, and come from
-    this one: asked again, they are."""
+def check_target(job: Job, target: str) -> None:
+    """Check a request that an earlier attempt began (`Job.begun_before`) against the target that will answer it.
+
+    Raises Conflict where the earlier attempt had another target. Raises PeerLost where the client's tokens were not
+    read, because they seemed to come from another target: resumed again, they are.
+    """
+    _check_target_of_resume(job.resume, job.held, target)
     if job.complete is None:
         raise PeerLost("router: the target has changed meanwhile; resume the answer again")
-
-
-def check_written_target(job: Job, target: str) -> None:
-    """Raise Conflict where a written turn is computed again by another target than `target`."""
     if job.written is not None and job.written.target != target:
         raise Conflict(
             "logprobs: the target has changed since this answer was written, and its record has none; ask without them"
@@ -164,9 +169,7 @@ def check_written_target(job: Job, target: str) -> None:
 
 def check_written_tokens(job: Job, text: Text) -> None:
     """Raise BadRequest where a written turn that is computed again gets other tokens. text: as far as it is computed"""
-    if job.written is None:
-        return
-    assert job.record is not None
+    assert job.written is not None and job.record is not None
     if text.answer != list(job.record.tokens[len(job.prompt) : len(text)]) or (
         text.finish is not None and (len(text), text.finish) != (job.written.end, job.written.finish)
     ):
@@ -217,7 +220,9 @@ class Admission:
             raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
         if resume is not None and not _TARGET.fullmatch(resume.target):
             raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
-        sampling = await with_words(_sampling(request, record), request, served.tokenizer)
+        sampling = _sampling(request, record)
+        if request.bad_word_texts or request.logit_bias_texts:
+            sampling = await with_words(sampling, request, served.tokenizer)
         stops = StopStrings.of(request.stop, request.include_stop)
         structure = structure_from(request)
         if structure is not None:
@@ -237,7 +242,7 @@ class Admission:
         if request.echo:
             check_echo("echo", len(prompt) - len(before), logprobs)
         if written is not None:
-            check_target_of_resume(resume, held, written.target)
+            _check_target_of_resume(resume, held, written.target)
             _check_written(written, earlier, prompt, held, sampling.mode)
             index = sampling.sample_index if request.sampling.HasField("sample_index") else written.sample_index
             sampling, end = replace(sampling, seed=written.seed, sample_index=index), written.end

@@ -35,14 +35,7 @@ from cluster.policies.prior import NoPriors, PriorStore
 from cluster.proposers.prediction import predicted_tokens, prediction_of
 from cluster.proposers.proposals import ProposalLibrary
 from cluster.router.account import AcceptanceWatch
-from cluster.router.admission import (
-    Admission,
-    Job,
-    check_resumed_structure,
-    check_target_of_resume,
-    check_written_target,
-    check_written_tokens,
-)
+from cluster.router.admission import Admission, Job, check_target, check_written_tokens
 from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.echo import echo_of
 from cluster.router.explained import ExplainedRequests
@@ -206,7 +199,7 @@ class Ingress:
             try:
                 share.take_answers(count_of_answers(request))
                 job = await self._admission.admit(request, request_id, tenant, allowance)
-                answer = await off_loop(_work_of_held(job), lambda: _held_answer(job))
+                answer = await off_loop(_work_of_held(job), lambda: _text_of_held(job))
                 share.take_tokens(len(job.prompt), job.answers * (job.answer_length - len(job.held)))
             except BaseException as error:
                 outcome = type(error).__name__ if isinstance(error, DendroError) else REFUSED
@@ -277,8 +270,9 @@ class Ingress:
         """An answer that is in the session's record already: an earlier attempt of the request wrote it."""
         rest = self._rest_of_written(job, turn, answer)
         yield _started(job, text, turn.target)
-        async for part in echo_of(job):
-            yield part
+        if job.echo_start is not None:
+            async for part in echo_of(job):
+                yield part
         for event in rest:
             yield event
         ending.ended("written")
@@ -379,20 +373,21 @@ class Ingress:
             hello = await verifier.first_hello()
             speculation.learn_hello(hello)
             self._admission.learn_target(job.served.name, hello.target)
-            check_target_of_resume(job.resume, job.held, hello.target)
-            check_resumed_structure(job)
-            check_written_target(job, hello.target)
+            if job.begun_before:
+                check_target(job, hello.target)
             yield _started(job, text, hello.target)
-            wanted = job.echo_from is not None
-            async for part in echo_of(job, await verifier.prompt_logprobs() if wanted else NOT_ECHOED):
-                yield part
+            if job.echo_start is not None:
+                wanted = job.echo_from is not None
+                async for part in echo_of(job, await verifier.prompt_logprobs() if wanted else NOT_ECHOED):
+                    yield part
             if job.scores:
                 return
             recorder = await self._tree_recorder(job, speculation) if job.trees else None
             await speculation.prepare()
             async with aclosing(rounds(text, speculation, verifier, recorder or speculation)) as verdicts:
                 async for verdict in verdicts:
-                    check_written_tokens(job, text)
+                    if job.written is not None:
+                        check_written_tokens(job, text)
                     speculation.learn_hello(verifier.hello)
                     offset, tree = len(text) - len(verdict.tokens) - before, recorder.tree if recorder else None
                     yield _FinishedRound(offset, verdict, speculation.arm_name, tree)
@@ -502,11 +497,11 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
 
 
 def _work_of_held(job: Job) -> int:
-    """Cost of `_held_answer` in tokens of other work (`off_loop`)."""
+    """Cost of `_text_of_held` in tokens of other work (`off_loop`)."""
     return SEARCH_WORK * (len(job.held) + job.stops.characters) if job.stops.strings else len(job.held)
 
 
-def _held_answer(job: Job) -> AnswerText:
+def _text_of_held(job: Job) -> AnswerText:
     """The text of the tokens that the client has. Raises BadRequest where they go on after a stop string."""
     answer = AnswerText(job.decoder, job.stops, job.before_answer())
     answer.append(job.held)

@@ -19,10 +19,9 @@ WORD_WORK = 64
 
 
 async def with_words(sampling: Sampling, request: pb.GenerateRequest, tokenizer: Tokenizer) -> Sampling:
-    """The sampling with the request's texts, too. Raises BadRequest, naming the text, for one that cannot be tokens."""
+    """Add the tokens of the request's bad words and biases that are texts. Called where it has any. Raises BadRequest,
+    naming the text, for one that cannot be tokens."""
     words, biases = request.bad_word_texts, request.logit_bias_texts
-    if not words and not biases:
-        return sampling
     check_count("bad_words", range(len(words) + len(sampling.bad_words)), MAX_BAD_WORDS)
     check_count("logit_bias", range(len(biases) + len(sampling.logit_bias)), MAX_BIASED_IDS)
     for field, texts in (("bad_words", words), ("logit_bias", biases)):
