@@ -36,7 +36,6 @@ from verifier_service.collectives import WorkerLost
 from verifier_service.messages import receive
 from verifier_service.shards import Crew, MemoryAccess, Shard, join_leader, load_shard
 
-DEGREES = (2, 4)
 POISON = 250
 """A token whose embedding is not finite, and so are the logits after it."""
 SETTINGS: dict[str, Any] = {
