@@ -1,7 +1,7 @@
 """What a CPU runs: the recurrence along paths, matrix products for Mamba-2 and token by token for Mamba-1.
 
-An accelerator runs it, too: there is no Triton form yet. Slot 0 holds zeros: a column that is 0 has dt = 0, so it
-decays nothing and adds nothing. The letters of shapes are those of `inputs.py`.
+An accelerator runs Mamba-1 so, too; for Mamba-2 it has `triton.py`. Slot 0 holds zeros: a column that is 0 has dt = 0,
+so it decays nothing and adds nothing. The letters of shapes are those of `inputs.py`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,328 @@
+"""Mamba-2's recurrence along paths on an accelerator, from fixed arrays: three kernels (README.md in this folder).
+
+`fold_chains` advances checkpoints by blocks of tokens. `weigh` computes the weight of every column of a row, for each
+head. `scan_rows` adds the columns by their weights, and the checkpoint read by C. A program computes a row as it would
+without others, with sums of one order, so a row's bits do not depend on what else is in a step.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tree_kernels.tree_scan.inputs import TokenInputs
+
+ITEM_ROWS = 4
+"""Most rows of an item: they read one checkpoint, which a program loads once."""
+HEADS_BLOCK = 16
+"""Heads of a program of `weigh`."""
+FOLD_STEP = 8
+"""Tokens whose loads a fold begins together."""
+
+
+class ScanTable(NamedTuple):
+    """A step's rows and folds as arrays of fixed shapes. int64.
+
+    States are numbered so: below `len(states)` a slot of the layer's checkpoints, from there on one of `room`, which
+    holds the results of a step's folds that must not be in a checkpoint's slot before all rows have been scanned.
+    """
+
+    columns: Tensor  # [rows, K] slots by position, 0 none
+    last: Tensor  # [rows] number of the row's columns up to its own; 0 for padding
+    items: Tensor  # [items, 2 + ITEM_ROWS] number of rows, 0 for none; their state; the rows
+    chains: Tensor  # [chains, 2] first fold and number of folds; each fold of a chain starts from the one before it
+    fold_columns: Tensor  # [folds, block] slots of a block's tokens, in order
+    fold_states: Tensor  # [folds, 2] the state that a chain's first fold starts from; the state where one is stored
+    moved: Tensor  # [folds] the checkpoint to which the room's state of this number is copied after the scan; 0 none
+
+
+def fold_chains(inputs: TokenInputs, states: Tensor, room: Tensor, table: ScanTable, A: Tensor) -> None:
+    """Advance checkpoints by the blocks of the table's chains, fold by fold, token by token.
+
+    states [slots, H, P, N], room [folds, H, P, N] float32; both written here   A [H] float32
+    """
+    heads, width, size = states.shape[1:]
+    own, groups = inputs.x.shape[1], inputs.B.shape[1]
+    block = table.fold_columns.shape[1]
+    assert block % FOLD_STEP == 0 and states.is_contiguous() and room.is_contiguous()
+    _fold[(heads, len(table.chains))](
+        *inputs,
+        A,
+        states,
+        room,
+        table.chains,
+        table.fold_columns,
+        table.fold_states,
+        len(states),
+        **_sizes(heads, own, groups, width, size),
+        TOKENS=block,
+        STEP=FOLD_STEP,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def weigh(inputs: TokenInputs, C: Tensor, table: ScanTable, A: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight of every column of a row, exp(a_(j+1) + ... + a_i) dt_j (C_i . B_j), and the decay of the row's
+    checkpoint, exp(a_1 + ... + a_i).
+
+    C [rows, r G N]   A [H] float32; returns [rows, H, K] and [rows, H] float32; rows of padding are not written
+    """
+    heads, (groups, size) = inputs.dt.shape[1], inputs.B.shape[1:]
+    rows, count = table.columns.shape
+    readers = C.shape[1] // size
+    weights, decays = inputs.dt.new_empty(rows, heads, count), inputs.dt.new_empty(rows, heads)
+    _weigh[(rows, readers, triton.cdiv(heads // readers, HEADS_BLOCK))](
+        inputs.B,
+        inputs.dt,
+        C,
+        A,
+        table.columns,
+        table.last,
+        weights,
+        decays,
+        HEADS=heads,
+        GROUPS=groups,
+        READERS=readers,
+        N=size,
+        N_BLOCK=triton.next_power_of_2(size),
+        K=count,
+        BLOCK=HEADS_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    return weights, decays
+
+
+def scan_rows(
+    inputs: TokenInputs,
+    states: Tensor,
+    room: Tensor,
+    C: Tensor,
+    weighed: tuple[Tensor, Tensor],
+    table: ScanTable,
+    scratch: int,
+    D: Tensor,
+    y: Tensor,
+) -> None:
+    """Write y [rows, H P] float32 of the table's rows, before gate and norm.
+
+    weighed: the result of `weigh`   scratch: the slot of the first row's inputs   D [H] float32
+    """
+    heads, width, size = states.shape[1:]
+    own, groups = inputs.x.shape[1], inputs.B.shape[1]
+    sizes = _sizes(heads, own, groups, width, size)
+    _scan[(len(table.items), heads)](
+        inputs.x,
+        C,
+        *weighed,
+        D,
+        states,
+        room,
+        table.columns,
+        table.items,
+        y,
+        len(states),
+        scratch,
+        **sizes,
+        K=table.columns.shape[1],
+        ITEM=table.items.shape[1],
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+
+
+def move(states: Tensor, room: Tensor, table: ScanTable) -> None:
+    """Copy results of folds from the room to the checkpoints that the table names. states is written."""
+    size = states[0].numel()
+    block = min(triton.next_power_of_2(size), 4096)
+    _move[(len(table.moved), triton.cdiv(size, block))](states, room, table.moved, SIZE=size, BLOCK=block)
+
+
+def _sizes(heads: int, own: int, groups: int, width: int, size: int) -> dict[str, int]:
+    repeats = heads // own
+    return {
+        "HEADS": heads,
+        "OWN": own,
+        "GROUPS": groups,
+        "READERS": groups * repeats,
+        "P": width,
+        "N": size,
+        "P_BLOCK": triton.next_power_of_2(width),
+        "N_BLOCK": triton.next_power_of_2(size),
+    }
+
+
+@triton.jit
+def _state(states, room, number, count, h, inside, within, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    """The state of this number, of head h. within [P_BLOCK, N_BLOCK]: places in a head's state"""
+    at = h * SIZE + within
+    kept = tl.load(states + number * (HEADS * SIZE) + at, mask=inside & (number < count), other=0.0)
+    made = tl.load(room + (number - count) * (HEADS * SIZE) + at, mask=inside & (number >= count), other=0.0)
+    return tl.where(number < count, kept, made)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["chains", "fold_columns", "fold_states"])
+def _fold(
+    x,  # [slots, OWN, P]
+    B,  # [slots, GROUPS, N]
+    dt,  # [slots, HEADS]
+    A,  # [HEADS]
+    states,  # [count, HEADS, P, N]; written here
+    room,  # [folds, HEADS, P, N]; written here
+    chains,  # [chains, 2]
+    fold_columns,  # [folds, TOKENS]
+    fold_states,  # [folds, 2]
+    count,
+    HEADS: tl.constexpr,
+    OWN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    READERS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    h = tl.program_id(0)
+    chain = tl.program_id(1)
+    number = tl.load(chains + chain * 2 + 1)
+    if number > 0:
+        first = tl.load(chains + chain * 2)
+        own = h // (HEADS // OWN)
+        group = h // (HEADS // GROUPS)
+        p = tl.arange(0, P_BLOCK)
+        n = tl.arange(0, N_BLOCK)
+        inside = (p < P)[:, None] & (n < N)[None, :]
+        within = p[:, None] * N + n[None, :]
+        a = tl.load(A + h)
+        S = _state(states, room, tl.load(fold_states + first * 2), count, h, inside, within, HEADS, P * N)
+        for fold in range(first, first + number):
+            for start in range(0, TOKENS, STEP):
+                for token in tl.static_range(STEP):
+                    slot = tl.load(fold_columns + fold * TOKENS + start + token)
+                    step = tl.load(dt + slot * HEADS + h)
+                    drive = tl.load(x + (slot * OWN + own) * P + p, mask=p < P, other=0.0).to(tl.float32) * step
+                    b = tl.load(B + (slot * GROUPS + group) * N + n, mask=n < N, other=0.0).to(tl.float32)
+                    S = S * tl.exp(step * a) + drive[:, None] * b[None, :]
+            target = tl.load(fold_states + fold * 2 + 1)
+            at = h * (P * N) + within
+            tl.store(states + target * (HEADS * P * N) + at, S, mask=inside & (target < count))
+            tl.store(room + (target - count) * (HEADS * P * N) + at, S, mask=inside & (target >= count))
+
+
+@triton.jit(do_not_specialize_on_alignment=["columns", "last"])
+def _weigh(
+    B,  # [slots, GROUPS, N]
+    dt,  # [slots, HEADS]
+    C,  # [rows, READERS, N]
+    A,  # [HEADS]
+    columns,  # [rows, K]
+    last,  # [rows]
+    weights,  # [rows, HEADS, K]; written here
+    decays,  # [rows, HEADS]; written here
+    HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    READERS: tl.constexpr,
+    N: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    reader = tl.program_id(1)
+    if tl.load(last + row) > 0:
+        MEMBERS: tl.constexpr = HEADS // READERS
+        k = tl.arange(0, K)
+        n = tl.arange(0, N_BLOCK)
+        slot = tl.load(columns + row * K + k)
+        group = reader // (READERS // GROUPS)
+        b = tl.load(B + (slot[:, None] * GROUPS + group) * N + n[None, :], mask=(n < N)[None, :], other=0.0)
+        c = tl.load(C + (row * READERS + reader) * N + n, mask=n < N, other=0.0).to(tl.float32)
+        alike = tl.sum(b.to(tl.float32) * c[None, :], 1)  # [K]
+        member = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+        inside = member < MEMBERS
+        h = reader * MEMBERS + member
+        a = tl.load(A + h, mask=inside, other=0.0)[None, :]
+        own = tl.load(dt + slot[:, None] * HEADS + h[None, :], mask=inside[None, :], other=0.0)  # [K, BLOCK]
+        # The decay since a token is that of the tokens after it, added from the newest on.
+        after = tl.load(columns + row * K + k + 1, mask=k + 1 < K, other=0)
+        later = tl.load(
+            dt + after[:, None] * HEADS + h[None, :], mask=(k + 1 < K)[:, None] & inside[None, :], other=0.0
+        )
+        since = tl.cumsum(later * a, 0, reverse=True)
+        found = tl.exp(since) * own * alike[:, None]
+        tl.store(weights + (row * HEADS + h[None, :]) * K + k[:, None], found, mask=inside[None, :])
+        whole = tl.sum(tl.where((k == 0)[:, None], since + own * a, 0.0), 0)  # one number and zeros
+        tl.store(decays + row * HEADS + h, tl.exp(whole), mask=inside)
+
+
+@triton.jit(do_not_specialize=["count", "scratch"], do_not_specialize_on_alignment=["columns", "items"])
+def _scan(
+    x,  # [slots, OWN, P]
+    C,  # [rows, READERS, N]
+    weights,  # [rows, HEADS, K]
+    decays,  # [rows, HEADS]
+    D,  # [HEADS]
+    states,  # [count, HEADS, P, N]
+    room,  # [folds, HEADS, P, N]
+    columns,  # [rows, K]
+    items,  # [items, ITEM]
+    y,  # [rows, HEADS, P]; written here
+    count,
+    scratch,
+    HEADS: tl.constexpr,
+    OWN: tl.constexpr,
+    GROUPS: tl.constexpr,
+    READERS: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    P_BLOCK: tl.constexpr,
+    N_BLOCK: tl.constexpr,
+    K: tl.constexpr,
+    ITEM: tl.constexpr,
+):
+    item = tl.program_id(0)
+    h = tl.program_id(1)
+    number = tl.load(items + item * ITEM)
+    if number > 0:
+        own = h // (HEADS // OWN)
+        reader = h // (HEADS // READERS)
+        p = tl.arange(0, P_BLOCK)
+        n = tl.arange(0, N_BLOCK)
+        k = tl.arange(0, K)
+        inside = (p < P)[:, None] & (n < N)[None, :]
+        within = p[:, None] * N + n[None, :]
+        S = _state(states, room, tl.load(items + item * ITEM + 1), count, h, inside, within, HEADS, P * N)
+        d = tl.load(D + h)
+        for index in range(2, number + 2):
+            row = tl.load(items + item * ITEM + index)
+            c = tl.load(C + (row * READERS + reader) * N + n, mask=n < N, other=0.0).to(tl.float32)
+            slot = tl.load(columns + row * K + k)
+            weight = tl.load(weights + (row * HEADS + h) * K + k)
+            seen = tl.load(x + (slot[:, None] * OWN + own) * P + p[None, :], mask=(p < P)[None, :], other=0.0)
+            mine = tl.load(x + ((scratch + row) * OWN + own) * P + p, mask=p < P, other=0.0).to(tl.float32)
+            path = tl.sum(seen.to(tl.float32) * weight[:, None], 0)
+            before = tl.sum(S * c[None, :], 1)
+            found = path + before * tl.load(decays + row * HEADS + h) + mine * d
+            tl.store(y + (row * HEADS + h) * P + p, found, mask=p < P)
+
+
+@triton.jit(do_not_specialize_on_alignment=["moved"])
+def _move(
+    states,  # [slots, SIZE]; written here
+    room,  # [folds, SIZE]
+    moved,  # [folds]
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    fold = tl.program_id(0).to(tl.int64)
+    target = tl.load(moved + fold)
+    if target > 0:
+        within = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        values = tl.load(room + fold * SIZE + within, mask=within < SIZE)
+        tl.store(states + target * SIZE + within, values, mask=within < SIZE)
