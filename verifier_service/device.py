@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,7 @@ from tree_layers.graphs import CudaGraphs, Graphs, Recordings
 from tree_layers.launching import on_its_device
 from tree_layers.step_buffers import StepBuffers
 
+from verifier_service.device_states import DeviceStates, folds_in_place
 from verifier_service.guarding import guarded
 from verifier_service.logprobs import echo_logprobs, token_logprobs
 from verifier_service.models import LoadedTarget
@@ -48,6 +50,8 @@ from verifier_service.structure_masks import BegunMasks
 from verifier_service.walk import Draw, before_unusable
 
 log = logging.getLogger("dendro.verifier")
+
+Array = TypeVar("Array")
 
 GREEDY, SAMPLED, FILTERED = range(3)
 """Kinds of drawing: without noise where all texts are greedy, without sorting where none has a filter."""
@@ -64,7 +68,7 @@ class StepShape:
     rows: int
     drawn: int  # rows whose logits are needed
     drawing: int  # GREEDY, SAMPLED or FILTERED
-    alone: bool  # it has no rows but those of trees, so it may be captured
+    alone: bool  # it has no rows but those of trees, and its folds need no room, so it may be captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,10 @@ class DeviceRunner(StepRunner):
         layers = zip(target.run.probed, target.layouts, strict=True)
         groups = [layer.group for layer, layout in layers if layout.dtype != torch.float32]
         self._splits = FarSplits.of(len(self.own_pages) * PAGE, self.near, max(groups)) if groups else None
+        self._states: DeviceStates | None = None
+        if target.run.recurrent is not None:
+            recurrent = target.run.recurrent, bounds.arrangement
+            self._states = DeviceStates(*recurrent, bounds.max_texts, self.buckets[-1])
         self._inputs: dict[StepShape, tuple[StepBuffers, StepBuffers]] = {}
         if graphs is None and self.device.type == "cuda" and crew is None:
             graphs = CudaGraphs()
@@ -207,7 +215,8 @@ class DeviceRunner(StepRunner):
             if not draw.warp.greedy:
                 drawing = max(drawing, FILTERED if draw.warp.masks else SAMPLED)
         rows, wanted = self._bucket(len(plan.tokens)), self._bucket(len(plan.wanted))
-        return StepShape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens))
+        in_place = plan.recurrent is None or folds_in_place(plan.recurrent)
+        return StepShape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens) and in_place)
 
     def _inputs_of(self, shape: StepShape) -> tuple[StepBuffers, StepBuffers]:
         """A shape's arrays, cleared: every row is padding."""
@@ -224,6 +233,8 @@ class DeviceRunner(StepRunner):
             if self._splits is not None:
                 most = self._splits.most_items(shape.rows, self._bounds.max_texts)
                 whole |= {"items": (most, ITEM), "splits": (shape.rows, 2), "jobs": (1,)}
+            if self._states is not None:
+                whole |= {f"states.{name}": size for name, size in self._states.sizes(shape.rows, shape.drawn).items()}
             real = dict.fromkeys(WARP_NUMBERS, drawn)
             self._inputs[shape] = (
                 StepBuffers(whole, torch.int64, self.device),
@@ -262,6 +273,8 @@ class DeviceRunner(StepRunner):
             whole["texts"][far.start : far.stop] = text
         if self._splits is not None:
             whole["jobs"][0] = self._splits.fill(plan.positions, plan.far, whole["items"], whole["splits"])
+        if self._states is not None:
+            self._states.fill(plan, _of_states(whole))
         whole["wanted"][: len(wanted)] = wanted
         whole["draws_at"][: len(wanted)] = plan.positions[wanted] + 1
         whole["from_slots"][: len(wanted)] = plan.slots[wanted]
@@ -282,20 +295,24 @@ class DeviceRunner(StepRunner):
         """Prepare a forward without drawing: one of a check, or of a worker other than the leader."""
         if self.crew is not None:
             self.crew.broadcast(replace(plan, draws=(), echoes=()))
-        inputs, _ = self._upload(replace(plan, draws=(), echoes=()), self._shape_of(replace(plan, draws=(), echoes=())))
-        return self._seen(inputs.device)
+        alone = replace(plan, draws=(), echoes=())
+        shape = self._shape_of(alone)
+        inputs, _ = self._upload(alone, shape)
+        return self._seen(inputs.device, shape)
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
         """Logits of all wanted rows at once: the checks must multiply as many rows as steps do."""
         return Logits.made(self.target.logits(*inputs))
 
-    def _seen(self, given: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _seen(self, given: dict[str, Tensor], shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
         rows = given["positions"], given["slots"], given["near"], given["texts"], given["tables"]
         if self._splits is None:
             self.target.run.begin(TableRows(*rows))
         else:
             items = given["items"], given["jobs"], given["splits"]
             self.target.run.begin(SplitRows(*rows, *items, self._splits.count))
+        if self._states is not None:
+            self.target.run.recurrent_step = self._states.step(_of_states(given), moves=not shape.alone)
         return given["tokens"], given["places"], given["wanted"]
 
     # The step
@@ -312,7 +329,7 @@ class DeviceRunner(StepRunner):
         plan: None for a graph's step, in which no draw has a history and no text asks for log-probabilities
         masks: one per draw of the plan, begun by `StepMasks`; a draw whose masks are late is in `failed`"""
         given, real = (each.device for each in inputs)
-        logits = self.target.logits(*self._seen(given))
+        logits = self.target.logits(*self._seen(given, shape))
         self.masks.wait(masks)
         usable = logits.amax(1).isfinite()  # True for usable rows of raw logits (`walk.usable`)
         raw, scores, failed = dict[int, Tensor](), dict[int, Tensor](), dict[int, DendroError]()
@@ -344,6 +361,8 @@ class DeviceRunner(StepRunner):
         target = torch.where(accepted, given["to_slots"][below], 0)
         for store in self.pages.stores:
             commit_rows(store, source.view(-1), target.view(-1))
+        if self._states is not None:
+            self._states.keep(_of_states(given), below, accepted)
         # A draw with a history changes its own rows only, which are no echo's.
         rows = logits if plan is not None and plan.echoes else torch.zeros(0)
         return Drawn(paths, picked[paths], lengths, raw, rows, scores, failed)
@@ -357,6 +376,11 @@ class DeviceRunner(StepRunner):
         if not shape.alone or self.recordings is None:
             return self._step(shape, inputs)
         return self.recordings.run(shape, lambda: self._step(shape, inputs))
+
+
+def _of_states(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    """The arrays for mixers, by the names that `DeviceStates` has for them."""
+    return {name.removeprefix("states."): each for name, each in arrays.items() if name.startswith("states.")}
 
 
 def _with_history(draw: Draw, history: History, logits: Tensor, masks: BegunMasks | None) -> Tensor:

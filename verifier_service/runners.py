@@ -1,4 +1,4 @@
-"""Chooses a target's runner: `StepRunner` on a CPU or with mixers, `DeviceRunner` otherwise."""
+"""Chooses a target's runner: `DeviceRunner` where an accelerator's kernels run all of it, else `StepRunner`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from verifier_service.shards import Bounds, Crew
 
 def runner_for(target: LoadedTarget, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> StepRunner:
     """Make the runner for a target and its device."""
-    if target.model.device.type == "cpu" or target.mixers:
+    if not target.by_kernels:
         return StepRunner(target, bounds, buckets, crew)
     from verifier_service.device import DeviceRunner
 

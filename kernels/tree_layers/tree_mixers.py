@@ -23,6 +23,7 @@ from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Paths, TokenInputs, fold, fold_in_order, tree_scan, tree_scan_in_order
 
 from tree_layers.arrays import as_array, as_tensor, check_arrays
+from tree_layers.device_mixers import TabledStep
 
 Array = npt.NDArray[Any]
 
@@ -73,7 +74,7 @@ class RecurrentMemory:
     def __init__(self, layouts: Sequence[MixerLayout], tokens: int, states: int, device: torch.device) -> None:
         """tokens, states: numbers of slots, slot 0 included."""
         self.layouts = tuple(layouts)
-        self._stores: list[tuple[Tensor, ...]] = []  # one tuple per layout, for all of its layers
+        self.stores: list[tuple[Tensor, ...]] = []  # one tuple per layout, for all of its layers: by layer and slot
         layers: dict[MixerLayout, list[LayerMemory]] = {}
         for layout in dict.fromkeys(layouts):
             count = self.layouts.count(layout)
@@ -82,7 +83,7 @@ class RecurrentMemory:
             B = torch.zeros(count, tokens, layout.groups, layout.size, dtype=layout.dtype, device=device)
             dt = torch.zeros(count, tokens, layout.heads, device=device)
             kept = torch.zeros(count, states, layout.heads, layout.width, layout.size, device=device)
-            self._stores.append((raw, x, B, dt))
+            self.stores.append((raw, x, B, dt))
             layers[layout] = [LayerMemory(raw[i], TokenInputs(x[i], B[i], dt[i]), kept[i]) for i in range(count)]
         rest = {layout: iter(each) for layout, each in layers.items()}
         self.layers = [next(rest[layout]) for layout in layouts]
@@ -132,7 +133,7 @@ class RecurrentMemory:
 
     def keep(self, source: Tensor, target: Tensor) -> None:
         """Copy the inputs of tokens from slots [n] to slots [n], in every layer."""
-        for stores in self._stores:
+        for stores in self.stores:
             for store in stores:
                 commit(store, source, target)
 
@@ -185,11 +186,14 @@ class TreeMamba2:
     D: Tensor  # [H] float32
     dt_limit: tuple[float, float]
 
-    def __call__(self, raw: Tensor, dt: Tensor, memory: LayerMemory, step: RecurrentStep) -> Tensor:
+    def __call__(self, raw: Tensor, dt: Tensor, memory: LayerMemory, step: RecurrentStep | TabledStep) -> Tensor:
         """raw [rows, X P + G N + r G N] inputs of the convolution (x, B, C)   dt [rows, H] before softplus
 
         Returns y [rows, H P] float32, before gate and norm. Writes the rows' inputs and the step's checkpoints.
         """
+        if isinstance(step, TabledStep):
+            convolution = self.conv_weight, self.conv_bias, self.dt_bias, self.dt_limit
+            return step.run((raw, dt), memory, convolution, self.A, self.D)
         layout = self.layout
         step.write(memory.raw, raw)
         mixed = tree_conv(memory.raw, step.taps(len(self.conv_weight)), self.conv_weight, self.conv_bias)

@@ -136,8 +136,8 @@ def compared_prompt(number: int) -> int:
 MODELS: Mapping[str, Model] = {
     "llama-8b": Model(_llama, 128256, alone=(1024, 4096, 8192)),
     "neox-6.9b": Model(_neox, 50254, several=(1024,)),
-    "mamba2-2.7b": Model(_mamba2, 50277, tokens=24, alone=(1024,), several=(1024,)),
-    "bamba-1b": Model(_bamba, 128256, tokens=64, alone=(1024,), several=(1024,)),
+    "mamba2-2.7b": Model(_mamba2, 50277, tokens=96, alone=(1024,), several=(1024,)),
+    "bamba-1b": Model(_bamba, 128256, tokens=96, alone=(1024,), several=(1024,)),
 }
 if DRY:
     MODELS = {name: Model(model.config, 120, 6, (40,), (40,)) for name, model in MODELS.items()}

@@ -70,9 +70,11 @@ KERNEL_TESTS = (
     "tests/kernels/test_accelerated.py",
     "tests/kernels/test_norm.py",
     "tests/kernels/test_tensor_cores.py",
+    "tests/kernels/test_state_kernels.py",
     "tests/verifier_service/test_device_norms.py",
     "tests/verifier_service/test_device_pages.py",
 )
+STATE_TESTS = ("tests/verifier_service/test_states_on_device.py", "tests/verifier_service/test_device_states.py")
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
     GpuStep(
@@ -82,7 +84,7 @@ STEPS = (
         dry=("-k", "noise or walks or accepted or group_is_normed or other_types or items_hold or recorded_step"),
     ),
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
-    GpuStep("states", 180, tests=("tests/verifier_service/test_states_on_device.py",)),
+    GpuStep("states", 180, tests=STATE_TESTS, dry=("-k", "listed or waits or writes")),
     GpuStep("rows", 90, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
     GpuStep("certify", 240, script="certify_quick.py"),

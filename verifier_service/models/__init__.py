@@ -61,7 +61,7 @@ from verifier_service.models.heads import plan_shards
 from verifier_service.models.last_layer import LastLayer, use_last_layer
 from verifier_service.models.library_logits import library_logits
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
-from verifier_service.models.mixers import MIXER_FAMILIES, seat_mixers
+from verifier_service.models.mixers import MIXER_FAMILIES, run_from_tables, seat_mixers
 from verifier_service.models.reading import check_scales, load_library_model
 from verifier_service.models.row_functions import use_row_functions
 from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
@@ -80,6 +80,7 @@ class LoadedTarget:
     max_positions: int  # the model's own
     window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
     fingerprint: str  # hash of the weights and the configuration
+    by_kernels: bool  # an accelerator's kernels attend and scan, from fixed arrays, so steps can be recorded
     own_arithmetic: bool  # some of its products, functions or attention are this project's own, which round otherwise
     linear: RowsReport
     packing: QuantisedPacking | None  # packs weights that may stay quantised; None where none may
@@ -262,9 +263,9 @@ def _load(
     for module in model.modules():
         module.dendro_seat = Seat(run)
     probe_layers(folder, model, run)
-    attention = _choose_attention(run, device, bool(mixers))
-    on_tensor_cores = device.type != "cpu" and not mixers
-    layouts = device_layouts(run.probed) if on_tensor_cores else tuple(layer.layout for layer in run.probed)
+    by_kernels = device.type != "cpu" and run_from_tables(mixers) and not (mixers and group is not None)
+    attention = _choose_attention(run, device, by_kernels)
+    layouts = device_layouts(run.probed) if by_kernels else tuple(layer.layout for layer in run.probed)
     if run.compiled and group is None:
         use_attention_layers(model, run, positions)
         use_decoder_layers(model, run, positions)
@@ -281,6 +282,7 @@ def _load(
         max_positions=positions,
         window=_window(run),
         fingerprint=fingerprint,
+        by_kernels=by_kernels,
         own_arithmetic="compiled" in forms.report().forms or functions > 0 or run.compiled,
         linear=forms.report().beside(head_forms.report(), "the head's"),
         packing=packing,
@@ -305,13 +307,13 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowFo
     return forward
 
 
-def _choose_attention(run: ForwardContext, device: torch.device, mixers: bool) -> str:
+def _choose_attention(run: ForwardContext, device: torch.device, by_kernels: bool) -> str:
     """Set the form of the attention of the probed layers; returns what it is, with the reason where it is not compiled
-    on a CPU."""
+    on a CPU. by_kernels: as in `LoadedTarget`"""
     if not run.probed:
         return ""
     if device.type != "cpu":
-        return "the library's products" if mixers else attention_on_device(run.probed)
+        return attention_on_device(run.probed) if by_kernels else "the library's products"
     layouts = {layer.layout for layer in run.probed}
     why = compiled.why_not_compiled() or next(filter(None, map(compiled.why_not_for, layouts)), "")
     run.compiled = not why

@@ -7,7 +7,7 @@ norm without groups in a mixer of several groups is replaced before, by `group_n
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tree_layers.library_mixers import (
     project_mamba2,
     select_mamba1,
 )
-from tree_layers.tree_mixers import MixerLayout, TreeMamba1, TreeMamba2, silu
+from tree_layers.tree_mixers import MixerLayout, RecurrentStep, TreeMamba1, TreeMamba2, silu
 
 from verifier_service.collectives import Collectives
 from verifier_service.models.heads import SpreadNorm, TensorRanges, repeats_of
@@ -33,6 +33,11 @@ MIXER_FAMILIES = {
     *("mamba", "falcon_mamba", "mamba2"),
     *("bamba", "falcon_h1", "zamba2", "nemotron_h", "granitemoehybrid", "jamba", "mamba_in_llama"),
 }
+
+
+def run_from_tables(mixers: Sequence[MixerLayout]) -> bool:
+    """True if an accelerator has kernels for all of these mixers: for Mamba-2's, whose heads are wider than 1."""
+    return all(layout.width > 1 for layout in mixers)
 
 
 def seat_mixers(
@@ -107,12 +112,12 @@ def _seat_mamba1(module: Any, run: ForwardContext, index: int, group: Collective
     def forward(self: Any, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
         if run.recurrent is None:  # a probe
             return torch.zeros_like(hidden_states)
-        assert run.recurrent_step is not None
 
         def select(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             dt, B, C = select_mamba1(self, x[None], x_proj, dt_bias)
             return dt[0], B[0], C[0]
 
+        assert isinstance(run.recurrent_step, RecurrentStep)
         raw, gate = self.in_proj(hidden_states).chunk(2, -1)
         with run.threads_for(raw.shape[1]):
             y = mixer(raw[0], select, run.recurrent.layers[index], run.recurrent_step)

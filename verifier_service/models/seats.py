@@ -12,6 +12,7 @@ from transformers import AttentionInterface
 from tree_kernels.elementwise import threads_of
 from tree_kernels.tree_attention import Layout, Prepared, TreeRows, attend, prepare, write
 from tree_kernels.tree_attention.compiled import CompiledStep, attend_compiled, compiled_step
+from tree_layers.device_mixers import TabledStep
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import RecurrentMemory, RecurrentStep
 
@@ -47,7 +48,7 @@ class ForwardContext:
     step: TreeRows | TableRows | None = None
     probed: list[ProbedLayer] = field(default_factory=list)
     recurrent: RecurrentMemory | None = None  # None for a target without states
-    recurrent_step: RecurrentStep | None = None
+    recurrent_step: RecurrentStep | TabledStep | None = None
     compiled: bool = False  # attention runs in this project's compiled kernels
     _prepared: dict[tuple[int, int | None], Prepared] = field(default_factory=dict)
     _compiled_step: CompiledStep | None = None

@@ -1,0 +1,122 @@
+"""A step's rows for mixers on an accelerator: plain arrays of fixed shapes, which are uploaded with the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from tree_kernels.commit.triton import commit_rows
+from tree_kernels.tree_scan.triton import ITEM_ROWS, ScanTable
+from tree_layers.device_mixers import FoldRooms, TabledStep
+from tree_layers.tree_mixers import RecurrentMemory
+
+from verifier_service.recurrent import Arrangement, Ints, RecurrentRows, last_writers
+from verifier_service.rows import StepPlan
+
+
+class DeviceStates:
+    """Fills a step's arrays for mixers, and keeps the inputs of accepted rows."""
+
+    def __init__(self, memory: RecurrentMemory, arrangement: Arrangement, texts: int, rows: int) -> None:
+        """texts, rows: most of a step"""
+        self._memory = memory
+        self._arrangement = arrangement
+        self._texts = texts
+        states = [layer.states for layer in memory.layers]
+        self._rooms = FoldRooms([tuple(each.shape[1:]) for each in states], self._folds(rows), states[0].device)
+
+    def _folds(self, rows: int) -> int:
+        """Most folds of a step of so many rows: those of prompts' blocks, and two of a text whose rows begin and end in
+        the middle of a block."""
+        return rows // self._arrangement.extent.block + 2 * self._texts
+
+    def sizes(self, rows: int, drawn: int) -> dict[str, tuple[int, ...]]:
+        """The shapes of the arrays of a step of padded sizes, by name."""
+        block, folds = self._arrangement.extent.block, self._folds(rows)
+        return {
+            "columns": (rows, 2 * block),
+            "items": (rows, 2 + ITEM_ROWS),
+            "chains": (self._texts, 2),
+            "fold_columns": (folds, block),
+            "fold_states": (folds, 2),
+            **dict.fromkeys(("last", "kept_from", "kept_to"), (rows,)),
+            "moved": (folds,),
+            **dict.fromkeys(("input_slots", "rings"), (drawn,)),
+        }
+
+    def fill(self, plan: StepPlan, whole: Mapping[str, Ints]) -> None:
+        """Write the arrays of a plan; they are zero before."""
+        rows = plan.recurrent
+        assert rows is not None
+        scratch, count = self._arrangement.scratch, len(rows.own)
+        whole["columns"][:count] = rows.columns
+        whole["last"][:count] = rows.own + 1
+        placed = self._fill_folds(rows, whole)
+        states, folded = rows.sources.copy(), rows.sources < 0
+        states[folded] = placed[-1 - states[folded]]
+        items = 0
+        for state in np.unique(states).tolist():
+            its = np.flatnonzero(states == state)
+            for start in range(0, len(its), ITEM_ROWS):
+                part = its[start : start + ITEM_ROWS]
+                whole["items"][items, :2] = len(part), state
+                whole["items"][items, 2 : 2 + len(part)] = part
+                items += 1
+        certain = np.flatnonzero(plan.certain)
+        source, target = last_writers(scratch + certain, rows.homes[certain])
+        whole["kept_from"][: len(source)], whole["kept_to"][: len(source)] = source, target
+        whole["input_slots"][: len(plan.wanted)] = scratch + plan.wanted
+        whole["rings"][: len(plan.wanted)] = rows.homes[plan.wanted]
+
+    def _fill_folds(self, rows: RecurrentRows, whole: Mapping[str, Ints]) -> Ints:
+        """Returns the number of the state that each fold stores, as a `ScanTable` numbers them."""
+        placed = np.array(
+            [
+                each.target if direct else self._arrangement.states + number
+                for number, (each, direct) in enumerate(zip(rows.folds, _direct(rows), strict=True))
+            ],
+            np.int64,
+        )
+        chain = -1
+        for number, each in enumerate(rows.folds):
+            if each.source >= 0:
+                chain += 1
+                whole["chains"][chain] = number, 0
+                whole["fold_states"][number, 0] = each.source
+            whole["chains"][chain, 1] += 1
+            whole["fold_columns"][number] = each.columns
+            whole["fold_states"][number, 1] = placed[number]
+            if placed[number] != each.target:
+                whole["moved"][number] = max(each.target, 0)
+        return placed
+
+    def step(self, given: Mapping[str, Tensor], moves: bool) -> TabledStep:
+        """The step for mixers, from its uploaded arrays. moves: some folds of the step do not go to their slots"""
+        table = ScanTable(**{name: given[name] for name in ScanTable._fields})
+        return TabledStep(table, self._arrangement.scratch, self._rooms, moves)
+
+    def keep(self, given: Mapping[str, Tensor], below: Tensor, accepted: Tensor) -> None:
+        """Copy the inputs of committed rows, then those of accepted guesses, into the texts' rings.
+
+        below [texts, depth] wanted rows   accepted [texts, depth] bool
+        """
+        source = torch.where(accepted, given["input_slots"][below], 0)  # 0: skipped
+        target = torch.where(accepted, given["rings"][below], 0)
+        for stores in self._memory.stores:
+            for store in stores:
+                # One after the other: a guess may come a whole ring after a row of a long prompt.
+                commit_rows(store, given["kept_from"], given["kept_to"])
+                commit_rows(store, source.view(-1), target.view(-1))
+
+
+def folds_in_place(rows: RecurrentRows) -> bool:
+    """True if each of a step's folds may write its checkpoint before the step's rows are scanned."""
+    return all(_direct(rows))
+
+
+def _direct(rows: RecurrentRows) -> list[bool]:
+    """Returns for each fold whether it has a slot, and nothing in the step starts from what the slot held before."""
+    read = {*rows.sources.tolist(), *(each.source for each in rows.folds)}
+    return [each.target >= 0 and each.target not in read for each in rows.folds]
