@@ -1,4 +1,5 @@
-"""`dendro certify --local --quick` of the demo pair in bfloat16, the target on the device."""
+"""`dendro certify --local --quick` of a demo pair in bfloat16, the target on the device: `target`, or the one that is
+named, such as `target_mamba2`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from rich.progress import Progress
 
 from cluster.certify.command import QUICK, CertifySize, run_certify
 from cluster.certify.promises import show
-from cluster.config import Config, demo_config
+from cluster.config import Config, demo_models, pair_config
 from tests.gpu.step import DEVICE, DRY, require_device, write_result
 
 TINY = CertifySize(
@@ -40,10 +41,12 @@ def on_the_device(config: Config) -> Config:
 
 
 require_device()
-config = on_the_device(demo_config())
+target = next((each for each in sys.argv[1:] if not each.startswith("-")), "target")
+models = demo_models()
+config = on_the_device(pair_config(models / target, [models / "mamba2"], speculation={"proposers": ["lookup"]}))
 with Progress(disable=True) as progress:
     promises = asyncio.run(run_certify(config, None, True, TINY if DRY else QUICK, progress))
-show(Console(width=150, highlight=False), promises, "the bundled demo")
+show(Console(width=150, highlight=False), promises, f"the bundled demo, {target}")
 kept = sum(promise.kept is True for promise in promises)
 write_result(f"{kept} of {len(promises)} promises kept", promises=[asdict(promise) for promise in promises])
 sys.exit(kept < len(promises))

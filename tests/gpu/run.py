@@ -88,6 +88,7 @@ STEPS = (
     GpuStep("rows", 90, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
     GpuStep("certify", 240, script="certify_quick.py"),
+    GpuStep("certify-states", 240, script="certify_quick.py", arguments=("target_mamba2",)),
     GpuStep("large", 300, script="large.py", alone=True),
     GpuStep("ceilings", 60, script="ceilings.py", alone=True),
     GpuStep("profile", 120, script="profile_steps.py", alone=True),
