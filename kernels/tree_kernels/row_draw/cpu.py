@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 MODULE = "tree_kernels.row_draw.loops"
 UNUSABLE = -2
-"""Result for a row from which no token can be drawn: a logit is NaN or infinite, or all are minus infinity. No token and
-no padding (-1) has this id."""
+"""Result for a row from which no token can be drawn: a logit is NaN or infinite, or all are minus infinity. No token
+and no padding (-1) has this id."""
 
 
 class RowDraw:
