@@ -13,7 +13,8 @@ when the arm emits only its lower bound, mean N_k - b_k:
 Otherwise the arm of greatest mean / T_k is tried under the same condition, then a probe, then `off`. D is negative once
 speculation has gained time, and that gain may be spent on exploration. A plain round after a tree is longer, because
 the verifier did not begin it ahead; D includes that time. Before a drafter's first tree, D also counts by how much
-opening a text there usually lengthens the rounds meanwhile.
+opening a text there usually lengthens the rounds meanwhile, unless EARNING rounds of the mean of earlier texts earn
+that back: most texts then gain from it, and one that does not loses the opening once.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
 - Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
@@ -55,6 +56,9 @@ BUDGET = 0.01
 """Most time that exploration may cost a text, as a share of the time of its tokens without speculation."""
 HORIZON = 4.0
 """Rounds within which an arm that likely gains must earn back the text's loss D."""
+EARNING = 24.0
+"""Rounds within which the mean of earlier texts must earn back the opening of a drafter, so that it does not count in
+D: the text is then risked for what most texts gain."""
 SURE_ROUNDS = 16.0
 """Most rounds that n_k counts in the bonus: a text's acceptance may change as it goes on."""
 PROBED_TOKENS = 8
@@ -68,6 +72,8 @@ UNPRICED = 1.5
 """Predicted time of a round whose drafter was never timed, as a multiple of the verifier's part of the round."""
 FIRST_ROUNDS = 2.0
 """Additional budget, in rounds without speculation, for a drafter that no text has tried."""
+KNOWN_ROUNDS = 0.5
+"""Additional budget, in rounds without speculation, for an arm with which earlier texts gained."""
 STAYING = 2
 """Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
 them is drafted one round later."""
@@ -287,9 +293,19 @@ class ConservativeUCB:
     def _affords(self, each: ArmEstimate, plain_us: float) -> bool:
         """True if a round of this arm that emits only its lower bound stays within the text's budget."""
         loss_us = each.us - plain_us * each.least
-        budget = BUDGET * self._tokens + FIRST_ROUNDS * (each.arm.maker in self._unknown)
-        lost_us = self._lost_us + self._opening_us(each.arm)
+        first = FIRST_ROUNDS if each.arm.maker in self._unknown else 0.0
+        if each.arm in self._first and each.tokens * plain_us > each.us:
+            first += KNOWN_ROUNDS
+        budget = BUDGET * self._tokens + first
+        lost_us = self._lost_us + self._charge_us(each, plain_us)
         return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget * plain_us
+
+    def _charge_us(self, each: ArmEstimate, plain_us: float) -> float:
+        """The part of opening the text at the arm's drafter that counts as lost: none where earlier texts' rounds
+        promise that EARNING rounds earn it back."""
+        opening_us = self._opening_us(each.arm)
+        known = each.arm in self._first and EARNING * (plain_us * each.tokens - each.us) >= opening_us
+        return 0.0 if known else opening_us
 
     def _opening_us(self, arm: Arm) -> float:
         """Time that opening the text at the arm's drafter will cost; 0 if it is counted already."""
@@ -339,10 +355,11 @@ class ConservativeUCB:
         if arm.proposed and self._offer is not None:
             self._promised += promised_tokens(self._offer, arm.rows)
             self._came += verdict.length - 1
-        self._lost_us += self._opening_us(arm)
-        self._charged.add(arm.maker)
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM)
+        if arm.drafted and arm.maker not in self._charged:
+            self._lost_us += self._charge_us(self.estimate(arm, prices), plain_us or 0.0)
+            self._charged.add(arm.maker)
         if plain_us is not None:
             self._lost_us += prices.spent_us(arm, tree) - plain_us * verdict.length
         if arm.drafted and not tree.missed:
