@@ -381,12 +381,16 @@ def abort(
     key_file: KeyFile = None,
     ca: Authority = None,
 ) -> None:
-    """End a request that runs. Exit status 1 where none of that id runs for the caller's tenant."""
-    request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")  # ids of answers over HTTP
+    """End a request that runs. Exit status 1 where none of that id runs for the caller's tenant at the routers that are
+    asked: one for each address."""
 
     async def run() -> int:
         async with _far_client(address, timeout, key_file, ca) as client:
-            return await client.abort(request)
+            ended = await client.abort(request)
+            prefix = next((each for each in ("chatcmpl-", "cmpl-") if request.startswith(each)), "")
+            if ended or not prefix:
+                return ended
+            return await client.abort(request.removeprefix(prefix))  # the id of an answer over HTTP
 
     ended = _run(run())
     errors.print(f"{ended} ended", highlight=False)

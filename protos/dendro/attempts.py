@@ -72,7 +72,7 @@ class Attempts:
         begun: whether the answer has begun, and is lost unless it is resumed; else it is refused where all addresses
             refuse it
         """
-        if error is not None and (final := _final_error(error, self.timeout_s)) is not None:
+        if error is not None and (final := final_error(error, self.timeout_s)) is not None:
             raise final from error
         failed: DendroError
         if error is not None and _full(error):
@@ -134,7 +134,7 @@ def _reason_of(error: grpc.RpcError) -> str:
     return _trailing(error).get(REASON_KEY, "")
 
 
-def _final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
+def final_error(error: grpc.RpcError, timeout_s: float) -> DendroError | None:
     """The error that a status stands for; None if the connection broke or the router is full, so that the call may be
     repeated."""
     code: grpc.StatusCode = error.code()

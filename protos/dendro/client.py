@@ -243,15 +243,14 @@ class AsyncClient(Asking):
         return str(response.text)
 
     async def abort(self, request_id: str) -> int:
-        """End a request, at every router that is known by an address of this client; returns how many were ended, 0
-        where none runs. Its client gets the error Aborted. Raises PeerLost where no router can be reached."""
-        asked = Abortion(request_id, self.timeout_s, self._rotation)
+        """End a request; its client gets the error Aborted. Each address of this client is asked, at one router where
+        several are behind it. Returns how many were ended; 0: none of that id runs at the routers that were asked.
+        Raises the error of an address that refused or did not answer, where none was ended."""
+        asked = Abortion(request_id, self.timeout_s, self._rotation.addresses)
         for address in asked.addresses:
             try:
                 async with self._stub(address) as stub:
-                    response = await stub.Abort(
-                        asked.request, timeout=asked.attempts.remaining_s, metadata=self._metadata
-                    )
+                    response = await stub.Abort(asked.request, timeout=asked.next_timeout_s(), metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 asked.failed(error, address)
             else:
@@ -394,13 +393,14 @@ class Client:
         return str(self._call("Detokenize", build_detokenize(token_ids, model, show_special_tokens)).text)
 
     def abort(self, request_id: str) -> int:
-        """End a request, at every router that is known by an address of this client; returns how many were ended, 0
-        where none runs. Its client gets the error Aborted. Raises PeerLost where no router can be reached."""
-        asked = Abortion(request_id, self.timeout_s, self._rotation)
+        """End a request; its client gets the error Aborted. Each address of this client is asked, at one router where
+        several are behind it. Returns how many were ended; 0: none of that id runs at the routers that were asked.
+        Raises the error of an address that refused or did not answer, where none was ended."""
+        asked = Abortion(request_id, self.timeout_s, self._rotation.addresses)
         for address in asked.addresses:
             try:
                 with self._stub(address) as stub:
-                    response = stub.Abort(asked.request, timeout=asked.attempts.remaining_s, metadata=self._metadata)
+                    response = stub.Abort(asked.request, timeout=asked.next_timeout_s(), metadata=self._metadata)
             except grpc.RpcError as error:
                 asked.failed(error, address)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from cluster.api.grpc import serve_router
 from cluster.cli import app
 from tests.support.edge import EdgePeers, ingress
+from tests.support.sockets import until
 
 CHAT = Chat([{"role": "user", "content": "hi"}])
 NOWHERE = "127.0.0.1:1"
@@ -123,3 +125,25 @@ async def test_the_commands_print_tokens_texts_and_whether_a_request_was_ended()
             async for _ in running:
                 pass
         assert (await command("abort", "one", *at))[0] == 1
+
+
+async def test_a_router_that_does_not_answer_keeps_no_other_from_being_asked(monkeypatch):
+    monkeypatch.setattr("dendro.abortion.LONGEST_CALL_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nothing is ever read
+        nobody = f"127.0.0.1:{silent.getsockname()[1]}"
+        async with routers(1, 0.02) as (_, address), AsyncClient(f"{nobody},{address}", timeout_s=60) as client:
+            running = await begun(client, "one")
+            assert await client.abort("one") == 1
+            await running.aclose()
+            with pytest.raises(PeerLost, match=nobody):  # it may run there
+                await client.abort("two")
+
+
+async def test_the_command_ends_the_id_as_given_before_that_of_an_answer_over_http():
+    async with routers(1, 0.02) as (servers, address), AsyncClient(address) as client:
+        given, bare = await begun(client, "cmpl-7"), await begun(client, "7")
+        for left in (1, 0):
+            assert (await command("abort", "cmpl-7", "--address", address))[0] == 0
+            await until(lambda left=left: servers[0].stats()["running"] == left)
+        await given.aclose()
+        await bare.aclose()
