@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -59,7 +60,7 @@ def describe_machine(threads: int) -> dict[str, object]:
 def report_head(bench: str, started: float, local: bool, seed: int, threads: int) -> dict[str, Any]:
     """What all reports begin with: the bench, the machine and the run. started: a time of the monotonic clock"""
     run = {
-        "command": " ".join(["dendro", *sys.argv[1:]]),
+        "command": shlex.join(["dendro", *sys.argv[1:]]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "commit": commit_of(Path(__file__).parent),
         "local": local,
