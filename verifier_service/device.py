@@ -44,7 +44,7 @@ from verifier_service.logprobs import echo_logprobs, token_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
 from verifier_service.rows import Ints, StepOutcome, StepPlan
-from verifier_service.runner import StepRunner
+from verifier_service.runner import StepRunner, accepted_rows
 from verifier_service.shards import Bounds, Crew
 from verifier_service.structure_masks import BegunMasks
 from verifier_service.walk import Draw, before_unusable
@@ -197,7 +197,10 @@ class DeviceRunner(StepRunner):
             walks[number] = guarded(partial(self.walker.walk, draw, logits))
         if walks:
             draws = tuple(plan.draws[number] for number in walks)
-            self.keep(self._accepted(replace(plan, draws=draws), list(walks.values())))
+            # The step has kept the certain rows, and after them the guesses of the texts that it walked, one of which
+            # may have the place of such a row: these rows are not copied again.
+            guesses = np.sort(accepted_rows(replace(plan, draws=draws), list(walks.values())))
+            self.keep(self._slots_of(plan, guesses, guesses))
         return walks
 
     def keeps_noise(self, session: int) -> bool:

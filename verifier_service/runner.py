@@ -278,17 +278,16 @@ class StepRunner:
         return logits
 
     def _accepted(self, plan: StepPlan, walks: Sequence[Walk | DendroError]) -> AcceptedSlots:
-        """Slots of the keys and inputs of the rows that walks accepted."""
-        rows = [
-            draw.first + row
-            for draw, walked in zip(plan.draws, walks, strict=True)
-            if isinstance(walked, Walk)
-            for row in walked.path[1:]
-        ]
+        """Slots of the keys of the rows that walks accepted, and of the inputs of these and of the certain rows."""
+        rows = accepted_rows(plan, walks)
+        certain = np.flatnonzero(plan.certain) if plan.recurrent is not None else NO_ROWS
+        return self._slots_of(plan, rows, np.sort(np.concatenate([certain, rows])))
+
+    def _slots_of(self, plan: StepPlan, rows: Ints, kept: Ints) -> AcceptedSlots:
+        """Slots of the keys of some rows, and of the inputs of those that are kept."""
         inputs = rings = NO_ROWS
         if plan.recurrent is not None:
-            accepted = np.sort(np.concatenate([np.flatnonzero(plan.certain), np.array(rows, np.int64)]))
-            inputs, rings = last_writers(self.arrangement.scratch + accepted, plan.recurrent.homes[accepted])
+            inputs, rings = last_writers(self.arrangement.scratch + kept, plan.recurrent.homes[kept])
         return AcceptedSlots(plan.slots[rows], plan.homes[rows], inputs, rings)
 
     def _keep(self, kept: AcceptedSlots) -> None:
@@ -304,3 +303,14 @@ class StepRunner:
 
     def _tensor(self, array: Ints) -> Tensor:
         return on_device(self.device, array)
+
+
+def accepted_rows(plan: StepPlan, walks: Sequence[Walk | DendroError]) -> Ints:
+    """The rows of guesses that walks accepted. walks: one for each draw of the plan"""
+    rows = [
+        draw.first + row
+        for draw, walked in zip(plan.draws, walks, strict=True)
+        if isinstance(walked, Walk)
+        for row in walked.path[1:]
+    ]
+    return np.array(rows, np.int64)

@@ -14,6 +14,7 @@ import torch
 from dendro.engine import started
 from dendro.text import Sampling
 from dendro.tree import DraftTree
+from tree_kernels.tree_walk import Walk
 from tree_kernels.warp import Warp
 
 from tests.support.launches import launches
@@ -149,6 +150,24 @@ def test_rows_are_listed_once_beside_the_state_that_they_start_from(runner):
     assert states == dict(enumerate(target if source < 0 else source for source in rows.sources.tolist()))
     assert shape.alone and host["states.fold_states"][0].tolist() == [rows.folds[0].source, target]
     assert host["states.chains"][0].tolist() == [0, 1] and not host["states.moved"].any()
+
+
+def test_a_walk_on_the_host_keeps_its_accepted_guesses_alone(runner, monkeypatch):
+    """The step has kept the certain rows. Copied again, one could replace another text's guess that came a whole ring
+    after it."""
+    plan, _ = plan_of(runner, 20, [-1, 0, 0, 1], committed=np.arange(10, 19))
+    kept, scores = [], torch.zeros(4, VOCABULARY)
+    monkeypatch.setattr(runner, "keep", kept.append)
+    monkeypatch.setattr(runner.walker, "walk", lambda draw, logits: Walk((0, 1, 3), (5, 7, 9), (0, 0)))
+    assert runner._walked_on_host(plan, {0: scores})[0].tokens == (5, 7, 9)
+    first, scratch = plan.draws[0].first, runner.arrangement.scratch
+    (slots,) = kept
+    assert slots.inputs.tolist() == [scratch + first + 1, scratch + first + 3]
+    assert slots.rings.tolist() == plan.recurrent.homes[[first + 1, first + 3]].tolist()
+    assert slots.target.tolist() == plan.homes[[first + 1, first + 3]].tolist()
+    monkeypatch.setattr(runner.walker, "walk", lambda draw, logits: Walk((0,), (5,), ()))
+    runner._walked_on_host(plan, {0: scores})
+    assert not len(kept[1].inputs) and not len(kept[1].source)
 
 
 def fold(source, target):
