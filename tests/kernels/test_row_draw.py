@@ -14,7 +14,7 @@ from tree_kernels.row_draw import UNUSABLE, RowDraw, shapes
 from tree_kernels.warp import Warp, tokens_of
 
 pytestmark = pytest.mark.skipif(bool(why_not_vectors()), reason=why_not_vectors())
-TEMPERATURES = (1e-6, 0.1, 0.7, 1.0, 1.3, 100.0)
+TEMPERATURES = (1e-6, 0.1, 0.7, 1.0, 1.3, 100.0, 1e29, 1e39)
 
 
 def expected(logits: torch.Tensor, temperature: float, seed: int, position: int, sample: int) -> int:
@@ -63,6 +63,8 @@ def test_a_row_whose_quotients_overflow_has_the_reference_token():
     draw, logits = RowDraw(300), torch.zeros(1, 300)
     logits[0, [7, 200]] = 3e38
     assert draw.sampled(logits, 0.001, 1, 1, 0) == expected(logits, 0.001, 1, 1, 0) == 7
+    logits.fill_(-3e38)  # all quotients are minus infinity, though the row is usable
+    assert draw.sampled(logits, 0.001, 1, 1, 0) == expected(logits, 0.001, 1, 1, 0) == 0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -93,7 +95,7 @@ def test_the_table_is_below_the_noise_of_every_part():
         assert noise.min() - 0.01 < lower[part] < noise.min()
 
 
-def test_rows_are_drawn_from_all_noise_where_nothing_can_be_compiled(monkeypatch):
+def test_there_is_no_draw_in_one_pass_where_nothing_can_be_compiled(monkeypatch):
     def refused(module):
         raise NoKernelsError("none here")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
 MODULE = "tree_kernels.row_draw.loops"
+HIGHEST_TEMPERATURE = 1e30
+"""Temperatures above it, which float32 may not hold, are left to the reference."""
 UNUSABLE = -2
-"""Result for a row from which no token can be drawn: a logit is NaN or infinite, or all are minus infinity. No token
-and no padding (-1) has this id."""
+"""Result for a row from which no token can be drawn: a logit is NaN or plus infinity, or all are minus infinity. No
+token and no padding (-1) has this id."""
 
 
 class RowDraw:
@@ -57,6 +60,9 @@ class RowDraw:
     def sampled(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
         """argmax(logits / temperature + noise), the lowest id among equals, or UNUSABLE. logits: see `greedy`
         temperature: above 0   others: of the noise of the token that is drawn, at most as large as it allows"""
+        given = temperature, seed, position, sample_index
+        if temperature > HIGHEST_TEMPERATURE:
+            return self._from_all_noise(logits, *given)
         words, counters = self._words, Counters(seed, [position], sample_index, stream=0, row=0)
         self._give(logits)
         words[shapes.TEMPERATURE], words[shapes.POSITION] = float_bits(temperature), position
@@ -64,13 +70,17 @@ class RowDraw:
         words[shapes.KEY0], words[shapes.KEY1] = counters.key
         self._contenders(self._call)
         found = int(words[shapes.STATUS])
-        if found == shapes.NOT_FINITE:
-            return UNUSABLE
-        if found > shapes.MOST:  # thousands of equal logits, for example
-            noise = gumbel_noise(seed, [position], self._vocabulary, sample_index)
-            return int((logits / temperature + noise).argmax())
+        if found == shapes.NOT_FINITE or found > shapes.MOST:  # a quotient may have overflowed; all logits may be equal
+            return self._from_all_noise(logits, *given)
         scores = self._warped[:found] + gumbel_of_uniforms(self._uniforms[:found].copy())
         return int(self._ids[scores.argmax()])
+
+    def _from_all_noise(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
+        """`sampled`, as the reference computes it."""
+        if not math.isfinite(logits.max()):
+            return UNUSABLE
+        noise = gumbel_noise(seed, [position], self._vocabulary, sample_index)
+        return int((logits / temperature + noise).argmax())
 
     def _give(self, logits: Tensor) -> None:
         assert logits.shape == (1, self._vocabulary) and logits.is_contiguous()

@@ -32,7 +32,8 @@ SLACK = 1e-4
 CALL_WORDS = 14
 
 NOT_FINITE = -1
-"""Status of a row from which no token can be drawn: a logit is NaN or infinite, or all are minus infinity."""
+"""Status of a row that has a logit which is NaN or plus infinity, or whose logits or quotients are all minus
+infinity."""
 
 
 def lower_bounds() -> list[float]:
