@@ -7,7 +7,7 @@ N_k is the number of tokens that a round of arm k emits, T_k its predicted time,
 of the text plus the rounds of all priors. The arm of greatest index is played if the text stays within its budget even
 when the arm emits only its lower bound, mean N_k - b_k:
 
-    D + h * (T_k - T_off * (mean N_k - b_k)) <= BUDGET * T_off * tokens so far
+    D + h * (T_k - T_off * (mean N_k - b_k)) <= T_off * (BUDGET * tokens so far + FIRST_ROUNDS or KNOWN_ROUNDS or 0)
     h = HORIZON where the bracket is a gain, else 1        D = sum over earlier rounds with trees of T - T_off * N
 
 Otherwise the arm of greatest mean / T_k is tried under the same condition, then a probe, then `off`. D is negative once
