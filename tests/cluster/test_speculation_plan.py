@@ -93,10 +93,11 @@ async def test_rounds_are_counted_by_drafter_and_shape_where_a_target_has_severa
     done = await client.generate_text(PROMPT, speculation="auto", max_new_tokens=60)
     stats = done.complete.speculation
     assert stats.contradictions == () and done.token_ids == tuple(plain_answer(IDS, Sampling(), 60))
-    assert {"mamba:(1,1,1)", "small:(1,1,1)"} <= stats.rounds_by_shape.keys()
     assert Counter(part.shape for part in done.rounds) == stats.rounds_by_shape
-    fixed = await client.generate_text(PROMPT, speculation="small:(2,1)", max_new_tokens=9)
-    assert fixed.complete.speculation.rounds_by_shape.keys() == {"small:(2,1)"}
+    assert all(shape == "off" or shape.startswith(("mamba:", "small:")) for shape in stats.rounds_by_shape)
+    for arm in ("mamba:(1,1,1)", "small:(2,1)"):
+        fixed = await client.generate_text(PROMPT, speculation=arm, max_new_tokens=9)
+        assert fixed.complete.speculation.rounds_by_shape.keys() == {arm}
 
 
 def test_auto_chooses_among_the_shapes_of_all_drafters():
