@@ -56,7 +56,7 @@ BUDGET = 0.01
 """Most time that exploration may cost a text, as a share of the time of its tokens without speculation."""
 HORIZON = 4.0
 """Rounds within which an arm that likely gains must earn back the text's loss D."""
-EARNING = 24.0
+EARNING = 8.0
 """Rounds within which the mean of earlier texts must earn back the opening of a drafter, so that it does not count in
 D: the text is then risked for what most texts gain."""
 SURE_ROUNDS = 16.0
