@@ -186,3 +186,19 @@ async def test_a_browser_stops_an_answer():
         await peers.all_closed.wait()
         await page.locator("#send:enabled").wait_for()
         assert "not part of the conversation" in await page.inner_text("#state") and not faults
+
+
+@in_chromium
+@pytest.mark.slow
+async def test_text_that_was_held_back_belongs_to_the_last_round():
+    """The first round held all of its text back, and no round but the last has any of the answer's."""
+    added = """() => {
+        const pane = new Pane(document.body, "held");
+        pane.add("", {});
+        pane.add("", {}, "Hm");
+        pane.append("5.", " yes");
+        return pane.rounds.map((each) => each.spans.map((span) => span.textContent));
+    }"""
+    async with http_at() as (server, _), browsing(f"http://{server.address}/") as (page, faults):
+        assert await page.evaluate(added) == [[""], ["Hm yes", "5."]]
+        assert not faults
