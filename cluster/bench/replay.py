@@ -20,9 +20,11 @@ from dendro.tree import DraftTree
 from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts
 from cluster.bench.traces import Trace
+from cluster.measure.statistics import Key
 from cluster.policies import Experience, InformedPolicy, make_policy
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior
+from cluster.policies.stopping import StopRule
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 
@@ -33,6 +35,7 @@ class ReplayedRound:
 
     shape: TreeShape
     emitted: int
+    guesses: int
     took_us: float
 
 
@@ -45,11 +48,27 @@ class ReplayedAnswer:
 
     @property
     def tokens_per_second(self) -> float:
-        return 1e6 * sum(each.emitted for each in self.rounds) / sum(each.took_us for each in self.rounds)
+        return rate([self])
 
     @property
     def arms(self) -> Counter[TreeShape]:
         return Counter(each.shape for each in self.rounds)
+
+
+def rate(runs: Sequence[ReplayedAnswer]) -> float:
+    """Tokens a second over all rounds of all answers."""
+    rounds = [played for run in runs for played in run.rounds]
+    return 1e6 * sum(played.emitted for played in rounds) / sum(played.took_us for played in rounds)
+
+
+def rates(runs: Sequence[ReplayedAnswer]) -> dict[Key, float]:
+    """Tokens a second of each answer, for `paired_ratio`."""
+    return by_answer([run.tokens_per_second for run in runs])
+
+
+def by_answer(values: Sequence[float]) -> dict[Key, float]:
+    """Values of answers, for `paired_ratio`."""
+    return {(index, 0): value for index, value in enumerate(values)}
 
 
 def arm_of(shape: TreeShape) -> Arm:
@@ -64,14 +83,11 @@ def sibling_ranks(tree: DraftTree, path: Sequence[int]) -> tuple[int, ...]:
 
 def run_fixed(shape: TreeShape, trace: Trace, costs: ReplayCosts) -> ReplayedAnswer:
     """Replay one answer with the same shape in every round."""
-    draft_us = costs.draft_us(shape)
-    return ReplayedAnswer(
-        trace,
-        tuple(
-            ReplayedRound(shape, emitted, draft_us + costs.step_us(trace.rows(shape, base)))
-            for base, emitted in trace.rounds(shape)
-        ),
-    )
+    rounds = []
+    for base, emitted in trace.rounds(shape):
+        rows, draft_us = trace.rows(shape, base), costs.draft_us(trace.drafted_as(shape, base))
+        rounds.append(ReplayedRound(shape, emitted, rows - 1, draft_us + costs.step_us(rows)))
+    return ReplayedAnswer(trace, tuple(rounds))
 
 
 def run_policy(
@@ -81,8 +97,9 @@ def run_policy(
     costs: ReplayCosts,
     chances: Chances | None = None,
     notes: Prior | None = None,
+    rule: StopRule | None = None,
 ) -> ReplayedAnswer:
-    """Replay one answer with a new policy. The policy, the experience, `chances` and `notes` learn from it.
+    """Replay one answer with a new policy. The policy, the experience, `chances`, `notes` and `rule` learn from it.
 
     Without `chances`, the policy gets no proposals.
     """
@@ -95,10 +112,12 @@ def run_policy(
             proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
             offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
             arm = policy.choose(offer)
-            shape = arm.shape
-            draft_us, step_us = costs.draft_us(shape), costs.step_us(trace.rows(shape, base))
+            shape = (arm if rule is None else rule.resolved(arm)).shape
+            draft_us, step_us = costs.draft_us(trace.drafted_as(shape, base)), costs.step_us(trace.rows(shape, base))
             tree = replace(trace.tree(shape, base), draft_us=round(draft_us), texts=1)
-            if shape.drafted:
+            if rule is not None:
+                rule.drafted(tree)
+            if shape.drafted and len(trace.ranks):
                 known = base if ranked is None else ranked
                 tree, ranked = replace(tree, trace=trace.reported_ranks(known, base)), base
             path = trace.path(shape, base)
@@ -117,18 +136,26 @@ def run_policy(
             if notes is not None:
                 notes.learn(arm, tree, verdict, True)
             running.begun()
+            took_us = draft_us + step_us
             if rounds:  # the first round includes opening the text, as in the router
-                experience.learn_time(arm, tree, verdict, draft_us + step_us)
-            rounds.append(ReplayedRound(shape, len(path), draft_us + step_us))
+                experience.learn_time(arm, tree, verdict, took_us)
+            if rule is not None:
+                rule.learn(verdict, experience.share_us(tree, verdict, took_us) if rounds else None)
+            rounds.append(ReplayedRound(shape, len(path), tree.guesses, took_us))
             base += len(path)
     return ReplayedAnswer(trace, tuple(rounds))
+
+
+def new_experience() -> Experience:
+    """The experience of a target that is a Transformer, as those of the replayed answers are."""
+    return Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))
 
 
 def run_stream(
     name: str, shapes: Sequence[TreeShape], traces: Sequence[Trace], costs: ReplayCosts, passes: int
 ) -> Iterator[list[ReplayedAnswer]]:
     """Replay all answers in order, `passes` times, by one router and as one tenant's; a list per pass."""
-    experience = Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))  # targets are Transformers
+    experience = new_experience()
     prior, chances, arms = Prior(), Chances(), [arm_of(shape) for shape in shapes]
     for _ in range(passes):
         runs = []

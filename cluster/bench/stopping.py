@@ -9,31 +9,29 @@ on the recorded values. SpecDec++ (section 5) judges a rule by two rates that no
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dendro.calls import DrafterPeer, VerifierPeer
-from dendro.shapes import CHANCE_DIGITS, MAX_ROWS, OFF, DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
-from dendro.step_sizes import StepSizes
+from dendro.shapes import CHANCE_DIGITS, MAX_ROWS, DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import STEP_ROWS, ReplayCosts, measure_drafts, measure_steps
-from cluster.bench.live import live_rounds
-from cluster.bench.traces import SPARE, TracedAnswer, grown_trees, walk, write_answers
+from cluster.bench.costs import ReplayCosts, measure_drafts, measure_steps
+from cluster.bench.replay import ReplayedAnswer, new_experience, rate, rates, run_fixed, run_policy
+from cluster.bench.traces import SIDE_BY_SIDE, SPARE, Trace, TracedAnswer, grown_trees, write_answers
 from cluster.demo.kinds import KINDS
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
 from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
-from cluster.measure.measurement import Begin, Step
+from cluster.measure.measurement import Begin
 from cluster.measure.options import KIND_PROMPTS
 from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.policies import Experience
-from cluster.policies.experience import Concurrency
+from cluster.policies.static import Static
 from cluster.policies.stopping import StopRule
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 from drafter_service.grow import growth_of
@@ -46,10 +44,6 @@ K, STEPS, TOTAL = 3, 7, 31
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """The fixed h of the sweep."""
 DRAFTER = "mamba2"
-LIVE_H = 0.9
-"""The fixed h that is run in real time: the greatest of SpecDec++'s grid, as these targets verify a row cheaply."""
-SIDE_BY_SIDE = 9
-"""Texts that are drafted together."""
 PASSES = 2
 """Passes of the marginal rule over all answers, as of policies: the first starts without any measurement, the second is
 judged."""
@@ -61,7 +55,6 @@ class StoppingOptions:
     tokens: int = option("New tokens of every answer.", ANSWER_TOKENS, 24, least=1)
     repetitions: int = option("Measurements of each cost.", 15, 3, least=1)
     temperatures: tuple[float, ...] = temperatures()
-    live: bool = option("Also run some arms in real time, with drafter and verifier in this process.", True, False)
     seed: int = seed()
     models: Path = models()
 
@@ -133,119 +126,54 @@ def stopped(recorded: DraftTree, shape: TreeShape) -> tuple[DraftTree, int]:
     return DraftTree(*growth.arrays()), growth.level
 
 
-@dataclass(frozen=True, slots=True)
-class StoppedRound:
-    """One round of a replay."""
+class StoppedTrace(Trace):
+    """One drafter's drafts for one answer by a form's recorded shape, of which each rule's draft is a part."""
 
-    emitted: int
-    guesses: int
-    levels: int  # that were drafted
-    took_us: float
+    def __init__(self, answer: TracedAnswer, form: Form, drafts: Sequence[DraftTree]) -> None:
+        super().__init__(answer, ())
+        self._form = form
+        self._drafts = drafts
+        self._parts: dict[tuple[TreeShape, int], tuple[DraftTree, int]] = {}
 
-
-@dataclass(slots=True, eq=False)
-class RecordedDrafts:
-    """One drafter's drafts at every position of one answer, by the form's recorded shape."""
-
-    answer: TracedAnswer
-    trees: Mapping[TreeShape, Sequence[DraftTree]]
-    _parts: dict[tuple[TreeShape, int], tuple[DraftTree, int]] = field(default_factory=dict)
-
-    def draft(self, form: Form, shape: TreeShape, base: int) -> tuple[DraftTree, int]:
+    def part(self, shape: TreeShape, base: int) -> tuple[DraftTree, int]:
         """The tree of a round, and the levels that are drafted for it."""
         if (shape, base) not in self._parts:
-            self._parts[shape, base] = stopped(self.trees[form.recorded][base - self.answer.begin], shape)
+            self._parts[shape, base] = stopped(self._drafts[base - self.answer.begin], shape)
         return self._parts[shape, base]
 
-    def emitted(self, tree: DraftTree, base: int) -> int:
-        return len(walk(tree, self.answer.ids[base:]))
+    def recorded(self, shape: TreeShape, base: int) -> DraftTree:
+        return self.part(shape, base)[0]
+
+    def drafted_as(self, shape: TreeShape, base: int) -> TreeShape:
+        """A fixed length itself; for a draft that stops, the tree grown level by level to as many levels."""
+        return shape if shape in self._form.lengths else self._form.grown[self.part(shape, base)[1] - 1]
 
 
-def draft_us(costs: ReplayCosts, form: Form, shape: TreeShape, levels: int) -> float:
-    """A draft of a fixed length, or one that stopped after so many levels."""
-    return costs.draft_us(shape if shape in form.lengths else form.grown[levels - 1])
+class MarginalPolicy(Static):
+    """Chooses the arm of the marginal rule, and learns costs as a router's policy does."""
+
+    def __init__(self, form: Form, experience: Experience) -> None:
+        super().__init__(Arm(DRAFTER, form.marginal))
+        self._experience = experience
+
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+        self._experience.learn(arm, tree, verdict)
 
 
-Replayed = list[list[StoppedRound]]
-"""The rounds of each answer."""
+Replayed = list[ReplayedAnswer]
 
 
-def run_shape(form: Form, shape: TreeShape, drafts: Sequence[RecordedDrafts], costs: ReplayCosts) -> Replayed:
-    """Every round of every answer by the same shape."""
-    return [_rounds(each, lambda base: shape, form, costs) for each in drafts]
-
-
-def new_experience() -> Experience:
-    """The experience of a target that is a Transformer, as that of these answers is."""
-    return Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))
-
-
-def run_marginal(form: Form, drafts: Sequence[RecordedDrafts], costs: ReplayCosts) -> list[Replayed]:
+def run_marginal(form: Form, traces: Sequence[Trace], costs: ReplayCosts) -> list[Replayed]:
     """Every answer by the marginal rule, PASSES times, with one experience as in a router; a list per pass.
 
     The rule measures what it depends on in these rounds, as a router does: the rate, a level, a row, the acceptance.
     """
     experience = new_experience()
-    return [[_by_rule(each, form, costs, experience) for each in drafts] for _ in range(PASSES)]
-
-
-class MarginalRounds:
-    """One answer's rounds by the marginal rule, which learns from them what a router's would."""
-
-    def __init__(self, shape: MarginalShape, experience: Experience) -> None:
-        self._arm = Arm(DRAFTER, shape)
-        self._rule = StopRule(experience)
-        self._experience = experience
-
-    def begin(self) -> TreeShape:
-        """The shape of the next round."""
-        return self._rule.resolved(self._arm).shape
-
-    def learn(self, tree: DraftTree, verdict: Verdict, took_us: float) -> None:
-        """Record a round; the tree has the time of its draft."""
-        self._rule.drafted(tree)
-        self._experience.learn(self._arm, tree, verdict)
-        self._experience.learn_time(self._arm, tree, verdict, took_us)
-        self._rule.learn(verdict, self._experience.share_us(tree, verdict, took_us))
-
-
-def _by_rule(drafts: RecordedDrafts, form: Form, costs: ReplayCosts, experience: Experience) -> list[StoppedRound]:
-    rounds = MarginalRounds(form.marginal, experience)
-
-    def learn(tree: DraftTree, emitted: int, drafted_us: float, step_us: float) -> None:
-        verdict = Verdict(
-            tokens=(0,) * emitted,
-            path=tuple(range(emitted)),
-            ranks=(0,) * (emitted - 1),
-            finish=None,
-            length=emitted,
-            verify_us=round(step_us),
-            step_rows=tree.rows,
-        )
-        rounds.learn(replace(tree, draft_us=round(drafted_us)), verdict, drafted_us + step_us)
-
-    with experience.concurrency.running() as running:
-        running.begun()
-        return _rounds(drafts, lambda base: rounds.begin(), form, costs, learn)
-
-
-def _rounds(
-    drafts: RecordedDrafts,
-    shape_at: Callable[[int], TreeShape],
-    form: Form,
-    costs: ReplayCosts,
-    learn: Callable[[DraftTree, int, float, float], None] = lambda *of_round: None,
-) -> list[StoppedRound]:
-    found, base = list[StoppedRound](), drafts.answer.begin
-    while base < drafts.answer.end:
-        shape = shape_at(base)
-        tree, levels = drafts.draft(form, shape, base)
-        emitted, drafted_us = drafts.emitted(tree, base), draft_us(costs, form, shape, levels)
-        step_us = costs.step_us(tree.rows)
-        found.append(StoppedRound(emitted, tree.guesses, levels, drafted_us + step_us))
-        learn(tree, emitted, drafted_us, step_us)
-        base += emitted
-    return found
+    policy = MarginalPolicy(form, experience)
+    return [
+        [run_policy(policy, experience, trace, costs, rule=StopRule(experience)) for trace in traces]
+        for _ in range(PASSES)
+    ]
 
 
 # Rows of the report
@@ -259,21 +187,10 @@ class Point:
 
 
 def point_of(rule: str, runs: Replayed) -> Point:
-    rounds = [each for run in runs for each in run]
+    rounds = [each for run in runs for each in run.rounds]
     emitted = sum(each.emitted for each in rounds)
     discarded = sum(each.guesses - (each.emitted - 1) for each in rounds)
     return Point(rule, discarded / emitted, len(rounds) / emitted)
-
-
-def rate_of(runs: Replayed) -> float:
-    """Tokens a second over all rounds."""
-    rounds = [each for run in runs for each in run]
-    return 1e6 * sum(each.emitted for each in rounds) / sum(each.took_us for each in rounds)
-
-
-def rates_of(runs: Replayed) -> dict[tuple[int, int], float]:
-    """Tokens a second of each answer, for `paired_ratio`."""
-    return {(index, 0): rate_of([run]) for index, run in enumerate(runs)}
 
 
 def front_at(front: Sequence[Point], discard: float) -> float | None:
@@ -318,15 +235,19 @@ class Sweep:
         }
 
 
-def sweep_of(form: Form, temperature: float, drafts: Sequence[RecordedDrafts], costs: ReplayCosts) -> Sweep:
+def sweep_of(form: Form, temperature: float, traces: Sequence[Trace], costs: ReplayCosts) -> Sweep:
     """Replay every rule."""
+
+    def fixed(shape: TreeShape) -> Replayed:
+        return [run_fixed(shape, trace, costs) for trace in traces]
+
     return Sweep(
         form,
         temperature,
-        tuple(each.answer.kind for each in drafts),
-        {str(levels): run_shape(form, shape, drafts, costs) for levels, shape in enumerate(form.lengths, 1)},
-        {f"{h:g}": run_shape(form, form.until(h), drafts, costs) for h in THRESHOLDS},
-        run_marginal(form, drafts, costs)[-1],
+        tuple(trace.answer.kind for trace in traces),
+        {str(levels): fixed(shape) for levels, shape in enumerate(form.lengths, 1)},
+        {f"{h:g}": fixed(form.until(h)) for h in THRESHOLDS},
+        run_marginal(form, traces, costs)[-1],
     )
 
 
@@ -345,7 +266,7 @@ def rule_rows(sweep: Sweep) -> Iterator[Row]:
                     "value": value,
                     "discard_rate": round(point.discard, 4),
                     "verification_rate": round(point.verification, 4),
-                    "tokens_per_second": round(rate_of(mine), 3),
+                    "tokens_per_second": round(rate(mine), 3),
                 }
 
 
@@ -358,7 +279,7 @@ def comparison_rows(sweep: Sweep) -> Iterator[Row]:
         fixed, front = ([point_of(value, runs) for value, runs in each.items()] for each in (lengths, swept))
         beside = list(outside(fixed, front))
         closest = min(beside, key=lambda found: found[1])
-        best_h, best_length = (max(runs, key=lambda value: rate_of(runs[value])) for runs in (swept, lengths))
+        best_h, best_length = (max(runs, key=lambda value: rate(runs[value])) for runs in (swept, lengths))
         yield {
             "kind": kind,
             "temperature": sweep.temperature,
@@ -367,12 +288,12 @@ def comparison_rows(sweep: Sweep) -> Iterator[Row]:
             "closest_length": closest[0].rule,
             "lengths_compared": len(beside),
             "best_h": best_h,
-            "best_h_tokens_per_second": round(rate_of(swept[best_h]), 3),
+            "best_h_tokens_per_second": round(rate(swept[best_h]), 3),
             "best_length": best_length,
-            "best_length_tokens_per_second": round(rate_of(lengths[best_length]), 3),
-            "marginal_tokens_per_second": round(rate_of(marginal), 3),
-            "marginal_over_best_h": round(rate_of(marginal) / rate_of(swept[best_h]), 4),
-            "marginal_by_prompt": paired_ratio(rates_of(marginal), rates_of(swept[best_h])).as_json(),
+            "best_length_tokens_per_second": round(rate(lengths[best_length]), 3),
+            "marginal_tokens_per_second": round(rate(marginal), 3),
+            "marginal_over_best_h": round(rate(marginal) / rate(swept[best_h]), 4),
+            "marginal_by_prompt": paired_ratio(rates(marginal), rates(swept[best_h])).as_json(),
         }
 
 
@@ -391,47 +312,10 @@ def cost_rows(costs: ReplayCosts, temperature: float) -> Iterator[Row]:
         }
 
 
-# Real time
-def live_arms(configured: Sequence[Arm]) -> tuple[TreeShape, ...]:
-    """`off`, the configured arms of a drafter, and the rules of both forms."""
-    drafted = [arm.shape for arm in configured if arm.drafted]
-    rules = [shape for form in FORMS for shape in (form.until(LIVE_H), form.marginal)]
-    return tuple(dict.fromkeys([OFF, *drafted, *rules]))
-
-
-async def live_rows(
-    drafter: DrafterPeer, verifier: VerifierPeer, arms: Sequence[TreeShape], answers: Sequence[TracedAnswer], step: Step
-) -> list[Row]:
-    """A row for each arm; the arms take turns, and each answer begins with another one. Each marginal rule has an
-    experience of its own, which begins empty."""
-    experiences = {arm: new_experience() for arm in arms}
-    lengths: dict[TreeShape, list[list[int]]] = {arm: [] for arm in arms}
-    rates: dict[TreeShape, dict[tuple[int, int], float]] = {arm: {} for arm in arms}
-    for index, answer in enumerate(answers):
-        first = index % len(arms)
-        for arm in (*arms[first:], *arms[:first]):
-            marginal = isinstance(arm, MarginalShape)
-            rule = MarginalRounds(arm, experiences[arm]) if marginal else None  # type: ignore[arg-type]
-            emitted, seconds = await live_rounds(drafter, verifier, arm, answer, rule)
-            lengths[arm].append(emitted)
-            rates[arm][index, 0] = sum(emitted) / seconds
-            step()
-    return [
-        {
-            "temperature": answers[0].temperature,
-            "arm": str(arm),
-            "rounds": sum(map(len, found)),
-            "emitted_per_round": round(sum(map(sum, found)) / sum(map(len, found)), 3),
-            "over_off": paired_ratio(rates[arm], rates[OFF]).as_json(),
-        }
-        for arm, found in lengths.items()
-    ]
-
-
 async def measure(options: StoppingOptions, begin: Begin) -> dict[str, Any]:
     config = target_config(options.models, COSTLY)
     (target,) = config.targets.values()
-    rows, compared, table, live = list[Row](), list[Row](), list[Row](), list[Row]()
+    rows, compared, table = list[Row](), list[Row](), list[Row]()
     texts = options.prompts * len(KINDS)
     length = PROMPT_TOKENS + options.tokens + 2 * SPARE + MAX_ROWS
     async with (
@@ -449,20 +333,16 @@ async def measure(options: StoppingOptions, begin: Begin) -> dict[str, Any]:
             wanted = [shape for form in FORMS for shape in (*form.lengths, *form.grown)]
             drafted = await measure_drafts(drafter, ids, temperature, wanted, options.repetitions, step)
             costs = ReplayCosts(steps, drafted)
-            batches = [answers[start : start + SIDE_BY_SIDE] for start in range(0, texts, SIDE_BY_SIDE)]
-            step, drafts = begin(f"drafts, {name}", len(batches) * options.tokens), list[RecordedDrafts]()
-            for batch in batches:
-                grown = await grown_trees(drafter, batch, [form.recorded for form in FORMS], step)
-                drafts += [RecordedDrafts(answer, trees) for answer, trees in zip(batch, grown, strict=True)]
-            for sweep in [sweep_of(form, temperature, drafts, costs) for form in FORMS]:
+            step = begin(f"drafts, {name}", texts * options.tokens)
+            grown = await grown_trees(drafter, answers, [form.recorded for form in FORMS], step)
+            for form in FORMS:
+                drafts = [trees[form.recorded] for trees in grown]
+                traces = [StoppedTrace(answer, form, own) for answer, own in zip(answers, drafts, strict=True)]
+                sweep = sweep_of(form, temperature, traces, costs)
                 rows += rule_rows(sweep)
                 compared += comparison_rows(sweep)
             table += cost_rows(costs, temperature)
-            if options.live:
-                arms = live_arms(config.arms_of(COSTLY))
-                step = begin(f"real time, {name}", len(KINDS) * len(arms))
-                live += await live_rows(drafter, verifier, arms, answers[: len(KINDS)], step)
-    return {"plan": {}, "rows": rows, "compared": compared, "costs": table, "live": live}
+    return {"plan": {}, "rows": rows, "compared": compared, "costs": table}
 
 
 STOPPING = Bench(
@@ -471,7 +351,7 @@ STOPPING = Bench(
     "(SpecDec++), or by the marginal rule of until(auto,...), for chains and for trees, on code, prose and edits. One "
     "chain and one tree are drafted at every position of the target's answers; every rule is then replayed on these "
     "drafts.",
-    "Under a minute: one prompt of each kind, short answers, no real time.",
+    "Under a minute: one prompt of each kind, short answers.",
     StoppingOptions,
     measure,
     facts=(
@@ -498,11 +378,6 @@ STOPPING = Bench(
             "rows",
             "rule; value; discard rate = discard_rate:.3f; verification rate = verification_rate:.3f; tokens/s = "
             "tokens_per_second:.1f",
-        ),
-        ReportTable(
-            "In real time: drafter and verifier in this process, without a router; the arms take turns",
-            "live",
-            "T = temperature:g; arm; rounds; emitted per round = emitted_per_round:.2f; over off = over_off:.3f",
         ),
         ReportTable("Costs in ms, {what}", "costs", "T = temperature:g; * = ms/*:.2f"),
     ),

@@ -36,6 +36,8 @@ from cluster.proposers.proposal import Proposal
 from cluster.proposers.proposals import OFFERED
 from cluster.training.acceptance import PROMPT_TOKENS
 
+SIDE_BY_SIDE = 9
+"""Texts that are drafted together."""
 SPARE = 16
 """Tokens of an answer after the measured ones: a round that begins at the last of those is not cut short."""
 
@@ -88,22 +90,32 @@ class Trace:
     ranks: Sequence[int]  # rank of each token from `begin` on among the drafter's candidates, given the true text
     trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # one at begin, begin + 1, ..., end - 1
     proposals: list[Proposal] = field(default_factory=list)  # what prompt lookup proposes, at the same positions
-    _emitted: dict[TreeShape, list[int]] = field(default_factory=dict)
+    _paths: dict[tuple[TreeShape, int], tuple[int, ...]] = field(default_factory=dict)
+
+    def recorded(self, shape: TreeShape, base: int) -> DraftTree | None:
+        """The tree of a round from text length `base`; None where only ranks are known."""
+        return self.trees[shape][base - self.answer.begin] if shape in self.trees else None
 
     def path(self, shape: TreeShape, base: int) -> tuple[int, ...]:
         """The N rows on the text's path in a round from text length `base`, the root first."""
-        if shape in self.trees:
-            return walk(self.trees[shape][base - self.answer.begin], self.answer.ids[base:])
+        if (shape, base) not in self._paths:
+            self._paths[shape, base] = self._path(shape, base)
+        return self._paths[shape, base]
+
+    def _path(self, shape: TreeShape, base: int) -> tuple[int, ...]:
+        if (tree := self.recorded(shape, base)) is not None:
+            return walk(tree, self.answer.ids[base:])
         if not is_static(shape):
             raise ValueError(f"shape: no trees of {shape} were recorded, and ranks do not determine them")
         return static_path(shape, self.ranks[base - self.answer.begin :])
 
     def emitted(self, shape: TreeShape, base: int) -> int:
         """N of a round from a text of length `base`."""
-        if shape not in self._emitted:
-            positions = range(self.answer.begin, self.answer.end)
-            self._emitted[shape] = [len(self.path(shape, position)) for position in positions]
-        return self._emitted[shape][base - self.answer.begin]
+        return len(self.path(shape, base))
+
+    def drafted_as(self, shape: TreeShape, base: int) -> TreeShape:
+        """The shape whose drafts cost as much as that of a round."""
+        return shape
 
     def rounds(self, shape: TreeShape) -> Iterator[tuple[int, int]]:
         """(base, N) of every round, if all of them are of this shape."""
@@ -111,13 +123,13 @@ class Trace:
 
     def tree(self, shape: TreeShape, base: int) -> DraftTree:
         """The tree of a round. If a static shape was not grown, the tokens are placeholders."""
-        if shape in self.trees:
-            return self.trees[shape][base - self.answer.begin]
-        return tree_of(shape)
+        tree = self.recorded(shape, base)
+        return tree_of(shape) if tree is None else tree
 
     def rows(self, shape: TreeShape, base: int) -> int:
         """Rows of the tree of a round."""
-        return self.tree(shape, base).rows if shape in self.trees else shape.rows
+        tree = self.recorded(shape, base)
+        return shape.rows if tree is None else tree.rows
 
     def reported_ranks(self, start: int, stop: int) -> npt.NDArray[np.int32]:
         """The ranks of text tokens start..stop-1 as an engine reports them with a tree, at most RANKED."""
@@ -172,7 +184,17 @@ async def write_answers(
 async def grown_trees(
     drafter: DrafterPeer, answers: Sequence[TracedAnswer], shapes: Sequence[TreeShape], step: Step
 ) -> list[dict[TreeShape, list[DraftTree]]]:
-    """Trees of each answer by shape, at its positions, drafted together; all answers have as many tokens."""
+    """Trees of each answer by shape, at its positions, drafted SIDE_BY_SIDE together; all have as many tokens. `step`
+    is called for each position of each answer."""
+    found: list[dict[TreeShape, list[DraftTree]]] = []
+    for start in range(0, len(answers), SIDE_BY_SIDE):
+        found += await _grown_together(drafter, answers[start : start + SIDE_BY_SIDE], shapes, step)
+    return found
+
+
+async def _grown_together(
+    drafter: DrafterPeer, answers: Sequence[TracedAnswer], shapes: Sequence[TreeShape], step: Step
+) -> list[dict[TreeShape, list[DraftTree]]]:
     peers = [EngineText(answer.ids[: answer.begin], answer.sampling) for answer in answers]
     await asyncio.gather(*(peer.open(drafter, answer.tokens) for peer, answer in zip(peers, answers, strict=True)))
     trees: list[dict[TreeShape, list[DraftTree]]] = [{shape: [] for shape in shapes} for _ in answers]
@@ -184,7 +206,7 @@ async def grown_trees(
                 own[shape].append(tree)
         for peer, answer in zip(peers, answers, strict=True):
             peer.text.extend([answer.ids[len(peer.text)]])
-        step()
+            step()
     await asyncio.gather(*(peer.close(drafter, len(peer.text) - 1) for peer in peers))
     return trees
 

@@ -14,9 +14,9 @@ from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS, OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 
 from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure_steps
-from cluster.bench.live import live_row, live_shapes
-from cluster.bench.replay import ReplayedAnswer, run_fixed, run_stream
+from cluster.bench.replay import ReplayedAnswer, by_answer, rate, rates, run_fixed, run_stream
 from cluster.bench.traces import (
+    SIDE_BY_SIDE,
     SPARE,
     Trace,
     TracedAnswer,
@@ -63,8 +63,6 @@ WIDE = LevelShape((4, 2, 2, 1, 1))
 """The static tree that is reranked by value: static growth, dynamic rerank."""
 RANKS = 16
 """Candidates among which the target's tokens are ranked."""
-SIDE_BY_SIDE = 8
-"""Texts that are drafted together."""
 ALL, CONFIGURED, PAPERS = "all", "configured", "paper's"
 
 
@@ -79,7 +77,6 @@ class TreesOptions:
         ("mamba2", "mamba", "llama"),
         ("mamba2",),
     )
-    live: bool = option("Also run some arms in real time, with drafter and verifier in this process.", True)
     seed: int = seed()
     models: Path = models()
 
@@ -143,7 +140,6 @@ async def measure(options: TreesOptions, begin: Begin) -> dict[str, Any]:
     main = options.drafters[0]
     traces: dict[tuple[str, float], list[Trace]] = {}
     costs: dict[tuple[str, float], ReplayCosts] = {}
-    live: list[Row] = []
     texts = options.prompts * len(KINDS)
     async with verifier_of(COSTLY, target, PROMPT_TOKENS + options.tokens + 2 * SPARE + MAX_ROWS, texts) as verifier:
         answers: dict[float, list[TracedAnswer]] = {}
@@ -168,21 +164,15 @@ async def measure(options: TreesOptions, begin: Begin) -> dict[str, Any]:
                     if name != main:
                         continue
                     step = begin(f"trees of {name}, temperature {temperature:g}", texts * options.tokens)
-                    for start in range(0, texts, SIDE_BY_SIDE):
-                        await grow_trees(drafter, mine[start : start + SIDE_BY_SIDE], arms, step)
-                    for shape in live_shapes() if options.live else ():
-                        live.append(
-                            await live_row(drafter, verifier, shape, mine[: len(KINDS)], costs[name, temperature])
-                        )
+                    await grow_trees(drafter, mine, arms, step)
     recorded = TreesRecord(traces, costs, main, arms)
     policies = list(policy_rows(recorded, begin("policies", len(options.temperatures) * len(POLICIES) * 2)))
     return {
-        "plan": {"differences": sum(row["differences"] for row in live), "live_rounds": sum(r["rounds"] for r in live)},
+        "plan": {},
         "rows": list(arm_rows(recorded)),
         "policies": policies,
         "ablation": list(ablation_rows(recorded)),
         "costs": list(cost_rows(recorded)),
-        "live": live,
     }
 
 
@@ -210,28 +200,13 @@ def lengths(shape: TreeShape, traces: Sequence[Trace]) -> list[list[int]]:
     return [[emitted for _, emitted in trace.rounds(shape)] for trace in traces]
 
 
-def by_answer(values: Sequence[float]) -> dict[tuple[int, int], float]:
-    """Values of answers, for `paired_ratio`."""
-    return {(index, 0): value for index, value in enumerate(values)}
-
-
-def rates(runs: Sequence[ReplayedAnswer]) -> list[float]:
-    return [run.tokens_per_second for run in runs]
-
-
-def rate(runs: Sequence[ReplayedAnswer]) -> float:
-    """Tokens a second over all rounds of all answers."""
-    rounds = [played for run in runs for played in run.rounds]
-    return 1e6 * sum(played.emitted for played in rounds) / sum(played.took_us for played in rounds)
-
-
 def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
     """One row for each kind, temperature, drafter and arm; arms that are not static only for the main drafter."""
     for (drafter, temperature), traces in recorded.traces.items():
         costs = recorded.costs[drafter, temperature]
         for kind in recorded.kinds:
             mine = of_kind(kind, traces)
-            off = by_answer(rates([run_fixed(OFF, trace, costs) for trace in mine]))
+            off = rates([run_fixed(OFF, trace, costs) for trace in mine])
             for shape in fixed_arms(recorded.arms):
                 if drafter != recorded.drafter and not is_static(shape):
                     continue
@@ -246,8 +221,8 @@ def arm_rows(recorded: TreesRecord) -> Iterator[Row]:
                     "emitted_per_round": round(emitted_per_round(lengths(shape, mine)), 4),
                     "draft_ms": round(draft_us / 1e3, 3),
                     "verify_ms": round(fmean(steps_us) / 1e3, 3),
-                    "tokens_per_second": estimate(rates(runs)),
-                    "over_off": paired_ratio(by_answer(rates(runs)), off).as_json(),
+                    "tokens_per_second": estimate(list(rates(runs).values())),
+                    "over_off": paired_ratio(rates(runs), off).as_json(),
                 }
 
 
@@ -356,13 +331,13 @@ def _policy_row(
 ) -> Row:
     by_arm = {arm: [run_fixed(arm, run.trace, costs) for run in warm] for arm in (*arms, OFF)}
     best = max(arms, key=lambda arm: rate(by_arm[arm]))
-    own, fixed, off = (by_answer(rates(runs)) for runs in (warm, by_arm[best], by_arm[OFF]))
+    own, fixed, off = map(rates, (warm, by_arm[best], by_arm[OFF]))
     chosen = sum((run.arms for run in warm), Counter[TreeShape]())
     return {
-        "tokens_per_second": estimate(rates(warm)),
+        "tokens_per_second": estimate(list(own.values())),
         "emitted_per_round": round(emitted_per_round([[played.emitted for played in run.rounds] for run in warm]), 4),
         "best_arm": str(best),
-        "best_arm_tokens_per_second": estimate(rates(by_arm[best])),
+        "best_arm_tokens_per_second": estimate(list(fixed.values())),
         "best_arm_share": round(chosen[best] / chosen.total(), 4),
         "over_best": paired_ratio(own, fixed).as_json(),
         "over_off": paired_ratio(own, off).as_json(),
@@ -395,8 +370,6 @@ TREES = Bench(
         "Tokens per second are predicted: tokens over the round times of the cost table, without router, hops and "
         "queues. Trees of a drafter are replayed without the proposals that the router would merge into them; those of "
         "prompt lookup are given to policies before they choose, as in the router",
-        "In real time {differences} of {live_rounds} rounds emitted another number of tokens than replayed. Only those "
-        "of dynamic trees may: the drafter's confidences are calibrated further after the recording",
     ),
     tables=(
         ReportTable(
@@ -418,12 +391,6 @@ TREES = Bench(
             "way; tree = shape; emitted per round = emitted_per_round:.3f; over the best static = over_best_static:.3f",
         ),
         ReportTable("Costs in ms by rows, temperature {temperature:g}", "costs", "what; * = ms/*:.2f"),
-        ReportTable(
-            "In real time: drafter and verifier in this process, without a router",
-            "live",
-            "temperature = temperature:g; arm; rounds; tokens/s in real time = tokens_per_second:.1f; predicted = "
-            "predicted_tokens_per_second:.1f; rounds that differ = differences",
-        ),
     ),
     aims=(
         Aim(

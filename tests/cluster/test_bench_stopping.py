@@ -13,8 +13,8 @@ from dendro.shapes import DynamicShape, LevelShape, TreeShape, UntilShape
 from dendro.state import NoStates
 from dendro.tree import DraftTree
 
-from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts
+from cluster.bench.replay import rate, run_fixed
 from cluster.bench.stopping import (
     CHAIN,
     FORMS,
@@ -23,17 +23,14 @@ from cluster.bench.stopping import (
     TREE,
     Form,
     Point,
-    RecordedDrafts,
+    StoppedTrace,
     comparison_rows,
     cost_rows,
     front_at,
-    live_arms,
     outside,
     point_of,
-    rate_of,
     rule_rows,
     run_marginal,
-    run_shape,
     stopped,
     sweep_of,
 )
@@ -84,7 +81,8 @@ async def test_a_replayed_draft_equals_the_drafters_own(tmp_path, monkeypatch, c
     answer = await text_of(recorder, temperature)
     (trees,) = await grown_trees(recorder, [answer], [form.recorded for form in FORMS], lambda: None)
     await recorder.stop()
-    drafts, levels_seen = RecordedDrafts(answer, trees), set[int]()
+    drafts = {form: StoppedTrace(answer, form, trees[form.recorded]) for form in FORMS}
+    levels_seen = set[int]()
     shapes: list[tuple[Form, TreeShape]] = [(form, form.until(h)) for form in FORMS for h in (0.1, 0.5, 0.9)]
     shapes += [(form, UntilShape(form.largest, 0.7, 0.05)) for form in FORMS]
     shapes += [(form, form.lengths[3]) for form in FORMS]
@@ -97,13 +95,13 @@ async def test_a_replayed_draft_equals_the_drafters_own(tmp_path, monkeypatch, c
             sent = base = answer.begin
             while base < answer.end:
                 own = await peer.draft(engine, shape, sent)
-                tree, levels = drafts.draft(form, shape, base)
+                tree, levels = drafts[form].part(shape, base)
                 assert own.tokens.tolist() == tree.tokens.tolist(), (kind, str(shape), base)
                 assert own.parents.tolist() == tree.parents.tolist()
                 np.testing.assert_allclose(own.values, tree.values, atol=1e-4)
                 levels_seen.add(levels)
                 sent = base
-                base += drafts.emitted(tree, base)
+                base += drafts[form].emitted(shape, base)
                 peer.text.extend(answer.ids[len(peer.text) : base])
             await engine.stop()
     assert {1, 2, 3} <= levels_seen
@@ -154,12 +152,12 @@ SIBLINGS = (0.6, 0.3)
 """Shares of the second and the third guess in what the first one leaves."""
 
 
-def recorded_texts(easy: float, count: int = 3, tokens: int = 64, seed: int = 0) -> list[RecordedDrafts]:
+def recorded_texts(form: Form, easy: float, count: int = 3, tokens: int = 64, seed: int = 0) -> list[StoppedTrace]:
     """Texts whose positions are easy or hard to guess, by turns; the drafter knows which, but not what comes.
 
     The first guess of an easy position is right with 0.95, of a hard one with 0.4; the others share the rest.
     """
-    found, rng = list[RecordedDrafts](), np.random.default_rng(seed)
+    found, rng = list[StoppedTrace](), np.random.default_rng(seed)
     for number in range(count):
         length = tokens + SPARE + 20
         hard = (rng.random(length) < np.where(np.arange(length) // 8 % 2, 1 - easy, easy)).cumsum() % 2 == 1
@@ -168,11 +166,8 @@ def recorded_texts(easy: float, count: int = 3, tokens: int = 64, seed: int = 0)
         right = (rng.random(length)[:, None] >= of_ranks.cumsum(1)).sum(1)  # the rank of what comes; 3: none of them
         ids = tuple(range(1, length + 1))
         answer = TracedAnswer(("code", "prose")[number % 2], f"p{number}", 0.0, 1, ids, 1, tokens)
-        trees: dict[TreeShape, list[DraftTree]] = {form.recorded: [] for form in FORMS}
-        for base in range(answer.begin, answer.end):
-            for form in FORMS:
-                trees[form.recorded].append(_whole_tree(form, ids, base, of_ranks, right))
-        found.append(RecordedDrafts(answer, trees))
+        trees = [_whole_tree(form, ids, base, of_ranks, right) for base in range(answer.begin, answer.end)]
+        found.append(StoppedTrace(answer, form, trees))
     return found
 
 
@@ -196,11 +191,11 @@ def test_rates_of_a_hand_example():
     answer = TracedAnswer("code", "p", 0.0, 1, ids, 1, 5)
     right = DraftTree.of([1, 2, 3, 4, *range(50, 59)], range(-1, 12), np.linspace(0, -1, 13))
     wrong = DraftTree.of([5, 70, 71, 72, *range(50, 59)], range(-1, 12), np.linspace(0, -1, 13))
-    drafts = RecordedDrafts(answer, {CHAINS.recorded: [right, right, right, right, wrong]})
-    runs = run_shape(CHAINS, CHAINS.lengths[2], [drafts], flat_costs())
-    assert [(each.emitted, each.guesses, each.levels) for each in runs[0]] == [(4, 3, 3), (1, 3, 3)]
+    trace = StoppedTrace(answer, CHAINS, [right, right, right, right, wrong])
+    runs = [run_fixed(CHAINS.lengths[2], trace, flat_costs())]
+    assert [(each.emitted, each.guesses) for each in runs[0].rounds] == [(4, 3), (1, 3)]
     assert point_of("3", runs) == Point("3", discard=3 / 5, verification=2 / 5)
-    assert rate_of(runs) == pytest.approx(5e6 / (2 * (6000 + 20_000 + 400 * 4)))
+    assert rate(runs) == pytest.approx(5e6 / (2 * (6000 + 20_000 + 400 * 4)))
 
 
 def test_a_front_lies_between_its_points():
@@ -217,8 +212,7 @@ def test_a_front_lies_between_its_points():
 
 @pytest.fixture(scope="module")
 def sweeps():
-    drafts = recorded_texts(0.9, count=6, tokens=96)
-    return [sweep_of(form, 0.0, drafts, flat_costs()) for form in FORMS]
+    return [sweep_of(form, 0.0, recorded_texts(form, 0.9, count=6, tokens=96), flat_costs()) for form in FORMS]
 
 
 def test_where_the_drafter_knows_what_is_hard_the_sweeps_front_lies_outside_that_of_every_length(sweeps):
@@ -235,11 +229,13 @@ def test_the_marginal_rule_is_within_a_percent_of_the_best_h_of_a_simulated_draf
 
 
 def test_the_marginal_rule_starts_from_nothing_and_learns_the_costs_that_it_needs():
-    drafts = recorded_texts(0.9)
-    first, second = run_marginal(CHAINS, drafts, flat_costs())
-    assert [len(run) for run in first] != [] and rate_of(second) >= 0.98 * rate_of(first)
-    again = run_marginal(CHAINS, drafts, flat_costs())
-    assert [first, second] == again, "a replay is deterministic"
+    traces = recorded_texts(CHAINS, 0.9)
+    first, second = run_marginal(CHAINS, traces, flat_costs())
+    assert len(first) == len(traces) and rate(second) >= 0.98 * rate(first)
+    again = run_marginal(CHAINS, traces, flat_costs())
+    assert [[run.rounds for run in runs] for runs in (first, second)] == [
+        [run.rounds for run in runs] for runs in again
+    ], "a replay is deterministic"
 
 
 def test_a_report_has_every_rule_of_every_form_and_kind_and_an_aim_for_each(sweeps, tmp_path):
@@ -249,16 +245,10 @@ def test_a_report_has_every_rule_of_every_form_and_kind_and_an_aim_for_each(swee
     assert {(row["form"], row["kind"]) for row in compared} == {
         (f, k) for f in (CHAIN, TREE) for k in ("code", "prose")
     }
-    report = {"rows": rows, "compared": compared, "costs": list(cost_rows(flat_costs(), 0.0)), "live": []}
+    report = {"rows": rows, "compared": compared, "costs": list(cost_rows(flat_costs(), 0.0))}
     report["aims"] = [row for aim in STOPPING.aims for row in aim.judged(report)]
     assert len(report["aims"]) == 2 * len(compared)
     titles = [title for title, *_ in STOPPING.all_tables(report)]
     assert len(titles) == 1 + 2 * 2 + (1 + 2 * 2) + 1
     draw(STOPPING.plots, report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
-
-
-def test_real_time_has_the_configured_arms_of_a_drafter_and_both_rules():
-    arms = [str(arm) for arm in live_arms([Arm.parse("m:(1,1)"), Arm.parse("off"), Arm.parse("lookup:proposed(7)")])]
-    rules = ["until(0.9,12)", "until(auto,12)", "until(0.9,3,7,31,least=0.1)", "until(auto,3,7,31)"]
-    assert arms == ["off", "(1,1)", *rules]

@@ -27,7 +27,6 @@ from dendro.tree import EMPTY_TRACE, DraftTree
 
 from cluster.arms import Arm
 from cluster.bench.costs import STEP_ROWS, ReplayCosts, level_shapes, measure_drafts, measure_steps
-from cluster.bench.live import live_rounds
 from cluster.bench.replay import arm_of, run_fixed, run_policy, run_stream
 from cluster.bench.traces import (
     SPARE,
@@ -64,9 +63,9 @@ from cluster.demo.kinds import BLOCK_TOKENS, EDITS, KINDS, PROSE, kind_prompts
 from cluster.demo.prompts import load_passages, load_tokenizer
 from cluster.measure.bench import draw
 from cluster.measure.in_process import EngineText
-from cluster.policies import POLICIES, Experience, make_policy
+from cluster.policies import POLICIES, Experience, Static, make_policy
 from cluster.policies.replay import static_path
-from cluster.router.rounds import rounds
+from cluster.router.rounds import Policy, rounds
 from cluster.tune.measuring import Ranker
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
@@ -203,9 +202,9 @@ async def test_replayed_rounds_emit_the_same_as_rounds_with_the_verifier(tempera
         emitted = []
         for trace in traces:
             for shape in shapes[:4]:
-                live, _ = await live_rounds(drafter, verifier, shape, trace.answer)
-                assert live == [count for _, count in trace.rounds(shape)], shape
-                emitted += live
+                played = await rounds_of(Charged(drafter, verifier, trace.answer, flat_costs()), Static(arm_of(shape)))
+                assert played == [count for _, count in trace.rounds(shape)], shape
+                emitted += played
             for shape in shapes[4:]:
                 for offset, tree in enumerate(trace.trees[shape]):
                     base = trace.answer.begin + offset
@@ -316,7 +315,7 @@ class Charged:
         self, drafter: DrafterEngine, verifier: VerifierEngine, answer: TracedAnswer, costs: ReplayCosts
     ) -> None:
         self.peer = EngineText(answer.ids[: answer.begin], answer.sampling)
-        self.drafter, self.verifier, self.costs = drafter, verifier, costs
+        self.answer, self.drafter, self.verifier, self.costs = answer, drafter, verifier, costs
         self.drafter_length = self.verifier_length = answer.begin
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
@@ -333,6 +332,21 @@ class Charged:
         self.verifier_length = len(text)
         us = round(self.costs.step_us(tree.rows))
         return replace(verdict, verify_us=us, queue_us=0, texts=1, step_rows=tree.rows)
+
+
+async def rounds_of(peers: Charged, policy: Policy) -> list[int]:
+    """N of every round of an answer by the real loop with this policy."""
+    answer, emitted = peers.answer, list[int]()
+    text = Text(list(answer.ids[: answer.begin]), answer.sampling, Limits(len(answer.ids) + 2 * SPARE, ignore_end=True))
+    await peers.peer.open(peers.verifier, 3 * SPARE + TOKENS)
+    await peers.peer.open(peers.drafter, 3 * SPARE + TOKENS)
+    async for verdict in rounds(text, peers, peers, policy):
+        emitted.append(verdict.length)
+        if len(text) >= answer.end:
+            break
+    await peers.peer.close(peers.verifier)
+    await peers.peer.close(peers.drafter, peers.drafter_length)
+    return emitted
 
 
 class ObservedPolicy:
@@ -383,18 +397,9 @@ async def test_a_replayed_policy_makes_the_same_choices_as_live(name, tmp_path):
         replayed_with, live_with = Experience(), Experience()
         chosen = set()
         for answer in written:
-            limits = Limits(len(answer.ids) + 2 * SPARE, ignore_end=True)
-            text = Text(list(answer.ids[: answer.begin]), answer.sampling, limits)
-            peers = Charged(drafter, verifier, answer, costs)
-            await peers.peer.open(verifier, 3 * SPARE + TOKENS)
-            await peers.peer.open(drafter, 3 * SPARE + TOKENS)
             with live_with.concurrency.running() as running:
                 observed = ObservedPolicy(make_policy(name, arms, live_with), live_with, running, costs)
-                async for _ in rounds(text, peers, peers, observed):
-                    if len(text) >= answer.end:
-                        break
-            await peers.peer.close(verifier)
-            await peers.peer.close(drafter, peers.drafter_length)
+                await rounds_of(Charged(drafter, verifier, answer, costs), observed)
             # Values of trees depend on the drafter's calibration at the time, so the live trees are replayed.
             trace = LiveTrace(answer, traced(ranker, answer).ranks, observed.trees)
             policy = make_policy(name, arms, replayed_with)
@@ -454,20 +459,17 @@ async def recorded(tmp_path):
 
 
 async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
-    live = {"temperature": 0.0, "arm": "off", "rounds": 3, "differences": 0}
-    live |= {"tokens_per_second": 1.0, "predicted_tokens_per_second": 1.1}
     steps: list[int] = []
     report = {
         "rows": list(arm_rows(recorded)),
         "policies": list(policy_rows(recorded, lambda: steps.append(1))),
         "ablation": list(ablation_rows(recorded)),
         "costs": list(cost_rows(recorded)),
-        "live": [live],
     }
     report["aims"] = [row for aim in TREES.aims for row in aim.judged(report)]
     titles = [title for title, _, _ in TREES.all_tables(report)]
     assert len(steps) == 2 * 2 * len(POLICIES)
-    assert len(titles) == 2 * 2 * 4 + 2 * 2 + 2 * len(SIZES) + 2 + 1 + 1
+    assert len(titles) == 2 * 2 * 4 + 2 * 2 + 2 * len(SIZES) + 2 + 1
     mine = {
         (row["kind"], row["arm"]): row["tokens_per_second"]["median"]
         for row in report["rows"]
