@@ -79,7 +79,6 @@ BUNDLED = {
     "tree-scan": ("cluster.bench.tree_scan", "Measure what a tree costs a state-space layer."),
     "kernels": ("cluster.bench.kernels", "Measure this processor's products of few rows, next to torch's."),
     "drafter": ("cluster.bench.drafter", "Measure drafters: levels, drafts, sessions, and long texts."),
-    "targets": ("cluster.bench.many_targets", "Measure one drafter that serves two targets at once."),
     "bridge": ("cluster.bench.bridge", "Measure a drafter of another tokenizer through each bridge."),
     "structured": (
         "cluster.bench.structured",

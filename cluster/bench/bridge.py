@@ -5,19 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
-from dendro.client import Asking
+from dendro.answer import Completion
 from dendro.speculation import Speculation
 
 from cluster.bench.bridge_drafters import make_drafter
+from cluster.bench.compared import Answers, differing, emitted_per_round, stats_of
 from cluster.config import BridgeChoice, Config, DrafterConfig, TargetConfig, demo_models
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.engines import load_bridge
 from cluster.measure.bench import Bench, ReportTable, models, option, seed, temperatures
-from cluster.measure.measurement import Begin, Step
+from cluster.measure.measurement import Begin
 from cluster.measure.report import Row
 from cluster.running import local_client
 from cluster.training.acceptance import PROMPT_TOKENS
@@ -48,6 +50,9 @@ class BridgeCase:
     checkpoint: Path
     bridge: BridgeChoice
 
+    def __str__(self) -> str:
+        return f"{self.drafter}, bridge {self.bridge}"
+
     def config(self, target: Path) -> Config:
         """The drafter is in float32: its guesses then depend on the text alone."""
         return Config.of(
@@ -70,56 +75,46 @@ def cases_of(demo: Path, other: Path) -> tuple[BridgeCase, ...]:
     )
 
 
-async def measure_bridges(
+Way = tuple[BridgeCase, float, str]
+"""A case, a temperature and a shape."""
+
+
+async def answers_of(
     target: Path, cases: Sequence[BridgeCase], prompts: Sequence[Sequence[int]], options: BridgeOptions, begin: Begin
-) -> tuple[list[Row], list[str]]:
-    """A row for each case and temperature, and the answers that speculation changed."""
-    rows: list[Row] = []
-    differences: list[str] = []
-    plain: dict[float, list[tuple[int, ...]]] = {}
+) -> dict[Way, list[Completion]]:
+    """The answers of each case; plain decoding is asked at the first one."""
+    found: dict[Way, list[Completion]] = {}
     for case in cases:
-        ways = SHAPES if plain else (OFF, *SHAPES)
-        step = begin(f"{case.drafter}, bridge {case.bridge}", len(options.temperatures) * len(ways) * len(prompts))
+        ways = list(product(options.temperatures, SHAPES if found else (OFF, *SHAPES)))
+        step = begin(str(case), len(ways) * len(prompts))
         async with local_client(case.config(target)) as client:
-            for temperature in options.temperatures:
-                row: Row = {"temperature": temperature, "drafter": case.drafter, "bridge": case.bridge, "per_round": {}}
-                for shape in ways:
-                    answers, per_round = await _answers(client, prompts, shape, temperature, options, step)
-                    if shape == OFF:
-                        plain[temperature] = answers
-                        continue
-                    row["per_round"][shape] = per_round
-                    name = f"{case.drafter}, bridge {case.bridge}, {shape}, temperature {temperature:g}"
-                    pairs = zip(answers, plain[temperature], strict=True)
-                    differences += [name for answer, wanted in pairs if answer != wanted]
-                rows.append(row)
-    return rows, differences
+            for temperature, shape in ways:
+                own = found[case, temperature, shape] = list[Completion]()
+                for prompt in prompts:
+                    done = await client.generate_text(
+                        prompt,
+                        max_new_tokens=options.tokens,
+                        temperature=temperature,
+                        seed=options.seed,
+                        ignore_end=True,
+                        speculation=Speculation.parse(shape),
+                    )
+                    own.append(done)
+                    step()
+    return found
 
 
-async def _answers(
-    client: Asking,
-    prompts: Sequence[Sequence[int]],
-    shape: str,
-    temperature: float,
-    options: BridgeOptions,
-    step: Step,
-) -> tuple[list[tuple[int, ...]], list[float]]:
-    """The answers, and the tokens and the rows of their mean round."""
-    answers, emitted, drafted, rounds = [], 0, 0, 0
-    for prompt in prompts:
-        done = await client.generate_text(
-            prompt,
-            max_new_tokens=options.tokens,
-            temperature=temperature,
-            seed=options.seed,
-            ignore_end=True,
-            speculation=Speculation.parse(shape),
-        )
-        stats = done.complete.speculation
-        answers.append(tuple(done.token_ids))
-        emitted, drafted, rounds = emitted + stats.emitted_tokens, drafted + stats.drafted_tokens, rounds + stats.rounds
-        step()
-    return answers, [round(emitted / rounds, 4), round(1 + drafted / rounds, 4)]
+def rows_of(answers: Answers[Way]) -> list[Row]:
+    """A row for each case and temperature; of each shape the tokens and the rows of its mean round."""
+    rows: dict[tuple[BridgeCase, float], Row] = {}
+    for (case, temperature, shape), own in answers.items():
+        head = {"temperature": temperature, "drafter": case.drafter, "bridge": case.bridge, "per_round": {}}
+        row = rows.setdefault((case, temperature), head)
+        if shape != OFF:
+            stats = stats_of(own)
+            drafted = sum(each.drafted_tokens for each in stats) / sum(each.rounds for each in stats)
+            row["per_round"][shape] = [round(emitted_per_round(own), 4), round(1 + drafted, 4)]
+    return list(rows.values())
 
 
 async def measure(options: BridgeOptions, begin: Begin) -> dict[str, Any]:
@@ -132,10 +127,12 @@ async def measure(options: BridgeOptions, begin: Begin) -> dict[str, Any]:
         torch.set_num_threads(THREADS)
     prompts = held_out_prompts(options.prompts, PROMPT_TOKENS, load_tokenizer(models), models)
     ids = [prompt.token_ids for prompt in prompts]
-    rows, differences = await measure_bridges(target, cases_of(models / "mamba2", options.out), ids, options, begin)
+    cases = cases_of(models / "mamba2", options.out)
+    answers = await answers_of(target, cases, ids, options, begin)
+    differences = differing(answers, lambda way: (cases[0], way[1], OFF))
     drafter = DrafterConfig(checkpoint=options.out.resolve(), bridge="string")
     bridge = load_bridge("other", drafter, "target", TargetConfig(checkpoint=target))
-    return {"plan": {"common": str(bridge).partition("; ")[2]}, "rows": rows, "differences": differences}
+    return {"plan": {"common": str(bridge).partition("; ")[2]}, "rows": rows_of(answers), "differences": differences}
 
 
 BRIDGE = Bench(

@@ -22,6 +22,7 @@ from dendro.text import Finish
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import read_facts
 
+from cluster.bench.compared import differing, stats_of
 from cluster.bench.schemas import random_schema
 from cluster.checkpoint_tokenizer import load_tokenizer, token_bytes_of
 from cluster.config import demo_config
@@ -96,9 +97,9 @@ async def measure_structured(
                 }
                 done = await clients[drafter].generate_text(PROMPT, **request)
                 found[kind, way, drafter].append(done)
-                if done.token_ids != found[kind, OFF, FOLLOWS][index].token_ids:
-                    differences.append(f"temperature {temperature:g}, {kind}, {way}, drafter {drafter}, schema {index}")
                 step()
+        different = differing(found, lambda case: (case[0], OFF, FOLLOWS))
+        differences += [f"temperature {temperature:g}, {line}" for line in different]
         answered += [_answers_row(temperature, *case, answers) for case, answers in found.items()]
         step = begin(f"masks at temperature {temperature:g}", options.schemas)
         emitted = {  # rows of a round -> tokens that it emits
@@ -111,7 +112,7 @@ async def measure_structured(
 
 
 def _answers_row(temperature: float, kind: str, way: str, drafter: str, answers: Sequence[Completion]) -> Row:
-    stats = [each.complete.speculation for each in answers]
+    stats = stats_of(answers)
     rounds, emitted = sum(each.rounds for each in stats), sum(each.emitted_tokens for each in stats)
     after, decode_us = sum(each.decode_tokens for each in stats), sum(each.decode_us for each in stats)
     return {

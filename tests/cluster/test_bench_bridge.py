@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tree_layers.checkpoint import read_facts
 
-from cluster.bench.bridge import BRIDGE, SHAPES, BridgeOptions, cases_of, measure_bridges
+from cluster.bench.bridge import BRIDGE, OFF, SHAPES, BridgeOptions, answers_of, cases_of, rows_of
 from cluster.bench.bridge_drafters import make_drafter
+from cluster.bench.compared import differing
 from cluster.config import DEMO_MODELS
 from tests.support import other_tokenizers, tiny_models
 
@@ -34,10 +35,11 @@ def models(tmp_path_factory) -> Path:
 async def test_each_drafter_is_measured_through_its_bridges_and_changes_no_answer(models):
     cases, steps = cases_of(models / "same", models / "other"), []
     options = BridgeOptions(tokens=12, seed=5)
-    rows, differences = await measure_bridges(
+    answers = await answers_of(
         models / "target", cases, PROMPTS, options, lambda title, count: lambda: steps.append(title)
     )
-    assert differences == []
+    assert differing(answers, lambda way: (cases[0], way[1], OFF)) == []
+    rows = rows_of(answers)
     assert [(row["drafter"], row["bridge"], row["temperature"], tuple(row["per_round"])) for row in rows] == [
         (case.drafter, case.bridge, temperature, SHAPES) for case in cases for temperature in (0.0, 1.0)
     ]
