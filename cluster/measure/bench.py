@@ -188,6 +188,14 @@ class ReportTable:
             yield title, tuple(columns[index].head for index in shown), cells
 
 
+def cells_of(tables: Iterable[ReportTable], report: Report) -> Iterator[Cells]:
+    """These tables of a report, then its aims."""
+    for each in tables:
+        yield from each.cells(report)
+    if report["aims"]:
+        yield aims_table(report)
+
+
 @dataclass(frozen=True, slots=True)
 class Aim:
     """A bar that a field must reach, `least` or `most`: one aim for each name that rows make, judged by the worst."""
@@ -337,10 +345,7 @@ class Bench(Generic[S]):
             yield f"{OLDER}: {', '.join(changed)} changed since"
 
     def all_tables(self, report: Report) -> Iterator[Cells]:
-        for each in self.tables:
-            yield from each.cells(report)
-        if report["aims"]:
-            yield aims_table(report)
+        yield from cells_of(self.tables, report)
 
     def chosen(self, given: Mapping[str, Any], quick: bool) -> S:
         """The options, of those given on the command line and of the defaults."""

@@ -21,10 +21,6 @@ from cluster.tables import PLAIN_WIDTH, page
 
 PlotFile = Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.", show_default=False)]
 MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables as Markdown.", show_default=False)]
-Models = Annotated[
-    Path, typer.Option(help="Folder written by `dendro train demo`. Default: the bundled one.", show_default=False)
-]
-Temperatures = Annotated[str, typer.Option(help="Sampling temperatures, separated by commas.")]
 
 BY_HAND = "<!-- by hand -->"
 """What follows it on a page stays when a report is written there."""

@@ -25,14 +25,6 @@ VERTICAL = "\\|"
 
 
 # Cells
-def number(value: float | None, digits: int = 2) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
-
-
-def interval(found: Mapping[str, float] | None, digits: int = 2) -> str:
-    return f"{found['low']:.{digits}f}-{found['high']:.{digits}f}" if found else ""
-
-
 def text_of(value: Any, form: str = "") -> str:
     """A cell: an estimate with its interval, a mapping or a list with commas, else the value by its format."""
     if value is None:
@@ -46,10 +38,6 @@ def text_of(value: Any, form: str = "") -> str:
     if isinstance(value, list | tuple):
         return ", ".join(text_of(each, form) for each in value)
     return value if isinstance(value, str) else format(value, form)
-
-
-def with_interval(found: Mapping[str, float] | None, digits: int = 2) -> str:
-    return f"{found['median']:.{digits}f} ({interval(found, digits)})" if found else ""
 
 
 # Aims
@@ -73,7 +61,7 @@ def aims_table(report: Report) -> Cells:
     cells: list[tuple[str, ...]] = [
         (
             aim["aim"],
-            number(aim["value"], 3),
+            text_of(aim["value"], ".3f"),
             f"{aim['interval'][0]:.3f}-{aim['interval'][1]:.3f}" if aim["interval"] else "",
             f"{aim['bar']:g}",
             MET[aim["met"]],

@@ -17,20 +17,11 @@ from cluster.checkpoints import pairs_of, read_cluster
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
 from cluster.hub import fetched, pinned
+from cluster.measure.bench import Aim, ReportTable, cells_of
 from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
 from cluster.measure.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
-from cluster.measure.report import (
-    Cells,
-    Report,
-    Row,
-    aim_row,
-    aims_table,
-    interval,
-    machine_facts,
-    number,
-    with_interval,
-)
+from cluster.measure.report import Report, Row, machine_facts, text_of
 from cluster.measure.statistics import median_estimate
 from cluster.predict.predicting import Predicted, Predicting, PredictPlan, widest
 from cluster.predict.prediction import ceiling_of, over_off, row_of
@@ -45,7 +36,6 @@ TIMED = Default(8, quick=2)
 TOKENS = Default(ANSWER_TOKENS, quick=24)
 DIFFERENCE = 0.05
 """Aim: the greatest relative difference between a predicted ratio and the measured one."""
-COLUMNS = ("", "from", "tokens a round", "needed", "over off", "90 %")
 PARTS = {
     "total": "ms a round",
     "draft": "draft",
@@ -53,7 +43,21 @@ PARTS = {
     "further_rows": "further rows",
     "rest": "rest",
 }
-MEASURED = ("measured over off", "90 %", "predicted / measured")
+TABLE = ReportTable(
+    "Temperature {temperature:g}",
+    "rows",
+    "arm = name; from; tokens a round = emitted_per_round:.2f; needed = needed_per_round:.2f; over off = over_off:.2f; "
+    + "; ".join(f"{head} = round_ms/{part}:.2f" for part, head in PARTS.items())
+    + "; measured over off = measured:.2f; predicted / measured = predicted_over_measured:.3f",
+)
+AIM = Aim(
+    "temperature {temperature:g}: predicted over-off ratios differ from the measured by at most",
+    "rows",
+    "differs_by",
+    most=DIFFERENCE,
+    where=lambda row: "differs_by" in row,
+    why="{name}, on other prompts than those predicted from",
+)
 
 
 def ranked_drafters(config: Config, target: str) -> list[str]:
@@ -80,7 +84,7 @@ async def run_predict(
         predicting = Predicting(plan, Strangers(address), rankers, begin)
         found = [await predicting.at(temperature) for temperature in temperatures]
     names = {arm: arm.name(config.names_drafters(plan.target)) for arm in plan.arms}
-    rows = [row for each in found for row in _rows(each, names)]
+    rows = [row for each in found for row in sorted(_rows(each, names), key=lambda row: -row["over_off"]["median"])]
     return {
         **report_head("predict", started, local, plan.seed, config.targets[plan.target].threads),
         "target": plan.target,
@@ -97,7 +101,7 @@ async def run_predict(
         "ceilings": [row for each in found if (row := _ceiling(each)) is not None],
         "unknown": [{"temperature": each.temperature, "arms": [names[arm] for arm in each.unknown]} for each in found],
         "differences": [line for each in found for line in each.differences],
-        "aims": _aims(rows) if plan.held_out else [],
+        "aims": list(AIM.judged({"rows": rows})),
     }
 
 
@@ -108,6 +112,7 @@ def _rows(found: Predicted, names: Mapping[Any, str]) -> Iterator[Row]:
         if measured:
             row["measured"] = median_estimate(list(measured.values())).as_json()
             row["predicted_over_measured"] = round(row["over_off"]["median"] / row["measured"]["median"], 4)
+            row["differs_by"] = abs(row["predicted_over_measured"] - 1)
         yield row
 
 
@@ -121,20 +126,6 @@ def _ceiling(found: Predicted) -> Row | None:
         "always_right": round(ceiling.always_right, 3),
         "always_right_arm": ceiling.always_right_arm,
     }
-
-
-def _aims(rows: list[Row]) -> list[Row]:
-    """One aim for each temperature: the largest relative difference of a prediction from the measurement."""
-    found = []
-    for temperature in dict.fromkeys(row["temperature"] for row in rows):
-        here = [row for row in rows if row["temperature"] == temperature and row["measured"]]
-        if here:
-            worst = max(here, key=lambda row: abs(row["predicted_over_measured"] - 1))
-            off_by = abs(worst["predicted_over_measured"] - 1)
-            why = f"{off_by:.3f}, of {worst['name']}, on other prompts than those predicted from"
-            name = f"temperature {temperature:g}: predicted over-off ratios differ from the measured by at most"
-            found.append(aim_row(name, DIFFERENCE, off_by <= DIFFERENCE, None, why))
-    return found
 
 
 def facts_of(report: Report) -> Iterator[str]:
@@ -156,7 +147,7 @@ def facts_of(report: Report) -> Iterator[str]:
     for each in report["ceilings"]:
         yield (
             f"Temperature {each['temperature']:g}: the ceiling with the best arm, or off, for each prompt is "
-            f"{with_interval(each['best_by_prompt'])} of off; with a drafter of this price that is always right "
+            f"{text_of(each['best_by_prompt'], '.2f')} of off; with a drafter of this price that is always right "
             f"{each['always_right']:.2f}, by {each['always_right_arm']}"
         )
     for each in report["unknown"]:
@@ -172,45 +163,8 @@ def _verdict(temperature: float, rows: list[Report]) -> Iterator[str]:
     most = max(parts, key=lambda part: parts[part])
     pays = "pays" if best["over_off"]["median"] >= 1 else "nothing pays; the best arm"
     yield (
-        f"Temperature {temperature:g}: {pays}: {best['name']}, {with_interval(best['over_off'])} of off; beyond a "
+        f"Temperature {temperature:g}: {pays}: {best['name']}, {text_of(best['over_off'], '.2f')} of off; beyond a "
         f"verified row, most of its round is {most}, {parts[most]:.2f} of {best['round_ms']['total']:.2f} ms"
-    )
-
-
-def tables_of(report: Report) -> Iterator[Cells]:
-    """All tables of the report, in order."""
-    measured = bool(report["prompts"]["held_out"])
-    for temperature in dict.fromkeys(row["temperature"] for row in report["rows"]):
-        rows = [row for row in report["rows"] if row["temperature"] == temperature]
-        rows.sort(key=lambda row: -row["over_off"]["median"])
-        title = f"{report['target']} target, temperature {temperature:g}"
-        yield (
-            title,
-            (*COLUMNS, *PARTS.values(), *(MEASURED if measured else ())),
-            [_cells(row, measured) for row in rows],
-        )
-    if report["aims"]:
-        yield aims_table(report)
-
-
-def _cells(row: Report, measured: bool) -> tuple[str, ...]:
-    cells = (
-        row["name"],
-        row["from"],
-        number(row["emitted_per_round"]),
-        number(row["needed_per_round"]),
-        number(row["over_off"]["median"]),
-        interval(row["over_off"]),
-        *(number(row["round_ms"][part]) for part in PARTS),
-    )
-    if not measured:
-        return cells
-    found = row["measured"]
-    return (
-        *cells,
-        number(found["median"] if found else None),
-        interval(found),
-        number(row.get("predicted_over_measured"), 3),
     )
 
 
@@ -250,7 +204,7 @@ def predict(
     )
     levels = parse_temperatures(temperatures)
     report = with_bars(lambda begin: asyncio.run(run_predict(checked, plan, source, levels, local, begin)))
-    present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])
+    present(report, facts_of(report), cells_of((TABLE,), report), json, markdown, differences=report["differences"])
 
 
 def plan_of(

@@ -18,10 +18,11 @@ from rich.console import Console
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
 from cluster.hub import fetched, pinned
+from cluster.measure.bench import ReportTable, cells_of
 from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
 from cluster.measure.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
-from cluster.measure.report import Cells, Report, interval, machine_facts, number, with_interval
+from cluster.measure.report import Report, machine_facts, text_of
 from cluster.measure.targets import parameter_count
 from cluster.prompt_files import PromptFile
 from cluster.running import running
@@ -41,34 +42,35 @@ from cluster.tune.tuning import (
     rows_of,
     verdicts_of,
 )
-from cluster.tune.writing import check_writable, field_of_arms, text_of, write_arms
+from cluster.tune.writing import check_writable, config_text, field_of_arms, write_arms
 from drafter_service.confidence import CANDIDATES
 
-SHAPE_COLUMNS = (
-    "",
-    "rows",
-    "depth",
-    "E[N] predicted",
-    "replayed",
-    "measured",
-    "round ms predicted",
-    "measured",
-    "tokens/s predicted",
-    "measured",
-    "over off",
-    "90 %",
-    "",
+TABLES = (
+    ReportTable(
+        "Drafter {drafter}, temperature {temperature:g}",
+        "rows",
+        "tree = name; rows; depth; E[N] predicted = predicted/emitted_per_round:.2f; replayed = "
+        "replayed_emitted_per_round:.2f; measured = measured/emitted_per_round:.2f; round ms predicted = "
+        "predicted/round_ms:.2f; measured = measured/round_ms:.2f; tokens/s predicted = "
+        "predicted/tokens_per_second:.1f; measured = measured/tokens_per_second:.1f; over off = over_off:.2f; "
+        "found = marks",
+    ),
+    ReportTable(
+        "Drafter {drafter}, temperature {temperature:g}: Leviathan's formulas with a = {acceptance:.3f} and c = "
+        "{cost_ratio:.3f}, for steps that take as long with guesses as without",
+        "chains",
+        "chain = name; E[N] by formula = emitted_per_round:.2f; measured = measured_emitted_per_round:.2f; gain by "
+        "formula = gain:.2f; measured = measured_gain:.2f; operations by formula = operations:.2f; measured = "
+        "measured_operations:.2f",
+    ),
+    ReportTable(
+        "Costs of the parts of a round, in ms",
+        "costs",
+        "drafter; temperature = temperature:g; a draft = draft_ms:.3f; a forward = level_ms:.3f; its row = "
+        "level_ms_per_row:.3f; a step = step_ms:.3f; its row = step_ms_per_row:.3f; hops = hops_ms:.3f; hops without a "
+        "draft = off_hops_ms:.3f",
+    ),
 )
-CHAIN_COLUMNS = (
-    "chain",
-    "E[N] by formula",
-    "measured",
-    "gain by formula",
-    "measured",
-    "operations by formula",
-    "measured",
-)
-COST_COLUMNS = ("", "a draft", "a forward", "its row", "a step", "its row", "hops", "hops without a draft")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,69 +207,10 @@ def verdict_line(verdict: Report) -> str:
     place = f"{verdict['drafter']} at temperature {verdict['temperature']:g}"
     if verdict["best"] is None:
         return f"{place}: no tree was measured"
-    best = f"{verdict['best']} is {with_interval(verdict['over_off'])} of off"
+    best = f"{verdict['best']} is {text_of(verdict['over_off'], '.2f')} of off"
     if not verdict["pays"]:
         return f"{place}: nothing pays; of all trees, {best}"
     return f"{place}: pays; of all trees, {best}; not slower than off: {', '.join(verdict['paying'])}"
-
-
-def _shape_cells(row: Report) -> tuple[str, ...]:
-    predicted: Report = row["predicted"] or {}
-    measured: Report = row["measured"] or {}
-    rate: Report = measured.get("tokens_per_second") or {}
-    return (
-        row["name"],
-        str(row["rows"]),
-        str(row["depth"]),
-        number(predicted.get("emitted_per_round")),
-        number(row["replayed_emitted_per_round"]),
-        number(measured.get("emitted_per_round")),
-        number(predicted.get("round_ms")),
-        number(measured.get("round_ms")),
-        number(predicted.get("tokens_per_second"), 1),
-        number(rate.get("median"), 1),
-        number(row["over_off"]["median"]) if row["over_off"] else "",
-        interval(row["over_off"]),
-        ("found" if row["found"] else "")
-        + (", pays" if row["pays"] and row["found"] else "pays" if row["pays"] else ""),
-    )
-
-
-def _chain_cells(row: Report) -> tuple[str, ...]:
-    return (
-        row["name"],
-        number(row["emitted_per_round"]),
-        number(row["measured_emitted_per_round"]),
-        number(row["gain"]),
-        number(row["measured_gain"]),
-        number(row["operations"]),
-        number(row["measured_operations"]),
-    )
-
-
-def _cost_cells(row: Report) -> tuple[str, ...]:
-    names = ("draft_ms", "level_ms", "level_ms_per_row", "step_ms", "step_ms_per_row", "hops_ms", "off_hops_ms")
-    return (f"{row['drafter']}, temperature {row['temperature']:g}", *(f"{row[name]:.3f}" for name in names))
-
-
-def tables_of(report: Report) -> Iterator[Cells]:
-    """All tables of the report, in order."""
-    for part in dict.fromkeys((row["drafter"], row["temperature"]) for row in report["rows"]):
-        drafter, temperature = part
-        rows = [row for row in report["rows"] if (row["drafter"], row["temperature"]) == part]
-        title = f"{report['target']} target, drafter {drafter}, temperature {temperature:g}"
-        rows.sort(key=lambda row: -((row["predicted"] or {}).get("tokens_per_second", 0)))
-        yield title, SHAPE_COLUMNS, [_shape_cells(row) for row in rows]
-        chains = [row for row in report["chains"] if (row["drafter"], row["temperature"]) == part]
-        if chains:
-            first = chains[0]
-            yield (
-                f"{title}: Leviathan's formulas with a = {first['acceptance']:.3f} and c = {first['cost_ratio']:.3f}, "
-                "for steps that take as long with guesses as without",
-                CHAIN_COLUMNS,
-                [_chain_cells(row) for row in chains],
-            )
-    yield "Costs of the parts of a round, in ms", COST_COLUMNS, [_cost_cells(row) for row in report["costs"]]
 
 
 def tune(
@@ -306,7 +249,7 @@ def tune(
     tokens.
     """
     checked = fetched(pinned(given_config(config)))
-    text = text_of(config, checked)
+    text = config_text(config, checked)
     goal = check_writable(config, write, out, force)
     name = checked.target_named(target)
     plans = plans_of(
@@ -324,7 +267,7 @@ def tune(
         prompt_file,
     )
     report = with_bars(lambda begin: asyncio.run(run_tune(checked, plans, local, begin)))
-    present(report, facts_of(report), tables_of(report), json, markdown, differences=report["differences"])
+    present(report, facts_of(report), cells_of(TABLES, report), json, markdown, differences=report["differences"])
     if goal is not None:
         field = field_of_arms(checked, name)
         write_arms(config, text, goal, field, report["arms"])

@@ -244,7 +244,8 @@ def is_chain(shape: TreeShape) -> bool:
 
 
 def rows_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
-    """One row for each shape that was run: predicted from the learned prompts, replayed and measured on the others."""
+    """One row for each shape that was run: predicted from the learned prompts, replayed and measured on the others. The
+    fastest by prediction is first."""
     rows = []
     for shape, answers in tuned.answers.items():
         row: Row = {
@@ -272,8 +273,9 @@ def rows_of(plan: TunePlan, tuned: Tuned) -> list[Row]:
             }
             again = replayed(tuned.traces, shape)
             row["replayed_emitted_per_round"] = None if again is None else round(again, 4)
+        row["marks"] = ", ".join(mark for mark, of_it in (("found", row["found"]), ("pays", row["pays"])) if of_it)
         rows.append(row)
-    return rows
+    return sorted(rows, key=lambda row: -(row["predicted"] or {}).get("tokens_per_second", 0))
 
 
 def _measured(shape: TreeShape, answers: Sequence[RunAnswer]) -> Row | None:

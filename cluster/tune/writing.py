@@ -92,7 +92,7 @@ def value_of(mapping: MappingNode, key: str) -> Node | None:
     return next((value for name, value in mapping.value if name.value == key), None)
 
 
-def text_of(source: Path | None, config: Config) -> str:
+def config_text(source: Path | None, config: Config) -> str:
     """The YAML to write arms into: the file's text, or a dump of a configuration that has no file."""
     if source is not None:
         return source.read_text()

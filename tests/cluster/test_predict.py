@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.arms import Arm
 from cluster.config import Config
-from cluster.predict.command import facts_of, plan_of, run_predict, tables_of
+from cluster.measure.bench import cells_of
+from cluster.predict.command import TABLE, facts_of, plan_of, run_predict
 from cluster.predict.prediction import (
     ceiling_of,
     emitted_of,
@@ -127,7 +128,7 @@ async def test_a_small_run_predicts_every_arm_and_measures_it_on_other_prompts(p
             parts = row["round_ms"]
             assert parts["total"] >= parts["first_row"] > 0
     assert len(report["ceilings"]) == 2 and len(report["aims"]) == 2
-    for _, columns, cells in tables_of(report):
+    for _, columns, cells in cells_of((TABLE,), report):
         assert cells and all(len(each) == len(columns) for each in cells)
     assert any("the ceiling with the best arm" in fact for fact in facts_of(report))
 

@@ -23,12 +23,13 @@ from cluster import cli
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config, DrafterConfig
 from cluster.drafter_figures import accepted
+from cluster.measure.bench import cells_of
 from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
 from cluster.router.rounds import rounds
 from cluster.router.tokenizer import CheckpointTokenizer
-from cluster.tune.command import TuneSize, facts_of, plans_of, run_tune, tables_of, tune, verdict_line
+from cluster.tune.command import TABLES, TuneSize, facts_of, plans_of, run_tune, tune, verdict_line
 from cluster.tune.measuring import (
     LinearCosts,
     Ranker,
@@ -454,7 +455,7 @@ async def test_a_small_run_predicts_replays_and_measures_every_shape(pair, tmp_p
         assert share == pytest.approx(1.0)
         assert row["operations"] == pytest.approx((2 * guesses + 1) / row["emitted_per_round"], abs=1e-3)
     assert report["arms"][0] == "off" and set(report) >= {"bench", "machine", "settings", "rows", "aims", "costs"}
-    for _, columns, cells in tables_of(report):
+    for _, columns, cells in cells_of(TABLES, report):
         assert cells and all(len(each) == len(columns) for each in cells)
     assert any("noisy" in fact for fact in facts_of(report))
 
