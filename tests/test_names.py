@@ -50,6 +50,7 @@ GENERATED = tuple(
             "kernels",
             "load",
             "load-demo",
+            "load-surface",
             "pairs",
             "parameters",
         ),

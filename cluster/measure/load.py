@@ -62,6 +62,7 @@ class LoadBlock:
     router_us: int = 0  # processor time of the router's process
     rounds: int = 0  # rounds of all requests
     hop_us: float = 0.0  # processor time of a hop on one of as many streams; 0 in open loops
+    client_us: int = 0  # processor time of the bench's own process, where that is reported
 
     @property
     def rate(self) -> float:

@@ -28,6 +28,7 @@ from cluster.measure.ours import TenantRule
 from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
 from cluster.measure.report import Row
 from cluster.measure.speed import OWN, Identity
+from cluster.measure.surface import SURFACE, WHOLE, SurfacePlan, both_doors, measure_surface, surface_rows
 from cluster.measure.targets import COSTLY, DEMO, parameter_count, target_config
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running_cluster
@@ -35,6 +36,7 @@ from cluster.tables import PLAIN_WIDTH
 from cluster.training.acceptance import PROMPT_TOKENS
 
 CLIENTS, PAIRED_CLIENTS, PAIRED_TEMPERATURES = (1, 2, 4, 8, 16, 32), (1, 4, 8, 32), (0.0, 0.8)
+SURFACE_CLIENTS, SURFACE_PAIRS = (16,), 6
 ANSWERS, REPETITIONS, REQUESTS = 2, 5, 16
 ARRIVALS = {False: (0.25, 0.5, 0.75, 1.0), True: (0.5,)}
 """Rates of the open loops, as shares of the capacity, without and with --quick."""
@@ -58,7 +60,7 @@ class LoadOptions:
     prompts: int = option("Number of prompts, the same of each category.", 32, least=1)
     clients: tuple[int, ...] = option(
         "Clients of the closed loops, separated by commas. Default: 1,2,4,8,16,32; quick: 1,4; with --against-off: "
-        "1,4,8,32.",
+        "1,4,8,32; with --surface: 16.",
         (),
         (1, 4),
         least=1,
@@ -79,6 +81,11 @@ class LoadOptions:
     against_off: bool = option(
         "Only the policy and no speculation, in alternating blocks at 1, 4, 8 and 32 clients, each from a fresh "
         "router, for a minute of the policy or longer: 20 minutes.",
+        False,
+    )
+    surface: bool = option(
+        "Only HTTP with TLS, keys, metrics and traces beside bare gRPC, in alternating blocks at 16 clients: 4 "
+        "minutes. Needs openssl and the extra trace.",
         False,
     )
     target: str = option(
@@ -109,6 +116,10 @@ class LoadOptions:
             raise BadRequest("tenants", "has an effect with CONFIG or --prompt-file alone")
         if self.temperatures and not self.against_off:
             raise BadRequest("temperatures", "has an effect with --against-off alone; all else is greedy")
+        if self.surface and (self.against_off or self.own):
+            raise BadRequest(
+                "surface", "is of the costly target alone, without --against-off, CONFIG and --prompt-file"
+            )
         if self.against_off and (self.requests != REQUESTS or self.seed):
             raise BadRequest("against-off", "has neither open loops of requests, nor an order drawn by a seed")
 
@@ -199,6 +210,22 @@ async def run_against_off(options: LoadOptions, loaded: LoadSubject, begin: Begi
     return rows_against_off(await measure_against_off(plan, fresh_router, begin("blocks", plan.blocks))), identity
 
 
+async def run_surface(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> tuple[list[Row], Identity, int]:
+    """Also returns how often traces were sent."""
+    plan = SurfacePlan(
+        prompts=loaded.prompts,
+        tokens=options.tokens,
+        clients=options.clients or SURFACE_CLIENTS,
+        ways=(OFF, AUTO),
+        answers=options.answers or 1,
+        pairs=options.repetitions or SURFACE_PAIRS,
+    )
+    identity = Identity()
+    async with both_doors(with_room(loaded.config, max(plan.clients))) as (doors, sent):
+        blocks = await measure_surface(plan, doors, identity, begin("blocks", plan.blocks))
+        return surface_rows(blocks), identity, sent()
+
+
 async def run_loads(
     options: LoadOptions, loaded: LoadSubject, begin: Begin
 ) -> tuple[list[Row], Identity, Mapping[str, str]]:
@@ -234,7 +261,10 @@ async def run_loads(
 async def run_load(options: LoadOptions, begin: Begin) -> dict[str, Any]:
     loaded = subject_of(options)
     silent: Mapping[str, str] = {}
-    if options.against_off:
+    traces = None
+    if options.surface:
+        rows, identity, traces = await run_surface(options, loaded, begin)
+    elif options.against_off:
         rows, identity = await run_against_off(options, loaded, begin)
     else:
         rows, identity, silent = await run_loads(options, loaded, begin)
@@ -242,6 +272,7 @@ async def run_load(options: LoadOptions, begin: Begin) -> dict[str, Any]:
     compared = {
         "compared": identity.answers_compared,
         "silent": "; ".join(f"{way}: {why}" for way, why in silent.items()),
+        "traces": traces,
     }
     return {
         "threads": loaded.target.threads,
@@ -276,16 +307,20 @@ LOAD = Bench(
         "Prompts of {prompt_file}, of {shortest_prompt} tokens or more, the chat template's with them; answers up to "
         "their ends; a tenant for each of the {tenants}",
         "Pairs of blocks in alternating order at each load, from a fresh router: {fresh}",
+        "Clusters of both ways ran at once, each in processes of its own, and their blocks took turns; the one with "
+        "the surface had its metrics read every 5 s and sent 1 % of its answers' traces, in {traces} requests; clients "
+        "of both were in one process on this machine",
         "Could not be measured: {silent}",
     ),
     tables=(
         ReportTable(
             "{load}",
             "rows",
-            "row = name; tokens/s = tokens_per_second:.1f; over off = over_off:.2f; first token ms * = "
-            "first_token_ms/*:.0f; between tokens ms * = between_tokens_ms/*:.1f; guesses per token = "
-            "guesses_per_token:.2f; left out = trimmed_per_token:.2f; pages in use = pages_in_use; step overhead = "
-            "step_overhead:.1%; router ms a round = router_ms:.2f; over a hop's = router_over_hop:.1f; rounds by shape "
+            "row = name; tokens/s = tokens_per_second:.1f; over off = over_off:.2f; over bare gRPC = over_bare:.3f; "
+            "first token ms * = first_token_ms/*:.0f; between tokens ms * = between_tokens_ms/*:.1f; between parts "
+            "ms * = between_parts_ms/*:.1f; guesses per token = guesses_per_token:.2f; left out = "
+            "trimmed_per_token:.2f; pages in use = pages_in_use; step overhead = step_overhead:.1%; router ms a round "
+            "= router_ms:.2f; client ms a round = client_ms:.2f; over a hop's = router_over_hop:.1f; rounds by shape "
             "= shapes:.0%",
         ),
     ),
@@ -318,6 +353,13 @@ LOAD = Bench(
                 where=bundled(way, 32),
             )
             for way, bar in ((OFF, 1.5), (AUTO, 3.0))
+        ),
+        Aim(
+            "HTTP with TLS, keys, metrics and traces over bare gRPC, {load}",
+            "rows",
+            "over_bare",
+            least=0.95,
+            where=partial(is_judged, judged=SURFACE, name=WHOLE),
         ),
         *(
             Aim(name, "rows", path, least=least, most=most, where=partial(is_judged, judged=PAIRS))
