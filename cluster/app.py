@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dendro.engine import Engine, LocalDrafter, LocalVerifier
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, PeerLost
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases, ReplicaKind
 from dendro.state import StateStore
@@ -62,6 +62,8 @@ LOOK_BACK_S, METRICS_INTERVAL_S = 5.0, 1.0
 METRICS_INTERVAL_S."""
 LAST_WORDS_S = 0.2
 """How long a replica with a lost worker waits before it exits, so that its streams can send the error."""
+ABORT_EVERYWHERE_S = 3.0
+"""Seconds that all routers together may take to end a request; less than a client waits for one of them."""
 EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::"})
 """Hosts that mean all addresses of a machine."""
 
@@ -212,6 +214,8 @@ class RouterShell:
             http.client_ports(routers),
             http.share_port,
         )
+        if routers > 1:
+            self._server.requests.at_all_routers = abort_at_all_routers
         collectors = (
             RouterMetrics(served, self._server.stats, self._report),
             RedisMetrics(_breakers_of(sessions=sessions, priors=priors.blobs)),
@@ -248,6 +252,10 @@ class RouterShell:
         """The router's counters."""
         return self._server.stats()
 
+    async def abort(self, tenant: str, ids: tuple[str, ...]) -> int:
+        """End a tenant's requests that run at this router. Called by the routers, for a client of any of them."""
+        return self._server.requests.abort(tenant, ids)
+
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What Serve scales routers by: the requests that run here."""
         return {LOAD: float(self._server.stats()["running"])}
@@ -258,6 +266,28 @@ class RouterShell:
         await asyncio.gather(self._server.stop(self._drain_s), self._http.stop(self._drain_s))
         await self._served.close()
         await self._status.cleanup()
+
+
+async def abort_at_all_routers(tenant: str, ids: tuple[str, ...]) -> int:
+    """An `EndAtAll` in a router's process. Serve knows the routers, which know nothing of each other."""
+    from ray import serve
+
+    handle = serve.get_deployment_handle("router", serve.get_replica_context().app_name)
+    try:
+        answers = await handle.broadcast("abort", tenant, ids).results_async(
+            timeout_s=ABORT_EVERYWHERE_S, return_exceptions=True
+        )
+    except TimeoutError:
+        raise PeerLost(f"abort: not all routers answer within {ABORT_EVERYWHERE_S:g} s") from None
+    ended, lost = 0, 0
+    for each in answers:
+        if isinstance(each, BaseException):
+            lost += 1
+        else:
+            ended += each
+    if lost and not ended:
+        raise PeerLost(f"abort: {lost} of {len(answers)} routers did not answer")
+    return ended
 
 
 class _RedisStatesAt:

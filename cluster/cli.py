@@ -381,8 +381,8 @@ def abort(
     key_file: KeyFile = None,
     ca: Authority = None,
 ) -> None:
-    """End a request that runs. Exit status 1 where none of that id runs for the caller's tenant at the routers that are
-    asked: one for each address."""
+    """End a request that runs, at whichever router of the cluster. Exit status 1 where none of that id runs for the
+    caller's tenant."""
 
     async def run() -> int:
         async with _far_client(address, timeout, key_file, ca) as client:

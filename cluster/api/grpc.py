@@ -194,7 +194,7 @@ class GenerationServicer:
 
     async def Abort(self, caller: CallerIdentity, data: bytes) -> pb.AbortResponse:
         request = await self._read(pb.AbortRequest, data)
-        return pb.AbortResponse(aborted=self._requests.abort(caller.tenant, request.request_id))
+        return pb.AbortResponse(aborted=await self._requests.abort_everywhere(caller.tenant, (request.request_id,)))
 
     async def Explain(self, caller: CallerIdentity, data: bytes) -> pb.ExplainResponse:
         return self._ingress.explain(await self._read(pb.ExplainRequest, data), caller.tenant)

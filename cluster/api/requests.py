@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,11 @@ from cluster.api.places import Places
 
 CUT_S = 2.0
 """Seconds that a stopping server waits for the requests that it ends."""
+
+
+EndAtAll = Callable[[str, tuple[str, ...]], Awaitable[int]]
+"""Ends a tenant's requests with these ids at all routers. Returns how many were ended; raises PeerLost where none was,
+and a router did not answer."""
 
 
 def identified(request: pb.GenerateRequest) -> str:
@@ -37,6 +42,7 @@ class RunningRequests:
         self._idle = asyncio.Event()  # set while no request runs
         self._idle.set()
         self._requests = self._refused = self._rounds = 0
+        self.at_all_routers: EndAtAll | None = None  # None: there is no other router
 
     def stats(self) -> dict[str, int]:
         """Counters; the gauge `running`, of answers; and the processor time that this process has used."""
@@ -82,12 +88,26 @@ class RunningRequests:
             if not self._running:
                 self._idle.set()
 
-    def abort(self, tenant: str, request_id: str) -> int:
-        """End a tenant's running requests that have an id. Returns their number."""
-        found = [task for task, key in self._running.items() if key == (tenant, request_id)]
+    def abort(self, tenant: str, ids: Collection[str]) -> int:
+        """End a tenant's requests that run here and have one of these ids. Returns how many were ended by this call."""
+        wanted = {(tenant, each) for each in ids}
+        found = [task for task, key in self._running.items() if key in wanted and task not in self._ended]
         for task in found:
             self._end(task, Aborted("request: was aborted by its client"))
         return len(found)
+
+    async def abort_everywhere(self, tenant: str, ids: Collection[str]) -> int:
+        """`abort` here and at all other routers of the cluster. Raises PeerLost where none was ended, and a router did
+        not answer: the request may run there."""
+        ended = self.abort(tenant, ids)
+        if self.at_all_routers is None:
+            return ended
+        try:
+            return ended + await self.at_all_routers(tenant, tuple(ids))
+        except PeerLost:
+            if ended:
+                return ended
+            raise
 
     def cut(self) -> None:
         """End all running requests with UNAVAILABLE, at which clients resume them elsewhere."""

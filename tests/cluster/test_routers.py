@@ -117,3 +117,53 @@ def test_on_serve_clients_call_routers_at_their_own_ports_and_the_death_of_one_f
             deploy.stop()
     left = [child for child in psutil.Process().children(recursive=True) if child not in before]
     assert left == []
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_abort_behind_one_address_of_two_routers_ends_a_request_at_either(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    config = toy_config(router={"resources": {"cpu": 0.1}, "replicas": 2})
+
+    async def use(address: str) -> None:
+        routers = await all_healthy(2)
+        assert {each["clients"] for each in routers} == {address}, "the kernel chooses the router of a connection"
+        names, url = [f"request-{number}" for number in range(8)], f"http://{routers[0]['http']}"
+
+        async def ask(name: str) -> int:
+            body = {"prompt": [5, 6, 7], "max_tokens": 2000}
+            async with (
+                aiohttp.ClientSession(headers={"idempotency-key": name}) as session,  # with a connection of its own
+                session.post(f"{url}/v1/completions", json=body) as answer,
+            ):
+                return answer.status
+
+        while True:  # until both routers have some; once is enough but for 1 in 128 times
+            asked = [asyncio.create_task(ask(name)) for name in names]
+            stats = []
+            while sum(stats) < len(names):
+                await asyncio.sleep(0.1)
+                stats = [each["running"] for each in await asyncio.to_thread(each_router, "stats")]
+            if min(stats):
+                break
+            for task in asked:
+                task.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+        async with AsyncClient(address) as client, aiohttp.ClientSession() as session:
+            assert await client.abort("another") == 0
+            assert [await client.abort(name) for name in names[:4]] == [1] * 4
+            for name in names[4:]:
+                body = {"request_id": f"cmpl-{name}"}
+                async with session.post(f"{url}/abort", json=body) as answer:
+                    assert await answer.json() == {"aborted": 1}
+            assert await asyncio.gather(*asked) == [499] * 8
+            assert await client.abort(names[0]) == 0
+        assert not any(each["running"] for each in await asyncio.to_thread(each_router, "stats"))
+
+    with RedisServer() as server:
+        address = deploy.start(config, server.url, **LOADERS | {"verifier": slow_verifier})
+        try:
+            asyncio.run(use(address))
+        finally:
+            deploy.stop()

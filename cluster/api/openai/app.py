@@ -197,4 +197,4 @@ class HttpApi:
         request_id = fields.take("request_id", JsonType.STRING) or ""
         fields.finish()
         names = {request_id, *(request_id.removeprefix(form.prefix) for form in (ChatForm, CompletionForm))}
-        return _json({"aborted": sum(self._requests.abort(tenant, name) for name in names)})
+        return _json({"aborted": await self._requests.abort_everywhere(tenant, names)})

@@ -108,8 +108,9 @@ class GenerationServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
-        CANCELLED. It is no error if there is none.
+        """Abort ends the running requests of the caller's tenant that have this id, at whichever router of the cluster they
+        run: their streams end with CANCELLED. It is no error if there is none. UNAVAILABLE: none was ended, and a router did
+        not answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

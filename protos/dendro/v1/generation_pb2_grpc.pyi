@@ -51,8 +51,9 @@ class GenerationServiceStub:
     Detokenize: _grpc.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]
     """Detokenize returns the text of tokens. INVALID_ARGUMENT: a field is wrong."""
     Abort: _grpc.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]
-    """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
-    CANCELLED. It is no error if there is none.
+    """Abort ends the running requests of the caller's tenant that have this id, at whichever router of the cluster they
+    run: their streams end with CANCELLED. It is no error if there is none. UNAVAILABLE: none was ended, and a router did
+    not answer.
     """
     Explain: _grpc.UnaryUnaryMultiCallable[_generation_pb2.ExplainRequest, _generation_pb2.ExplainResponse]
     """Explain returns the rounds of a request, with their trees, where this router keeps them (`router.explained_share`).
@@ -82,8 +83,9 @@ class GenerationServiceAsyncStub(GenerationServiceStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_generation_pb2.DetokenizeRequest, _generation_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Detokenize returns the text of tokens. INVALID_ARGUMENT: a field is wrong."""
     Abort: _aio.UnaryUnaryMultiCallable[_generation_pb2.AbortRequest, _generation_pb2.AbortResponse]  # type: ignore[assignment]
-    """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
-    CANCELLED. It is no error if there is none.
+    """Abort ends the running requests of the caller's tenant that have this id, at whichever router of the cluster they
+    run: their streams end with CANCELLED. It is no error if there is none. UNAVAILABLE: none was ended, and a router did
+    not answer.
     """
     Explain: _aio.UnaryUnaryMultiCallable[_generation_pb2.ExplainRequest, _generation_pb2.ExplainResponse]  # type: ignore[assignment]
     """Explain returns the rounds of a request, with their trees, where this router keeps them (`router.explained_share`).
@@ -140,8 +142,9 @@ class GenerationServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _generation_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generation_pb2.AbortResponse, _abc.Awaitable[_generation_pb2.AbortResponse]]:
-        """Abort ends the running requests of the caller's tenant that have this id at this router: their streams end with
-        CANCELLED. It is no error if there is none.
+        """Abort ends the running requests of the caller's tenant that have this id, at whichever router of the cluster they
+        run: their streams end with CANCELLED. It is no error if there is none. UNAVAILABLE: none was ended, and a router did
+        not answer.
         """
 
     @_abc_1.abstractmethod
