@@ -42,8 +42,9 @@ from cluster.garbage import freeze_loaded
 from cluster.hub import pinned
 from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
+from cluster.router.traces import LAST_SPANS_S, close_within, tracer_of
 from cluster.scaling import LOAD, by_load
-from cluster.sections import PeerTls, Scaling
+from cluster.sections import PeerTls, Scaling, TraceExport
 from cluster.sessions import RedisSessions
 from cluster.state_store import CircuitBreaker, RedisPriors, RedisStates
 
@@ -84,16 +85,24 @@ class _Shell:
         states: Callable[[], StateStore],
         status_ports: Iterable[int],
         tls: PeerTls | None,
+        trace: TraceExport | None,
         load: Callable[..., Engine],
     ) -> None:
         _log_to_serve_file()
         store = states()
+        self._tracer = tracer_of(trace, self._role)
         self._engine = load(name, model, store)
         await self._engine.start()
         leases, self._host = Leases(cap_s=longest_s), node_address()
         certificates = tls.files(self._role) if tls is not None else None
         self._replica = await serve_engine(
-            self._kind, self._engine, leases, self._host, fault=self._engine.fault, certificates=certificates
+            self._kind,
+            self._engine,
+            leases,
+            self._host,
+            fault=self._engine.fault,
+            certificates=certificates,
+            begin_span=partial(self._tracer.begin_opening, model=name) if self._tracer is not None else None,
         )
         collectors = (
             ReplicaMetrics(name, self._numbers, self._steps, self._engine, self._replica.stats),
@@ -135,6 +144,8 @@ class _Shell:
         await self._status.cleanup()
         await self._replica.stop()
         await self._engine.stop()
+        if self._tracer is not None:
+            await close_within(self._tracer, LAST_SPANS_S)
 
 
 class DrafterShell(_Shell):
@@ -158,9 +169,10 @@ class VerifierShell(_Shell):
         states: Callable[[], StateStore],
         status_ports: Iterable[int],
         tls: PeerTls | None,
+        trace: TraceExport | None,
         load: Callable[[str, TargetConfig, StateStore], LocalVerifier],
     ) -> None:
-        await super().__init__(name, model, longest_s, states, status_ports, tls, load)
+        await super().__init__(name, model, longest_s, states, status_ports, tls, trace, load)
         if model.tensor_parallel > 1:
             self._watch = asyncio.create_task(self._end_with_engine())
 
@@ -335,12 +347,12 @@ def build(
     targets = {
         name: _deployment(
             VerifierShell, **replicas(f"verifier-{name}", target, target.max_waiting), **_group_of(target)
-        ).bind(name, target, longest_s, states, status_ports, config.tls.peers, verify)
+        ).bind(name, target, longest_s, states, status_ports, config.tls.peers, config.trace, verify)
         for name, target in config.targets.items()
     }
     drafters = {
         name: _deployment(DrafterShell, **replicas(f"drafter-{name}", model)).bind(
-            name, model, longest_s, states, status_ports, config.tls.peers, draft
+            name, model, longest_s, states, status_ports, config.tls.peers, config.trace, draft
         )
         for name, model in config.drafters.items()
     }

@@ -116,7 +116,7 @@ class Opening(Generic[P]):
         )
 
     async def open(self, text: Text) -> Opened:
-        call = OpenCall(self.update(text), self._parameters, self.leased.token, self._ahead)
+        call = OpenCall(self.update(text), self._parameters, self.leased.token, self._ahead, text.traceparent)
         async with asyncio.timeout(OPEN_S):
             return await self.peer.open(call)
 

@@ -52,7 +52,7 @@ from cluster.router.stop_strings import AnswerText
 from cluster.router.token_texts import VocabularyTexts
 from cluster.router.tokenizer import Tokenizer
 from cluster.router.totals import AnswerMeter, RouterTotals
-from cluster.router.traces import Tracer, close_within, tracer_of
+from cluster.router.traces import LAST_SPANS_S, Tracer, close_within, tracer_of
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
 
@@ -60,8 +60,6 @@ log = logging.getLogger("dendro.router")
 
 CLOSE_BUDGET_S = 1.0
 """Seconds that `complete` waits for the peers to save their last states."""
-LAST_SPANS_S = 5.0
-"""Seconds that a router which ends waits for its last spans to be sent."""
 AHEAD = 4
 """Finished rounds that may wait to be sent: sending does not delay the next round, and decoding stops for a client that
 does not read."""
@@ -246,6 +244,8 @@ class Ingress:
         ending = Ending(span=span)
         try:
             text = _text_of(job, answer)
+            if span is not None:
+                text.traceparent = span.traceparent
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
             ending.ended(LEFT)
             finish = self._finish_of_held(job, answer) if job.held else None

@@ -1,4 +1,5 @@
-"""Traces of answers by OpenTelemetry: a span of each sampled answer, its rounds as events. No text is in one.
+"""Traces of answers by OpenTelemetry: a span of each sampled answer, its rounds as events, and below it one of each
+opening at a drafter or verifier, its answers as events. No text is in one.
 
 Without `trace` in the configuration there is no tracer: nothing is imported, and a round costs one comparison.
 """
@@ -11,6 +12,7 @@ from collections.abc import Mapping
 from threading import Thread
 from typing import TYPE_CHECKING, Protocol
 
+from dendro.calls import Opened
 from dendro.errors import BadRequest
 from dendro.text import Verdict
 from dendro.tree import DraftTree
@@ -23,17 +25,23 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 INSTALL = "needs the exporter of OpenTelemetry: pip install 'dendroaspis[trace]'"
-SERVICE = "dendro-router"
+SERVICE = "dendro-{}"
+"""The name of a process's service, of its role."""
 TRACEPARENT = "traceparent"
 """The header of HTTP, and the metadata of gRPC, with the caller's span (W3C Trace Context)."""
 MOST_EVENTS = 512
-"""Rounds of an answer that are events of its span; later ones are counted in its attributes alone."""
+"""Events of a span; of later ones the last are kept, and an answer's attributes count all of its rounds."""
+LAST_SPANS_S = 5.0
+"""Seconds that a process which ends waits for its last spans to be sent."""
 
 Facts = Mapping[str, str | int | float | bool]
 
 
 class AnswerSpan(Protocol):
     """The span of one sampled answer."""
+
+    traceparent: str
+    """Name of this span for the peers, whose spans are below it."""
 
     def round(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Add a round that ends now."""
@@ -57,8 +65,9 @@ class Tracer(Protocol):
 
 
 class _Answer:
-    def __init__(self, span: Span) -> None:
+    def __init__(self, span: Span, traceparent: str) -> None:
         self._span = span
+        self.traceparent = traceparent
 
     def round(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         facts: dict[str, str | int | float | bool] = {
@@ -82,10 +91,31 @@ class _Answer:
         self._span.end()
 
 
+class _OpenedText:
+    """The span of a text that is open at a replica (`dendro.serving.PeerSpan`)."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+
+    def answered(self, outcome: object) -> None:
+        match outcome:
+            case Opened():
+                self._span.add_event("opened", {"dendro.restored": outcome.restored})
+            case DraftTree():
+                facts = {"dendro.guesses": outcome.guesses, "dendro.draft_us": outcome.draft_us}
+                self._span.add_event("draft", facts)
+            case Verdict():
+                facts = {"dendro.tokens": len(outcome.tokens), "dendro.queue_us": outcome.queue_us}
+                self._span.add_event("verdict", facts | {"dendro.verify_us": outcome.verify_us})
+
+    def end(self) -> None:
+        self._span.end()
+
+
 class OpenTelemetryTracer:
     """Spans that are sent in batches by a thread of its own. One that the collector does not take is dropped."""
 
-    def __init__(self, section: TraceExport, exporter: SpanExporter | None = None) -> None:
+    def __init__(self, section: TraceExport, exporter: SpanExporter | None = None, role: str = "router") -> None:
         """exporter: default: OTLP over HTTP to `section.endpoint`. Raises BadRequest where its package is missing."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import SpanLimits, TracerProvider
@@ -95,22 +125,36 @@ class OpenTelemetryTracer:
 
         self._provider = TracerProvider(
             sampler=ParentBased(TraceIdRatioBased(section.share)),
-            resource=Resource({"service.name": SERVICE}),
+            resource=Resource({"service.name": SERVICE.format(role)}),
             span_limits=SpanLimits(max_events=MOST_EVENTS),
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter or _exporter_to(section.endpoint)))
         self._tracer = self._provider.get_tracer("dendro")
         self._propagator = TraceContextTextMapPropagator()
+        self._role = role
 
     def begin(self, parent: str, model: str) -> AnswerSpan | None:
         from opentelemetry.context import Context
-        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace import SpanKind, set_span_in_context
 
         above = self._propagator.extract({TRACEPARENT: parent}, Context()) if parent else Context()
         facts = {"gen_ai.operation.name": "text_completion", "gen_ai.request.model": model}
         span = self._tracer.start_span("generate", above, SpanKind.SERVER, facts)
-        return _Answer(span) if span.is_recording() else None
+        if not span.is_recording():
+            return None
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, set_span_in_context(span))
+        return _Answer(span, carrier[TRACEPARENT])
+
+    def begin_opening(self, parent: str, model: str) -> _OpenedText | None:
+        """The span of a text that a router opens at this replica; None where it is not sampled."""
+        from opentelemetry.context import Context
+        from opentelemetry.trace import SpanKind
+
+        above = self._propagator.extract({TRACEPARENT: parent}, Context())
+        span = self._tracer.start_span(self._role, above, SpanKind.SERVER, {"gen_ai.request.model": model})
+        return _OpenedText(span) if span.is_recording() else None
 
     def close(self) -> None:
         self._provider.shutdown()
@@ -125,9 +169,9 @@ def _exporter_to(endpoint: str) -> SpanExporter:
     return exporter
 
 
-def tracer_of(section: TraceExport | None) -> OpenTelemetryTracer | None:
+def tracer_of(section: TraceExport | None, role: str = "router") -> OpenTelemetryTracer | None:
     """The tracer of a configuration; None without one. Raises BadRequest where a package is missing."""
-    return OpenTelemetryTracer(section) if section is not None else None
+    return OpenTelemetryTracer(section, role=role) if section is not None else None
 
 
 async def close_within(tracer: Tracer, limit_s: float) -> None:

@@ -76,6 +76,7 @@ class OpenCall:
     parameters: RequestParameters
     lease: str = ""  # the lease that the opening belongs to; empty at a peer without leases
     ahead: bool = False  # the first round is likely the root alone: a verifier may begin it with the text's last rows
+    traceparent: str = ""  # the router's span of the answer; empty: it is not sampled
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from dendro import wire
 from dendro.calls import Peer
 from dendro.certificates import CertificateFiles
 from dendro.internal.v1 import drafter_pb2, verifier_pb2
-from dendro.serving import SERVER_OPTIONS, Leases, Replica, ReplicaKind, StreamServer
+from dendro.serving import SERVER_OPTIONS, BeginSpan, Leases, Replica, ReplicaKind, StreamServer
 
 DRAFTER_REPLICA = ReplicaKind(
     service=drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name,
@@ -41,14 +41,17 @@ async def serve_engine(
     port: int = 0,
     fault: Callable[[], str] | None = None,
     certificates: CertificateFiles | None = None,
+    begin_span: BeginSpan | None = None,
 ) -> Replica:
     """Serve a started engine, and a health service; the caller stops the replica. Without `leases`, calls need none.
 
     port: 0 takes a free one
+    begin_span: for texts whose answers are sampled
     certificates: of this peer, whose clients then need the certificate of a router; without them, no TLS
     fault: called once a second; why the engine cannot serve now, empty if it can. A fault makes the health NOT_SERVING
     """
-    streams = StreamServer(engine, kind, await engine.hello(), leases, routers_alone=certificates is not None)
+    hello, secured = await engine.hello(), certificates is not None
+    streams = StreamServer(engine, kind, hello, leases, routers_alone=secured, begin_span=begin_span)
     rounds = grpc.stream_stream_rpc_method_handler(
         streams.run, request_deserializer=kind.calls.FromString, response_serializer=methodcaller("SerializeToString")
     )

@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -158,6 +158,20 @@ class ReplicaKind:
     work: Callable[[Any, Any], Awaitable[Any]]  # an engine's answer to a draft or verify call
 
 
+class PeerSpan(Protocol):
+    """The span of one text that is open at a replica."""
+
+    def answered(self, outcome: object) -> None:
+        """Add an answer: the opening's, a tree or a verdict."""
+        ...
+
+    def end(self) -> None: ...
+
+
+BeginSpan = Callable[[str], PeerSpan | None]
+"""Begins a span below that of a `traceparent`; None where it is not sampled."""
+
+
 @dataclass(slots=True)
 class _Opening:
     """A text that is open on a stream."""
@@ -165,6 +179,7 @@ class _Opening:
     last: TextUpdate  # the text up to the last call; used to close it if the stream breaks
     lease: Lease | None
     opening: asyncio.Task[Any]
+    span: PeerSpan | None = None
 
 
 class StreamServer:
@@ -177,9 +192,12 @@ class StreamServer:
         hello: Hello,
         leases: Leases | None = None,
         routers_alone: bool = False,
+        begin_span: BeginSpan | None = None,
     ) -> None:
-        """leases: None if openings need no lease; routers_alone: whether callers need a router's certificate"""
+        """leases: None if openings need no lease; routers_alone: whether callers need a router's certificate;
+        begin_span: for openings whose answers are sampled; None: there are no traces"""
         self._routers_alone = routers_alone
+        self._begin_span = begin_span
         self._engine = engine
         self._kind = kind
         self._hello = hello_message(hello)
@@ -304,7 +322,10 @@ class StreamServer:
             raise NotFound("opening: there is none of this name on this stream")
         held.last = replace(call.update, start=call.update.base, tokens=())
         if not isinstance(call, CloseCall):
-            return await self._kind.work(self._engine, call)
+            outcome = await self._kind.work(self._engine, call)
+            if held.span is not None:
+                held.span.answered(outcome)
+            return outcome
         mine.discard(opening)
         # Shielded: the state of the text is saved also if the stream breaks meanwhile.
         return await asyncio.shield(self._closing.start(self._answer_close(held, call)))
@@ -323,11 +344,16 @@ class StreamServer:
         lease = self.leases.attach(call.lease, opening) if self.leases is not None else None
         task = asyncio.ensure_future(self._engine.open(call))
         last = replace(call.update, start=call.update.base, tokens=())
-        self._open[opening] = _Opening(last, lease, task)
+        begin = self._begin_span if call.traceparent else None
+        held = _Opening(last, lease, task, begin(call.traceparent) if begin is not None else None)
+        self._open[opening] = held
         mine.add(opening)
         self._stats.openings += 1
         try:
-            return await task
+            opened = await task
+            if held.span is not None:
+                held.span.answered(opened)
+            return opened
         except asyncio.CancelledError:
             if self._fault:
                 raise
@@ -340,6 +366,8 @@ class StreamServer:
         held = self._open.pop(opening, None)
         if mine is not None:
             mine.discard(opening)
+        if held is not None and held.span is not None:
+            held.span.end()
         if held is not None and held.lease is not None and self.leases is not None:
             self.leases.detach(held.lease, opening)
 

@@ -368,6 +368,7 @@ class Text:
         self.tenant = tenant
         self.marks = marks
         self.structure = structure
+        self.traceparent = ""  # the name of the answer's span; empty: the answer is not sampled
         self._stopping = stopping
         self.finish: Finish | None = None
 

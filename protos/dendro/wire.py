@@ -53,6 +53,8 @@ MAX_US = 3_600_000_000
 """Longer times in a peer's statistics are lowered to this: an hour, in microseconds."""
 MAX_STEP_ROWS = 1 << 14
 MAX_TEXTS = 1 << 14
+MAX_TRACEPARENT = 64
+"""Characters of the longest span's name that is read; those of W3C Trace Context have 55."""
 MAX_TRACE = 2 * LONGEST_TRACE
 """Most ranks of a trace that are read, the last ones. Policies ignore a trace of more than LONGEST_TRACE."""
 MAX_NAME = 256
@@ -185,6 +187,7 @@ def _open_message(call: OpenCall) -> calls_pb2.OpenCall:
         logprobs=parameters.logprobs,
         echo_from=parameters.echo_from,
         structure=structure_message(parameters.structure),
+        traceparent=call.traceparent,
     )
     message.sampling.MergeFrom(LISTS.message_of(sampling))
     return message
@@ -216,7 +219,8 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         echo_from=message.echo_from if message.HasField("echo_from") else None,
         structure=structure_of_call(message),
     )
-    return OpenCall(update, parameters, message.lease, message.ahead)
+    traceparent = message.traceparent if len(message.traceparent) <= MAX_TRACEPARENT else ""
+    return OpenCall(update, parameters, message.lease, message.ahead, traceparent)
 
 
 def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterCall:

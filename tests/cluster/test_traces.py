@@ -13,21 +13,27 @@ from threading import Event, Thread
 
 import grpc.aio
 import pytest
+from dendro.calls import DraftCall, VerifyCall
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
+from dendro.shapes import TreeShape
+from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1.generation_pb2_grpc import GenerationServiceStub
 
 from cluster import deploy
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
+from cluster.peers.opening import Opening
 from cluster.redis_server import RedisServer
 from cluster.router.ingress import Ingress
 from cluster.router.traces import MOST_EVENTS, OpenTelemetryTracer
 from cluster.sections import TraceExport
 from cluster.sessions import MemorySessions
 from tests.support.edge import SERVED, EdgePeers, config
+from tests.support.fakes import FakeDrafter, FakeVerifier, new_text
 from tests.support.http_api import HELLO, HELLO_TEXT, http_at, post
+from tests.support.sockets import drafter_at, verifier_at
 from tests.support.toy_cluster import LOADERS, toy_config, toy_ingress
 
 trace_sdk = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
@@ -100,6 +106,70 @@ async def test_an_answer_of_many_rounds_has_a_bounded_span(traced):
     assert all(len(each.events) == 400 <= MOST_EVENTS for each in spans())
 
 
+async def opened_and_closed(opening, text, *calls):
+    """One text at one peer, and the answers to calls of it."""
+    await opening.open(text)
+    for call in calls:
+        await call(opening, text)
+    await opening.close(text)
+
+
+async def draft(opening, text):
+    await opening.peer.draft(DraftCall(opening.update(text), TreeShape.parse("(1,1)")))
+
+
+async def verify(opening, text):
+    await opening.peer.verify(VerifyCall(opening.update(text), DraftTree.root_only(text.root)))
+
+
+async def test_texts_of_a_sampled_answer_are_spans_at_its_peers_below_it_and_those_of_others_are_none(traced):
+    made, spans = traced
+    exporter, peers = trace_sdk.InMemorySpanExporter(), {}
+    for role in ("drafter", "verifier"):
+        section = TraceExport(endpoint="http://127.0.0.1:1", share=1e-9)  # a router decides
+        peers[role] = OpenTelemetryTracer(section, exporter, role)
+    begin = {role: partial(tracer.begin_opening, model="demo") for role, tracer in peers.items()}
+    answer = made._tracer.begin(PARENT, "demo")
+    names = []
+    async with (
+        drafter_at(FakeDrafter(), begin_span=begin["drafter"]) as (_, drafters),
+        verifier_at(FakeVerifier(), begin_span=begin["verifier"]) as (replica, verifiers),
+    ):
+        for traceparent in (answer.traceparent, "", "no-span", "x" * 100):
+            text = new_text()
+            text.traceparent = traceparent
+            await opened_and_closed(Opening(await drafters.lease(), text), text, draft)
+            await opened_and_closed(Opening(await verifiers.lease(), text), text, verify, verify)
+            names.append(len(exporter.get_finished_spans()))
+            for tracer in peers.values():
+                tracer._provider.force_flush()
+        assert replica.stats()["open_openings"] == 0
+    answer.end({}, False)
+    (above,), found = spans(), exporter.get_finished_spans()
+    assert {each.name for each in found} == {"drafter", "verifier"} and len(found) == 2
+    assert {each.parent.span_id for each in found} == {above.context.span_id}
+    assert {each.context.trace_id for each in found} == {TRACE_ID}
+    events = {each.name: [event.name for event in each.events] for each in found}
+    assert events == {"drafter": ["opened", "draft"], "verifier": ["opened", "verdict", "verdict"]}
+    assert {each.resource.attributes["service.name"] for each in found} == {"dendro-drafter", "dendro-verifier"}
+
+
+async def test_the_text_of_a_sampled_answer_has_its_span_and_that_of_another_none(traced, monkeypatch):
+    made, spans = traced
+    texts, verifier = [], made._peers.verifier
+
+    def kept(name, text, *rest):
+        texts.append(text)
+        return verifier(name, text, *rest)
+
+    monkeypatch.setattr(made._peers, "verifier", kept)
+    for parent in (PARENT, UNSAMPLED):
+        async for _ in made.generate(pb.GenerateRequest(text="a", max_new_tokens=2), traceparent=parent):
+            pass
+    (span,) = spans()
+    assert [each.traceparent for each in texts] == [f"00-{TRACE_ID:032x}-{span.context.span_id:016x}-01", ""]
+
+
 class SlowTracer(OpenTelemetryTracer):
     """Its collector does not answer before `answered`."""
 
@@ -132,6 +202,7 @@ class WrittenTracer:
 
     def __init__(self, path: str) -> None:
         self._path, self._ended = path, 0
+        self.traceparent = ""
 
     def begin(self, parent, model):
         return self

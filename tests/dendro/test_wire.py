@@ -93,7 +93,8 @@ def opens(draw: st.DrawFn) -> OpenCall:
         tokenizer=draw(st.text(max_size=5)),
         prompt_length=draw(st.integers(0, update.base)),
     )
-    return OpenCall(update, parameters, draw(st.text(max_size=5)), draw(st.booleans()))
+    traceparent = draw(st.text(max_size=wire.MAX_TRACEPARENT))
+    return OpenCall(update, parameters, draw(st.text(max_size=5)), draw(st.booleans()), traceparent)
 
 
 @st.composite

@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
-from dendro.serving import Leases, Replica, ReplicaKind
+from dendro.serving import BeginSpan, Leases, Replica, ReplicaKind
 
 from tests.support.fakes import FakeDrafter, FakeVerifier, RemotePool
 
@@ -18,17 +18,23 @@ Served = tuple[Replica, RemotePool]
 """An engine behind a socket, and a pool that has its address alone."""
 
 
-def drafter_at(engine: FakeDrafter, leases: Leases | None = None) -> AbstractAsyncContextManager[Served]:
-    return _at("drafter", DRAFTER_REPLICA, engine, leases)
+def drafter_at(
+    engine: FakeDrafter, leases: Leases | None = None, begin_span: BeginSpan | None = None
+) -> AbstractAsyncContextManager[Served]:
+    return _at("drafter", DRAFTER_REPLICA, engine, leases, begin_span)
 
 
-def verifier_at(engine: FakeVerifier, leases: Leases | None = None) -> AbstractAsyncContextManager[Served]:
-    return _at("verifier", VERIFIER_REPLICA, engine, leases)
+def verifier_at(
+    engine: FakeVerifier, leases: Leases | None = None, begin_span: BeginSpan | None = None
+) -> AbstractAsyncContextManager[Served]:
+    return _at("verifier", VERIFIER_REPLICA, engine, leases, begin_span)
 
 
 @asynccontextmanager
-async def _at(name: str, kind: ReplicaKind, engine: Any, leases: Leases | None) -> AsyncIterator[Served]:
-    replica = await serve_engine(kind, engine, leases)
+async def _at(
+    name: str, kind: ReplicaKind, engine: Any, leases: Leases | None, begin_span: BeginSpan | None
+) -> AsyncIterator[Served]:
+    replica = await serve_engine(kind, engine, leases, begin_span=begin_span)
     pool = RemotePool(name, [replica.address])
     try:
         yield replica, pool

@@ -185,6 +185,7 @@ class OpenCall(_message.Message):
     ECHO_FROM_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
     STRUCTURE_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease: _builtins.str
     """lease is the lease that the opening belongs to. Empty only at a replica without leases."""
     max_length: _builtins.int
@@ -216,6 +217,10 @@ class OpenCall(_message.Message):
     ahead: _builtins.bool
     """ahead tells a verifier that the first round is likely the root alone: it may verify the root with the text's last
     rows, before the round's call. Drafters ignore it.
+    """
+    traceparent: _builtins.str
+    """traceparent is the router's span of the answer (W3C Trace Context), below which the replica sends its own. Empty: the
+    answer is not sampled.
     """
     @_builtins.property
     def sampling(self) -> Global___Sampling:
@@ -253,10 +258,11 @@ class OpenCall(_message.Message):
         echo_from: _builtins.int | None = ...,
         ahead: _builtins.bool = ...,
         structure: Global___Structure | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_echo_from", b"_echo_from", "_logprobs", b"_logprobs", "echo_from", b"echo_from", "logprobs", b"logprobs", "sampling", b"sampling", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo_from", b"_echo_from", "_logprobs", b"_logprobs", "ahead", b"ahead", "echo_from", b"echo_from", "ignore_end", b"ignore_end", "lease", b"lease", "logprobs", b"logprobs", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "structure", b"structure", "tenant", b"tenant", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_echo_from", b"_echo_from", "_logprobs", b"_logprobs", "ahead", b"ahead", "echo_from", b"echo_from", "ignore_end", b"ignore_end", "lease", b"lease", "logprobs", b"logprobs", "marks", b"marks", "max_length", b"max_length", "min_length", b"min_length", "prompt_tokens", b"prompt_tokens", "sampling", b"sampling", "stop_ids", b"stop_ids", "structure", b"structure", "tenant", b"tenant", "tokenizer", b"tokenizer", "traceparent", b"traceparent", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__echo_from: _TypeAlias = _typing.Literal["echo_from"]  # noqa: Y015
     _WhichOneofArgType__echo_from: _TypeAlias = _typing.Literal["_echo_from", b"_echo_from"]  # noqa: Y015
