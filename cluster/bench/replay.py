@@ -27,6 +27,7 @@ from cluster.policies.prior import Prior
 from cluster.policies.stopping import StopRule
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
+from cluster.proposers.proposal import Proposal
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,13 @@ def run_fixed(shape: TreeShape, trace: Trace, costs: ReplayCosts) -> ReplayedAns
     return ReplayedAnswer(trace, tuple(rounds))
 
 
+def offered(chances: Chances, proposal: Proposal, least: float) -> DraftTree:
+    """The tree of what prompt lookup proposes, as a router offers it to a policy."""
+    if proposal.guesses and chances.first(Lookup.name, proposal) >= least:
+        return chances.tree(Lookup.name, proposal)
+    return DraftTree.root_only(proposal.root)
+
+
 def run_policy(
     policy: InformedPolicy,
     experience: Experience,
@@ -110,7 +118,7 @@ def run_policy(
     with experience.concurrency.running() as running:
         while base < answer.end:
             proposal = trace.proposals[base - answer.begin] if chances and trace.proposals else None
-            offer = partial(chances.tree, Lookup.name, proposal) if chances and proposal else None
+            offer = partial(offered, chances, proposal) if chances and proposal else None
             arm = policy.choose(offer)
             shape = (arm if rule is None else rule.resolved(arm)).shape
             draft_us, step_us = costs.draft_us(trace.drafted_as(shape, base)), costs.step_us(trace.rows(shape, base))

@@ -150,6 +150,15 @@ def test_replayed_proposals_follow_a_repetitive_text_and_cost_a_step_of_their_ro
             assert {played.took_us for played in run.rounds} == {flat_costs().step_us(rows)}
 
 
+def test_a_replayed_policy_is_offered_proposals_and_chooses_them_where_they_come_true():
+    shape, ids = ProposedShape(7), tuple(index % 6 for index in range(96))
+    trace = Trace(TracedAnswer("code", "p", 0.0, 0, ids, 24, 48), [])
+    record_proposals(trace, [shape])
+    first, second = run_stream("conservative_ucb", [OFF, shape], [trace, trace], flat_costs(), 2)
+    assert {played.shape for run in first for played in run.rounds} == {OFF, shape}
+    assert [played.shape for played in second[-1].rounds].count(shape) > len(second[-1].rounds) / 2
+
+
 # Prompts
 
 
