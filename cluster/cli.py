@@ -215,7 +215,7 @@ def check(
     the memory, the exactness on this processor, and the arms of each target. Exit status 2 where it cannot."""
     from cluster.checking import as_report, examine, show
 
-    timer = importlib.import_module("cluster.measure.worth_timing").WorthTimer() if load else None
+    timer = importlib.import_module("cluster.measure.engine_times").WorthTimer() if load else None
     report = examine(given_config(config), load, lambda line: errors.print(line, style="dim", markup=False), timer)
     show(page(), report)
     if json_file is not None:

@@ -9,15 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dendro.calls import DrafterPeer, VerifierPeer
 from dendro.shapes import MAX_ROWS, LevelShape, TreeShape
-from dendro.text import Sampling
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 
 from cluster.bench.traces import is_static
-from cluster.measure.in_process import EngineText, star
-from cluster.measure.measurement import Step
-from cluster.measure.turns import by_turns, medians_us
 from cluster.policies.sequoia import forwarded_rows
 
 STEP_ROWS = tuple(sorted({*FEW_ROWS, *range(ROW_MULTIPLE, MAX_ROWS + 1, ROW_MULTIPLE)}))
@@ -67,35 +62,7 @@ def level_shapes() -> Mapping[int, tuple[LevelShape, LevelShape]]:
     return {rows: (LevelShape((rows,)), LevelShape((rows, 1))) for rows in LEVEL_ROWS}
 
 
-async def measure_steps(
-    verifier: VerifierPeer, ids: Sequence[int], temperature: float, repetitions: int, step: Step
-) -> dict[int, float]:
-    """Rows -> a verifier's step, on one text, interleaved. Verdicts are not committed; each first step is warm-up."""
-    peer = EngineText(ids, Sampling(temperature=temperature))
-    await peer.open(verifier, MAX_ROWS)
-    times = await by_turns(
-        STEP_ROWS, lambda rows: peer.verify(verifier, star(ids[-1], rows), len(ids)), repetitions, step
-    )
-    await peer.close(verifier)
-    return medians_us(times)
-
-
-async def measure_drafts(
-    drafter: DrafterPeer,
-    ids: Sequence[int],
-    temperature: float,
-    shapes: Sequence[TreeShape],
-    repetitions: int,
-    step: Step,
-) -> dict[TreeShape, float]:
-    """Shape -> drafting a tree, on one text, interleaved. The first draft of each shape is warm-up.
-
-    All drafts start at the same text length: each reads the root again, as after a round that accepted no guess.
-    """
-    peer = EngineText(ids, Sampling(temperature=temperature))
-    await peer.open(drafter, MAX_ROWS)
+def costed(shapes: Sequence[TreeShape]) -> list[TreeShape]:
+    """The shapes whose drafts are measured for a table that has these: also those from which levels are computed."""
     wanted = dict.fromkeys([*shapes, *(shape for pair in level_shapes().values() for shape in pair)])
-    drafted = [shape for shape in wanted if shape.drafted]
-    times = await by_turns(drafted, lambda shape: peer.draft(drafter, shape, len(ids)), repetitions, step)
-    await peer.close(drafter)
-    return medians_us(times)
+    return [shape for shape in wanted if shape.drafted]

@@ -19,11 +19,12 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import ReplayCosts, measure_drafts, measure_steps
+from cluster.bench.costs import STEP_ROWS, ReplayCosts, costed
 from cluster.bench.replay import ReplayedAnswer, new_experience, rate, rates, run_fixed, run_policy
 from cluster.bench.traces import SIDE_BY_SIDE, SPARE, Trace, TracedAnswer, grown_trees, write_answers
 from cluster.demo.kinds import KINDS
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
+from cluster.measure.engine_times import measure_drafts, measure_steps
 from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.measure.measurement import Begin
 from cluster.measure.options import KIND_PROMPTS
@@ -329,9 +330,9 @@ async def measure(options: StoppingOptions, begin: Begin) -> dict[str, Any]:
                 verifier, options.models, options.prompts, options.tokens, temperature, options.seed
             )
             ids = answers[0].ids[:PROMPT_TOKENS]
-            steps = await measure_steps(verifier, ids, temperature, options.repetitions, step)
+            steps = await measure_steps(verifier, ids, temperature, STEP_ROWS, options.repetitions, step)
             wanted = [shape for form in FORMS for shape in (*form.lengths, *form.grown)]
-            drafted = await measure_drafts(drafter, ids, temperature, wanted, options.repetitions, step)
+            drafted = await measure_drafts(drafter, ids, temperature, costed(wanted), options.repetitions, step)
             costs = ReplayCosts(steps, drafted)
             step = begin(f"drafts, {name}", texts * options.tokens)
             grown = await grown_trees(drafter, answers, [form.recorded for form in FORMS], step)

@@ -13,7 +13,7 @@ import numpy as np
 from dendro.errors import BadRequest
 from dendro.shapes import MAX_ROWS, OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
 
-from cluster.bench.costs import LEVEL_ROWS, ReplayCosts, measure_drafts, measure_steps
+from cluster.bench.costs import LEVEL_ROWS, STEP_ROWS, ReplayCosts, costed
 from cluster.bench.replay import ReplayedAnswer, by_answer, rate, rates, run_fixed, run_stream
 from cluster.bench.traces import (
     SIDE_BY_SIDE,
@@ -30,6 +30,7 @@ from cluster.bench.traces import (
 from cluster.config import DrafterConfig
 from cluster.demo.kinds import KINDS
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
+from cluster.measure.engine_times import measure_drafts, measure_steps
 from cluster.measure.in_process import DRAFTER_DTYPE, drafter_of, verifier_of
 from cluster.measure.measurement import Begin, Step
 from cluster.measure.options import KIND_PROMPTS
@@ -150,10 +151,10 @@ async def measure(options: TreesOptions, begin: Begin) -> dict[str, Any]:
                 verifier, options.models, options.prompts, options.tokens, each, options.seed
             )
             ids = answers[each][0].ids[:PROMPT_TOKENS]
-            steps[each] = await measure_steps(verifier, ids, each, options.repetitions, step)
+            steps[each] = await measure_steps(verifier, ids, each, STEP_ROWS, options.repetitions, step)
         for name in options.drafters:
             ranker = Ranker(DrafterConfig(checkpoint=options.models / name, dtype="float32"), "cpu", RANKS)
-            shapes = [each for each in (*fixed_arms(arms), WIDE) if name == main or is_static(each)]
+            shapes = costed([each for each in (*fixed_arms(arms), WIDE) if name == main or is_static(each)])
             async with drafter_of(options.models / name, SIDE_BY_SIDE) as drafter:
                 for temperature, written in answers.items():
                     mine = [Trace(each, ranker.ranks(*each.parts, each.sampling)) for each in written]

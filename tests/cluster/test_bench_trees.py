@@ -26,7 +26,7 @@ from dendro.text import Limits, Text, Verdict
 from dendro.tree import EMPTY_TRACE, DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import STEP_ROWS, ReplayCosts, level_shapes, measure_drafts, measure_steps
+from cluster.bench.costs import STEP_ROWS, ReplayCosts, costed, level_shapes
 from cluster.bench.replay import arm_of, run_fixed, run_policy, run_stream
 from cluster.bench.traces import (
     SPARE,
@@ -62,6 +62,7 @@ from cluster.demo.corpus import HELD_OUT
 from cluster.demo.kinds import BLOCK_TOKENS, EDITS, KINDS, PROSE, kind_prompts
 from cluster.demo.prompts import load_passages, load_tokenizer
 from cluster.measure.bench import draw
+from cluster.measure.engine_times import measure_drafts, measure_steps
 from cluster.measure.in_process import EngineText
 from cluster.policies import POLICIES, Experience, Static, make_policy
 from cluster.policies.replay import static_path
@@ -307,8 +308,9 @@ def test_steps_cost_as_the_next_measured_size_and_levels_are_interpolated():
 async def test_costs_are_measured_of_every_row_count_and_shape(tmp_path):
     async with engines(tmp_path) as (drafter, verifier, _):
         steps, ids = [], list(range(20))
-        step = await measure_steps(verifier, ids, 1.0, 1, lambda: steps.append(1))
-        draft = await measure_drafts(drafter, ids, 1.0, [OFF, TREE, MASTERS[0]], 1, lambda: steps.append(1))
+        step = await measure_steps(verifier, ids, 1.0, STEP_ROWS, 1, lambda: steps.append(1))
+        shapes = costed([OFF, TREE, MASTERS[0]])
+        draft = await measure_drafts(drafter, ids, 1.0, shapes, 1, lambda: steps.append(1))
         assert verifier.stats()["sessions"] == drafter.sessions == 0
     assert set(step) == set(STEP_ROWS) and OFF not in draft and {TREE, MASTERS[0]} <= set(draft)
     assert len(steps) == 4 and min(*step.values(), *draft.values()) > 0
