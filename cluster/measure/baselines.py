@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
@@ -142,7 +141,7 @@ class Baselines:
 
 
 def load(target: Path, assistant: Path | None, dtype: str, threads: int) -> tuple[Reply, Callable[[Call], Reply]]:
-    """No facts, and the function that answers a call of `BaselineProcess`."""
+    """No facts, and the function that answers a call of `library_process`."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
@@ -151,49 +150,12 @@ def load(target: Path, assistant: Path | None, dtype: str, threads: int) -> tupl
     return {}, lambda call: baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
 
 
-class BaselineProcess:
-    """The baselines in a separate process. Use as an asynchronous context; starting takes seconds.
-
-    `environment` is added to this process's own.
-    """
-
-    def __init__(
-        self,
-        target: Path,
-        assistant: Path | None,
-        dtype: str,
-        threads: int,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        arguments = [str(target), str(assistant or ""), dtype, str(threads)]
-        self._process = ContenderProcess("transformers", __name__, arguments, os.environ | dict(environment or {}))
-
-    async def __aenter__(self) -> BaselineProcess:
-        await self._process.ready()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    @property
-    def ended(self) -> bool:
-        return self._process.ended
-
-    def stop(self) -> None:
-        self._process.stop()
-
-    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """Time an answer in the other process (`Baselines.answer`). Raises EngineFailed with that process's error."""
-        fields = {"prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
-        return TimedAnswer.of(await self._process.call(row, **fields))
-
-    async def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> tuple[int, float]:
-        """Time a batch in the other process (`Baselines.batch`). Returns tokens and seconds. Raises EngineFailed with
-        that process's error."""
-        reply = await self._process.call(row, prompts=[list(prompt) for prompt in prompts], tokens=tokens)
-        return int(reply["tokens"]), float(reply["seconds"])
+def library_process(
+    target: Path, assistant: Path | None, dtype: str, threads: int, environment: Mapping[str, str] | None = None
+) -> ContenderProcess:
+    """The baselines in a separate process. environment: added to this process's own"""
+    arguments = [str(target), str(assistant or ""), dtype, str(threads)]
+    return ContenderProcess("transformers", __name__, arguments, os.environ | dict(environment or {}))
 
 
 if __name__ == "__main__":

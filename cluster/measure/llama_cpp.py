@@ -12,10 +12,10 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
@@ -93,9 +93,11 @@ class LlamaCppModels:
     def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """`tokens` tokens after a prompt, timed from the call to the last one. No top-k or top-p. Nothing of earlier
         answers is used again."""
+        if row in GREEDY_ROWS and temperature > 0:
+            raise EngineFailed(f"{row!r} does not answer at temperature {temperature:g}")
         model = self.models[row]
         model.reset()
-        model.set_seed(seed)
+        model.set_seed(seed & 0xFFFFFFFF)
         model.evaluations = 0
         answer: list[int] = []
         first = 0.0
@@ -119,63 +121,39 @@ def _enabled(system_info: str) -> list[str]:
 
 
 def load(file: Path, threads: int, positions: int, rows: Sequence[str]) -> tuple[Reply, Callable[[Call], Reply]]:
-    """Facts of the build, and the function that answers a call of `LlamaCppProcess`."""
+    """Facts of the build, and the function that answers a call of `llama_cpp_process`."""
     models = LlamaCppModels(file, threads, positions, rows)
     return models.facts, lambda call: asdict(models.answer(**call))
 
 
-class LlamaCppProcess:
-    """llama.cpp's rows for the model of a checkpoint. Use as an asynchronous context, which writes the model as GGUF,
-    starts the process and waits until it has loaded; raises EngineFailed, in a sentence, if any of this fails."""
-
-    def __init__(self, checkpoint: Path, dtype: str, threads: int, positions: int, file: Path | None = None) -> None:
-        """file: a GGUF file, for the row of the file as it is, in place of those of the checkpoint"""
-        self.facts: Reply = {}
-        self.rows = LLAMA_CPP_ROWS if file is None else (LLAMA_CPP_FILE,)
-        self._own_file = file
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self._numbers = [str(threads), str(positions + LOOKUP_TOKENS)]
-        self._process: ContenderProcess | None = None
-
-    async def __aenter__(self) -> LlamaCppProcess:
+@asynccontextmanager
+async def llama_cpp_process(
+    checkpoint: Path, dtype: str, threads: int, positions: int, file: Path | None = None
+) -> AsyncIterator[ContenderProcess]:
+    """llama.cpp's rows for the model of a checkpoint, which is written as GGUF. file: a GGUF file, for the row of the
+    file as it is, in place of these. Raises EngineFailed, in a sentence, if it cannot be started."""
+    rows = LLAMA_CPP_ROWS if file is None else (LLAMA_CPP_FILE,)
+    environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
+    async with AsyncExitStack() as stack:
         with tempfile.TemporaryDirectory() as folder:  # the process has mapped the file when it is ready
-            file = self._own_file or Path(folder) / "model.gguf"
-            if self._own_file is None:
-                await asyncio.to_thread(self._export, file)
-            environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
-            arguments = [str(file), *self._numbers, *self.rows]
-            self._process = ContenderProcess("llama.cpp", __name__, arguments, environment, True)
-            try:
-                self.facts = await self._process.ready()
-            except BaseException:
-                self._process.stop()
-                raise
-        return self
+            if file is None:
+                file = Path(folder) / "model.gguf"
+                await asyncio.to_thread(_export, checkpoint, file, dtype)
+            arguments = [str(file), str(threads), str(positions + LOOKUP_TOKENS), *rows]
+            process = ContenderProcess("llama.cpp", __name__, arguments, environment, keep_log=True)
+            await stack.enter_async_context(process)
+        yield process
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process is not None
-        self._process.stop()
 
-    def _export(self, file: Path) -> None:
-        from cluster.measure.gguf_file import check_exportable, write_gguf
+def _export(checkpoint: Path, file: Path, dtype: str) -> None:
+    from cluster.measure.gguf_file import check_exportable, write_gguf
 
-        try:
-            check_exportable(self._checkpoint, self._dtype)
-            imported("gguf")
-            write_gguf(self._checkpoint, file, self._dtype)
-        except BadRequest as error:
-            raise EngineFailed(f"not exported: {error.reason}") from error
-
-    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """Raises EngineFailed with the other process's error."""
-        if row not in self.rows or (row in GREEDY_ROWS and temperature > 0):
-            raise BadRequest("row", f"{row!r} does not answer at temperature {temperature:g}")
-        assert self._process is not None
-        fields = {"prompt": list(prompt), "temperature": temperature, "seed": seed & 0xFFFFFFFF, "tokens": tokens}
-        return TimedAnswer.of(await self._process.call(row, **fields))
+    try:
+        check_exportable(checkpoint, dtype)
+        imported("gguf")
+        write_gguf(checkpoint, file, dtype)
+    except BadRequest as error:
+        raise EngineFailed(f"not exported: {error.reason}") from error
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from dendro.answer import collect_stream
 from dendro.client import Asking
 from dendro.errors import EngineFailed
 
-from cluster.measure.baselines import BaselineProcess
 from cluster.measure.measurement import AUTO, BATCH, CONTINUOUS, OFF, Step
 from cluster.measure.ours import TenantClients, TenantRule
+from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
 from cluster.measure.speed import Identity
 from cluster.measure.statistics import Estimate, median_estimate
@@ -205,7 +205,7 @@ class LoadPlan:
 
 
 async def measure_load(
-    plan: LoadPlan, loader: Loader, library: BaselineProcess, hop_time: HopTime, step: Step
+    plan: LoadPlan, loader: Loader, library: ContenderProcess, hop_time: HopTime, step: Step
 ) -> tuple[list[LoadBlock], dict[str, str]]:
     """All blocks, and the errors of baselines that failed."""
     order = random.Random(plan.seed)
@@ -227,7 +227,8 @@ async def measure_load(
                     prompts = [plan.prompts[index % len(plan.prompts)] for index in range(clients)]
                     lengths = [loader.length(index) for index in range(clients)]
                     try:
-                        _, block.seconds = await library.batch(way, prompts, max(lengths))
+                        reply = await library.call(way, prompts=[*map(list, prompts)], tokens=max(lengths))
+                        block.seconds = float(reply["seconds"])
                         block.tokens = sum(lengths)  # tokens up to each answer's end
                         blocks.append(block)
                     except EngineFailed as error:

@@ -17,9 +17,7 @@ from cluster import deploy
 from cluster.command_options import given_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.engines import engine_environment
 from cluster.measure.against_off import FIRST_S, PAIRS, PairsPlan, measure_against_off, rows_against_off
-from cluster.measure.baselines import BaselineProcess
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed
 from cluster.measure.hops import hop_process
 from cluster.measure.load import FIXED, WAYS, Loader, LoadPlan, measure_load, rows_of
@@ -29,7 +27,7 @@ from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, ow
 from cluster.measure.report import Row
 from cluster.measure.speed import OWN, Identity
 from cluster.measure.surface import SURFACE, WHOLE, SurfacePlan, both_doors, measure_surface, surface_rows
-from cluster.measure.targets import COSTLY, DEMO, parameter_count, target_config
+from cluster.measure.targets import COSTLY, DEMO, library_of, parameter_count, target_config
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running_cluster
 from cluster.tables import PLAIN_WIDTH
@@ -241,20 +239,15 @@ async def run_loads(
         seed=options.seed,
         ways=(OFF, *own_arms(loaded.config), AUTO) if options.own else WAYS,
     )
-    config, target = with_room(loaded.config, max(plan.clients)), loaded.target
-    quiet = engine_environment(target.threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
-    library = BaselineProcess(target.checkpoint, None, target.dtype, target.threads, quiet)
-    try:
-        async with (
-            running_cluster(config.private()) as address,
-            AsyncClient(address, proxy=False) as client,
-            library,
-            hop_process() as hops,
-        ):
-            loader = loaded.loader(client, plan)
-            blocks, silent = await measure_load(plan, loader, library, hops.hop_us, begin("loads", plan.blocks))
-    finally:
-        library.stop()
+    config = with_room(loaded.config, max(plan.clients))
+    async with (
+        running_cluster(config.private()) as address,
+        AsyncClient(address, proxy=False) as client,
+        library_of(loaded.target) as library,
+        hop_process() as hops,
+    ):
+        loader = loaded.loader(client, plan)
+        blocks, silent = await measure_load(plan, loader, library, hops.hop_us, begin("loads", plan.blocks))
     return rows_of(blocks, plan.ways, OWN if options.own else BUNDLED), loader.identity, silent
 
 

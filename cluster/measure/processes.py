@@ -12,9 +12,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from dendro.errors import EngineFailed, one_line
+
+from cluster.measure.measurement import TimedAnswer
 
 Call = dict[str, Any]
 Reply = dict[str, Any]
@@ -51,9 +54,11 @@ def failure_in(log: str) -> str:
 
 
 class ContenderProcess:
-    """A module of ours that calls `serve_calls`, run with `environment` as its whole environment.
+    """A module of ours that calls `serve_calls`. Use as an asynchronous context, which starts it and waits until it has
+    loaded; raises EngineFailed, in a sentence, if that fails.
 
-    `name` begins the errors that concern no row. `keep_log`: its standard error is kept for errors instead of shown.
+    `name` begins the errors that concern no row. `environment` is the process's whole environment. `keep_log`: its
+    standard error is kept for errors instead of shown.
     """
 
     def __init__(
@@ -64,20 +69,30 @@ class ContenderProcess:
         environment: Mapping[str, str],
         keep_log: bool = False,
     ) -> None:
+        self.facts: Reply = {}  # what it wrote when it had loaded
         self._name = name
-        self._log = tempfile.TemporaryFile("w+", errors="replace") if keep_log else None  # noqa: SIM115  # see stop
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=dict(environment),
-        )
+        self._command = [sys.executable, "-m", module, *arguments]
+        self._environment = dict(environment)
+        self._log = tempfile.TemporaryFile("w+", errors="replace") if keep_log else None  # noqa: SIM115  # see _stop
 
-    async def ready(self) -> Reply:
-        """The first line, which the process writes when it has loaded. Raises EngineFailed with the cause."""
-        return self._checked(self._name, await asyncio.to_thread(self._read))
+    async def __aenter__(self) -> Self:
+        self._start()
+        try:
+            self.facts = self._checked(self._name, await asyncio.to_thread(self._read))
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop()
+
+    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
+        """Time an answer in the other process. Raises EngineFailed as `call`."""
+        fields = {"prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
+        return TimedAnswer.of(await self.call(row, **fields))
 
     async def call(self, row: str, **fields: object) -> Reply:
         """The reply to a call for a row. Raises EngineFailed with the other process's error, or with how it ended."""
@@ -87,7 +102,17 @@ class ContenderProcess:
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def stop(self) -> None:
+    def _start(self) -> None:
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            env=self._environment,
+        )
+
+    def _stop(self) -> None:
         assert self._process.stdin and self._process.stdout
         with suppress(BrokenPipeError):  # it ended before it read all
             self._process.stdin.close()

@@ -24,10 +24,8 @@ from tree_layers.checkpoint import GGUF
 from cluster.command_options import given_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.engines import engine_environment
-from cluster.measure.baselines import BaselineProcess
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
-from cluster.measure.llama_cpp import LlamaCppProcess
+from cluster.measure.llama_cpp import llama_cpp_process
 from cluster.measure.measurement import (
     AUTO,
     BASELINES,
@@ -41,6 +39,7 @@ from cluster.measure.measurement import (
 )
 from cluster.measure.ours import ClusterClient, TenantRule
 from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
+from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
 from cluster.measure.speed import (
     OWN,
@@ -53,7 +52,7 @@ from cluster.measure.speed import (
     measure,
     rows_of,
 )
-from cluster.measure.targets import COSTLY, MAMBA2, THREADS, Which, parameter_count, target_config
+from cluster.measure.targets import COSTLY, MAMBA2, THREADS, Which, library_of, parameter_count, target_config
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
@@ -207,39 +206,31 @@ def _plan(
 async def contenders_for(pair: MeasuredPair, local: bool) -> AsyncIterator[Contenders]:
     """Start our cluster, the library and llama.cpp for one target; all stop at the end. Of the others, one that cannot
     be started leaves out its rows alone."""
-    target, rows = pair.target, pair.plan.baselines
+    target, rows, left_out = pair.target, pair.plan.baselines, dict[str, str]()
     library = exported = own_file = None
-    if set(rows) & set(BASELINES):
-        quiet = engine_environment(target.threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
-        library = BaselineProcess(target.checkpoint, pair.assistant, target.dtype, target.threads, quiet)
-    llama = partial(LlamaCppProcess, target.checkpoint, target.dtype, target.threads, pair.positions)
-    try:
-        async with (
-            AsyncExitStack() as stack,
-            running(pair.config, local) as address,
-            AsyncClient(address, proxy=False) as client,
-        ):
-            if library is not None:
-                await stack.enter_async_context(library)
-            left_out: dict[str, str] = {}
+    llama = partial(llama_cpp_process, target.checkpoint, target.dtype, target.threads, pair.positions)
+    async with (
+        AsyncExitStack() as stack,
+        running(pair.config, local) as address,
+        AsyncClient(address, proxy=False) as client,
+    ):
+        if set(rows) & set(BASELINES):
+            library = await stack.enter_async_context(library_of(target, pair.assistant))
 
-            async def started(process: LlamaCppProcess) -> LlamaCppProcess | None:
-                try:
-                    return await stack.enter_async_context(process)
-                except EngineFailed as error:
-                    left_out.update(dict.fromkeys(process.rows, str(error)))
-                    return None
+        async def started(which: Sequence[str], file: Path | None = None) -> ContenderProcess | None:
+            try:
+                return await stack.enter_async_context(llama(file))
+            except EngineFailed as error:
+                left_out.update(dict.fromkeys(which, str(error)))
+                return None
 
-            if set(rows) & set(LLAMA_CPP_ROWS):
-                exported = await started(llama())
-            if pair.own_file is not None:
-                own_file = await started(llama(pair.own_file))
-            some = exported or own_file
-            facts = some.facts if some else {}
-            yield Contenders(library, ClusterClient(client, pair.rule), exported, own_file, facts, left_out)
-    finally:
-        if library is not None:
-            library.stop()
+        if set(rows) & set(LLAMA_CPP_ROWS):
+            exported = await started(LLAMA_CPP_ROWS)
+        if pair.own_file is not None:
+            own_file = await started((LLAMA_CPP_FILE,), pair.own_file)
+        some = exported or own_file
+        facts = some.facts if some else {}
+        yield Contenders(library, ClusterClient(client, pair.rule), exported, own_file, facts, left_out)
 
 
 async def measure_pair(

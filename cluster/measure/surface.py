@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import aiohttp
 from aiohttp import web
@@ -257,9 +257,9 @@ async def both_doors(config: Config) -> AsyncIterator[tuple[dict[str, MeasuredDo
             "trace": TraceExport(endpoint=endpoint),
         }
         whole = bare.model_copy(update=sections)
-        processes = [stack.enter_context(_process(each, way)) for way, each in ((BARE, bare), (WHOLE, whole))]
-        plain, full = await asyncio.gather(*(process.ready() for process in processes))
-        client = await stack.enter_async_context(AsyncClient(plain["clients"], proxy=False))
+        plain = await stack.enter_async_context(_process(bare, BARE))
+        full = await stack.enter_async_context(_process(whole, WHOLE))
+        client = await stack.enter_async_context(AsyncClient(plain.facts["clients"], proxy=False))
         session = aiohttp.ClientSession(
             headers={"authorization": f"Bearer {text}"},
             connector=aiohttp.TCPConnector(limit=0, ssl=ssl.create_default_context(cafile=tls.certificate)),
@@ -267,8 +267,8 @@ async def both_doors(config: Config) -> AsyncIterator[tuple[dict[str, MeasuredDo
         )
         await stack.enter_async_context(session)
         doors: dict[str, MeasuredDoor] = {
-            BARE: GrpcDoor(processes[0], client),
-            WHOLE: HttpDoor(processes[1], session, f"https://{full['http']}", full["status"]),
+            BARE: GrpcDoor(plain, client),
+            WHOLE: HttpDoor(full, session, f"https://{full.facts['http']}", full.facts["status"]),
         }
         yield doors, sent
 
@@ -308,14 +308,9 @@ async def _collector() -> AsyncIterator[tuple[str, Callable[[], int]]]:
         await runner.cleanup()
 
 
-@contextlib.contextmanager
-def _process(config: Config, way: str) -> Any:
+def _process(config: Config, way: str) -> ContenderProcess:
     fields = json.dumps(config.model_dump(mode="json", exclude_unset=True))
-    process = ContenderProcess(f"the cluster of {way}", __name__, [fields], os.environ, keep_log=True)
-    try:
-        yield process
-    finally:
-        process.stop()
+    return ContenderProcess(f"the cluster of {way}", __name__, [fields], os.environ, keep_log=True)
 
 
 def _serve(config: Config) -> None:

@@ -9,8 +9,11 @@ from pathlib import Path
 from tree_layers.checkpoint import weight_files
 from tree_layers.headers import tensor_shapes
 
-from cluster.config import Config, demo_config
+from cluster.config import Config, TargetConfig, demo_config
+from cluster.engines import engine_environment
+from cluster.measure.baselines import library_process
 from cluster.measure.costly import costly_checkpoint
+from cluster.measure.processes import ContenderProcess
 
 DEMO = "demo"
 COSTLY = "costly"
@@ -46,6 +49,12 @@ def target_config(models: Path, name: str) -> Config:
         checkpoint = costly_checkpoint(checkpoint if name == COSTLY else models / MAMBA2_TARGET)
     swapped = target.model_copy(update={"checkpoint": checkpoint, "threads": THREADS, "share_prefixes": False})
     return config.model_copy(update={"targets": {name: swapped}})
+
+
+def library_of(target: TargetConfig, assistant: Path | None = None) -> ContenderProcess:
+    """The library's ways to generate with a target's checkpoint, in a process with its engine's environment."""
+    quiet = engine_environment(target.threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
+    return library_process(target.checkpoint, assistant, target.dtype, target.threads, quiet)
 
 
 def parameter_count(checkpoint: Path) -> int:

@@ -250,7 +250,7 @@ def test_a_batch_of_prompts_of_different_lengths_answers_as_each_of_them_alone(s
 
 async def test_the_baselines_process_answers_as_this_one_does_and_reports_errors(small):
     here = library.Baselines(small, None, "float32", threads=1).answer(GENERATE, [3, 5, 7], 1.0, 4, 12)
-    async with library.BaselineProcess(small, None, "float32", threads=1) as process:
+    async with library.library_process(small, None, "float32", threads=1) as process:
         there = await process.answer(GENERATE, [3, 5, 7], 1.0, 4, 12)
         with pytest.raises(EngineFailed, match="needs an assistant"):
             await process.answer(ASSISTED, [3, 5, 7], 0.0, 4, 12)

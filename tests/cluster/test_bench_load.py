@@ -118,9 +118,9 @@ class Instant:
     def length(self, number):
         return 8 - number % 2
 
-    async def batch(self, way, prompts, tokens):
+    async def call(self, way, prompts, tokens):
         assert tokens == 8
-        return tokens * len(prompts), 1.0
+        return {"tokens": tokens * len(prompts), "seconds": 1.0}
 
 
 async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tmp_path):
