@@ -23,8 +23,7 @@ from verifier_service.guarding import guarded
 from verifier_service.logprobs import echo_logprobs, walk_with_logprobs
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
-from verifier_service.recurrent import TextStates, last_writers, recurrent_rows
-from verifier_service.recurrent_steps import on_device, recurrent_step
+from verifier_service.recurrent import TextStates, last_writers, on_device, recurrent_rows, recurrent_step
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew

@@ -31,9 +31,8 @@ from cluster.measure.measurement import Step
 from cluster.policies.replay import static_path
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
-from cluster.proposers.merge import merge
 from cluster.proposers.proposal import Proposal
-from cluster.proposers.proposals import OFFERED
+from cluster.proposers.proposals import OFFERED, merge
 from cluster.training.acceptance import PROMPT_TOKENS
 
 SIDE_BY_SIDE = 9

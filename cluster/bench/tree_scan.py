@@ -35,8 +35,7 @@ from cluster.measure.turns import estimates, over
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.models.mixers import seat_mixers
 from verifier_service.models.seats import ForwardContext
-from verifier_service.recurrent import Extent, FoldOf, RecurrentRows
-from verifier_service.recurrent_steps import recurrent_step
+from verifier_service.recurrent import Extent, FoldOf, RecurrentRows, recurrent_step
 
 PACKED = "packed"
 UNROLLED = "unrolled"

@@ -14,8 +14,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.least_squares import nonnegative_fit
-from cluster.policies.step_time import StepTime
+from cluster.policies.step_time import StepTime, nonnegative_fit
 
 PRIOR_ROUNDS = 8.0
 """Most rounds that the data of earlier requests weighs in a new request."""

@@ -33,8 +33,7 @@ from cluster.policies.costs import (
     Rate,
     StoppedDrafts,
 )
-from cluster.policies.marginal import Marginal
-from cluster.policies.prices import Prices, hops
+from cluster.policies.prices import Marginal, Prices, hops
 from cluster.policies.step_time import degree_of
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 
@@ -253,7 +252,7 @@ class Experience:
             self._opening_us = 0.0
 
     def share_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
-        """Measured microseconds of what `round_us` predicts: the text's share of a round's draft, step and hops."""
+        """Measured microseconds of what `predicted_us` predicts: the text's share of a round's draft, step and hops."""
         step_us = (verdict.verify_us + verdict.ahead_us) / verdict.texts
         return max(tree.draft_us / tree.texts + step_us + self._hops_us(tree, verdict, took_us), LEAST_US)
 
@@ -280,25 +279,20 @@ class Experience:
         stopped = costs.stopped.get(arm, StoppedDrafts())
         return Marginal(now, level_us, costs.row_us(arm, self.degree), stopped.guesses_per_level, stopped.accept)
 
-    def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round of this arm: a text's share of draft, step and hops. None until TRIED
-        rounds with as many padded rows, and for a drafted arm TRIED drafts of it, were measured.
-
-        rows: rows of the tree if known; by default those usual for the arm
-        All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
-        be.
-        """
-        return self.prices().round_us(arm, rows)
-
     @property
     def degree(self) -> int:
         """Degree of the polynomial fitted to the target's step times."""
         return degree_of(self.concurrency.attends)
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round (`round_us`), also of an arm never played: the step time is read off the
-        fit of steps, the draft time off the drafter's plane. None until a step, and for a drafted arm any draft of its
-        drafter, was measured."""
+        """Predicted microseconds of a round of this arm, also of one never played: a text's share of draft, step and
+        hops. The step time is read off the fit of steps, the draft time off the drafter's plane. None until a step, and
+        for a drafted arm any draft of its drafter, was measured.
+
+        rows: rows of the tree if known; by default those usual for the arm
+        All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
+        be.
+        """
         return self.prices().predicted_us(arm, rows)
 
     def prices(self) -> Prices:

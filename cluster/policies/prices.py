@@ -1,13 +1,27 @@
-"""Predicted round times of arms, from measured costs."""
+"""Predicted round times of arms, from measured costs; and the marginal rule, which sets the h and least of
+`until(auto,...)` shapes from them and the current rate (docs/design/stopping.md#the-marginal-rule).
+
+A microsecond is worth `rate` tokens, since other rounds emit that many in it. Another level is drafted, and a guess
+verified, only if it is expected to emit more tokens than its time is worth:
+
+    accept * S > rate * (level_us + guesses * row_us)    S = sum of V over the rows that would get children
+    V(guess) > rate * row_us                             V = the estimated chance that a row is reached
+
+The rule maximises E[N] / E[T] over the rounds if `rate` equals that ratio (Dinkelbach), so h needs no sweep. An
+`UntilShape` drafts another level while 1 - S < h. Therefore
+
+    h = 1 - rate * (level_us + guesses * row_us) / accept        least = rate * row_us
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from dendro.step_sizes import StepSizes
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.classes import row_class
-from cluster.policies.costs import LEAST_US, TRIED, Costs
+from cluster.policies.costs import LEAST_US, Costs
 
 
 def hops(arm: Arm) -> int:
@@ -23,8 +37,8 @@ class Prices:
     >>> chain, costs = Arm.parse("mamba:(1,1)"), Costs()
     >>> costs.hop.learn(100.0)
     >>> costs.step.learn(rows=1, us=10_000.0, degree=1)
-    >>> for _ in range(TRIED):
-    ...     costs.learn_draft(chain, us=2_000.0)
+    >>> for us in (2_000.0, 2_000.0):  # the first one is cold
+    ...     costs.learn_draft(chain, us)
     >>> Prices(costs, degree=1, sizes=StepSizes()).predicted_us(chain)
     12200.0
     """
@@ -34,17 +48,6 @@ class Prices:
     def __init__(self, costs: Costs, degree: int, sizes: StepSizes) -> None:
         """degree: of the step-time polynomial   sizes: padded sizes of the target's steps"""
         self._costs, self._degree, self._sizes = costs, degree, sizes
-
-    def round_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round of this arm; None until it was measured (`Experience.round_us`)."""
-        costs = self._costs
-        if rows is None:
-            rows = self._rows(arm)
-        if costs.tried[row_class(round(rows))] < TRIED:
-            return None
-        if arm.drafted and ((draft := costs.draft.get(arm)) is None or not draft.known):
-            return None
-        return self.predicted_us(arm, rows)
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
         """Predicted microseconds of a round, also of an arm never played (`Experience.predicted_us`)."""
@@ -76,3 +79,33 @@ class Prices:
     def _rows(self, arm: Arm) -> float:
         """Expected rows of a round's tree; measured for proposals and `until` shapes, which seldom fill the shape."""
         return arm.rows if arm.drafted and not arm.stops else self._costs.rows.get(arm, arm.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Marginal:
+    """Inputs of the marginal rule, and the h and least that it gives.
+
+    At 200 tokens a second, a level of 1 ms with one guess, whose row costs 0.1 ms, costs 0.0002 * 1100 = 0.22 tokens.
+    At an acceptance rate of 0.8 it is drafted while S > 0.22 / 0.8 = 0.275, that is 1 - S < 0.725; a guess is verified
+    if its V exceeds 0.0002 * 100:
+
+    >>> rule = Marginal(rate=0.0002, level_us=1000.0, row_us=100.0, guesses=1.0, accept=0.8)
+    >>> round(rule.h, 3), round(rule.least, 3)
+    (0.725, 0.02)
+    """
+
+    rate: float  # tokens emitted per microsecond
+    level_us: float  # microseconds of drafting one more level
+    row_us: float  # microseconds of one more row in the verifier's step
+    guesses: float  # mean guesses that a level adds to the tree
+    accept: float  # acceptance rate of a level below an accepted guess
+
+    @property
+    def h(self) -> float:
+        """Another level is drafted while 1 - S < h."""
+        return 1 - self.rate * (self.level_us + self.guesses * self.row_us) / self.accept
+
+    @property
+    def least(self) -> float:
+        """Least estimated chance V of a guess that is verified."""
+        return self.rate * self.row_us

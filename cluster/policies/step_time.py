@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 from dendro.smoothing import OUTLIER
-
-from cluster.policies.least_squares import Vector, nonnegative_fit
 
 STEP = 0.01
 """Share by which all weights decay with each measured step."""
@@ -31,7 +30,22 @@ LEAST_WEIGHT = 1e-7
 to 1e-26 a fit lost the constant, so 8 rows seemed to take 1/16 of the time of 128; and a prior with a weight of 0
 counts as missing."""
 
+Matrix = npt.NDArray[np.float64] | Sequence[Sequence[float]]
+Vector = npt.NDArray[np.float64] | Sequence[float]
 Coefficients = tuple[float, ...]
+
+
+def nonnegative_fit(design: Matrix, values: Vector) -> list[float]:
+    """The x >= 0 with the least |design x - values|, one number for each column of `design`. For a weighted fit
+    multiply each row and its value by the root of its weight.
+
+    >>> [round(each, 6) for each in nonnegative_fit([[1.0, 1.0], [1.0, 2.0], [1.0, 3.0]], [3.0, 2.0, 1.0])]
+    [2.0, 0.0]
+    """
+    from scipy.optimize import nnls  # imported here: it takes tenths of a second, and most commands do not need it
+
+    found: list[float] = nnls(design, values)[0].tolist()
+    return found
 
 
 def degree_of(attends: bool) -> int:

@@ -139,8 +139,8 @@ def test_guesses_of_other_texts_do_not_raise_the_predicted_cost_of_off():
         experience.learn(CHAIN, tree(5, 10_000, 4), verdict(2, step_us(76), 16, 76))
         experience.learn(OFF, tree(1), verdict(1, step_us(76), 16, 76))
         experience.learn(OFF, tree(1), verdict(1, step_us(40), 16, 40))
-    assert experience.round_us(OFF) == pytest.approx(step_us(16) / 16, rel=0.1)
-    assert 2 / experience.round_us(CHAIN) < 1 / experience.round_us(OFF)
+    assert experience.predicted_us(OFF) == pytest.approx(step_us(16) / 16, rel=0.1)
+    assert 2 / experience.predicted_us(CHAIN) < 1 / experience.predicted_us(OFF)
 
 
 def test_the_fit_of_steps_follows_a_change_of_speed():
@@ -183,7 +183,7 @@ def test_one_slow_round_does_not_condemn_an_arm():
     experience = Experience()
     for us in [10_000] * 50 + [1_000_000]:
         experience.learn(CHAIN, tree(5, 2_000), verdict(3, us))
-    assert experience.round_us(CHAIN) < 1.3 * 13_000
+    assert experience.predicted_us(CHAIN) < 1.3 * 13_000
 
 
 @pytest.mark.parametrize("name, arms, field", [("greedy", [OFF], "policy"), ("conservative_ucb", [], "arms")])
@@ -568,9 +568,9 @@ def test_proposals_cost_their_rows_and_one_call_and_a_drafters_tree_two_calls():
         guesses = replace(tree(rows), draft_us=0)
         experience.learn(arm, guesses, verdict(1, step_us(rows), step_rows=rows))
         experience.learn_time(arm, guesses, verdict(1, step_us(rows)), step_us(rows) + hops * 30_000)
-    assert experience.round_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
-    assert experience.round_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
-    assert experience.round_us(CHAIN) == pytest.approx(step_us(5) + 60_000, rel=0.05)
+    assert experience.predicted_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
+    assert experience.predicted_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
+    assert experience.predicted_us(CHAIN) == pytest.approx(step_us(5) + 60_000, rel=0.05)
     assert PROPOSED not in experience.costs.draft
 
 

@@ -22,9 +22,8 @@ from cluster.policies.experience import Concurrency
 from cluster.proposers import lookup, suffix
 from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
-from cluster.proposers.merge import merge
 from cluster.proposers.proposal import LEAST, Proposal
-from cluster.proposers.proposals import TENANTS, ProposalLibrary, Proposals
+from cluster.proposers.proposals import TENANTS, ProposalLibrary, Proposals, merge
 from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan

@@ -19,8 +19,7 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, step_time
 from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
-from cluster.policies.least_squares import nonnegative_fit
-from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps
+from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps, nonnegative_fit
 from tests.support.edge import EdgePeers, ingress
 
 RECORDED: list[tuple[int, float]] = [

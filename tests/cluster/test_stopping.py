@@ -17,7 +17,7 @@ from cluster.peers.drafter import NoDrafter
 from cluster.policies import Experience, Static
 from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
 from cluster.policies.experience import Concurrency
-from cluster.policies.marginal import Marginal
+from cluster.policies.prices import Marginal
 from cluster.policies.stopping import FIRST_H, StopRule
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan

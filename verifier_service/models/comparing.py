@@ -22,8 +22,7 @@ from verifier_service.models.families import FamilyError, Property, attending_by
 from verifier_service.models.head import Head
 from verifier_service.models.scaled_rows import noisy_results, scaled_results
 from verifier_service.models.seats import ForwardContext, seat_attention
-from verifier_service.recurrent import Arrangement, recurrent_rows
-from verifier_service.recurrent_steps import recurrent_step
+from verifier_service.recurrent import Arrangement, recurrent_rows, recurrent_step
 from verifier_service.rows import Ints, text_rows
 
 PROBED_ROWS = 40
