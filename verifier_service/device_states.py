@@ -37,7 +37,7 @@ class DeviceStates:
         block, folds = self._arrangement.extent.block, self._folds(rows)
         return {
             "columns": (rows, 2 * block),
-            "items": (rows, 2 + ITEM_ROWS),
+            "items": (min(rows, rows // ITEM_ROWS + folds), 2 + ITEM_ROWS),
             "chains": (self._texts, 2),
             "fold_columns": (folds, block),
             "fold_states": (folds, 2),

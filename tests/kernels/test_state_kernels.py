@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Group, Paths, TokenInputs, reference
 
-from tests.support.nearest_casts import round_casts
+from tests.support.tensor_core_products import multiply_as_tensor_cores
 
 pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.tree_conv.triton import ConvWeights, KeptRows, conv_rows
@@ -47,7 +47,7 @@ def poisoned(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "new_empty", made)
     if not ON_DEVICE:
-        round_casts(monkeypatch)
+        multiply_as_tensor_cores(monkeypatch)
 
 
 @dataclass(frozen=True)

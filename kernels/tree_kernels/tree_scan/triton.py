@@ -15,8 +15,15 @@ from torch import Tensor
 
 from tree_kernels.tree_scan.inputs import TokenInputs
 
-ITEM_ROWS = 4
+ITEM_ROWS = 16
 """Most rows of an item: they read one checkpoint, which a program loads once."""
+STATE_PART = 32
+"""Numbers of a state's width that `scan_rows` multiplies at a time."""
+SCAN_WIDTH = 64
+"""Most channels of a program of `scan_rows`."""
+SCAN_STEP = 8
+"""Columns whose loads a scan begins together."""
+SCAN_WARPS = 8
 HEADS_BLOCK = 16
 """Heads of a program of `weigh`."""
 FOLD_STEP = 8
@@ -115,7 +122,10 @@ def scan_rows(
     heads, width, size = states.shape[1:]
     own, groups = inputs.x.shape[1], inputs.B.shape[1]
     sizes = _sizes(heads, own, groups, width, size)
-    _scan[(len(table.items), heads)](
+    wide = min(sizes.pop("P_BLOCK"), SCAN_WIDTH)
+    part = max(16, min(sizes.pop("N_BLOCK"), STATE_PART))
+    assert table.columns.shape[1] % SCAN_STEP == 0
+    _scan[(len(table.items), heads, triton.cdiv(width, wide))](
         inputs.x,
         C,
         *weighed,
@@ -123,14 +133,18 @@ def scan_rows(
         states,
         room,
         table.columns,
+        table.last,
         table.items,
         y,
         len(states),
         scratch,
         **sizes,
+        P_BLOCK=wide,
+        PART=part,
         K=table.columns.shape[1],
-        ITEM=table.items.shape[1],
-        num_warps=4,
+        ROWS=ITEM_ROWS,
+        STEP=SCAN_STEP,
+        num_warps=SCAN_WARPS,
         enable_fp_fusion=False,
     )
 
@@ -261,7 +275,7 @@ def _weigh(
         tl.store(decays + row * HEADS + h, tl.exp(whole), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "scratch"], do_not_specialize_on_alignment=["columns", "items"])
+@triton.jit(do_not_specialize=["count", "scratch"], do_not_specialize_on_alignment=["columns", "last", "items"])
 def _scan(
     x,  # [slots, OWN, P]
     C,  # [rows, READERS, N]
@@ -271,7 +285,8 @@ def _scan(
     states,  # [count, HEADS, P, N]
     room,  # [folds, HEADS, P, N]
     columns,  # [rows, K]
-    items,  # [items, ITEM]
+    last,  # [rows]
+    items,  # [items, 2 + ROWS]
     y,  # [rows, HEADS, P]; written here
     count,
     scratch,
@@ -282,34 +297,45 @@ def _scan(
     P: tl.constexpr,
     N: tl.constexpr,
     P_BLOCK: tl.constexpr,
-    N_BLOCK: tl.constexpr,
+    PART: tl.constexpr,
     K: tl.constexpr,
-    ITEM: tl.constexpr,
+    ROWS: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     item = tl.program_id(0)
     h = tl.program_id(1)
-    number = tl.load(items + item * ITEM)
+    number = tl.load(items + item * (2 + ROWS))
     if number > 0:
         own = h // (HEADS // OWN)
         reader = h // (HEADS // READERS)
-        p = tl.arange(0, P_BLOCK)
-        n = tl.arange(0, N_BLOCK)
-        k = tl.arange(0, K)
-        inside = (p < P)[:, None] & (n < N)[None, :]
-        within = p[:, None] * N + n[None, :]
-        S = _state(states, room, tl.load(items + item * ITEM + 1), count, h, inside, within, HEADS, P * N)
-        d = tl.load(D + h)
-        for index in range(2, number + 2):
-            row = tl.load(items + item * ITEM + index)
-            c = tl.load(C + (row * READERS + reader) * N + n, mask=n < N, other=0.0).to(tl.float32)
-            slot = tl.load(columns + row * K + k)
-            weight = tl.load(weights + (row * HEADS + h) * K + k)
-            seen = tl.load(x + (slot[:, None] * OWN + own) * P + p[None, :], mask=(p < P)[None, :], other=0.0)
-            mine = tl.load(x + ((scratch + row) * OWN + own) * P + p, mask=p < P, other=0.0).to(tl.float32)
-            path = tl.sum(seen.to(tl.float32) * weight[:, None], 0)
-            before = tl.sum(S * c[None, :], 1)
-            found = path + before * tl.load(decays + row * HEADS + h) + mine * d
-            tl.store(y + (row * HEADS + h) * P + p, found, mask=p < P)
+        i = tl.arange(0, ROWS)
+        live = i < number
+        row = tl.load(items + item * (2 + ROWS) + 2 + i, mask=live, other=0)
+        state = tl.load(items + item * (2 + ROWS) + 1)
+        p = tl.program_id(2) * P_BLOCK + tl.arange(0, P_BLOCK)
+        inside = live[:, None] & (p < P)[None, :]
+        # The number of a product's rows is the same for any item, and each of its rows is computed alike.
+        before = tl.zeros([ROWS, P_BLOCK], tl.float32)
+        for start in tl.static_range(0, N, PART):
+            n = start + tl.arange(0, PART)
+            of_state = (p < P)[:, None] & (n < N)[None, :]
+            S = _state(states, room, state, count, h, of_state, p[:, None] * N + n[None, :], HEADS, P * N)
+            c = tl.load(
+                C + (row[:, None] * READERS + reader) * N + n[None, :], mask=live[:, None] & (n < N)[None, :], other=0.0
+            )
+            before = tl.dot(c.to(tl.float32), tl.trans(S), before, input_precision="tf32x3")
+        path = tl.zeros([ROWS, P_BLOCK], tl.float32)
+        most = tl.max(tl.load(last + row, mask=live, other=0), 0)
+        for start in range(0, most, STEP):
+            for k in tl.static_range(STEP):  # the loads do not wait for one another
+                slot = tl.load(columns + row * K + start + k, mask=live, other=0)
+                weight = tl.load(weights + (row * HEADS + h) * K + start + k, mask=live, other=0.0)
+                seen = tl.load(x + (slot[:, None] * OWN + own) * P + p[None, :], mask=inside, other=0.0)
+                path = path + seen.to(tl.float32) * weight[:, None]
+        mine = tl.load(x + ((scratch + row)[:, None] * OWN + own) * P + p[None, :], mask=inside, other=0.0)
+        decay = tl.load(decays + row * HEADS + h, mask=live, other=0.0)
+        found = path + before * decay[:, None] + mine.to(tl.float32) * tl.load(D + h)
+        tl.store(y + (row[:, None] * HEADS + h) * P + p[None, :], found, mask=inside)
 
 
 @triton.jit(do_not_specialize_on_alignment=["moved"])
