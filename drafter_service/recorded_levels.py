@@ -43,14 +43,14 @@ class LevelSize:
     @classmethod
     def of(cls, rows: Level) -> LevelSize:
         """The size of a level that reads all nodes of its trees."""
-        new = _at_least(max(rows.counts))
+        new = at_least(max(rows.counts))
         before = max(len(nodes.slots) - count for nodes, count in zip(rows.trees, rows.counts, strict=True))
-        return cls(_at_least(len(rows.counts)), new, max(_at_least(before + new), FEWEST_NODES))
+        return cls(at_least(len(rows.counts)), new, max(at_least(before + new), FEWEST_NODES))
 
     @classmethod
     def of_rows(cls, rows: Level) -> LevelSize:
         """The size of a level whose rows do not depend on their trees."""
-        return cls(1, _at_least(rows.count), 0)
+        return cls(1, at_least(rows.count), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +120,6 @@ class RecordedLevels:
         return self._buffers[size][0].device | self._buffers[size][1].device
 
 
-def _at_least(count: int) -> int:
+def at_least(count: int) -> int:
     """The smallest power of two that is no smaller."""
     return 1 << (count - 1).bit_length()

@@ -21,8 +21,10 @@ from tree_layers.graphs import CudaGraphs, Graphs
 from tree_layers.launching import on_its_device
 
 from drafter_service.acceptance_head import AcceptanceHead
+from drafter_service.device_levels import DeviceLevels, RowOrder, layers_of
 from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
+from drafter_service.models.backbone import Backbone
 from drafter_service.models.memory import FusedMemory
 from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, TextFold
 from drafter_service.recorded_levels import RecordableMemory, RecordedLevels
@@ -123,9 +125,11 @@ class DraftRunner:
         device: torch.device,
         head: AcceptanceHead | None = None,
         graphs: Graphs | None = None,
+        kernels: bool = True,
     ) -> None:
         """texts, nodes: number of slots of either kind, slot 0 included   head: computes chances; None: the scheduler
-        calibrates scores   graphs: record levels; by default CUDA's on a GPU, none elsewhere"""
+        calibrates scores   graphs: record levels; by default CUDA's on a GPU, none elsewhere   kernels: recorded levels
+        are run by Triton's kernels where these serve the model"""
         self.model = model
         self.ids = model.draft_ids
         self.head = head
@@ -136,6 +140,10 @@ class DraftRunner:
         self._recorded = None
         if graphs is not None and isinstance(self.memory, RecordableMemory):
             self._recorded = RecordedLevels(self.memory, nodes, device, graphs)
+        self._on_device = None
+        if graphs is not None and kernels and (layers := layers_of(model, self.memory)) is not None:
+            assert isinstance(model, Backbone)
+            self._on_device = DeviceLevels(model, layers, nodes, graphs)
         self._fused = self.memory if isinstance(self.memory, FusedMemory) else None
         if self._fused is not None and head is not None:
             self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
@@ -177,7 +185,7 @@ class DraftRunner:
     def prepare(self, session: int, positions: range) -> bool:
         """Compute one missing row of noise of these positions; False if none is missing. Drops earlier rows."""
         law = self._laws.get(session)
-        if law is None or law.noise is None:
+        if law is None or law.noise is None or (self._on_device is not None and self.head is None and _by_kernels(law)):
             return False
         law.noise.forget_before(positions.start)
         ready = len(law.noise)
@@ -215,6 +223,12 @@ class DraftRunner:
             return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
         if compiled is not None and isinstance(rows, Level):
             return DraftOutcome(*compiled.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
+        orders = self._device_orders(laws, plan)
+        if orders and self._on_device is not None and isinstance(rows, Level):
+            whole = orders if plan.scored is None else _scattered(orders, plan.scored, rows.count)
+            ids, scores = self._on_device.guesses(rows, whole, _width(laws, plan))
+            chosen = slice(None) if plan.scored is None else plan.scored
+            return DraftOutcome(ids[chosen], scores[chosen])
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self._level(rows)
         if not plan.groups:
             return NOTHING
@@ -222,9 +236,20 @@ class DraftRunner:
             hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
         if compiled is not None:
             return DraftOutcome(*compiled.guesses_of_hidden(hidden, *_ordered(laws, plan), _width(laws, plan)))
+        if orders and self._on_device is not None:
+            return DraftOutcome(*self._on_device.rank(hidden, orders, _width(laws, plan)))
         return self._order(hidden, laws, plan)
 
+    def _device_orders(self, laws: Sequence[DraftLaw], plan: DraftPlan) -> list[RowOrder]:
+        """The order of each scored row; none if not all rows can be ranked by kernels."""
+        if self._on_device is None or self.head is not None or plan.masks or not all(map(_by_kernels, laws)):
+            return []
+        groups = zip(laws, plan.positions, plan.groups, strict=True)
+        return [_order_of(law, position) for law, position, count in groups for _ in range(count)]
+
     def _level(self, rows: Level) -> Tensor:
+        if self._on_device is not None:
+            return self._on_device.hidden(rows)
         return self.memory.level(rows) if self._recorded is None else self._recorded.level(rows)
 
     def _order(self, hidden: Tensor, laws: list[DraftLaw], plan: DraftPlan) -> DraftOutcome:
@@ -259,6 +284,25 @@ class DraftRunner:
         if len(noise) == 1:  # a level of one tree
             return noise[groups[0]].to(self.device).expand(len(groups), -1)
         return torch.stack([noise[group] for group in groups]).to(self.device)
+
+
+def _by_kernels(law: DraftLaw) -> bool:
+    """Whether kernels rank by this law."""
+    return not law.warp.masks and law.shift is None and not isinstance(law.noise, MappedNoise)
+
+
+def _order_of(law: DraftLaw, position: int) -> RowOrder:
+    if not isinstance(law.noise, NoiseRows):
+        return RowOrder(0.0, 0, 0, 0, law.vocabulary)
+    return RowOrder(law.warp.temperature, law.noise.seed, position, law.noise.sample_index, law.vocabulary)
+
+
+def _scattered(orders: Sequence[RowOrder], places: IntArray, count: int) -> list[RowOrder]:
+    """The orders in their places among `count` rows; the others get any."""
+    found = [orders[0]] * count
+    for place, order in zip(places.tolist(), orders, strict=True):
+        found[place] = order
+    return found
 
 
 def _width(laws: Sequence[DraftLaw], plan: DraftPlan) -> int:

@@ -51,7 +51,7 @@ class InputSlots(SavedTexts):
     ) -> None:
         """dtype: type of the activations"""
         shape, count = mixers[0].shape, len(mixers)
-        self._memory = NodeStates(shape, count, texts, nodes, dtype, device)
+        self._memory = self.nodes = NodeStates(shape, count, texts, nodes, dtype, device)
         super().__init__(self._memory.texts, count * shape.state.bytes_of(torch.float32), count * shape.node_bytes)
         self._device = device
         self._factors = torch.stack([mixer.A for mixer in mixers])[:, None, None]  # [layers, 1, 1, H]

@@ -51,12 +51,13 @@ class StateSlots(SavedTexts):
         """texts: number of text slots"""
         held = sum(shape.bytes_of(states.dtype) for shape in states.shapes)
         super().__init__(states, held, held)
-        self._first_node = texts
+        self.states = states
+        self.first_node = texts
 
     def fold(self, folds: Sequence[TextFold]) -> None:
         """Copy the state of each path's last node to the text slot."""
         for fold in folds:
-            self._saved.copy(self._first_node + fold.path[-1], fold.target)
+            self._saved.copy(self.first_node + fold.path[-1], fold.target)
 
 
 class StepMixer(Protocol):
@@ -92,7 +93,7 @@ class MixedStates(StateSlots):
         source = torch.from_numpy(rows.source).to(device)
         stops = [(torch.from_numpy(rows.kept).to(device), as_slots(rows.target, device))]
         if len(rows.roots):
-            stops.append((torch.from_numpy(rows.lengths).to(device), as_slots(self._first_node + rows.roots, device)))
+            stops.append((torch.from_numpy(rows.lengths).to(device), as_slots(self.first_node + rows.roots, device)))
 
         def mix(layer: int, mixer: StepMixer, u: Tensor) -> Tensor:
             return mixer.chain(u, states.recurrent[layer], states.conv[layer], source, stops)
@@ -101,8 +102,8 @@ class MixedStates(StateSlots):
 
     def of_level(self, rows: Level) -> Mix:
         """Prepare a level. The returned function runs a layer, which writes its part of the new nodes' slots."""
-        above = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
-        target = as_slots(self._first_node + rows.slots, self._device)
+        above = np.where(rows.parents == NO_NODE, rows.text_of_rows, self.first_node + rows.parents)
+        target = as_slots(self.first_node + rows.slots, self._device)
         return self._of_level(torch.from_numpy(above).to(self._device), target)
 
     def _of_level(self, source: Tensor, target: Slots) -> Mix:
@@ -133,9 +134,9 @@ class StateMemory(MixedStates):
 
     def padded(self, rows: Level, size: LevelSize, scratch: int) -> PaddedLevel:
         tokens, source = np.zeros((2, size.rows), np.int64)
-        target = np.full(size.rows, self._first_node + scratch)
-        tokens[: rows.count], target[: rows.count] = rows.tokens, self._first_node + rows.slots
-        source[: rows.count] = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
+        target = np.full(size.rows, self.first_node + scratch)
+        tokens[: rows.count], target[: rows.count] = rows.tokens, self.first_node + rows.slots
+        source[: rows.count] = np.where(rows.parents == NO_NODE, rows.text_of_rows, self.first_node + rows.parents)
         return PaddedLevel({"tokens": tokens, "source": source, "target": target}, {}, np.arange(rows.count))
 
     def run(self, given: Mapping[str, Tensor], size: LevelSize) -> Tensor:

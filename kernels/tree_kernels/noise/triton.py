@@ -40,13 +40,13 @@ def _gumbel(seeds, positions, sample_indices, noise, vocabulary, BLOCK: tl.const
         zero + NOISE_TAG,
     )
     at = noise + row * vocabulary
-    tl.store(at + 4 * counters, _of_word(word0), mask=4 * counters < vocabulary)
-    tl.store(at + 4 * counters + 1, _of_word(word1), mask=4 * counters + 1 < vocabulary)
-    tl.store(at + 4 * counters + 2, _of_word(word2), mask=4 * counters + 2 < vocabulary)
-    tl.store(at + 4 * counters + 3, _of_word(word3), mask=4 * counters + 3 < vocabulary)
+    tl.store(at + 4 * counters, noise_of_word(word0), mask=4 * counters < vocabulary)
+    tl.store(at + 4 * counters + 1, noise_of_word(word1), mask=4 * counters + 1 < vocabulary)
+    tl.store(at + 4 * counters + 2, noise_of_word(word2), mask=4 * counters + 2 < vocabulary)
+    tl.store(at + 4 * counters + 3, noise_of_word(word3), mask=4 * counters + 3 < vocabulary)
 
 
 @triton.jit
-def _of_word(word):
+def noise_of_word(word):
     u = (word.to(tl.float64) + 0.5) * 2.3283064365386963e-10  # 2**-32
     return (-tl.log(-tl.log(u))).to(tl.float32)

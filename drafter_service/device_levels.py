@@ -1,0 +1,275 @@
+"""Levels of a Mamba drafter by kernels of an accelerator: three launches a layer for Mamba-2, four for Mamba-1, and three
+from the last layer to ranked guesses. A level is one upload, one replay of a graph and one download.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from dendro.tree import IntArray
+from torch import Tensor
+from tree_layers.graphs import Graphs, Recordings
+from tree_layers.mixers import Mamba1Mixer, Mamba2Mixer
+from tree_layers.step_buffers import StepBuffers
+
+from drafter_service.models.backbone import FOREIGN, Backbone
+from drafter_service.models.inputs import InputMemory
+from drafter_service.models.states import StateMemory
+from drafter_service.plan import NO_NODE, Level
+from drafter_service.recorded_levels import at_least
+
+if TYPE_CHECKING:
+    from tree_kernels.rows_product.triton import RowsWeight
+
+log = logging.getLogger("dendro.drafter")
+
+FEWEST_ABOVE = 4
+"""A row's ancestors are padded to at least so many: each further number would be a further recording."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceLevelSize:
+    """Padded numbers of a level."""
+
+    trees: int
+    new: int  # new nodes of each tree
+    above: int  # ancestors of each new node; 0 where a node's state is read from its parent's slot
+    width: int  # guesses of each row; 0: the level ends with hidden rows
+
+    @property
+    def rows(self) -> int:
+        return self.trees * self.new
+
+
+class RowOrder(NamedTuple):
+    """The order of a row's tokens: by logits / temperature plus the noise of a position, at temperature 0 by logits."""
+
+    temperature: float
+    seed: int
+    position: int
+    sample_index: int
+    vocabulary: int
+
+
+class LevelLayers(Protocol):
+    """The layers of a drafter and its memory."""
+
+    def size_of(self, rows: Level, width: int) -> DeviceLevelSize:
+        """The size to which a level is padded."""
+        ...
+
+    def arrays(self, rows: Level, size: DeviceLevelSize, scratch: int) -> tuple[dict[str, IntArray], IntArray]:
+        """Called once for each level. Returns its arrays, of the same shapes for all levels of a size, and the places of
+        its rows among the padded ones. scratch: node slot that padded rows write"""
+        ...
+
+    def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """Called with the embedded tokens [rows, d], which may be overwritten. Returns hidden rows [rows, d]."""
+        ...
+
+
+class Mamba2Layers:
+    """The layers of a Mamba-2 drafter."""
+
+    def __init__(self, model: Backbone[Mamba2Mixer], memory: InputMemory) -> None:
+        from tree_kernels.level_scan.triton import LevelSlots, LevelWeights
+        from tree_kernels.rows_product.triton import RowsWeight
+
+        self._nodes = memory.nodes
+        self._layers = []
+        for (norm, mixer), kept in zip(model.layers, memory.nodes.layers, strict=True):
+            scan = mixer.scan
+            self._layers.append(
+                (
+                    RowsWeight.of(mixer.in_proj, mixer.in_bias, norm, model.eps),
+                    LevelSlots(kept.recurrent, kept.raw, kept.x, kept.B, kept.dt),
+                    LevelWeights(scan.conv_weight, scan.conv_bias, scan.dt_bias, scan.A, scan.D, scan.dt_limit),
+                    RowsWeight.of(mixer.out_proj, mixer.out_bias, mixer.norm, mixer.eps, scan.groups),
+                )
+            )
+
+    def size_of(self, rows: Level, width: int) -> DeviceLevelSize:
+        above = max(FEWEST_ABOVE, at_least(max(rows.depths)))
+        return DeviceLevelSize(at_least(len(rows.counts)), at_least(max(rows.counts)), above, width)
+
+    def arrays(self, rows: Level, size: DeviceLevelSize, scratch: int) -> tuple[dict[str, IntArray], IntArray]:
+        places = np.concatenate([tree * size.new + np.arange(count) for tree, count in enumerate(rows.counts)])
+        slots, texts = np.full(size.rows, scratch), np.zeros(size.trees, np.int64)
+        slots[places], texts[: len(rows.texts)] = rows.slots, rows.texts
+        own = self._nodes.hang(rows.slots, rows.text_of_rows, rows.parents)
+        taps = np.zeros((size.rows, own.shape[1]), np.int64)
+        taps[:, -1] = self._nodes.raw_slots(slots)
+        taps[places] = own
+        above = np.zeros((size.rows, size.above), np.int64)
+        above[places] = ancestors_of(rows, size.above)
+        return {"slots": slots, "taps": taps, "above": above, "texts": texts}, places
+
+    def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        from tree_kernels.level_scan.triton import LevelTable, mix_level
+        from tree_kernels.rows_product.triton import rows_product
+
+        table = LevelTable(given["slots"], given["taps"], given["above"], given["texts"])
+        for inner, memory, weights, outer in self._layers:
+            y, squares = mix_level(rows_product(hidden, inner), memory, table, weights)
+            hidden = rows_product(y, outer, hidden, squares)
+        return hidden
+
+
+class Mamba1Layers:
+    """The layers of a Mamba-1 drafter."""
+
+    def __init__(self, model: Backbone[Mamba1Mixer], memory: StateMemory) -> None:
+        from tree_kernels.rows_product.triton import RowsWeight
+        from tree_kernels.state_step.triton import StepWeights
+
+        self._first_node = memory.first_node
+        self._layers = []
+        for number, (norm, mixer) in enumerate(model.layers):
+            scan = mixer.scan
+            parts = scan.conv_weight, scan.conv_bias, mixer.x_proj, mixer.dt_proj, mixer.dt_bias, scan.A, scan.D
+            self._layers.append(
+                (
+                    RowsWeight.of(mixer.in_proj, mixer.in_bias, norm, model.eps),
+                    (memory.states.recurrent[number], memory.states.conv[number]),
+                    StepWeights(*parts),
+                    RowsWeight.of(mixer.out_proj, mixer.out_bias),
+                )
+            )
+
+    def size_of(self, rows: Level, width: int) -> DeviceLevelSize:
+        return DeviceLevelSize(1, at_least(rows.count), 0, width)
+
+    def arrays(self, rows: Level, size: DeviceLevelSize, scratch: int) -> tuple[dict[str, IntArray], IntArray]:
+        source, target = np.zeros(size.rows, np.int64), np.full(size.rows, self._first_node + scratch)
+        target[: rows.count] = self._first_node + rows.slots
+        source[: rows.count] = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
+        return {"source": source, "target": target}, np.arange(rows.count)
+
+    def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        from tree_kernels.rows_product.triton import rows_product
+        from tree_kernels.state_step.triton import step_level
+
+        for inner, (recurrent, conv), weights, outer in self._layers:
+            y = step_level(rows_product(hidden, inner), recurrent, conv, given["source"], given["target"], weights)
+            hidden = rows_product(y, outer, hidden)
+        return hidden
+
+
+def layers_of(model: object, memory: object) -> LevelLayers | None:
+    """The layers of a drafter that the kernels run; None for another drafter."""
+    from tree_kernels.rows_product.triton import block_of
+
+    if not isinstance(model, Backbone) or model.dtype not in (torch.float32, torch.bfloat16):
+        return None  # squares of float16 may be infinite
+    if isinstance(memory, StateMemory):
+        return Mamba1Layers(model, memory)
+    if isinstance(memory, InputMemory) and block_of(len(model.layers[0][1].norm), model.layers[0][1].scan.groups):
+        return Mamba2Layers(model, memory)
+    return None
+
+
+class DeviceLevels:
+    """The levels of one drafter, recorded by size, and the ranking of hidden rows."""
+
+    def __init__(
+        self, model: Backbone[Mamba1Mixer] | Backbone[Mamba2Mixer], layers: LevelLayers, scratch: int, graphs: Graphs
+    ) -> None:
+        """scratch: a node slot of the memory that no tree has"""
+        from tree_kernels.rows_product.triton import RowsWeight
+
+        self._model = model
+        self._layers = layers
+        self._scratch = scratch
+        self._head: RowsWeight = RowsWeight.of(model.head, None, model.norm, model.eps)
+        ids = model.draft_ids
+        self._ids = None if ids is None else torch.from_numpy(ids.guessed).to(model.device)
+        self._buffers: dict[DeviceLevelSize, StepBuffers] = {}
+        self._recordings = Recordings[DeviceLevelSize, Tensor](graphs, "drafter: levels", log)
+
+    def hidden(self, rows: Level) -> Tensor:
+        """Run a level of new nodes. Returns hidden rows [rows, d]; writes the nodes' slots."""
+        found, places = self._run(rows, (), 0)
+        return found.index_select(0, torch.from_numpy(places).to(self._model.device))
+
+    def guesses(self, rows: Level, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
+        """Run a level of new nodes. Returns the tokens and the scores of each row's best guesses, [rows, width] each;
+        writes the nodes' slots."""
+        from tree_kernels.ranking.triton import ranked_of
+
+        found, places = self._run(rows, orders, width)
+        return ranked_of(found.cpu().numpy()[places])
+
+    def rank(self, hidden: Tensor, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
+        """The best guesses of hidden rows [rows, d]."""
+        from tree_kernels.ranking.triton import ranked_of
+
+        given = {"orders": torch.from_numpy(_numbers(orders)).to(hidden.device)}
+        return ranked_of(self._ranked(hidden, given, width).cpu().numpy())
+
+    def _run(self, rows: Level, orders: Sequence[RowOrder], width: int) -> tuple[Tensor, IntArray]:
+        size = self._layers.size_of(rows, width)
+        arrays, places = self._layers.arrays(rows, size, self._scratch)
+        tokens = np.zeros(size.rows, np.int64)
+        tokens[places] = np.where(rows.tokens < len(self._model.embedding), rows.tokens, FOREIGN)
+        arrays["tokens"] = tokens
+        if width:
+            arrays["orders"] = np.zeros((5, size.rows), np.int64)
+            arrays["orders"][4] = width  # of padded rows: any number that gives guesses
+            arrays["orders"][:, places] = _numbers(orders)
+        given = self._uploaded(size, arrays)
+        return self._recordings.run(size, lambda: self._level(given, width)), places
+
+    def _level(self, given: Mapping[str, Tensor], width: int) -> Tensor:
+        hidden = F.embedding(given["tokens"], self._model.embedding).to(self._model.residual)
+        hidden = self._layers.run(given, hidden)
+        return self._ranked(hidden, given, width) if width else hidden
+
+    def _ranked(self, hidden: Tensor, given: Mapping[str, Tensor], width: int) -> Tensor:
+        from tree_kernels.ranking.triton import RowOrders, rank_rows
+        from tree_kernels.rows_product.triton import rows_product
+
+        return rank_rows(rows_product(hidden, self._head), RowOrders(*given["orders"]), width, self._ids)
+
+    def _uploaded(self, size: DeviceLevelSize, arrays: Mapping[str, IntArray]) -> dict[str, Tensor]:
+        if size not in self._buffers:
+            shapes = {name: array.shape for name, array in arrays.items()}
+            self._buffers[size] = StepBuffers(shapes, torch.int64, self._model.device)
+        buffers = self._buffers[size]
+        buffers.clear()
+        for name, array in arrays.items():
+            buffers.host[name][:] = array
+        buffers.upload()
+        return buffers.device
+
+
+def ancestors_of(rows: Level, count: int) -> IntArray:
+    """Node slots of each row's ancestors in order of depth, [rows, count], those nearest to the row last; NO_NODE before
+    the root."""
+    slots, above, at, first = [], [], [], 0
+    for nodes, new in zip(rows.trees, rows.counts, strict=True):
+        slots += nodes.slots
+        above += [first + each if each >= 0 else -1 for each in nodes.above]
+        first += len(nodes.slots)
+        at += above[-new:]
+    of_slots, of_above = np.array([*slots, NO_NODE], np.int64), np.array([*above, -1], np.int64)  # -1 is the last
+    found, place = np.empty((len(at), count), np.int64), np.array(at, np.int64)
+    for back in range(count):
+        found[:, count - 1 - back] = of_slots[place]
+        place = of_above[place]
+    return found
+
+
+def _numbers(orders: Sequence[RowOrder]) -> IntArray:
+    """[5, rows]: the fields of a `RowOrders`."""
+    found = np.empty((5, len(orders)), np.int64)
+    found[0] = np.array([each.temperature for each in orders], np.float32).view(np.int32)
+    found[1] = np.array([each.seed for each in orders], np.uint64).view(np.int64)
+    for field in (2, 3, 4):
+        found[field] = [each[field] for each in orders]
+    return found
