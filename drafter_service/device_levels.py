@@ -1,5 +1,5 @@
-"""Levels of a Mamba drafter by kernels of an accelerator: three launches a layer for Mamba-2, four for Mamba-1, and three
-from the last layer to ranked guesses. A level is one upload, one replay of a graph and one download.
+"""Levels of a Mamba drafter by kernels of an accelerator: three launches a layer for Mamba-2, four for Mamba-1, and
+three from the last layer to ranked guesses. A level is one upload, one replay of a graph and one download.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class LevelLayers(Protocol):
         ...
 
     def arrays(self, rows: Level, size: DeviceLevelSize, scratch: int) -> tuple[dict[str, IntArray], IntArray]:
-        """Called once for each level. Returns its arrays, of the same shapes for all levels of a size, and the places of
-        its rows among the padded ones. scratch: node slot that padded rows write"""
+        """Called once for each level. Returns its arrays, of the same shapes for all levels of a size, and the places
+        of its rows among the padded ones. scratch: node slot that padded rows write"""
         ...
 
     def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
@@ -249,8 +249,8 @@ class DeviceLevels:
 
 
 def ancestors_of(rows: Level, count: int) -> IntArray:
-    """Node slots of each row's ancestors in order of depth, [rows, count], those nearest to the row last; NO_NODE before
-    the root."""
+    """Node slots of each row's ancestors in order of depth, [rows, count], those nearest to the row last; NO_NODE
+    before the root."""
     slots, above, at, first = [], [], [], 0
     for nodes, new in zip(rows.trees, rows.counts, strict=True):
         slots += nodes.slots

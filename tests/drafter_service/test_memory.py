@@ -6,6 +6,7 @@ by the root alone or not at all, and continues in chains.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 
 from drafter_service.models import HYBRIDS, DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory
-from drafter_service.plan import EMPTY_TEXT, Chains, TextFold
+from drafter_service.plan import EMPTY_TEXT, Chains, Level, TextFold
 from drafter_service.recorded_levels import RecordableMemory, RecordedLevels
 from tests.support import tiny_hybrids
 from tests.support.recordings import RunAgain
@@ -78,19 +79,26 @@ def test_every_node_and_every_fold_of_each_hybrid_family_equals_one_chain_over_i
 def test_every_node_of_recorded_levels_equals_one_chain_over_its_text(family, tmp_path_factory):
     model, _ = load_model(checkpoint_of(family, tmp_path_factory), torch.float32, torch.device("cpu"), form="eager")
     graphs = RunAgain()
-    compare_rounds(model, 0, 12, graphs)
+
+    def levels_of(memory: DrafterMemory, nodes: int) -> Callable[[Level], torch.Tensor]:
+        assert isinstance(memory, RecordableMemory)
+        return RecordedLevels(memory, nodes, torch.device("cpu"), graphs).level
+
+    compare_rounds(model, 0, 12, levels_of)
     assert graphs.replays > 2 * graphs.recordings > 0
 
 
 @torch.inference_mode()
-def compare_rounds(model: DrafterModel, seed: int, rounds: int, graphs: RunAgain | None = None) -> None:
-    """graphs: levels are recorded with them"""
+def compare_rounds(
+    model: DrafterModel,
+    seed: int,
+    rounds: int,
+    levels_of: Callable[[DrafterMemory, int], Callable[[Level], torch.Tensor]] | None = None,
+) -> None:
+    """levels_of: makes what runs the levels, with the number of a node slot that no tree has; None: the memory does"""
     rng = np.random.default_rng(seed)
-    memory = model.memory(TEXTS, NODES if graphs is None else NODES + 1)
-    level = memory.level
-    if graphs is not None:
-        assert isinstance(memory, RecordableMemory)
-        level = RecordedLevels(memory, NODES, torch.device("cpu"), graphs).level
+    memory = model.memory(TEXTS, NODES if levels_of is None else NODES + 1)
+    level = memory.level if levels_of is None else levels_of(memory, NODES)
     cases = [TextCase(slot, rng.integers(0, VOCABULARY, rng.integers(1, 20)).tolist()) for slot in range(1, TEXTS)]
     for _ in range(rounds):
         free = list(range(1, NODES))

@@ -1,6 +1,6 @@
 """What a Mamba-1 mixer does between its projections for a token of each row, on an accelerator: two launches.
 
-`select_rows` convolves, and multiplies by x_proj in parts of the channels. `step_rows` adds the parts, and advances each
+The first convolves, and multiplies by x_proj in parts of the channels. The second adds the parts, and advances each
 row's state from its source slot to its target slot.
 """
 
@@ -13,9 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 CHANNELS = 32
-"""Channels of a program of `select_rows`."""
+"""Channels of a program of the first."""
 STEP_CHANNELS = 64
-"""Channels of a program of `step_rows`."""
+"""Channels of a program of the second."""
 MOST_ROWS = 64
 
 
@@ -46,7 +46,7 @@ def step_level(
     x = given.new_empty(rows, channels)
     selected = by.A.new_empty(parts, rows, rank + 2 * size)
     many = min(max(16, triton.next_power_of_2(rows)), MOST_ROWS)
-    sizes = {"I": channels, "N": size, "RANK": rank}
+    sizes = {"INNER": channels, "N": size, "RANK": rank}
     _select[(parts, triton.cdiv(rows, many))](
         given,
         conv,
@@ -106,7 +106,7 @@ def _select(
     selected,  # [parts, rows, RANK + 2 N]; written here
     rows,
     given_row,
-    I: tl.constexpr,
+    INNER: tl.constexpr,
     N: tl.constexpr,
     RANK: tl.constexpr,
     TAPS: tl.constexpr,
@@ -122,22 +122,26 @@ def _select(
     row = row.to(tl.int64)
     i = part * BLOCK + tl.arange(0, BLOCK)
     q = tl.arange(0, OUTPUTS_BLOCK)
-    mask = live[:, None] & (i < I)[None, :]
-    w = tl.load(x_proj + i[:, None] * OUTPUTS + q[None, :], mask=(i < I)[:, None] & (q < OUTPUTS)[None, :], other=0.0)
+    mask = live[:, None] & (i < INNER)[None, :]
+    w = tl.load(
+        x_proj + i[:, None] * OUTPUTS + q[None, :], mask=(i < INNER)[:, None] & (q < OUTPUTS)[None, :], other=0.0
+    )
     begin = tl.load(source + row, mask=live, other=0)
     end = tl.load(target + row, mask=live, other=0)
     own = tl.load(given + row[:, None] * given_row + i[None, :], mask=mask, other=0.0)
-    total = tl.zeros([ROWS, BLOCK], tl.float32) + tl.load(bias + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
+    total = tl.zeros([ROWS, BLOCK], tl.float32) + tl.load(bias + i, mask=i < INNER, other=0.0).to(tl.float32)[None, :]
     for tap in tl.static_range(TAPS - 1):
-        seen = tl.load(conv + (begin[:, None] * (TAPS - 1) + tap) * I + i[None, :], mask=mask, other=0.0)
-        total += seen.to(tl.float32) * tl.load(weight + tap * I + i, mask=i < I, other=0.0).to(tl.float32)[None, :]
+        seen = tl.load(conv + (begin[:, None] * (TAPS - 1) + tap) * INNER + i[None, :], mask=mask, other=0.0)
+        total += (
+            seen.to(tl.float32) * tl.load(weight + tap * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)[None, :]
+        )
         if tap > 0:
-            tl.store(conv + (end[:, None] * (TAPS - 1) + tap - 1) * I + i[None, :], seen, mask=mask)
-    tl.store(conv + (end[:, None] * (TAPS - 1) + TAPS - 2) * I + i[None, :], own, mask=mask)
-    last = tl.load(weight + (TAPS - 1) * I + i, mask=i < I, other=0.0).to(tl.float32)
+            tl.store(conv + (end[:, None] * (TAPS - 1) + tap - 1) * INNER + i[None, :], seen, mask=mask)
+    tl.store(conv + (end[:, None] * (TAPS - 1) + TAPS - 2) * INNER + i[None, :], own, mask=mask)
+    last = tl.load(weight + (TAPS - 1) * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
     total += own.to(tl.float32) * last[None, :]
     made = (total / (1.0 + tl.exp(-total))).to(x.dtype.element_ty)
-    tl.store(x + row[:, None] * I + i[None, :], made, mask=mask)
+    tl.store(x + row[:, None] * INNER + i[None, :], made, mask=mask)
     found = tl.dot(made, w, input_precision=PRECISION)
     at = selected + (part * rows + row[:, None]) * OUTPUTS + q[None, :]
     tl.store(at, found, mask=live[:, None] & (q < OUTPUTS)[None, :])
@@ -166,7 +170,7 @@ def _step(
     out,  # [rows, I]; written here
     rows,
     given_row,
-    I: tl.constexpr,
+    INNER: tl.constexpr,
     N: tl.constexpr,
     RANK: tl.constexpr,
     PARTS: tl.constexpr,
@@ -181,16 +185,16 @@ def _step(
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, N_BLOCK)
     r = tl.arange(0, RANK_BLOCK)
-    i_in = i < I
+    i_in = i < INNER
     n_in = n < N
     both = i_in[:, None] & n_in[None, :]
     begin = tl.load(source + row)
     end = tl.load(target + row)
-    state = tl.load(recurrent + (begin * I + i[:, None]) * N + n[None, :], mask=both, other=0.0)
+    state = tl.load(recurrent + (begin * INNER + i[:, None]) * N + n[None, :], mask=both, other=0.0)
     a = tl.load(A + i[:, None] * N + n[None, :], mask=both, other=0.0)
-    own = tl.load(x + row * I + i, mask=i_in, other=0.0).to(tl.float32)
-    gate = tl.load(given + row * given_row + I + i, mask=i_in, other=0.0).to(tl.float32)
-    by = tl.load(dt_proj + r[:, None] * I + i[None, :], mask=(r < RANK)[:, None] & i_in[None, :], other=0.0)
+    own = tl.load(x + row * INNER + i, mask=i_in, other=0.0).to(tl.float32)
+    gate = tl.load(given + row * given_row + INNER + i, mask=i_in, other=0.0).to(tl.float32)
+    by = tl.load(dt_proj + r[:, None] * INNER + i[None, :], mask=(r < RANK)[:, None] & i_in[None, :], other=0.0)
     # Rounded as a product of the weights' type is.
     low = _sum_of_parts(selected, row, rows, r, r < RANK, OUTPUTS, PARTS, PARTS_BLOCK).to(kind).to(tl.float32)
     b = _sum_of_parts(selected, row, rows, RANK + n, n_in, OUTPUTS, PARTS, PARTS_BLOCK).to(kind).to(tl.float32)
@@ -202,7 +206,7 @@ def _step(
     exact = tl.where(more == 1.0, e, tl.log(more) * (e / tl.where(more == 1.0, 1.0, more - 1.0)))
     dt = tl.where(dt > 20.0, dt, exact)
     state = state * tl.exp(dt[:, None] * a) + (dt * own)[:, None] * b[None, :]
-    tl.store(recurrent + (end * I + i[:, None]) * N + n[None, :], state, mask=both)
+    tl.store(recurrent + (end * INNER + i[:, None]) * N + n[None, :], state, mask=both)
     y = tl.sum(state * c[None, :], 1) + own * tl.load(D + i, mask=i_in, other=0.0)
     y = y.to(kind).to(tl.float32) * (gate / (1.0 + tl.exp(-gate)))
-    tl.store(out + row * I + i, y.to(kind), mask=i_in)
+    tl.store(out + row * INNER + i, y.to(kind), mask=i_in)

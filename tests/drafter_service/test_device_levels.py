@@ -1,0 +1,159 @@
+"""Levels of a drafter by kernels of an accelerator, here in Triton's interpreter: the guesses of PyTorch's operations,
+few launches, no waiting for the device. The kernels are tested in `tests/kernels/test_drafter_kernels.py`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from dendro.text import Sampling
+
+from drafter_service.device_levels import DeviceLevels, ancestors_of, layers_of
+from drafter_service.models import load_model
+from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
+from drafter_service.runner import DraftRunner
+from tests.drafter_service.test_memory import compare_rounds
+from tests.support.launches import launches
+from tests.support.recordings import RunAgain
+from tests.support.text_cases import TextCase, ints, level_of
+from tests.support.tiny_drafters import VOCABULARY, make_drafter
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TEXTS, NODES = 4, 64
+LAUNCHES = {"mamba": 4, "mamba2": 3}
+"""Of a layer."""
+KERNELS = {"_product", "_mix", "_select", "_step", "_best_of_parts", "_best"}
+
+
+@pytest.fixture(scope="module", params=list(LAUNCHES))
+def family(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def model(family, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(family)
+    make_drafter(folder, family)
+    return load_model(folder, torch.float32, DEVICE, form="eager")[0]
+
+
+@pytest.fixture(autouse=True)
+def inference():
+    with torch.inference_mode():
+        yield
+
+
+LAWS = Sampling(temperature=0.0), Sampling(temperature=1.0, seed=4)
+
+
+def runner_of(model, graphs=None, laws=LAWS):
+    runner = DraftRunner(model, TEXTS, NODES, DEVICE, graphs=graphs or RunAgain(), kernels=graphs is not None)
+    for session, law in enumerate(laws):
+        runner.admit(session, law, runner.vocabulary)
+    return runner
+
+
+def grown(rng, runner, levels):
+    """Two texts of three tokens, which a chain has read, and the plans of so many levels of their trees."""
+    cases = [TextCase(slot, rng.integers(0, VOCABULARY, 4).tolist(), covers=3) for slot in (1, 2)]
+    tokens = np.array([case.ids[:3] for case in cases])
+    runner.memory.chain(Chains(tokens, ints(3, 3), ints(0, 0), ints(EMPTY_TEXT, EMPTY_TEXT), ints(1, 2), ints()))
+    free = list(range(1, NODES))
+    for _ in range(levels):
+        for case in cases:
+            case.grow(rng, free, VOCABULARY)
+        level = level_of(cases)
+        yield DraftPlan(level, None, tuple(level.counts), (0, 1), tuple(3 + depth for depth in level.depths), 5)
+
+
+def same(ours, theirs):
+    finite = np.isfinite(theirs.scores)
+    assert (ours.candidates == theirs.candidates)[finite].all() and (np.isfinite(ours.scores) == finite).all()
+    assert np.allclose(ours.scores[finite], theirs.scores[finite], atol=1e-4)
+
+
+def test_every_node_equals_one_chain_over_its_text(model):
+    if DEVICE.type == "cuda":
+        pytest.skip("chains of the test are on the CPU")
+    graphs = RunAgain()
+
+    def levels_of(memory, nodes):
+        return DeviceLevels(model, layers_of(model, memory), nodes, graphs).hidden
+
+    compare_rounds(model, 0, 8, levels_of)
+    assert graphs.replays > graphs.recordings > 0
+
+
+def test_guesses_are_those_of_pytorchs_operations(model):
+    graphs = RunAgain()
+    ours, theirs = runner_of(model, graphs), runner_of(model)
+    plans = [grown(np.random.default_rng(5), runner, 5) for runner in (ours, theirs)]
+    for plan, _ in zip(*plans, strict=True):
+        same(ours.run(plan), theirs.run(plan))
+    assert graphs.replays > 0
+
+
+def test_scored_rows_may_be_some_of_a_levels_and_rows_of_a_chain_are_ranked_too(model):
+    ours, theirs = runner_of(model, RunAgain()), runner_of(model)
+    for plan, _ in zip(*(grown(np.random.default_rng(1), runner, 4) for runner in (ours, theirs)), strict=True):
+        some = np.arange(plan.rows.count)[::2]
+        part = replace(plan, scored=some, groups=(len(some),), sessions=(1,), positions=(7,))
+        same(ours.run(part), theirs.run(part))
+    chain = Chains(np.array([[5, 6, 7]]), ints(3), ints(0), ints(EMPTY_TEXT), ints(3), ints())
+    plan = DraftPlan(chain, np.array([2]), (1,), (1,), (3,), 4)
+    same(ours.run(plan), theirs.run(plan))
+
+
+@pytest.mark.parametrize(
+    "law", [Sampling(temperature=0.8, seed=2, top_k=3), Sampling(temperature=1.0, seed=2, logit_bias=((5, 2.0),))]
+)
+def test_laws_that_the_kernels_lack_are_ranked_by_pytorch_after_the_same_levels(model, law):
+    laws = Sampling(temperature=0.0), law
+    ours, theirs = runner_of(model, RunAgain(), laws), runner_of(model, laws=laws)
+    for plan, _ in zip(*(grown(np.random.default_rng(2), runner, 3) for runner in (ours, theirs)), strict=True):
+        same(ours.run(plan), theirs.run(plan))
+    assert ours.prepare(1, range(30, 32))
+
+
+def test_the_processor_prepares_no_noise_for_rows_that_the_device_ranks(model):
+    assert not runner_of(model, RunAgain()).prepare(1, range(3, 5))
+    assert runner_of(model).prepare(1, range(3, 5))
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="launches are recorded on a CPU")
+def test_a_layer_takes_few_launches_and_no_level_waits_for_the_device(model, family, monkeypatch):
+    graphs = RunAgain()
+    runner = runner_of(model, graphs)
+    for plan in grown(np.random.default_rng(0), runner, 2):
+        runner.run(plan)
+    with launches(monkeypatch) as launched:
+        graphs.steps[-1]()
+    kernels = [name for name, _ in launched if name in KERNELS]
+    assert len(kernels) == LAUNCHES[family] * len(model.layers) + 3
+    assert len(launched) <= len(kernels) + 2, "the tokens' embedding alone is left to PyTorch"
+
+
+def test_padded_rows_write_no_node_of_a_tree(model):
+    runner = runner_of(model, RunAgain())
+    for plan in grown(np.random.default_rng(3), runner, 3):
+        runner.run(plan)
+    level = plan.rows
+    stores = (
+        [each for layer in runner.memory.nodes.layers for each in (layer.x, layer.B, layer.dt)]
+        if hasattr(runner.memory, "nodes")
+        else [each[TEXTS:] for each in (*runner.memory.states.recurrent, *runner.memory.states.conv)]
+    )
+    before = [each.clone() for each in stores]
+    runner.run(plan)
+    others = [slot for slot in range(NODES) if slot not in level.slots]
+    for store, old in zip(stores, before, strict=True):
+        assert torch.equal(store[others].nan_to_num(), old[others].nan_to_num())
+
+
+def test_ancestors_are_in_order_of_depth():
+    case = TextCase(1, [1], tokens=[0] * 5, slots=[9, 4, 7, 5, 6], parents=[-1, 0, 1, 2, 1], level=[3, 4])
+    assert ancestors_of(level_of([case]), 4).tolist() == [[0, 9, 4, 7], [0, 0, 9, 4]]
