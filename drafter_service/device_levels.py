@@ -251,7 +251,8 @@ class DeviceLevels:
 def ancestors_of(rows: Level, count: int) -> IntArray:
     """Node slots of each row's ancestors in order of depth, [rows, count], those nearest to the row last; NO_NODE
     before the root."""
-    slots, above, at, first = [], [], [], 0
+    slots, above, at = list[int](), list[int](), list[int]()
+    first = 0
     for nodes, new in zip(rows.trees, rows.counts, strict=True):
         slots += nodes.slots
         above += [first + each if each >= 0 else -1 for each in nodes.above]

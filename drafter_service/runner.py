@@ -223,9 +223,9 @@ class DraftRunner:
             return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
         if compiled is not None and isinstance(rows, Level):
             return DraftOutcome(*compiled.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
-        orders = self._device_orders(laws, plan)
-        if orders and self._on_device is not None and isinstance(rows, Level):
-            whole = orders if plan.scored is None else _scattered(orders, plan.scored, rows.count)
+        by_row = self._device_orders(laws, plan)
+        if by_row and self._on_device is not None and isinstance(rows, Level):
+            whole = by_row if plan.scored is None else _scattered(by_row, plan.scored, rows.count)
             ids, scores = self._on_device.guesses(rows, whole, _width(laws, plan))
             chosen = slice(None) if plan.scored is None else plan.scored
             return DraftOutcome(ids[chosen], scores[chosen])
@@ -236,8 +236,8 @@ class DraftRunner:
             hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
         if compiled is not None:
             return DraftOutcome(*compiled.guesses_of_hidden(hidden, *_ordered(laws, plan), _width(laws, plan)))
-        if orders and self._on_device is not None:
-            return DraftOutcome(*self._on_device.rank(hidden, orders, _width(laws, plan)))
+        if by_row and self._on_device is not None:
+            return DraftOutcome(*self._on_device.rank(hidden, by_row, _width(laws, plan)))
         return self._order(hidden, laws, plan)
 
     def _device_orders(self, laws: Sequence[DraftLaw], plan: DraftPlan) -> list[RowOrder]:

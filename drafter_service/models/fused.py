@@ -377,8 +377,8 @@ class FusedStateMemory(OneCallLevels, StateSlots):
         OneCallLevels.__init__(self, model, table, shapes.SEQUENCES, shapes.SEQUENCE_TABLE, shapes.SEQUENCE_WORDS)
 
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
-        table[:, shapes.SOURCE] = np.where(parents == NO_NODE, texts, self._first_node + parents)
-        table[:, shapes.TARGET] = self._first_node + slots
+        table[:, shapes.SOURCE] = np.where(parents == NO_NODE, texts, self.first_node + parents)
+        table[:, shapes.TARGET] = self.first_node + slots
         table[:, shapes.FIRST] = places
         table[:, shapes.KEPT] = table[:, shapes.COUNT] = 1
         table[:, shapes.END] = NONE
@@ -390,7 +390,7 @@ class FusedStateMemory(OneCallLevels, StateSlots):
         sequences[:, shapes.SOURCE], sequences[:, shapes.TARGET] = rows.source, rows.target
         sequences[:, shapes.FIRST] = np.cumsum(rows.lengths) - rows.lengths
         sequences[:, shapes.KEPT], sequences[:, shapes.COUNT] = rows.kept, rows.lengths
-        sequences[:, shapes.END] = self._first_node + rows.roots if len(rows.roots) else NONE
+        sequences[:, shapes.END] = self.first_node + rows.roots if len(rows.roots) else NONE
         self._call[shapes.SEQUENCES], self._call[shapes.SEQUENCE_TABLE] = texts, sequences.ctypes.data
         return _placed(self._forward(rows.tokens.ravel()[places]), places, texts, time)
 

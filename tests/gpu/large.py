@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import math
 import os
 import subprocess
 import sys
@@ -23,10 +22,8 @@ import numpy as np
 import torch
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from safetensors.torch import save_file
 from torch.profiler import ProfilerActivity, profile
 from transformers import (
-    AutoModelForCausalLM,
     BambaConfig,
     GPTNeoXConfig,
     LlamaConfig,
@@ -34,9 +31,9 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from tests.gpu.random_weights import write_random
 from tests.gpu.step import DEVICE, DRY, require_device, write_result
 from tests.support.routers import RoundByRound, guessing
-from tests.support.tiny_mamba import write_tokenizer
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -158,44 +155,11 @@ def shrunk(config: PreTrainedConfig) -> PreTrainedConfig:
     return type(config)(**settings)
 
 
-def random_weights(config: PreTrainedConfig) -> dict[str, torch.Tensor]:
-    """Weights in bfloat16 by name. Norms are near 1, and a state decays as in a trained model."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    generator = torch.Generator(DEVICE).manual_seed(0)
-    tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-    found = {}
-    for name, tensor in model.state_dict().items():
-        if name in tied or "rotary" in name:
-            continue
-        noise = torch.randn(tensor.shape, generator=generator, device=DEVICE)
-        if "norm" in name and name.endswith("weight") or name.endswith(".D"):
-            made = 1 + 0.1 * noise
-        elif name.endswith("A_log"):
-            made = 0.5 + 0.7 * noise
-        elif name.endswith("dt_bias"):
-            made = -3 + noise
-        elif name.endswith("bias"):
-            made = 0.02 * noise
-        elif "conv1d" in name:
-            made = 0.5 * noise
-        else:
-            made = noise / math.sqrt(tensor.shape[-1])
-        found[name] = made.bfloat16().cpu()
-    return found
-
-
 def write_checkpoint(folder: Path, name: str) -> int:
     """Returns the number of parameters."""
     model = MODELS[name]
     config = shrunk(model.config()) if DRY else model.config()
-    config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    config.dtype = "bfloat16"
-    config.save_pretrained(folder)
-    weights = random_weights(config)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(folder, model.words)
-    return sum(each.numel() for each in weights.values())
+    return write_random(folder, config, model.words)
 
 
 def prompt_of(length: int, vocabulary: int, seed: int) -> list[int]:

@@ -70,11 +70,15 @@ KERNEL_TESTS = (
     "tests/kernels/test_accelerated.py",
     "tests/kernels/test_norm.py",
     "tests/kernels/test_tensor_cores.py",
-    "tests/kernels/test_state_kernels.py",
     "tests/verifier_service/test_device_norms.py",
     "tests/verifier_service/test_device_pages.py",
 )
-STATE_TESTS = ("tests/verifier_service/test_states_on_device.py", "tests/verifier_service/test_device_states.py")
+STATE_TESTS = (
+    "tests/kernels/test_state_kernels.py",
+    "tests/verifier_service/test_states_on_device.py",
+    "tests/verifier_service/test_device_states.py",
+)
+DRAFTER_TESTS = ("tests/kernels/test_drafter_kernels.py", "tests/drafter_service/test_device_levels.py")
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
     GpuStep(
@@ -85,11 +89,14 @@ STEPS = (
     ),
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
     GpuStep("states", 180, tests=STATE_TESTS, dry=("-k", "listed or waits or writes")),
+    GpuStep("drafters", 120, tests=DRAFTER_TESTS, dry=("-k", "ranked or one_group or processor")),
     GpuStep("rows", 90, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
     GpuStep("certify", 240, script="certify_quick.py"),
     GpuStep("certify-states", 240, script="certify_quick.py", arguments=("target_mamba2",)),
     GpuStep("large", 300, script="large.py", alone=True),
+    GpuStep("levels", 150, script="levels.py", alone=True),
+    GpuStep("scan", 60, script="scan.py", alone=True),
     GpuStep("ceilings", 60, script="ceilings.py", alone=True),
     GpuStep("profile", 120, script="profile_steps.py", alone=True),
 )

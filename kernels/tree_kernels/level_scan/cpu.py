@@ -1,6 +1,6 @@
 """What a CPU runs: Mamba-2 on the newest level of drafted trees, from the nodes' inputs, as matrix products.
 
-An accelerator runs it, too: there is no Triton form yet. The letters of shapes are those of `inputs.py`.
+An accelerator runs it where `triton.py` does not serve a drafter. The letters of shapes are those of `inputs.py`.
 """
 
 from __future__ import annotations

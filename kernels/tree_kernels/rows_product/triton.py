@@ -47,7 +47,7 @@ class RowsWeight:
 def block_of(inputs: int, groups: int) -> int:
     """Inputs that a program multiplies at a time: they are of one group of a norm. 0 if there is no such number."""
     if groups == 1:
-        return min(INPUTS_BLOCK, max(16, triton.next_power_of_2(inputs)))
+        return min(INPUTS_BLOCK, max(16, int(triton.next_power_of_2(inputs))))
     width = inputs // groups
     whole = min(INPUTS_BLOCK, width & -width)
     return whole if whole >= 16 else 0

@@ -1,6 +1,6 @@
 """One step, or a chain of steps, of the recurrence of Mamba-1 and Mamba-2 (README.md in this folder).
 
-There is no Triton form: every device runs `cpu.py`.
+Every device runs `cpu.py`; an accelerator has a form of Mamba-1's step of its own, `triton.py`.
 """
 
 from tree_kernels.state_step.cpu import (
