@@ -220,7 +220,7 @@ class DeviceLevels:
         arrays["tokens"] = tokens
         if width:
             arrays["orders"] = np.zeros((5, size.rows), np.int64)
-            arrays["orders"][4] = width  # of padded rows: any number that gives guesses
+            arrays["orders"][4] = width  # padded rows need any vocabulary that gives guesses
             arrays["orders"][:, places] = _numbers(orders)
         given = self._uploaded(size, arrays)
         return self._recordings.run(size, lambda: self._level(given, width)), places

@@ -195,7 +195,7 @@ def _mix(
         dt = tl.minimum(tl.maximum(dt, low), high)
 
     a = tl.load(A + h)
-    since = tl.cumsum(dt_after * a, 1, reverse=True) + (dt * a)[:, None]  # of all nodes after the one above
+    since = tl.cumsum(dt_after * a, 1, reverse=True) + (dt * a)[:, None]  # the decay by all nodes after that one
     whole = tl.sum(dt_above, 1) * a + dt * a
     alike = tl.sum(B_above * c[:, None, :], 2)  # [ROWS, K]
     y = tl.sum(x_above * (tl.exp(since) * dt_above * alike)[:, :, None], 1)

@@ -111,7 +111,7 @@ def _best_of_parts(
         score = tl.div_rn(score, heat) + noise_of_word(word)
     score = tl.where(score == score, score + 0.0, float("nan"))  # no negative zero, which is below zero as bits
     bits = score.to(tl.int32, bitcast=True)
-    bits = tl.where(score == score, bits, 0x7FC00000)  # above infinity, so that a row with it is noticed
+    bits = tl.where(score == score, bits, 0x7FC00000)  # a number above infinity, so that the row is noticed
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64)
     key = tl.where(inside, (order << 32) | (0xFFFFFFFF - token.to(tl.int64)), LEAST)
     at = some + (row * tl.num_programs(1) + part) * WIDTH
