@@ -95,7 +95,7 @@ STEPS = (
     GpuStep("certify", 240, script="certify_quick.py"),
     GpuStep("certify-states", 240, script="certify_quick.py", arguments=("target_mamba2",)),
     GpuStep("large", 300, script="large.py", alone=True),
-    GpuStep("levels", 150, script="levels.py", alone=True),
+    GpuStep("levels", 200, script="levels.py", alone=True),
     GpuStep("scan", 60, script="scan.py", alone=True),
     GpuStep("ceilings", 60, script="ceilings.py", alone=True),
     GpuStep("profile", 120, script="profile_steps.py", alone=True),
