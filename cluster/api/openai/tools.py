@@ -27,7 +27,7 @@ class Tools:
     described: Sequence[Mapping[str, Any]]  # all functions, for the chat template, as they were sent
     schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of those that can be called
     required: bool = False  # whether the answer must be a call
-    parallel: bool = True  # whether an answer may have several calls
+    parallel: bool = True  # whether an answer may have several calls; of one that must be a call: if that was asked for
 
 
 def read_tools(fields: Fields) -> Tools:
@@ -53,11 +53,11 @@ def read_tools(fields: Fields) -> Tools:
         if name in fields:
             raise BadRequest(name, "is given beside a tool_choice that makes the answer a call; give one of them")
     if choice == "required":
-        return Tools(given, schemas, required=True)
+        return Tools(given, schemas, required=True, parallel=parallel is True)
     name = _named(choice)
     if name not in schemas:
         raise BadRequest("tool_choice.function.name", f"{shown(name)} is none of {', '.join(schemas)}")
-    return Tools(given, {name: schemas[name]}, required=True)
+    return Tools(given, {name: schemas[name]}, required=True, parallel=parallel is True)
 
 
 def _function(field: str, given: Any) -> tuple[str, Mapping[str, Any]]:
