@@ -242,6 +242,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         },
         "messages[0].tool_calls[0].function.arguments",
     ),
+    "arguments that are no JSON": (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": NaN}'}}
+                    ],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
 }
 
 

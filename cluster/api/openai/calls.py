@@ -28,7 +28,7 @@ PROBED: Sequence[Mapping[str, Any]] = [
 ]
 """A conversation with a call, which shows the format of a template."""
 PROBED_TWICE: Sequence[Mapping[str, Any]] = [PROBED[0], {**PROBED[1], "tool_calls": [PROBE, PROBE]}]
-"""The same with two calls in one answer, which not all templates write."""
+"""A conversation whose answer has two calls, which not all templates write."""
 DESCRIBED: Sequence[Mapping[str, Any]] = [
     {
         "type": "function",

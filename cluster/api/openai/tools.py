@@ -12,6 +12,7 @@ from dendro.arguments import shown
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
 
+from cluster.api.openai.bodies import no_constant
 from cluster.api.openai.fields import Fields, typed
 
 MAX_TOOLS = 128
@@ -27,7 +28,7 @@ class Tools:
     described: Sequence[Mapping[str, Any]]  # all functions, for the chat template, as they were sent
     schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of those that can be called
     required: bool = False  # whether the answer must be a call
-    parallel: bool = True  # whether an answer may have several calls; of one that must be a call: if that was asked for
+    parallel: bool = True  # whether an answer may have several calls
 
 
 def read_tools(fields: Fields) -> Tools:
@@ -117,7 +118,7 @@ def read_calls(field: str, given: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _arguments(field: str, text: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = typed(field, json.loads(text), JsonType.OBJECT)
+        found: dict[str, Any] = typed(field, json.loads(text, parse_constant=no_constant), JsonType.OBJECT)
     except (ValueError, RecursionError) as error:
         raise BadRequest(field, f"is not JSON: {error}") from None
     return found
