@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from dendro.certificates import CertificateFiles
 from dendro.engine import Engine, LocalDrafter, LocalVerifier
 from dendro.errors import BadRequest, PeerLost
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
@@ -40,6 +41,7 @@ from cluster.engines import (
 )
 from cluster.garbage import freeze_loaded
 from cluster.hub import pinned
+from cluster.peers.links import StreamLinks
 from cluster.peers.pools import ServePeers
 from cluster.router.ingress import Ingress
 from cluster.router.traces import LAST_SPANS_S, close_within, tracer_of
@@ -92,9 +94,10 @@ class _Shell:
         store = states()
         self._tracer = tracer_of(trace, self._role)
         self._engine = load(name, model, store)
+        certificates = tls.files(self._role) if tls is not None else None
+        self._link(self._engine, certificates)
         await self._engine.start()
         leases, self._host = Leases(cap_s=longest_s), node_address()
-        certificates = tls.files(self._role) if tls is not None else None
         self._replica = await serve_engine(
             self._kind,
             self._engine,
@@ -112,6 +115,9 @@ class _Shell:
             collectors, self._report, self._host, status_ports, "grpc.replica_status_port"
         )
         freeze_loaded()
+
+    def _link(self, engine: Any, certificates: CertificateFiles | None) -> None:
+        """Give the engine its ways to other replicas; drafters have none."""
 
     def _report(self) -> HealthReport:
         fault = self._engine.fault()
@@ -175,6 +181,10 @@ class VerifierShell(_Shell):
         await super().__init__(name, model, longest_s, states, status_ports, tls, trace, load)
         if model.tensor_parallel > 1:
             self._watch = asyncio.create_task(self._end_with_engine())
+
+    def _link(self, engine: LocalVerifier, certificates: CertificateFiles | None) -> None:
+        self._links = StreamLinks(certificates)
+        engine.link(self._links)
 
     async def _end_with_engine(self) -> None:
         """Exit when a worker is lost: Serve replaces an exited replica at once, an unhealthy one after three checks."""

@@ -17,7 +17,17 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, Opened, VerifyCall
+from dendro.calls import (
+    PROTOCOL_VERSION,
+    CloseCall,
+    Closed,
+    DraftCall,
+    DrafterLinks,
+    Hello,
+    OpenCall,
+    Opened,
+    VerifyCall,
+)
 from dendro.clock import Clock
 from dendro.daemon_threads import in_thread
 from dendro.engine import EngineThread, Ticket
@@ -40,7 +50,7 @@ from verifier_service.memory import most_pages
 from verifier_service.models import LoadedTarget, load_target
 from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
-from verifier_service.requests import Call, Capacity, PendingCall, Saved, VerifierText
+from verifier_service.requests import Call, Capacity, OrderedRound, PendingCall, Saved, VerifierText
 from verifier_service.runner import StepRunner, buckets_up_to, with_few_rows
 from verifier_service.runners import runner_for
 from verifier_service.scheduler import StepScheduler
@@ -275,6 +285,16 @@ class VerifierEngine:
 
     # Start and stop
 
+    def link(self, links: DrafterLinks) -> None:
+        def ask(wanted: OrderedRound, call: DraftCall) -> None:
+            def deliver(outcome: object) -> None:
+                self._thread.post(lambda ticket: self.scheduler.drafted(wanted, outcome))
+
+            links.draft(wanted.order.drafter, call, deliver)
+
+        self.scheduler.link(ask)
+        self._hello = replace(self._hello, orders=True)
+
     async def start(self) -> None:
         self._thread.start()
         if self.runner.crew is not None:
@@ -330,11 +350,12 @@ class VerifierEngine:
             idle = False
         if not idle:
             return 0.0
+        waits = [each for each in (self.scheduler.linger_s or None, self.scheduler.late_in_s()) if each is not None]
         if not self._ahead:
-            return self.scheduler.linger_s or None
+            return min(waits, default=None)
         if not paused:
             self._paused = True
-            return min(NOISE_PAUSE_S, self.scheduler.linger_s or NOISE_PAUSE_S)
+            return min([NOISE_PAUSE_S, *waits])
         try:
             self.runner.prepare(*self._ahead.pop(0))
         except BaseException as error:  # the round that needs this noise computes it then, or fails

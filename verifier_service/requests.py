@@ -13,6 +13,7 @@ from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.grammars import GrammarText
 from dendro.logprobs import TokenLogprobs, check_echo
+from dendro.order import Order
 from dendro.text import Finish, Sampling, Verdict, check_choice
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
@@ -122,6 +123,24 @@ class PendingCall:
     ticket: Ticket
     saved: Saved | None = None  # stored memory of a text that is opened
     structure: GrammarText | None = None  # structure of the answer of a text that is opened
+    missed: str = ""  # why a round whose tree was ordered has none; empty if it has one
+    drafted_us: int = 0  # microseconds from the last verdict until an ordered tree came
+
+
+@dataclass(slots=True, eq=False)
+class OrderedRound:
+    """A round whose tree a drafter was asked for, until the tree is there."""
+
+    session: VerifierText
+    order: Order
+    opening: bytes  # name of the opening at this verifier
+    began_s: float  # when the drafter was asked
+    claim: PendingCall | None = None  # the round's call, if it is there before the tree
+
+    @property
+    def late_s(self) -> float:
+        """Time from which on the round has its root alone."""
+        return self.began_s + self.order.wait_us / 1e6
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +156,7 @@ class VerifierText:
     asks: deque[PendingCall] = field(default_factory=deque)  # calls to verify, in order of arrival
     ahead: PendingCall | None = None  # the round in `asks` that is begun before its call
     early: Verdict | None = None  # verdict of a round whose call has not arrived
+    ordered: OrderedRound | None = None  # the next round, while its tree is awaited
     leaving: bool = False  # True once the text was closed, while its memory is being saved
     admitted: bool = False  # True once the text may hold pages; until then it waits
     answered: float | None = None  # time of the last verdict; None if no round is expected next
@@ -306,6 +326,9 @@ class VerifierCounters:
     structure_items: int = 0  # items of their masks
     structure_budget: int = 0  # items that their masks were allowed
     structures_stuck: int = 0  # rounds after which a structure allowed no token: their answers end with an error
+    ordered: int = 0  # trees that drafters were asked for
+    ordered_missed: int = 0  # ordered trees that did not come, came late or were malformed
+    ordered_dropped: int = 0  # ordered trees that no round had: the text ended, or its next call had another tree
     masks_late: int = 0  # rounds left out of a step because their masks were not ready
 
 

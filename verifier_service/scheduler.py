@@ -8,25 +8,31 @@ A call may announce that the text's next round has the root alone. The scheduler
 call, right after the verdict, and keeps the round's verdict for the call, so the way to the router and back costs no
 time. At most one round of a text is ahead, and a call with a tree drops it. An opening may announce the first round:
 its root is a row of the step with the prompt's last rows, so it costs no step.
+
+A call may instead order the next round's tree (`dendro.order`). Right after the verdict the drafter is asked for it,
+and the round begins when the tree is there; the call that claims the round may come before, meanwhile or after. A round
+whose tree does not come has its root alone.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
+from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.failures import described
 from dendro.logprobs import EchoedLogprobs
 from dendro.measured import totals_by_size
+from dendro.order import Missed, Order, missed_by
 from dendro.smoothing import smoothed
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
@@ -38,6 +44,7 @@ from verifier_service.memory import PageTable
 from verifier_service.recurrent import StatePool, recurrent_rows
 from verifier_service.requests import (
     Capacity,
+    OrderedRound,
     PendingCall,
     Saved,
     StepShare,
@@ -50,6 +57,8 @@ from verifier_service.shares import displaced_by, next_in_turn, texts_by_tenant
 from verifier_service.structure_masks import MasksPending
 from verifier_service.walk import Draw, Echo
 
+log = logging.getLogger("dendro.verifier")
+
 
 class StepScheduler:
     """Owns texts, their pages and their order. The engine calls `next` and `apply` in turns."""
@@ -57,6 +66,8 @@ class StepScheduler:
     def __init__(self, capacity: Capacity, clock: Clock = time.monotonic) -> None:
         self.capacity = capacity
         self.clock = clock
+        self._ask_drafter: Callable[[OrderedRound, DraftCall], None] | None = None  # None: no way to drafters
+        self._ordered: list[OrderedRound] = []  # rounds whose trees are awaited
         arranged = capacity.recurrent
         places = StatePool(arranged.places, arranged.extent) if arranged is not None else None
         self.memory = PageTable(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
@@ -75,6 +86,11 @@ class StepScheduler:
         self.linger_s = 0.0  # seconds to wait for more calls before `next`, though some are pending
         self._size = 0  # rows of the last plan, padded
 
+    def link(self, ask_drafter: Callable[[OrderedRound, DraftCall], None]) -> None:
+        """Called before the first step, if there is a way to drafters. ask_drafter: asks for an ordered tree, which
+        `drafted` takes later"""
+        self._ask_drafter = ask_drafter
+
     def submit(self, ask: PendingCall) -> None:
         """Queue a call, which `next` will handle."""
         self._inbox.append(ask)
@@ -83,6 +99,8 @@ class StepScheduler:
         """Answer calls that need no step, and plan the next step. None if no text needs one, if the step should wait
         for `linger_s`, or if saved memories must be restored first (`take_restoring`)."""
         began = self.clock()
+        for wanted in [each for each in self._ordered if each.late_s <= began]:
+            self.drafted(wanted, Missed.LATE)
         while self._inbox:
             ask = self._inbox.popleft()
             if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
@@ -172,15 +190,18 @@ class StepScheduler:
         ask.ticket.settle(error)
 
     def _answer(self, session: VerifierText, ask: PendingCall, verdict: Verdict) -> None:
-        """Answer a call, and begin the text's next round ahead if the call announced one of the root alone."""
+        """Answer a call. Ask for the next round's tree if the call ordered one, and begin that round ahead if the call
+        announced its root alone."""
         assert isinstance(ask.call, VerifyCall)
-        ask.ticket.settle(verdict)
-        ended = verdict.finish is not None
+        ended, order = verdict.finish is not None, ask.call.order
         session.answered = None if ended or ask.call.ahead else self._ended
-        if ended or not ask.call.ahead:
-            return
-        session.text.tokens.extend(verdict.tokens)
-        self._begin_ahead(session, ask.call.update.opening)
+        if not ended and (order is not None or ask.call.ahead):
+            session.text.tokens.extend(verdict.tokens)
+        if not ended and order is not None:  # The drafter is asked before the router is answered: the next round waits.
+            self._place_order(session, ask.call.update.opening, order)
+        ask.ticket.settle(verdict)
+        if not ended and ask.call.ahead:
+            self._begin_ahead(session, ask.call.update.opening)
 
     def _begin_ahead(self, session: VerifierText, opening: bytes) -> None:
         """Queue a round of the text's root alone, whose call is expected."""
@@ -190,20 +211,95 @@ class StepScheduler:
         session.asks.append(session.ahead)
         self.counters.ahead += 1
 
+    def _place_order(self, session: VerifierText, opening: bytes, order: Order) -> None:
+        """Ask the order's drafter for the tree of the text's next round."""
+        text = session.text.tokens
+        session.ordered = wanted = OrderedRound(session, order, opening, self.clock())
+        self._ordered.append(wanted)
+        self.counters.ordered += 1
+        if self._ask_drafter is None:
+            self.drafted(wanted, Missed.UNLINKED)
+            return
+        update = TextUpdate.of(order.opening, text, min(order.start, len(text)))
+        self._ask_drafter(wanted, DraftCall(update, order.shape))
+
+    def drafted(self, wanted: OrderedRound, outcome: object) -> None:
+        """Begin an ordered round with its tree, or with its root alone where there is none. outcome: the tree, an error
+        of the drafter, or a `Missed`"""
+        session = wanted.session
+        if session.ordered is not wanted:
+            return
+        self._forget_order(session)
+        now, text = self.clock(), session.text.tokens
+        tree, missed = self._ordered_tree(wanted, outcome)
+        self.counters.ordered_missed += bool(missed)
+        if session.answered is not None:
+            session.away_s, session.answered = smoothed(session.away_s, now - session.answered), None
+        if (ask := wanted.claim) is None:
+            update = TextUpdate.of(wanted.opening, text, len(text))
+            ask = PendingCall(VerifyCall(update, tree, ordered=True), Ticket(now))
+        assert isinstance(ask.call, VerifyCall)
+        ask.ticket.arrived_s = now
+        took_us = microseconds(now - wanted.began_s)
+        begun = replace(ask, call=replace(ask.call, tree=tree), missed=missed, drafted_us=took_us)
+        if wanted.claim is None:
+            session.ahead = begun
+        session.asks.append(begun)
+
+    def _ordered_tree(self, wanted: OrderedRound, outcome: object) -> tuple[DraftTree, str]:
+        """The tree of an ordered round, and why it is the root alone if it is."""
+        ids, shape = wanted.session.text.ids, wanted.order.shape
+        if isinstance(outcome, DraftTree):
+            try:
+                self.capacity.check_tree(outcome, ids, wanted.session.parameters.sampling)
+                if outcome.rows > shape.rows or outcome.depth > shape.depth:
+                    raise BadRequest("tree", f"has {outcome.rows} rows and depth {outcome.depth}; ordered was {shape}")
+                return outcome, ""
+            except BadRequest as error:
+                outcome = error
+        missed = outcome if isinstance(outcome, Missed) else missed_by(outcome)
+        log.info("an ordered tree of %s did not come: %s: %s", shape, missed, outcome)
+        return DraftTree.root_only(ids[-1]), missed
+
+    def _forget_order(self, session: VerifierText) -> None:
+        """Await the ordered tree of the text's next round no longer."""
+        if session.ordered is not None:
+            self._ordered.remove(session.ordered)
+            session.ordered = None
+
+    def late_in_s(self) -> float | None:
+        """Seconds until the first awaited tree is late, which `next` then records; None if none is awaited."""
+        if not self._ordered:
+            return None
+        return max(min(each.late_s for each in self._ordered) - self.clock(), 0.0)
+
     def _claim(self, session: VerifierText, ask: PendingCall, call: VerifyCall) -> bool:
-        """Answer a call with the verdict of the round begun ahead of it. False if there is no such verdict.
+        """Answer a call with the verdict of the round begun ahead of it, or let it take that round's place. False if
+        there is no such round.
 
         The verdict's times count from the call's arrival; the step's time before that is its `ahead_us`.
         """
-        verdict, session.early = session.early, None
-        if session.ahead is not None:  # it has not run: the call itself takes its place
-            session.drop(session.ahead)
-        if verdict is None:
-            return False
-        text = session.text.tokens
-        if call.tree.rows > 1 or (call.update.base, call.update.digest) != (len(text), text.digest()):
-            self.counters.unclaimed += 1
-            return False
+        (verdict, session.early), begun = (session.early, None), session.ahead
+        if begun is not None:  # it has not run: the call itself takes its place
+            session.drop(begun)
+        wanted, text = session.ordered, session.text.tokens
+        same = (call.update.base, call.update.digest) == (len(text), text.digest())
+        if call.ordered and same and wanted is not None:
+            wanted.claim = ask
+            return True
+        if wanted is not None:
+            self.counters.ordered_dropped += 1
+            self._forget_order(session)
+        if call.ordered and same and begun is not None:
+            assert isinstance(begun.call, VerifyCall)
+            ask.ticket.arrived_s = max(ask.ticket.arrived_s, begun.ticket.arrived_s)
+            session.asks.append(replace(begun, call=replace(call, tree=begun.call.tree), ticket=ask.ticket))
+            return True
+        if verdict is None or call.tree.rows > 1 or not same or call.ordered is (verdict.tree is None):
+            self.counters.unclaimed += verdict is not None
+            if call.ordered:
+                session.asks.append(replace(ask, missed=Missed.UNKNOWN))
+            return call.ordered
         waited_us = microseconds(self.clock() - ask.ticket.arrived_s)
         verify_us = min(verdict.verify_us, waited_us)
         queue_us = min(verdict.queue_us, waited_us - verify_us)
@@ -251,7 +347,9 @@ class StepScheduler:
             return
         if session.leaving:
             raise NotFound("opening: it was closed")
-        if session.answered is not None:
+        if call.order is not None and session.parameters.sampling.draws_guesses:
+            raise BadRequest("verify.order", "is of a text whose guesses are drawn; its trees come from the router")
+        if session.answered is not None and session.ordered is None:
             session.away_s = smoothed(session.away_s, ask.ticket.arrived_s - session.answered)
             session.answered = None
         if not self._claim(session, ask, call):
@@ -373,8 +471,12 @@ class StepScheduler:
         self._fail(session, error or NotFound("opening: it was closed"))
 
     def _fail(self, session: VerifierText, reason: DendroError) -> None:
-        for ask in (*session.asks, *([session.opening] if session.opening else [])):
-            ask.ticket.settle(reason)
+        claim = session.ordered.claim if session.ordered is not None else None
+        for ask in (*session.asks, session.opening, claim):
+            if ask is not None:
+                ask.ticket.settle(reason)
+        self.counters.ordered_dropped += session.ordered is not None
+        self._forget_order(session)
         session.drop_all()
 
     # Packing a step
@@ -511,6 +613,8 @@ class StepScheduler:
             cold=outcome.cold or share.prefill > 0,
             logprobs=outcome.logprobs.get(draw, ())[: len(walked.tokens)],
         )
+        if ask.call.ordered:
+            verdict = replace(verdict, tree=ask.call.tree, missed=ask.missed, drafted_us=ask.drafted_us)
         verdict = session.completed(verdict)
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)
 

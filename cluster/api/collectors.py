@@ -64,6 +64,9 @@ class RouterMetrics:
             for name, target in totals.targets.items()
             for labels, count in target.without_tree.items()
         )
+        yield metrics.WAYS.of(
+            ((name, way), count) for name, target in totals.targets.items() for way, count in target.ways.items()
+        )
         yield metrics.ROUND_TIME.of(
             ((name, part), seconds)
             for name, target in totals.targets.items()

@@ -143,9 +143,19 @@ WITHOUT_TREE = _rated(
     f"{R}rounds_without_tree_total",
     "Rounds without the tree of a model. reason: chosen (the policy chose off), first (of an answer), announced (the "
     "verifier had begun it); or, where a drafter was asked: late, busy (an earlier draft is late), opening, unwanted, "
-    "limits, malformed, struck (too many malformed), mismatch, stale, lost, failed.",
+    "limits, malformed, struck (too many malformed), mismatch, stale, lost, failed; of ordered trees also: unknown "
+    "(the verifier had no such order), unlinked (it cannot call the drafter).",
     "target drafter reason",
     "drafter reason",
+)
+WAYS = _rated(
+    f"{R}trees_total",
+    "Rounds with a drafter's shape. way: ordered (the drafter sends its tree straight to the verifier); or why the "
+    "tree passes through the router: open (the policy's next choice was not clear), opening, missed (an ordered tree "
+    "did not come shortly before), drawn (guesses are drawn), stops (until shapes), not ordered here (by the "
+    "configuration, or the verifier cannot), busy, limits, struck, mismatch.",
+    "target way",
+    "target way",
 )
 ROUND_TIME = _rated(
     f"{R}round_seconds_total",
@@ -182,6 +192,7 @@ ROUTER = (
         ACCEPTED,
         TRIMMED,
         WITHOUT_TREE,
+        WAYS,
         ROUND_TIME,
         MOVES,
         REOPENED,
@@ -310,6 +321,21 @@ VERIFIER_NUMBERS = (
     _rated(f"{V}guesses_total", "Guesses that were rows of steps.", "model", "model", "guesses"),
     _rated(f"{V}trimmed_total", "Guesses that were sent and left out of a step.", "model", "model", "trimmed"),
     _rated(f"{V}ahead_total", "Rounds that were begun before their call.", "model", "model", "ahead"),
+    _rated(f"{V}ordered_total", "Trees that drafters were asked for.", "model", "model", "ordered"),
+    _counter(
+        f"{V}ordered_missed_total",
+        "Trees that drafters were asked for and that did not come, came late or were malformed.",
+        f"{_rate(f'{V}ordered_missed_total', 'model')} / {_rate(f'{V}ordered_total', 'model')}",
+        "model",
+        "ordered_missed",
+    ),
+    _counter(
+        f"{V}ordered_dropped_total",
+        "Trees that drafters were asked for and that no round had.",
+        f"{_rate(f'{V}ordered_dropped_total', 'model')} / {_rate(f'{V}ordered_total', 'model')}",
+        "model",
+        "ordered_dropped",
+    ),
     _counter(
         f"{V}unclaimed_total",
         "Rounds begun ahead whose verdict no call asked for.",

@@ -17,9 +17,10 @@ from dendro.clock import Clock
 from dendro.drawn_form import has_drawn_form
 from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
 from dendro.failures import described, log_failure
+from dendro.order import Missed, Order
 from dendro.shapes import DynamicShape, TreeShape, child_counts
 from dendro.tasks import first_of
-from dendro.text import Text
+from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
 from tree_layers.checkpoint import Facts
 
@@ -39,6 +40,10 @@ from cluster.peers.verifier import VerifierHandle
 
 FROZEN_S = 5.0
 """Seconds that a late draft may take longer before its drafter counts as hung and another is leased."""
+
+
+ORDERS_APART = 4
+"""Trees that the router asks for itself after an ordered one did not come."""
 
 
 class SpeculationGate(Protocol):
@@ -77,11 +82,12 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         vocabulary: int = 0,
         tokenizer: str = "",
         clock: Clock = time.monotonic,
+        orders: bool = True,
     ) -> None:
         """`name`: the maker of its arms. `longest_s` bounds every wait for a draft; a round that is not `adaptive`
         waits up to it. Trees must keep the verifier's limits. `facts`: of the drafter's checkpoint; replicas of another
         one are not used. `vocabulary`, `tokenizer`: the target's by the router's facts, used until a verifier is
-        leased."""
+        leased. `orders`: whether the verifier may be given orders of trees."""
         super().__init__(pool, pace, clock)
         self.name = name
         self._facts = facts
@@ -93,6 +99,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._gate = gate
         self._adaptive = adaptive
         self._idle = 0
+        self._orders = orders
+        self._here = 0  # drafts to ask for from here before the next order
         self._strikes = 0
         self._given_up = ""  # why this request uses no drafter any more; empty while it does
         self._late_draft: asyncio.Task[None] | None = None
@@ -111,7 +119,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         """A tree of the arm's shape; the root alone for an arm of another maker."""
         if arm.maker != self.name:
-            self._skip(text)
+            self.skip(text)
             return DraftTree.root_only(text.root)
         shape = arm.shape
         self._idle = 0
@@ -128,6 +136,40 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             return self._root_alone(text, "opening")
         return await self._draft(opening, text, shape)
 
+    def order(self, text: Text, arm: Arm) -> Order | str:
+        """The order of the next round's tree, for the verifier, or why the tree must be asked for from here."""
+        opening, target = self._opening, self._verifier.hello
+        if not self._orders or target is None or not target.orders:
+            return "not ordered here"
+        if text.sampling.draws_guesses:
+            return "drawn"
+        if opening is None:
+            return "opening"
+        if self._here > 0:
+            return "missed"
+        if reason := self._refusal(text, arm.shape):
+            return reason
+        deadline_s = self._longest_s
+        if self._adaptive:
+            deadline_s = self._pace.deadline_s(self.name, arm.shape.depth, self._longest_s)
+        drafter = opening.leased.address or self.name
+        return Order(drafter, opening.id, arm.shape, opening.sent, int(1e6 * deadline_s))
+
+    def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
+        """Learn of the tree that was ordered for the round that has ended. `text` has the verdict's tokens."""
+        self._idle, opening = 0, self._opening
+        if not verdict.missed:
+            self._here = 0
+            self._pace.drafted(self.name, verdict.drafted_us / 1e6, arm.depth)
+            if opening is not None:
+                opening.holds(len(text) - len(verdict.tokens))
+            return
+        self.fallbacks[verdict.missed] += 1
+        # The next trees are asked for from here: that finds a drafter that is lost or hangs, and opens the text again.
+        self._here = ORDERS_APART
+        if verdict.missed == Missed.MALFORMED:
+            self.strike()
+
     async def prepare(self, text: Text, arm: Arm) -> None:
         """Open the text at the drafter in the background; does nothing for an arm of another maker."""
         if arm.maker == self.name and self._opening_task is None:
@@ -143,6 +185,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
 
     async def _draft(self, opening: Opening[DrafterPeer], text: Text, shape: TreeShape) -> DraftTree:
         began_s = self._clock()
+        self._here -= self._here > 0
         call = DraftCall(opening.update(text), shape)
         work = asyncio.ensure_future(opening.peer.draft(call))
         # A round that gives a drawn tree up may do so because of what was drawn: it waits until the drafter is hung.
@@ -247,7 +290,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         if not self._closed:
             self._release(opening, text)
 
-    def _skip(self, text: Text) -> None:
+    def skip(self, text: Text) -> None:
         """Count a round without a draft. The drafter is released after IDLE_ROUNDS of them, and at once where the
         request rests."""
         self._idle += 1
@@ -333,6 +376,19 @@ class DrafterHandles:
         if arm.drafted:
             await self._handle(arm.maker).prepare(text, arm)
 
+    def order(self, text: Text, arm: Arm) -> Order | str:
+        """The order of the next round's tree, or why there is none."""
+        handle = self.handles.get(arm.maker)
+        return handle.order(text, arm) if handle is not None else "opening"
+
+    def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
+        """Learn of a tree that was ordered. The other drafters count the round as idle."""
+        for name, handle in self.handles.items():
+            if name == arm.maker:
+                handle.ordered(text, arm, verdict)
+            else:
+                handle.skip(text)
+
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         if arm.drafted:
             self._handle(arm.maker)
@@ -375,6 +431,12 @@ class NoDrafter:
         return
 
     async def prepare(self, text: Text, arm: Arm) -> None:
+        return
+
+    def order(self, text: Text, arm: Arm) -> Order | str:
+        return "no drafter"
+
+    def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
         return
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import Generic, Self, TypeVar
 
+from dendro.calls import Deliver, DraftCall
 from dendro.engine import Engine, LocalDrafter, LocalVerifier
+from dendro.order import Missed
 from dendro.state import StateStore
 
 from cluster.config import Config
@@ -30,6 +32,19 @@ class LocalPool(Generic[E]):
         return Leased(self._engine, await self._engine.hello(), "")
 
 
+class LocalLinks:
+    """Ways from verifiers to drafters of the same process: from thread to thread, by no event loop."""
+
+    def __init__(self, drafters: Mapping[str, LocalDrafter]) -> None:
+        self._drafters = drafters
+
+    def draft(self, drafter: str, call: DraftCall, deliver: Deliver) -> None:
+        if (engine := self._drafters.get(drafter)) is None:
+            deliver(Missed.UNLINKED)
+        else:
+            engine.draft_for(call, deliver)
+
+
 class LocalPeers(Peers):
     """Peers that are engines of this process: no Ray, no sockets."""
 
@@ -49,14 +64,14 @@ class LocalPeers(Peers):
         from cluster.engines import load_drafter, load_verifier
 
         limits = config.structures.limits
-        return cls(
-            config,
-            {name: load_verifier(name, target, states, limits) for name, target in config.targets.items()},
-            {
-                name: load_drafter(name, drafter, states, config.targets, limits)
-                for name, drafter in config.drafters.items()
-            },
-        )
+        targets = {name: load_verifier(name, target, states, limits) for name, target in config.targets.items()}
+        drafters = {
+            name: load_drafter(name, drafter, states, config.targets, limits)
+            for name, drafter in config.drafters.items()
+        }
+        for target in targets.values():
+            target.link(LocalLinks(drafters))
+        return cls(config, targets, drafters)
 
     async def close(self) -> None:
         """Stop the engines, and wait for their work in progress."""

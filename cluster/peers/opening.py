@@ -99,8 +99,8 @@ class Opening(Generic[P]):
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
-        self._id = new_opening()
-        self._sent = 0  # tokens that the peer was sent
+        self.id = new_opening()
+        self.sent = 0  # tokens that the peer was sent
         self._ahead = ahead
         self._parameters = RequestParameters(
             sampling or text.sampling,
@@ -123,13 +123,17 @@ class Opening(Generic[P]):
     def update(self, text: Text) -> TextUpdate:
         """The tokens that the peer was not sent yet. They count as sent from here on: a stream keeps the order of its
         calls."""
-        update = TextUpdate.of(self._id, text, self._sent)
-        self._sent = update.base
+        update = TextUpdate.of(self.id, text, self.sent)
+        self.sent = update.base
         return update
+
+    def holds(self, tokens: int) -> None:
+        """Record that the peer has the text's first `tokens` tokens, which another sent."""
+        self.sent = max(self.sent, tokens)
 
     def unsent(self, update: TextUpdate) -> None:
         """Undo `update`: the peer refused the call before it read the text."""
-        self._sent = update.start
+        self.sent = update.start
 
     async def close(self, text: Text) -> int:
         """End the opening. Returns how many tokens the saved state covers. Never raises."""

@@ -201,6 +201,7 @@ class Peers:
                 vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
                 tokenizer=self._tokenizers.get(target, ""),
                 clock=self._clock,
+                orders=self._config.router.ordered_trees,
             )
 
         return DrafterHandles(make)

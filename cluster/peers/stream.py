@@ -291,10 +291,15 @@ class Streams:
 
     def alive(self, address: str) -> bool:
         """True if a stream to a replica is connected."""
+        return self.connected(address) is not None
+
+    def connected(self, address: str) -> PeerStream | None:
+        """The stream to a replica; None if none is connected."""
         known = self._streams.get(address)
-        return (
-            known is not None and known.done() and not (known.cancelled() or known.exception() or known.result().lost)
-        )
+        if known is None or not known.done() or known.cancelled() or known.exception() is not None:
+            return None
+        stream = known.result()
+        return None if stream.lost else stream
 
     async def to(self, address: str) -> PeerStream:
         """The stream to a replica, connected where there is none or it was lost. Raises as `PeerStream.connect`."""

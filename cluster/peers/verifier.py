@@ -113,7 +113,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         while True:
             opening = await self._current_opening(text)
             began_s = self._clock()
-            call = VerifyCall(opening.update(text), tree, tree.ahead)
+            call = VerifyCall(opening.update(text), tree, tree.ahead, tree.order, tree.ordered)
             try:
                 verdict = await self._limit.wait(opening.peer.verify(call))
                 _check_verdict(verdict, tree, text, opening.hello)
@@ -146,11 +146,11 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._begin(text, opening, same=False)
             else:
                 self._faults = 0
-                if not verdict.cold:
+                if not verdict.cold and not tree.ordered:
                     self._pace.verified(self._clock() - began_s)
                 # A round begun ahead cannot be older than the call that announced it.
                 longest_us = microseconds(began_s - self._announced_s) if self._announced_s is not None else 0
-                self._announced_s = began_s if tree.ahead else None
+                self._announced_s = began_s if tree.ahead or tree.order is not None else None
                 if refused or verdict.ahead_us > longest_us:
                     verdict = replace(verdict, ahead_us=min(verdict.ahead_us, longest_us), refused=refused)
                 return verdict
@@ -315,6 +315,12 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
 
 def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) -> None:
     """Raise BadAnswer for a verdict that does not fit its tree, its text or its target's vocabulary."""
+    if (verdict.tree is not None) is not tree.ordered:
+        raise BadAnswer("verifier: its verdict has an ordered tree, or lacks the one that was ordered")
+    if verdict.tree is not None:
+        tree = verdict.tree
+        if tree.tokens[0] != text.root or (tree.guesses and verdict.missed):
+            raise BadAnswer("verifier: its verdict's tree does not begin with the text's root, or was missed")
     guesses = verdict.length - 1  # accepted, those past a cut among them
     if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
         raise BadAnswer(

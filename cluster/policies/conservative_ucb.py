@@ -157,7 +157,7 @@ class ConservativeUCB:
         self._least = 0.0  # chance of a first guess below which no proposal pays, kept while the text stays `off`
         self._excluded = False  # True while the trial keeps this text from guessing
         self._off_rounds = 0  # consecutive rounds of `off` before the current one
-        self._wants = False  # True if the last choice was a tree, which may be drafted a round later
+        self._wanted: Arm | None = None  # the last choice if it was a tree, which may be drafted a round later
         self._passed = False  # True if the round is `off` without a look, and only its tokens are counted
         self._resting = False  # True if the round is `off` and only its rate is learned (`SpeculationTrial`)
 
@@ -194,7 +194,7 @@ class ConservativeUCB:
 
     def choose(self, offer: Offer | None = None) -> Arm:
         chosen = self._choice(offer)
-        self._wants = not chosen.off
+        self._wanted = None if chosen.off else chosen
         return chosen
 
     def _choice(self, offer: Offer | None) -> Arm:
@@ -205,7 +205,7 @@ class ConservativeUCB:
             return OFF_ARM
         self._paused = {drafter: left - 1 for drafter, left in self._paused.items() if left > 1}
         settled = trial is None and self._may_be_off and self._off_rounds > HELD_ROUNDS
-        held = settled and not self._wants and self._off_rounds % HELD_ROUNDS > 0
+        held = settled and self._wanted is None and self._off_rounds % HELD_ROUNDS > 0
         apart = 2 if self._off_rounds < 4 * HELD_ROUNDS else 4
         self._passed = held and self._off_rounds % apart > 0
         if self._passed:
@@ -317,8 +317,10 @@ class ConservativeUCB:
         return self._unranked.keys() - {arm.maker for arm in self._first}
 
     @property
-    def stays_off(self) -> bool:
-        return self._excluded or self._off_rounds >= STAYING
+    def next_arm(self) -> Arm | None:
+        if self._wanted is not None:
+            return None if self._exploring else self._wanted
+        return OFF_ARM if self._excluded or self._off_rounds >= STAYING else None
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         self._off_rounds = self._off_rounds + 1 if arm.off else 0

@@ -20,9 +20,10 @@ class InformedPolicy(Policy, Protocol):
     """A policy that may look at the round's proposals before it chooses."""
 
     @property
-    def stays_off(self) -> bool:
-        """Read after `choose` returned `off`: True if the next choice is likely `off`, too. The verifier may then begin
-        the next round ahead of its call."""
+    def next_arm(self) -> Arm | None:
+        """Read after `choose`: the arm that the next choice likely is; None if that is open. The verifier may then
+        begin the next round ahead of its call: with the root alone for `off`, with a tree that it asks the arm's
+        drafter for if the arm is drafted."""
         ...
 
     def choose(self, offer: Offer | None = None) -> Arm:

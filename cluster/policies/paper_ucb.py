@@ -38,7 +38,7 @@ class PaperUCB:
     mamba:(1,1,1)
     """
 
-    stays_off = False
+    next_arm = None
 
     def __init__(self, arms: Sequence[Arm], lambda_gamma: float, lambda_ucb: float = 0.2) -> None:
         self.arms = tuple(arms)

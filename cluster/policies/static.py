@@ -14,7 +14,10 @@ class Static:
 
     def __init__(self, arm: Arm) -> None:
         self.arm = arm
-        self.stays_off = arm.off
+
+    @property
+    def next_arm(self) -> Arm:
+        return self.arm
 
     def choose(self, offer: Offer | None = None) -> Arm:
         return self.arm

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from dendro.calls import Hello, Opened
 from dendro.logprobs import EchoedLogprobs
-from dendro.text import Text
+from dendro.order import Order
+from dendro.text import Text, Verdict
 
 from cluster.arms import Arm
 from cluster.checkpoints import ClusterFacts
@@ -40,6 +41,15 @@ class DrafterPort(Drafter, HandlePort, Protocol):
     def strike(self, arm: Arm) -> None:
         """Called after a round whose tree the verifier refused. Counts the tree; after some of them the arm's drafter
         is asked for no more."""
+        ...
+
+    def order(self, text: Text, arm: Arm) -> Order | str:
+        """Called with the arm of a later round before this round's call to the verifier. Returns the order of that
+        round's tree, or why the tree must pass through the router."""
+        ...
+
+    def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
+        """Called after a round whose tree was ordered. `text` has the verdict's tokens."""
         ...
 
     async def prepare(self, text: Text, arm: Arm) -> None:

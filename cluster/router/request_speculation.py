@@ -22,6 +22,9 @@ from cluster.router.ports import DrafterPort
 from cluster.router.speculation import SpeculationPlan
 from cluster.router.totals import AnswerMeter
 
+ORDERED = "ordered"
+"""The way of a tree that the drafter sends straight to the verifier."""
+
 
 class RequestSpeculation:
     """Owns a request's policy, proposals, stop rule, drafter handles and statistics. Each round calls `choose` for an
@@ -55,8 +58,11 @@ class RequestSpeculation:
         self._began_s = 0.0  # time at which the current round began
         self._disturbed = False  # True if a text was being opened when the current round began
         self._announced = False  # True if the verifier may have begun the next round, without a tree
-        self._delayed = False  # True if the policy chose a tree for a round that was announced without one
-        self._why_off = ""  # why the current round's arm is `off`, if it is
+        self._delayed: Arm | None = None  # an arm with a tree, chosen for a round that was announced without one
+        self._ordered: Arm | None = None  # arm of the tree that was ordered for the next round
+        self._claims = False  # True if the current round has the tree that was ordered for it
+        self._why = ""  # why the current round's arm is `off`, or the way of a drafted arm's tree
+        self._way = "open"  # the way of the next round's tree, if it has one
 
     @property
     def arm_name(self) -> str:
@@ -80,37 +86,70 @@ class RequestSpeculation:
         self._began_s = self._clock()
         first = self._plan.plain_first and not self.account.stats.rounds
         chosen = OFF_ARM if first else self._chosen()
+        ordered, self._ordered = self._ordered, None
+        self._claims = ordered is not None and chosen.drafted and chosen.maker == ordered.maker
+        if self._claims:
+            assert ordered is not None
+            chosen = ordered  # The drafter works on its tree already: one of another shape would begin later.
         # A tree would wait until the round that the verifier has begun is done, and its result would be lost.
-        self._delayed = self._announced and not chosen.off
+        self._delayed = chosen if self._announced and not chosen.off else None
         self._announced = False
-        self._arm = OFF_ARM if self._delayed else chosen
-        self._why_off = "first" if first else "announced" if self._delayed else "chosen"
+        self._arm = OFF_ARM if self._delayed is not None else chosen
+        if self._arm.off:
+            self._why = "first" if first else "announced" if self._delayed is not None else "chosen"
+        else:
+            self._why = "open" if self._way == ORDERED and not self._claims else self._way
+        self._way = "open"
         self._disturbed = self._experience.concurrency.opening > 0
         return self._arm
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        """Draft a tree and merge it with the proposals. A round without a tree announces the next one if that likely
-        has none either (`DraftTree.ahead`). A tree that is chosen for an announced round is drafted a round later."""
-        proposals = None if arm.off else self._proposals
+        """Draft a tree and merge it with the proposals, or claim the tree that was ordered in the last round. The tree
+        orders the next round's (`DraftTree.order`) if that likely has the same arm; one without guesses announces
+        another without (`DraftTree.ahead`). A tree that is chosen for an announced round is drafted a round later."""
+        if arm.off:
+            tree = await self._drafters.draft(text, arm)
+            self._announced = self._delayed is None and self._plan.policy.next_arm == OFF_ARM
+            if self._announced:
+                return DraftTree.root_only(text.root, ahead=True)
+        elif self._claims:
+            tree = DraftTree.root_only(text.root, ordered=True)
+        else:
+            tree = await self._drafted(text, arm)
+        return self._ordering(text, tree, self._delayed or self._plan.policy.next_arm)
+
+    async def _drafted(self, text: Text, arm: Arm) -> DraftTree:
+        proposals = self._proposals
         if proposals is not None:
             proposals.propose(text)
         tree = await self._drafters.draft(text, arm if self._stopping is None else self._stopping.resolved(arm))
         if self._stopping is not None:
             self._stopping.drafted(tree)
-        if arm.off:
-            self._announced = not self._delayed and self._plan.policy.stays_off
-            return DraftTree.root_only(text.root, ahead=True) if self._announced else tree
         if proposals is None:
             return tree
         # Rows that a stopped draft left out are not worth their verification: proposals do not fill them.
         rows = tree.rows if arm.shape.stops and not tree.missed else arm.rows
         return proposals.merged(tree, self._experience.concurrency.sizes.padded(rows) if arm.drafted else rows)
 
+    def _ordering(self, text: Text, tree: DraftTree, later: Arm | None) -> DraftTree:
+        """The tree, with an order of the next round's where it can be ordered. later: the next round's likely arm"""
+        if later is None or not later.drafted:
+            return tree
+        order = "stops" if later.stops else self._drafters.order(text, later)
+        if isinstance(order, str):
+            self._way = order
+            return tree
+        self._way, self._ordered = ORDERED, later
+        return tree.with_order(order)
+
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         now_s, first = self._clock(), not self.account.stats.rounds
         took_us = 1e6 * (now_s - self._began_s)
+        if self._claims:
+            self._drafters.ordered(self._text, arm, verdict)
         if verdict.refused:
             self._drafters.strike(arm)
+        tree = verdict.verified(tree)
         self._plan.policy.learn(arm, tree, verdict)
         self.notes.learn(arm, tree, verdict, self._plan.adaptive)
         self._running.begun()
@@ -121,7 +160,7 @@ class RequestSpeculation:
             self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
         self.account.learn(arm, tree, verdict, int(took_us), now_s)
         if self._meter is not None:
-            self._meter.round(arm, tree, verdict, now_s, self._why_off)
+            self._meter.round(arm, tree, verdict, now_s, self._why)
 
     @property
     def fallbacks(self) -> Mapping[tuple[str, str], int]:

@@ -37,6 +37,7 @@ class TreeRecorder:
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         self._speculation.learn(arm, tree, verdict)
+        tree = verdict.verified(tree)
         tokens = tree.tokens.tolist()
         self.tree = pb.RoundTree(
             token_ids=tokens,

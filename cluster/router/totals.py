@@ -53,6 +53,7 @@ class TargetTotals:
     arms: dict[Arm, ArmTotals]
     others: dict[str, ArmTotals]  # rounds of arms that are not configured, by maker
     without_tree: Counter[tuple[str, str]] = field(default_factory=Counter)  # rounds, by drafter and reason
+    ways: Counter[str] = field(default_factory=Counter)  # drafted rounds by the way of their tree, see `metrics.WAYS`
     round_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ROUND_PARTS, 0.0))
     first_token_s: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN_S))
     between_tokens_s: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS_S))
@@ -107,12 +108,15 @@ class AnswerMeter:
         totals.begun(prompt_tokens, resumed)
         self._began_s = self._last_s = began_s
 
-    def round(self, arm: Arm, tree: DraftTree, verdict: Verdict, now_s: float, why_off: str) -> None:
-        """Count a round that ended at `now_s`. why_off: reason why the arm is `off`, where it is"""
+    def round(self, arm: Arm, tree: DraftTree, verdict: Verdict, now_s: float, why: str) -> None:
+        """Count a round that ended at `now_s`. why: reason why the arm is `off`, where it is; the way of a drafted
+        arm's tree"""
         totals, tokens = self._totals, len(verdict.tokens)
         totals.arm(arm).learn(tree, verdict)
         if arm.off:
-            totals.without_tree["", why_off] += 1
+            totals.without_tree["", why] += 1
+        elif arm.drafted:
+            totals.ways[why] += 1
         # A round began when the one before it ended, or when the request arrived.
         for part, us in round_parts(tree, verdict, 1e6 * (now_s - self._last_s), self.first_token_s is None).items():
             totals.round_s[part] += us / 1e6

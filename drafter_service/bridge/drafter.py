@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from dendro.calls import CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
+from dendro.calls import CloseCall, Closed, Deliver, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadRequest, NotFound
 from dendro.long_work import off_loop
@@ -27,6 +28,7 @@ class _BridgedText:
     bridge: Bridge
     translation: Translation
     text: PeerText = field(default_factory=PeerText)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     translated: bool = False  # True once the opened text is translated
 
     def follow(self, update: TextUpdate) -> TextUpdate:
@@ -145,6 +147,15 @@ class BridgedDrafter:
         began_s = self._clock()
         tree = text.bridge.tree(drafted, newest, call.shape)
         return replace(tree, draft_us=drafted.draft_us + microseconds(took_s + self._clock() - began_s))
+
+    def draft_for(self, call: DraftCall, deliver: Deliver) -> None:
+        """Draft a tree for a verifier of this process. A translated text belongs to the event loop that opened it."""
+        text = self._texts.get(call.update.opening)
+        if text is None:
+            self.engine.draft_for(call, deliver)
+            return
+        drafting = asyncio.run_coroutine_threadsafe(self.draft(call), text.loop)
+        drafting.add_done_callback(lambda done: deliver(done.exception() or done.result()))
 
     async def close(self, call: CloseCall) -> Closed:
         """Close an opening at the engine (`DrafterEngine.close`)."""

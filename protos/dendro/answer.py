@@ -159,6 +159,7 @@ class SpeculationStats:
     decode_us: int = 0  # time from the end of the first round to the end of the last
     verifier_moves: int = 0
     ahead_us: int = 0  # time of steps before their rounds began, which no part of `rounds_us` has
+    ordered_trees: int = 0  # rounds whose tree went from the drafter straight to the verifier
     step_sizes: tuple[int, ...] = ()  # numbers of rows that the target pads its steps to; empty: multiples of 8
 
     @property

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from dendro.errors import BadRequest, NotFound
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, check_logprobs
+from dendro.order import Order
 from dendro.shapes import TreeShape
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
@@ -94,10 +95,14 @@ class VerifyCall:
     update: TextUpdate
     tree: DraftTree
     ahead: bool = False  # True if the next tree is likely a root alone, too: that round may begin before its call
+    order: Order | None = None  # the next round's tree: the verifier asks the drafter for it after this verdict
+    ordered: bool = False  # True if the tree that was ordered in the last call takes the place of `tree`, a root alone
 
     def __post_init__(self) -> None:
         if self.ahead and self.tree.guesses:
             raise BadRequest("verify.ahead", "is set in a call with guesses; only a root alone may announce another")
+        if self.ahead and self.order is not None:
+            raise BadRequest("verify.order", "is set beside ahead: the next round has a tree or its root alone")
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +152,7 @@ class Hello:
     attends: bool = False  # verifier: the target has attention layers, so the time of a step is quadratic in its rows
     facts: str = ""  # hash of the checkpoint's configuration, end ids and token table
     step_sizes: tuple[int, ...] = ()  # verifier: numbers of rows that steps are padded to; empty: see `StepSizes`
+    orders: bool = False  # verifier: whether it asks drafters for ordered trees (`dendro.order`)
 
     @property
     def target(self) -> str:
@@ -160,7 +166,7 @@ TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", 
 of sharding, the kind of an accelerator, and whether the arithmetic is this project's own. The limits (`max_*`) do not
 change tokens; calls outside them are refused."""
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 
 class Peer(Protocol):
@@ -194,6 +200,19 @@ class VerifierPeer(Peer, Protocol):
 
     def verify(self, call: VerifyCall) -> Awaitable[Verdict]:
         """Called once per round. Returns the tokens that the target emits. Raises NotFound and BadRequest."""
+        ...
+
+
+Deliver = Callable[[object], None]
+"""Takes an answer, or the exception in its place, from any thread."""
+
+
+class DrafterLinks(Protocol):
+    """A verifier's ways to the drafters whose trees are ordered."""
+
+    def draft(self, drafter: str, call: DraftCall, deliver: Deliver) -> None:
+        """Called in the verifier's thread, after a verdict whose call has an order. Returns at once; `deliver` is
+        called once, from any thread, with a DraftTree or an error. drafter: as in `Order`"""
         ...
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
-from dendro.calls import DrafterPeer, Peer, VerifierPeer
+from dendro.calls import Deliver, DraftCall, DrafterLinks, DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.failures import described, log_failure
@@ -76,9 +76,17 @@ class Engine(Peer, Protocol):
 class LocalDrafter(DrafterPeer, Engine, Protocol):
     """A drafter of this process."""
 
+    def draft_for(self, call: DraftCall, deliver: Deliver) -> None:
+        """Called in a verifier's thread for an ordered tree; see `DrafterLinks.draft`. No event loop is passed."""
+        ...
+
 
 class LocalVerifier(VerifierPeer, Engine, Protocol):
     """A verifier of this process."""
+
+    def link(self, links: DrafterLinks) -> None:
+        """Called before `start`, if the verifier can ask drafters for ordered trees. Its hello says so from then on."""
+        ...
 
 
 E = TypeVar("E", bound=Engine)
@@ -235,6 +243,21 @@ class EngineThread:
         if loop not in self._outboxes:
             self._outboxes[loop] = _Outbox(loop)
         return self._outboxes[loop]
+
+    def call(self, work: Callable[[Ticket], None], deliver: Deliver) -> None:
+        """Run `work` in the thread, and call `deliver` there with its ticket's answer. From any thread; returns at
+        once."""
+
+        def settled(value: object) -> None:
+            self._waiting.discard(ticket)
+            deliver(value)
+
+        ticket = Ticket(self.clock(), settled)
+        self._waiting.add(ticket)
+        try:
+            self._put(ticket, work)
+        except PeerLost as error:
+            ticket.settle(error)
 
     def post(self, work: Callable[[Ticket], None]) -> None:
         """Run `work` in the thread; nobody waits for it."""

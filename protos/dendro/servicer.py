@@ -10,7 +10,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from dendro import wire
-from dendro.calls import Peer
+from dendro.calls import DraftCall, Peer
 from dendro.certificates import CertificateFiles
 from dendro.internal.v1 import drafter_pb2, verifier_pb2
 from dendro.serving import SERVER_OPTIONS, BeginSpan, Leases, Replica, ReplicaKind, StreamServer
@@ -22,6 +22,7 @@ DRAFTER_REPLICA = ReplicaKind(
     call_from=wire.drafter_call_from,
     answer=wire.drafter_answer_message,
     work=lambda engine, call: engine.draft(call),
+    ordered=DraftCall,
 )
 VERIFIER_REPLICA = ReplicaKind(
     service=verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name,
@@ -47,11 +48,11 @@ async def serve_engine(
 
     port: 0 takes a free one
     begin_span: for texts whose answers are sampled
-    certificates: of this peer, whose clients then need the certificate of a router; without them, no TLS
+    certificates: of this peer, whose callers then need one of their own; without them, no TLS
     fault: called once a second; why the engine cannot serve now, empty if it can. A fault makes the health NOT_SERVING
     """
     hello, secured = await engine.hello(), certificates is not None
-    streams = StreamServer(engine, kind, hello, leases, routers_alone=secured, begin_span=begin_span)
+    streams = StreamServer(engine, kind, hello, leases, authenticated=secured, begin_span=begin_span)
     rounds = grpc.stream_stream_rpc_method_handler(
         streams.run, request_deserializer=kind.calls.FromString, response_serializer=methodcaller("SerializeToString")
     )

@@ -156,6 +156,7 @@ class ReplicaKind:
     call_from: Callable[[Any], Any]  # the call in a message; raises BadRequest
     answer: Callable[[int, Any], Any]  # the answer message for a call's number and outcome
     work: Callable[[Any, Any], Awaitable[Any]]  # an engine's answer to a draft or verify call
+    ordered: type[Any] | None = None  # the call that another stream than the opening's may make: a verifier's
 
 
 class PeerSpan(Protocol):
@@ -191,12 +192,13 @@ class StreamServer:
         kind: ReplicaKind,
         hello: Hello,
         leases: Leases | None = None,
-        routers_alone: bool = False,
+        authenticated: bool = False,
         begin_span: BeginSpan | None = None,
     ) -> None:
-        """leases: None if openings need no lease; routers_alone: whether callers need a router's certificate;
-        begin_span: for openings whose answers are sampled; None: there are no traces"""
-        self._routers_alone = routers_alone
+        """leases: None if openings need no lease; authenticated: whether callers need the certificate of a router, or
+        of a verifier for calls that this kind of replica answers to one; begin_span: for openings whose answers are
+        sampled; None: there are no traces"""
+        self._authenticated = authenticated
         self._begin_span = begin_span
         self._engine = engine
         self._kind = kind
@@ -247,6 +249,8 @@ class StreamServer:
         """Serve one stream, from its greeting to its end."""
         await self._greet(frames, context)
         self._stats.streams += 1
+        # A verifier knows the names of openings from routers: 128 random bits. It opens and closes none itself.
+        opens = not self._authenticated or has_role(context.auth_context(), "router")
         mine: set[bytes] = set()
         answers: list[Any] = []
         ready = asyncio.Event()
@@ -254,7 +258,7 @@ class StreamServer:
 
         async def answer(message: Any) -> None:
             try:
-                outcome: Any = await self._answer(message, mine)
+                outcome: Any = await self._answer(message, mine, opens)
             except asyncio.CancelledError:
                 if not self._fault:
                     raise
@@ -300,8 +304,10 @@ class StreamServer:
             await asyncio.shield(asyncio.gather(*(self._free(opening) for opening in mine)))
 
     async def _greet(self, frames: AsyncIterator[Any], context: Any) -> None:
-        if self._routers_alone and not has_role(context.auth_context(), "router"):
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "peer: needs the certificate of a router")
+        roles = ("router", "verifier") if self._kind.ordered is not None else ("router",)
+        if self._authenticated and not any(has_role(context.auth_context(), role) for role in roles):
+            needed = " or a ".join(roles)
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"peer: needs the certificate of a {needed}")
         first: Any = await anext(aiter(frames), None)
         protocol = first.greeting.protocol if first is not None and first.HasField("greeting") else 0
         if protocol != PROTOCOL_VERSION:
@@ -310,14 +316,17 @@ class StreamServer:
             )
         await context.write(self._kind.answers(hello=self._hello))
 
-    async def _answer(self, message: Any, mine: set[bytes]) -> Any:
+    async def _answer(self, message: Any, mine: set[bytes], opens: bool) -> Any:
         if self._fault:
             raise PeerLost(f"replica: {self._fault}")
         call: Any = self._kind.call_from(message)
         opening = call.update.opening
+        ordered = self._kind.ordered is not None and isinstance(call, self._kind.ordered)
+        if not opens and not ordered:
+            raise BadRequest("call", "is of a router alone")
         if isinstance(call, OpenCall):
             return await self._answer_open(call, mine)
-        held = self._open.get(opening) if opening in mine else None
+        held = self._open.get(opening) if ordered or opening in mine else None
         if held is None:
             raise NotFound("opening: there is none of this name on this stream")
         held.last = replace(call.update, start=call.update.base, tokens=())

@@ -17,6 +17,7 @@ from dendro.logprobs import TokenLogprobs
 from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
 from dendro.options import MAX_BAD_WORD_TOKENS, MAX_STOP_BYTES, MAX_STOP_STRINGS, OPTIONS, SamplingNumbers
 from dendro.structure import Structure
+from dendro.tree import DraftTree
 
 
 class Finish(StrEnum):
@@ -221,6 +222,9 @@ class Verdict:
     cold: bool = False  # True if times do not predict later rounds: the step compiled kernels, or had rows of a prompt
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request asks for them
     refused: bool = False  # the verifier refused the tree, so the round had its root alone
+    tree: DraftTree | None = None  # the ordered tree, or its root alone; None if the call had its own tree
+    missed: str = ""  # why the ordered tree did not come, one of `dendro.order.Missed`; empty if it did
+    drafted_us: int = 0  # microseconds from the last verdict until the ordered tree came, or did not
 
     def __post_init__(self) -> None:
         if not self.tokens or len(self.path) != len(self.tokens) or self.length < len(self.tokens):
@@ -239,6 +243,12 @@ class Verdict:
     @property
     def finished(self) -> bool:
         return self.finish is not None
+
+    def verified(self, sent: DraftTree) -> DraftTree:
+        """The tree that was verified: the ordered one, if `sent` stands for it."""
+        if self.tree is None or not sent.ordered:
+            return sent
+        return replace(self.tree, draft_us=self.drafted_us, missed=True) if self.missed else self.tree
 
     def cut(self, kept: int, finish: Finish | None) -> Verdict:
         """A copy with the first `kept` tokens, at least one."""

@@ -10,6 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from dendro.order import Order
 from dendro.shapes import MAX_ROWS, LevelShape
 
 IntArray = npt.NDArray[np.int64]
@@ -73,6 +74,8 @@ class DraftTree:
     laws: tuple[ChildLaw, ...] = ()  # one per row with children, ascending, if guesses were drawn; else empty
     proposed: frozenset[int] = frozenset()  # rows of a drafter's tree that are the router's own proposals alone
     ahead: bool = False  # a root alone: the next round likely has no tree either, so the verifier may begin it ahead
+    order: Order | None = None  # the next round's tree, if the verifier is to ask a drafter for it
+    ordered: bool = False  # a root alone, which stands for the tree that was ordered in the last round
 
     def __post_init__(self) -> None:
         rows = len(self.tokens)
@@ -107,9 +110,9 @@ class DraftTree:
         return cls(ids, np.fromiter(parents, np.int64), logs)
 
     @classmethod
-    def root_only(cls, root: int, proposer: str = "", ahead: bool = False) -> DraftTree:
-        """The empty tree: a round with it is a plain decode step."""
-        return cls.unchecked(np.array([root], np.int64), _NO_PARENT, _NO_VALUE, proposer, ahead=ahead)
+    def root_only(cls, root: int, proposer: str = "", ahead: bool = False, ordered: bool = False) -> DraftTree:
+        """The empty tree: a round with it is a plain decode step. ordered: unless an ordered tree takes its place"""
+        return cls.unchecked(np.array([root], np.int64), _NO_PARENT, _NO_VALUE, proposer, ahead=ahead, ordered=ordered)
 
     @classmethod
     def unchecked(
@@ -124,6 +127,7 @@ class DraftTree:
         missed: bool = False,
         proposed: frozenset[int] = frozenset(),
         ahead: bool = False,
+        ordered: bool = False,
     ) -> DraftTree:
         """A tree that its maker built parents first, of checked tokens. The constructor's checks take as long as a
         quarter of a router's round."""
@@ -139,7 +143,14 @@ class DraftTree:
             missed=missed,
             proposed=proposed,
             ahead=ahead,
+            ordered=ordered,
         )
+        return tree
+
+    def with_order(self, order: Order) -> DraftTree:
+        """A copy that orders the next round's tree, which is therefore not begun ahead as a root alone."""
+        tree = object.__new__(DraftTree)
+        tree.__dict__.update(self.__dict__, order=order, ahead=False)
         return tree
 
     @property

@@ -32,6 +32,7 @@ from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.logprobs import echoed_from, echoed_message, fill_logprobs, logprobs_from
 from dendro.long_work import PART
 from dendro.options import SAMPLING_NUMBERS
+from dendro.order import LONGEST_WAIT_US, Missed, Order
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
 from dendro.text import Finish, Limits, Sampling, Verdict
@@ -46,6 +47,7 @@ _FINISH_MESSAGE = {
     Finish.STRUCTURE: verifier_pb2.FINISH_STRUCTURE,
 }
 _FINISH_FROM = {number: finish for finish, number in _FINISH_MESSAGE.items()}
+_MISSED = {str(missed): missed for missed in Missed}
 _CODE = {code.value[0]: code for code in grpc.StatusCode}
 _INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 _MAX_COUNT = (1 << 31) - 1  # counts must fit an int32
@@ -257,7 +259,9 @@ def verifier_call_message(number: int, call: VerifierCall) -> verifier_pb2.Verif
             message.open.CopyFrom(_open_message(call))
         case VerifyCall():
             message.verify.tree.CopyFrom(tree_message(call.tree))
-            message.verify.ahead = call.ahead
+            message.verify.ahead, message.verify.ordered = call.ahead, call.ordered
+            if call.order is not None:
+                message.verify.order.CopyFrom(_order_message(call.order))
         case CloseCall():
             message.close.SetInParent()
     return message
@@ -269,10 +273,38 @@ def verifier_call_from(message: verifier_pb2.VerifierCall) -> VerifierCall:
         case "open":
             return _open_from(update, message.open)
         case "verify":
-            return VerifyCall(update, tree_from(message.verify.tree), message.verify.ahead)
+            return _verify_from(update, message.verify)
         case "close":
             return CloseCall(update)
     raise BadRequest("call", "is missing")
+
+
+def _verify_from(update: TextUpdate, message: verifier_pb2.VerifyCall) -> VerifyCall:
+    tree = tree_from(message.tree)
+    if message.ordered and (tree.guesses or message.ahead):
+        raise BadRequest("verify.ordered", "is set in a call with guesses of its own, or that announces a root alone")
+    order = _order_from(message.order) if message.HasField("order") else None
+    return VerifyCall(update, tree, message.ahead, order, message.ordered)
+
+
+def _order_message(order: Order) -> verifier_pb2.Order:
+    return verifier_pb2.Order(
+        drafter=order.drafter,
+        opening=order.opening,
+        shape=shape_message(order.shape),
+        start=order.start,
+        wait_us=order.wait_us,
+    )
+
+
+def _order_from(message: verifier_pb2.Order) -> Order:
+    if len(message.opening) != OPENING_BYTES:
+        raise BadRequest("order.opening", f"has {len(message.opening)} bytes; must be {OPENING_BYTES}")
+    if not 0 < len(message.drafter) <= MAX_NAME:
+        raise BadRequest("order.drafter", f"has {len(message.drafter)} characters; must have 1 to {MAX_NAME}")
+    if message.start > _MAX_COUNT or message.wait_us > LONGEST_WAIT_US:
+        raise BadRequest("order", f"start and wait_us are at most {_MAX_COUNT} and {LONGEST_WAIT_US}")
+    return Order(message.drafter, message.opening, shape_from(message.shape), message.start, message.wait_us)
 
 
 def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
@@ -289,6 +321,9 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
         trimmed=verdict.trimmed,
         cold=verdict.cold,
         ahead_us=verdict.ahead_us,
+        tree=None if verdict.tree is None else tree_message(verdict.tree),
+        missed=verdict.missed,
+        drafted_us=verdict.drafted_us,
     )
     for each in verdict.logprobs:
         fill_logprobs(message.logprobs.add(), each)
@@ -316,6 +351,9 @@ def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
             trimmed=message.trimmed,
             cold=message.cold,
             ahead_us=min(message.ahead_us, MAX_US),
+            tree=tree_from(message.tree) if message.HasField("tree") else None,
+            missed=_MISSED.get(message.missed, Missed.FAILED) if message.missed else "",
+            drafted_us=min(message.drafted_us, MAX_US),
             logprobs=logprobs_from(message.logprobs),
         )
     except ValueError as error:
@@ -339,6 +377,7 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
         attends=hello.attends,
         facts=hello.facts,
         step_sizes=hello.step_sizes,
+        orders=hello.orders,
     )
 
 
@@ -372,6 +411,7 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         attends=message.attends,
         facts=one_line(message.facts, MAX_NAME),
         step_sizes=sizes,
+        orders=message.orders,
     )
 
 

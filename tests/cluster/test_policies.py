@@ -622,7 +622,7 @@ def test_a_text_that_chose_off_several_times_is_expected_to_choose_it_again_but_
     expected = []
     for _ in range(400):
         arm = policy.choose()
-        expected.append((arm.off, policy.stays_off))
+        expected.append((arm.off, policy.next_arm == OFF))
         grown = replace(tree(arm.rows, draft_us=40_000 * arm.drafted), trace=np.full(1, RANKED, np.int32))
         policy.learn(arm, grown, verdict(1))
     assert any(off and stays for off, stays in expected)
@@ -637,10 +637,10 @@ def test_a_text_that_a_trial_keeps_from_guessing_is_expected_to_stay_off_at_once
         assert trial is not None
         policy = ConservativeUCB([OFF, CHAIN], experience)
         trial.speculating = False
-        assert policy.choose().off and policy.stays_off
+        assert policy.choose().off and policy.next_arm == OFF
         trial.speculating = True
         policy.choose()
-        assert not policy.stays_off
+        assert policy.next_arm != OFF
 
 
 def test_the_way_of_a_round_without_a_tree_says_nothing_of_that_of_one_with_a_tree():

@@ -50,7 +50,7 @@ CONFIG = config(
 class Script:
     """A policy that plays arms in order, over and over. Keeps the tokens of each round, and whether its tree came."""
 
-    stays_off = False
+    next_arm: Arm | None = None
 
     def __init__(self, arms: Sequence[Arm]) -> None:
         self._arms = cycle(arms)

@@ -368,7 +368,7 @@ def speculation_of(
 ) -> RequestSpeculation:
     """Of a text without drafters, whose policy chooses these arms."""
     policy, text = ScriptedPolicy(arms), Text((1, 2, 3), Sampling(), Limits(64))
-    policy.stays_off = stays
+    policy.next_arm = OFF_ARM if stays else None
     return RequestSpeculation(SpeculationPlan("fixed", policy), experience, running, text, NoDrafter(), clock=clock)
 
 
@@ -442,7 +442,7 @@ def test_the_account_of_a_hand_example():
 class ScriptedPolicy:
     """Chooses the given arms in order."""
 
-    stays_off = False
+    next_arm: Arm | None = None
 
     def __init__(self, arms: list[Arm]) -> None:
         self.arms = arms

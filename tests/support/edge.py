@@ -174,6 +174,12 @@ class EdgeDrafter:
     async def prepare(self, text: Text, arm: Arm) -> None:
         self.peers.prepared.append(arm)
 
+    def order(self, text: Text, arm: Arm) -> str:
+        return "a fake drafter is asked by the router alone"
+
+    def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
+        raise AssertionError("nothing was ordered")
+
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
         if arm.off or self.peers.drafter_lost:
             self.lost.update([(arm.maker, "lost")] if arm.drafted else [])

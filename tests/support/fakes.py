@@ -14,6 +14,7 @@ from dendro.calls import (
     CloseCall,
     Closed,
     DraftCall,
+    DrafterLinks,
     Hello,
     OpenCall,
     Opened,
@@ -172,6 +173,9 @@ class FakeVerifier(_Fake):
     """Verifies trees with the toy target."""
 
     exactness = "bitwise"
+
+    def link(self, links: DrafterLinks) -> None:
+        """Ordered trees are not asked for: the hello does not say so."""
 
     async def verify(self, call: VerifyCall) -> Verdict:
         began_ns = time.perf_counter_ns()

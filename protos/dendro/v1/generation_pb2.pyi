@@ -1255,6 +1255,7 @@ class SpeculationStats(_message.Message):
     VERIFIER_MOVES_FIELD_NUMBER: _builtins.int
     STEP_SIZES_FIELD_NUMBER: _builtins.int
     AHEAD_US_FIELD_NUMBER: _builtins.int
+    ORDERED_TREES_FIELD_NUMBER: _builtins.int
     policy: _builtins.str
     """policy is the name of the policy that picked the shapes, or "off" or "fixed" if the request set them."""
     rounds: _builtins.int
@@ -1300,6 +1301,8 @@ class SpeculationStats(_message.Message):
     """ahead_us is the time of steps before their rounds began, which no part of rounds_us has: a verifier may begin a
     round without a tree when it has sent the verdict before it.
     """
+    ordered_trees: _builtins.int
+    """ordered_trees counts the rounds whose tree went from the drafter straight to the verifier."""
     @_builtins.property
     def rounds_by_shape(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """rounds_by_shape is the number of rounds by requested shape, named as in `chunk`."""
@@ -1337,10 +1340,11 @@ class SpeculationStats(_message.Message):
         verifier_moves: _builtins.int = ...,
         step_sizes: _abc.Iterable[_builtins.int] | None = ...,
         ahead_us: _builtins.int = ...,
+        ordered_trees: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "ahead_us", b"ahead_us", "cut_tokens", b"cut_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "discarded_tokens", b"discarded_tokens", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted_tokens", b"emitted_tokens", "hop_us", b"hop_us", "late_drafts", b"late_drafts", "opening_us", b"opening_us", "policy", b"policy", "queue_us", b"queue_us", "rounds", b"rounds", "rounds_by_shape", b"rounds_by_shape", "rounds_by_tokens", b"rounds_by_tokens", "rounds_us", b"rounds_us", "step_sizes", b"step_sizes", "trimmed_tokens", b"trimmed_tokens", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "ahead_us", b"ahead_us", "cut_tokens", b"cut_tokens", "decode_tokens", b"decode_tokens", "decode_us", b"decode_us", "discarded_tokens", b"discarded_tokens", "draft_us", b"draft_us", "drafted_tokens", b"drafted_tokens", "emitted_tokens", b"emitted_tokens", "hop_us", b"hop_us", "late_drafts", b"late_drafts", "opening_us", b"opening_us", "ordered_trees", b"ordered_trees", "policy", b"policy", "queue_us", b"queue_us", "rounds", b"rounds", "rounds_by_shape", b"rounds_by_shape", "rounds_by_tokens", b"rounds_by_tokens", "rounds_us", b"rounds_us", "step_sizes", b"step_sizes", "trimmed_tokens", b"trimmed_tokens", "verifier_moves", b"verifier_moves", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

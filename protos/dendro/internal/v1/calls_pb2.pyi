@@ -61,6 +61,7 @@ class Hello(_message.Message):
     ATTENDS_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     STEP_SIZES_FIELD_NUMBER: _builtins.int
+    ORDERS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """protocol is the replica's protocol version."""
     model: _builtins.str
@@ -89,6 +90,8 @@ class Hello(_message.Message):
     """
     facts: _builtins.str
     """facts is a hash of the checkpoint's parsed configuration, end ids and token table. Formatting does not change it."""
+    orders: _builtins.bool
+    """orders is true if a verifier can ask drafters for ordered trees. False: it cannot, or this is a drafter."""
     @_builtins.property
     def end_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """end_ids are the target's end-of-text tokens."""
@@ -117,10 +120,11 @@ class Hello(_message.Message):
         attends: _builtins.bool = ...,
         facts: _builtins.str = ...,
         step_sizes: _abc.Iterable[_builtins.int] | None = ...,
+        orders: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "pid", b"pid", "protocol", b"protocol", "step_sizes", b"step_sizes", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "orders", b"orders", "pid", b"pid", "protocol", b"protocol", "step_sizes", b"step_sizes", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

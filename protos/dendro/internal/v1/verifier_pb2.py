@@ -26,27 +26,29 @@ from dendro.internal.v1 import calls_pb2 as dendro_dot_internal_dot_v1_dot_calls
 from dendro.internal.v1 import tree_pb2 as dendro_dot_internal_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dendro/internal/v1/verifier.proto\x12\x12\x64\x65ndro.internal.v1\x1a\x1e\x64\x65ndro/internal/v1/calls.proto\x1a\x1d\x64\x65ndro/internal/v1/tree.proto\"n\n\x0bVerifyFrame\x12.\n\x08greeting\x18\x01 \x01(\x0b\x32\x1c.dendro.internal.v1.Greeting\x12/\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32 .dendro.internal.v1.VerifierCall\"\xe7\x01\n\x0cVerifierCall\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x06update\x18\x02 \x01(\x0b\x32\x1e.dendro.internal.v1.TextUpdate\x12,\n\x04open\x18\x03 \x01(\x0b\x32\x1c.dendro.internal.v1.OpenCallH\x00\x12\x30\n\x06verify\x18\x04 \x01(\x0b\x32\x1e.dendro.internal.v1.VerifyCallH\x00\x12.\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x1d.dendro.internal.v1.CloseCallH\x00\x42\t\n\x07request\"H\n\nVerifyCall\x12+\n\x04tree\x18\x01 \x01(\x0b\x32\x1d.dendro.internal.v1.DraftTree\x12\r\n\x05\x61head\x18\x02 \x01(\x08\"m\n\x0cVerdictFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.dendro.internal.v1.Hello\x12\x33\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\".dendro.internal.v1.VerifierAnswer\"\xe4\x01\n\x0eVerifierAnswer\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.dendro.internal.v1.CallErrorH\x00\x12,\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.dendro.internal.v1.OpenedH\x00\x12.\n\x07verdict\x18\x04 \x01(\x0b\x32\x1b.dendro.internal.v1.VerdictH\x00\x12,\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x1a.dendro.internal.v1.ClosedH\x00\x42\x08\n\x06\x61nswer\"\x9f\x02\n\x07Verdict\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0c\n\x04path\x18\x02 \x03(\r\x12\r\n\x05ranks\x18\x03 \x03(\r\x12*\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1a.dendro.internal.v1.Finish\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x11\n\tverify_us\x18\x06 \x01(\x04\x12\x10\n\x08queue_us\x18\x07 \x01(\x04\x12\r\n\x05texts\x18\x08 \x01(\r\x12\x11\n\tstep_rows\x18\t \x01(\r\x12\x0f\n\x07trimmed\x18\n \x01(\r\x12\x0c\n\x04\x63old\x18\x0b \x01(\x08\x12\x10\n\x08\x61head_us\x18\x0c \x01(\x04\x12\x33\n\x08logprobs\x18< \x03(\x0b\x32!.dendro.internal.v1.TokenLogprobs*x\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_END_OF_TEXT\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x15\n\x11\x46INISH_STOP_TOKEN\x10\x03\x12\x14\n\x10\x46INISH_STRUCTURE\x10\x46\x32\x62\n\x0fVerifierService\x12O\n\x06Rounds\x12\x1f.dendro.internal.v1.VerifyFrame\x1a .dendro.internal.v1.VerdictFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!dendro/internal/v1/verifier.proto\x12\x12\x64\x65ndro.internal.v1\x1a\x1e\x64\x65ndro/internal/v1/calls.proto\x1a\x1d\x64\x65ndro/internal/v1/tree.proto\"n\n\x0bVerifyFrame\x12.\n\x08greeting\x18\x01 \x01(\x0b\x32\x1c.dendro.internal.v1.Greeting\x12/\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32 .dendro.internal.v1.VerifierCall\"\xe7\x01\n\x0cVerifierCall\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x06update\x18\x02 \x01(\x0b\x32\x1e.dendro.internal.v1.TextUpdate\x12,\n\x04open\x18\x03 \x01(\x0b\x32\x1c.dendro.internal.v1.OpenCallH\x00\x12\x30\n\x06verify\x18\x04 \x01(\x0b\x32\x1e.dendro.internal.v1.VerifyCallH\x00\x12.\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x1d.dendro.internal.v1.CloseCallH\x00\x42\t\n\x07request\"\x83\x01\n\nVerifyCall\x12+\n\x04tree\x18\x01 \x01(\x0b\x32\x1d.dendro.internal.v1.DraftTree\x12\r\n\x05\x61head\x18\x02 \x01(\x08\x12(\n\x05order\x18\x03 \x01(\x0b\x32\x19.dendro.internal.v1.Order\x12\x0f\n\x07ordered\x18\x04 \x01(\x08\"w\n\x05Order\x12\x0f\n\x07\x64rafter\x18\x01 \x01(\t\x12\x0f\n\x07opening\x18\x02 \x01(\x0c\x12,\n\x05shape\x18\x03 \x01(\x0b\x32\x1d.dendro.internal.v1.TreeShape\x12\r\n\x05start\x18\x04 \x01(\x04\x12\x0f\n\x07wait_us\x18\x05 \x01(\x04\"m\n\x0cVerdictFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.dendro.internal.v1.Hello\x12\x33\n\x07\x61nswers\x18\x02 \x03(\x0b\x32\".dendro.internal.v1.VerifierAnswer\"\xe4\x01\n\x0eVerifierAnswer\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.dendro.internal.v1.CallErrorH\x00\x12,\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.dendro.internal.v1.OpenedH\x00\x12.\n\x07verdict\x18\x04 \x01(\x0b\x32\x1b.dendro.internal.v1.VerdictH\x00\x12,\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x1a.dendro.internal.v1.ClosedH\x00\x42\x08\n\x06\x61nswer\"\xf0\x02\n\x07Verdict\x12\x0e\n\x06tokens\x18\x01 \x03(\r\x12\x0c\n\x04path\x18\x02 \x03(\r\x12\r\n\x05ranks\x18\x03 \x03(\r\x12*\n\x06\x66inish\x18\x04 \x01(\x0e\x32\x1a.dendro.internal.v1.Finish\x12\x0e\n\x06length\x18\x05 \x01(\r\x12\x11\n\tverify_us\x18\x06 \x01(\x04\x12\x10\n\x08queue_us\x18\x07 \x01(\x04\x12\r\n\x05texts\x18\x08 \x01(\r\x12\x11\n\tstep_rows\x18\t \x01(\r\x12\x0f\n\x07trimmed\x18\n \x01(\r\x12\x0c\n\x04\x63old\x18\x0b \x01(\x08\x12\x10\n\x08\x61head_us\x18\x0c \x01(\x04\x12+\n\x04tree\x18\r \x01(\x0b\x32\x1d.dendro.internal.v1.DraftTree\x12\x0e\n\x06missed\x18\x0e \x01(\t\x12\x12\n\ndrafted_us\x18\x0f \x01(\x04\x12\x33\n\x08logprobs\x18< \x03(\x0b\x32!.dendro.internal.v1.TokenLogprobs*x\n\x06\x46inish\x12\x16\n\x12\x46INISH_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_END_OF_TEXT\x10\x01\x12\x11\n\rFINISH_LENGTH\x10\x02\x12\x15\n\x11\x46INISH_STOP_TOKEN\x10\x03\x12\x14\n\x10\x46INISH_STRUCTURE\x10\x46\x32\x62\n\x0fVerifierService\x12O\n\x06Rounds\x12\x1f.dendro.internal.v1.VerifyFrame\x1a .dendro.internal.v1.VerdictFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'dendro.internal.v1.verifier_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISH']._serialized_start=1172
-  _globals['_FINISH']._serialized_end=1292
+  _globals['_FINISH']._serialized_start=1434
+  _globals['_FINISH']._serialized_end=1554
   _globals['_VERIFYFRAME']._serialized_start=120
   _globals['_VERIFYFRAME']._serialized_end=230
   _globals['_VERIFIERCALL']._serialized_start=233
   _globals['_VERIFIERCALL']._serialized_end=464
-  _globals['_VERIFYCALL']._serialized_start=466
-  _globals['_VERIFYCALL']._serialized_end=538
-  _globals['_VERDICTFRAME']._serialized_start=540
-  _globals['_VERDICTFRAME']._serialized_end=649
-  _globals['_VERIFIERANSWER']._serialized_start=652
-  _globals['_VERIFIERANSWER']._serialized_end=880
-  _globals['_VERDICT']._serialized_start=883
-  _globals['_VERDICT']._serialized_end=1170
-  _globals['_VERIFIERSERVICE']._serialized_start=1294
-  _globals['_VERIFIERSERVICE']._serialized_end=1392
+  _globals['_VERIFYCALL']._serialized_start=467
+  _globals['_VERIFYCALL']._serialized_end=598
+  _globals['_ORDER']._serialized_start=600
+  _globals['_ORDER']._serialized_end=719
+  _globals['_VERDICTFRAME']._serialized_start=721
+  _globals['_VERDICTFRAME']._serialized_end=830
+  _globals['_VERIFIERANSWER']._serialized_start=833
+  _globals['_VERIFIERANSWER']._serialized_end=1061
+  _globals['_VERDICT']._serialized_start=1064
+  _globals['_VERDICT']._serialized_end=1432
+  _globals['_VERIFIERSERVICE']._serialized_start=1556
+  _globals['_VERIFIERSERVICE']._serialized_end=1654
 # @@protoc_insertion_point(module_scope)

@@ -128,27 +128,77 @@ class VerifyCall(_message.Message):
 
     TREE_FIELD_NUMBER: _builtins.int
     AHEAD_FIELD_NUMBER: _builtins.int
+    ORDER_FIELD_NUMBER: _builtins.int
+    ORDERED_FIELD_NUMBER: _builtins.int
     ahead: _builtins.bool
     """ahead: the tree is its root alone, and the caller expects that of the next, too; the verifier may begin that round
     before its call.
     """
+    ordered: _builtins.bool
+    """ordered: the tree that the last call ordered takes the place of `tree`, which is its root alone."""
     @_builtins.property
     def tree(self) -> _tree_pb2.DraftTree:
         """tree starts from the text's root."""
+
+    @_builtins.property
+    def order(self) -> Global___Order:
+        """order is the next round's tree: after this verdict the verifier asks a drafter for it. Absent: the next call has its
+        tree.
+        """
 
     def __init__(
         self,
         *,
         tree: _tree_pb2.DraftTree | None = ...,
         ahead: _builtins.bool = ...,
+        order: Global___Order | None = ...,
+        ordered: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["order", b"order", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "order", b"order", "ordered", b"ordered", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyCall: _TypeAlias = VerifyCall  # noqa: Y015
+
+@_typing.final
+class Order(_message.Message):
+    """The tree of a text's next round."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DRAFTER_FIELD_NUMBER: _builtins.int
+    OPENING_FIELD_NUMBER: _builtins.int
+    SHAPE_FIELD_NUMBER: _builtins.int
+    START_FIELD_NUMBER: _builtins.int
+    WAIT_US_FIELD_NUMBER: _builtins.int
+    drafter: _builtins.str
+    """drafter is the address of the drafter's replica."""
+    opening: _builtins.bytes
+    """opening is the id of the text's opening there."""
+    start: _builtins.int
+    """start is the number of tokens of the text that the drafter is known to hold."""
+    wait_us: _builtins.int
+    """wait_us is the time from the verdict after which the round has its root alone, in microseconds."""
+    @_builtins.property
+    def shape(self) -> _tree_pb2.TreeShape: ...
+    def __init__(
+        self,
+        *,
+        drafter: _builtins.str = ...,
+        opening: _builtins.bytes = ...,
+        shape: _tree_pb2.TreeShape | None = ...,
+        start: _builtins.int = ...,
+        wait_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drafter", b"drafter", "opening", b"opening", "shape", b"shape", "start", b"start", "wait_us", b"wait_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Order: _TypeAlias = Order  # noqa: Y015
 
 @_typing.final
 class VerdictFrame(_message.Message):
@@ -230,6 +280,9 @@ class Verdict(_message.Message):
     TRIMMED_FIELD_NUMBER: _builtins.int
     COLD_FIELD_NUMBER: _builtins.int
     AHEAD_US_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    DRAFTED_US_FIELD_NUMBER: _builtins.int
     LOGPROBS_FIELD_NUMBER: _builtins.int
     finish: Global___Finish.ValueType
     length: _builtins.int
@@ -248,6 +301,10 @@ class Verdict(_message.Message):
     """cold is true if the step compiled or captured kernels: its times do not predict those of later steps."""
     ahead_us: _builtins.int
     """ahead_us is the part of the step before the round's call arrived, in microseconds; verify_us has the rest."""
+    missed: _builtins.str
+    """missed says why the ordered tree did not come. Empty: it did."""
+    drafted_us: _builtins.int
+    """drafted_us is the time from the last verdict until the ordered tree came, in microseconds."""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """tokens are the emitted tokens; at least one."""
@@ -259,6 +316,10 @@ class Verdict(_message.Message):
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """ranks are the ranks of the accepted guesses among their siblings."""
+
+    @_builtins.property
+    def tree(self) -> _tree_pb2.DraftTree:
+        """tree is the ordered tree that was verified, or its root alone. Absent: the call had its own tree."""
 
     @_builtins.property
     def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_calls_pb2.TokenLogprobs]:
@@ -279,11 +340,14 @@ class Verdict(_message.Message):
         trimmed: _builtins.int = ...,
         cold: _builtins.bool = ...,
         ahead_us: _builtins.int = ...,
+        tree: _tree_pb2.DraftTree | None = ...,
+        missed: _builtins.str = ...,
+        drafted_us: _builtins.int = ...,
         logprobs: _abc.Iterable[_calls_pb2.TokenLogprobs] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_us", b"ahead_us", "cold", b"cold", "finish", b"finish", "length", b"length", "logprobs", b"logprobs", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead_us", b"ahead_us", "cold", b"cold", "drafted_us", b"drafted_us", "finish", b"finish", "length", b"length", "logprobs", b"logprobs", "missed", b"missed", "path", b"path", "queue_us", b"queue_us", "ranks", b"ranks", "step_rows", b"step_rows", "texts", b"texts", "tokens", b"tokens", "tree", b"tree", "trimmed", b"trimmed", "verify_us", b"verify_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,234 @@
+"""Trees that pass from a drafter to a verifier without the router, over real sockets: the tokens are the target's,
+whatever happens to the drafter, and what does not come is asked for by the router again."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
+from dendro.engine import started
+from dendro.errors import BadRequest, NotFound
+from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
+from dendro.shapes import TreeShape
+from dendro.state import MemoryStates
+from dendro.text import Limits, Sampling, Text
+from dendro.tree import DraftTree
+
+from cluster.api.local import LocalClient
+from cluster.config import DEMO_MODELS, pair_config
+from cluster.demo.prompts import held_out_prompts
+from cluster.engines import load_drafter, load_verifier
+from cluster.peers.links import StreamLinks
+from cluster.peers.local import LocalPeers
+from cluster.peers.pools import Peers
+from cluster.peers.stream import DRAFTER, PeerStream, RemoteDrafter
+from cluster.router.ingress import Ingress
+from cluster.sessions import MemorySessions
+from tests.support.certificates import Authority
+from tests.support.fakes import FakeDrafter, RemotePool
+
+SHAPE = "(3,2,1)"
+COUNT = 40
+
+
+def demo_config(**sections):
+    return pair_config(DEMO_MODELS / "target", [DEMO_MODELS / "mamba2"], speculation={"proposers": []}, **sections)
+
+
+class SocketPair:
+    """An ingress whose peers are real engines behind sockets."""
+
+    def __init__(self, ingress, verifier, drafter, drafters):
+        self.client, self.verifier, self.drafter, self.drafters = LocalClient(ingress), verifier, drafter, drafters
+        self.prompt = held_out_prompts(1, 64)[0].token_ids
+
+    async def answer(self, speculation, temperature=1.0, count=COUNT, **options):
+        options = {"seed": 7, "max_new_tokens": count, "ignore_end": True} | options
+        return await self.client.generate_text(self.prompt, temperature=temperature, speculation=speculation, **options)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return demo_config(router={"draft_timeout_ms": 20_000})
+
+
+@asynccontextmanager
+async def served(config, ordered_trees=True):
+    config = config.model_copy(update={"router": config.router.model_copy(update={"ordered_trees": ordered_trees})})
+    (target,), (helper,) = config.targets, config.drafters
+    verifier = load_verifier(target, config.targets[target], MemoryStates())
+    drafter = load_drafter(helper, config.drafters[helper], MemoryStates(), config.targets)
+    links = StreamLinks()
+    verifier.link(links)
+    async with AsyncExitStack() as stack:
+        for engine in (verifier, drafter):
+            await stack.enter_async_context(started(engine))
+        replicas = {
+            "verifier": await serve_engine(VERIFIER_REPLICA, verifier),
+            "drafter": await serve_engine(DRAFTER_REPLICA, drafter),
+        }
+        pools = {kind: RemotePool(kind, [replica.address]) for kind, replica in replicas.items()}
+        for closing in (links.close, *(pool.streams.close for pool in pools.values())):
+            stack.push_async_callback(closing)
+        for replica in replicas.values():
+            stack.push_async_callback(replica.stop)
+        peers = Peers(config, {target: pools["verifier"]}, {helper: pools["drafter"]})
+        ingress = Ingress(config, peers, MemorySessions())
+        stack.push_async_callback(ingress.close)
+        yield SocketPair(ingress, verifier, drafter, replicas["drafter"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_answers_of_ordered_trees_are_those_without_and_nearly_every_tree_is_ordered(config, temperature):
+    async with served(config) as cluster:
+        off = await cluster.answer("off", temperature)
+        assert cluster.verifier.stats()["ordered"] == 0
+        for way in (SHAPE, "dynamic(4,3,12)"):
+            before = cluster.verifier.stats()["ordered"]
+            done = await cluster.answer(way, temperature)
+            assert done.token_ids == off.token_ids
+            statistics = done.complete.speculation
+            ordered = cluster.verifier.stats()["ordered"] - before
+            assert statistics.accepted_tokens > 0 and cluster.verifier.stats()["ordered_missed"] == 0
+            # Not ordered: the first rounds, until the drafter has opened the text, and the one after them.
+            assert ordered >= statistics.rounds - 2 - statistics.late_drafts, f"{ordered} of {statistics.rounds}"
+            assert statistics.contradictions == ()
+
+
+async def test_no_tree_is_ordered_where_the_configuration_says_so(config):
+    async with served(config, ordered_trees=False) as cluster:
+        assert (await cluster.answer(SHAPE)).token_ids == (await cluster.answer("off")).token_ids
+        assert cluster.verifier.stats()["ordered"] == 0
+
+
+async def test_answers_whose_guesses_are_drawn_order_no_tree():
+    config = demo_config(router={"draft_timeout_ms": 20_000}, verification_modes=["multi-step"])
+    async with served(config) as cluster:
+        done = await cluster.answer(SHAPE, mode="multi-step")
+        assert done.complete.speculation.accepted_tokens > 0
+        assert cluster.verifier.stats()["ordered"] == 0
+
+
+@pytest.mark.parametrize("fault", ["stops", "hangs", "forgets", "lies"])
+async def test_a_fault_of_the_drafter_amid_ordered_rounds_changes_no_token_and_ends_no_answer(
+    config, fault, monkeypatch
+):
+    config = demo_config(router={"draft_timeout_ms": 200})
+    async with served(config) as cluster:
+        off = await cluster.answer("off", count=120)
+        calls, draft = [], cluster.drafter.draft
+
+        async def failing(call):
+            calls.append(call)
+            if len(calls) > 10:
+                if fault == "hangs":
+                    await asyncio.sleep(30)
+                if fault == "forgets":
+                    raise NotFound("opening: gone")
+                if fault == "lies":
+                    return DraftTree.of([call.update.tokens[-1] ^ 1, 3], [-1, 0])
+                if len(calls) == 11:
+                    asyncio.get_running_loop().create_task(cluster.drafters._server.stop(None))
+            return await draft(call)
+
+        monkeypatch.setattr(cluster.drafter, "draft", failing)
+        done = await cluster.answer(SHAPE, count=120)
+        assert done.token_ids == off.token_ids
+        assert cluster.verifier.stats()["ordered"] > 5 and cluster.verifier.stats()["ordered_missed"] > 0
+        assert done.complete.speculation.late_drafts > 0
+        if fault == "lies":
+            assert cluster.verifier.stats()["ordered_missed"] <= 3, "a drafter of malformed trees is given up"
+    assert cluster.verifier.sessions == 0
+
+
+async def test_a_client_that_leaves_amid_ordered_rounds_leaves_no_text_open(config):
+    async with served(config) as cluster:
+        for turn in range(3):
+            parts = cluster.client.generate(
+                cluster.prompt, speculation=SHAPE, temperature=1.0, max_new_tokens=400, ignore_end=True
+            )
+            async for _ in parts:
+                if cluster.verifier.stats()["ordered"] > 3 * (1 + turn):
+                    break
+            await parts.aclose()
+        for _ in range(200):
+            if not cluster.verifier.sessions and not cluster.drafter.sessions:
+                break
+            await asyncio.sleep(0.02)
+        assert (cluster.verifier.sessions, cluster.drafter.sessions) == (0, 0)
+
+
+async def test_texts_that_run_together_with_ordered_trees_have_the_tokens_that_they_have_alone(config):
+    async with served(config) as cluster:
+        alone = [(await cluster.answer("off", seed=seed)).token_ids for seed in range(6)]
+        together = await asyncio.gather(*(cluster.answer(SHAPE, seed=seed) for seed in range(6)))
+        assert [done.token_ids for done in together] == alone
+        assert cluster.verifier.stats()["ordered"] > 0
+
+
+async def test_engines_of_one_process_pass_trees_without_an_event_loop(config):
+    peers = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
+    try:
+        client, prompt = LocalClient(Ingress(config, peers, MemorySessions())), held_out_prompts(1, 64)[0].token_ids
+        options = {"temperature": 1.0, "seed": 3, "max_new_tokens": COUNT, "ignore_end": True}
+        off = await client.generate_text(prompt, speculation="off", **options)
+        assert (await client.generate_text(prompt, speculation=SHAPE, **options)).token_ids == off.token_ids
+        stats = peers.engines[0].stats()
+        assert stats["ordered"] > 5 and stats["ordered_missed"] == 0
+    finally:
+        await peers.close()
+
+
+# A drafter's side of a verifier's calls
+
+
+def opened(text):
+    opening = new_opening()
+    parameters = RequestParameters(text.sampling, text.limits, "", ())
+    return opening, OpenCall(TextUpdate.of(opening, text, 0), parameters)
+
+
+async def test_a_stream_may_ask_for_trees_of_texts_that_another_has_opened_and_for_nothing_else():
+    drafter, text = FakeDrafter(), Text([5, 6, 7], Sampling(), Limits(64))
+    replica = await serve_engine(DRAFTER_REPLICA, drafter)
+    streams = [await PeerStream.connect(replica.address, DRAFTER) for _ in range(2)]
+    router, verifier = map(RemoteDrafter, streams)
+    opening, call = opened(text)
+    with pytest.raises(NotFound):
+        await verifier.draft(DraftCall(TextUpdate.of(opening, text, 0), TreeShape.parse("(1,1)")))
+    await router.open(call)
+    tree = await verifier.draft(DraftCall(TextUpdate.of(opening, text, 3), TreeShape.parse("(1,1)")))
+    assert tree.rows == 3
+    with pytest.raises(NotFound):
+        await verifier.close(CloseCall(TextUpdate.of(opening, text, 3)))
+    await router.close(CloseCall(TextUpdate.of(opening, text, 3)))
+    with pytest.raises(NotFound):
+        await verifier.draft(DraftCall(TextUpdate.of(opening, text, 3), TreeShape.parse("(1,1)")))
+    for stream in streams:
+        await stream.close()
+    await replica.stop()
+
+
+async def test_a_verifiers_certificate_lets_it_ask_for_trees_alone(tmp_path):
+    authority = Authority(tmp_path)
+
+    def files(role):
+        from dendro.certificates import CertificateFiles
+
+        pair = authority.issue(role, f"{role}.dendro")
+        return CertificateFiles(f"tls.peers.{role}", pair["certificate"], pair["key"], authority.path)
+
+    text = Text([5, 6, 7], Sampling(), Limits(64))
+    replica = await serve_engine(DRAFTER_REPLICA, FakeDrafter(), certificates=files("drafter"))
+    streams = [await PeerStream.connect(replica.address, DRAFTER, files(role)) for role in ("router", "verifier")]
+    router, verifier = map(RemoteDrafter, streams)
+    opening, call = opened(text)
+    with pytest.raises(BadRequest, match="router"):
+        await verifier.open(call)
+    await router.open(call)
+    assert (await verifier.draft(DraftCall(TextUpdate.of(opening, text, 3), TreeShape.parse("(1,1)")))).rows == 3
+    for stream in streams:
+        await stream.close()
+    await replica.stop()
