@@ -35,9 +35,11 @@ class DeviceStates:
     def sizes(self, rows: int, drawn: int) -> dict[str, tuple[int, ...]]:
         """The shapes of the arrays of a step of padded sizes, by name."""
         block, folds = self._arrangement.extent.block, self._folds(rows)
+        # A served text's rows start from its newest states; the runner's checks start rows from any of its own.
+        states = max(folds, self._arrangement.whole.checkpoints)
         return {
             "columns": (rows, 2 * block),
-            "items": (min(rows, rows // ITEM_ROWS + folds), 2 + ITEM_ROWS),
+            "items": (min(rows, rows // ITEM_ROWS + states), 2 + ITEM_ROWS),
             "chains": (self._texts, 2),
             "fold_columns": (folds, block),
             "fold_states": (folds, 2),

@@ -152,6 +152,26 @@ def test_rows_are_listed_once_beside_the_state_that_they_start_from(runner):
     assert host["states.chains"][0].tolist() == [0, 1] and not host["states.moved"].any()
 
 
+def test_the_check_of_rows_at_start_fits_a_runner_of_one_text(tmp_path, monkeypatch):
+    """Its shuffled rows start from more states than any rows of one served text."""
+    make_checkpoint(tmp_path, "mamba2")
+    target = load_target(tmp_path, torch.float32, torch.device(DEVICE), (8, 16, 160))
+    bounds = Bounds(NEAR, 16, 11, 1, DEPTH, Arrangement.of(1, NEAR, DEPTH, 160))
+    runner = DeviceRunner(target, bounds, (8, 16, 160), graphs=RunAgain())
+    states = []
+
+    def listed(plan):
+        items = runner._upload(plan, runner._shape_of(plan))[0].host["states.items"]
+        assert sorted(row for item in items for row in item[2 : 2 + item[0]]) == list(range(len(plan.tokens)))
+        states.append(len(set(plan.recurrent.sources.tolist())))
+        return torch.zeros(len(plan.tokens), 1, device=DEVICE)
+
+    monkeypatch.setattr(runner, "forward", listed)
+    monkeypatch.setattr(runner, "keep", lambda kept: None)
+    assert runner.check_rows() == []
+    assert max(states[1:]) > 2 * len(runner.buckets)
+
+
 def test_a_walk_on_the_host_keeps_its_accepted_guesses_alone(runner, monkeypatch):
     """The step has kept the certain rows. Copied again, one could replace another text's guess that came a whole ring
     after it."""
