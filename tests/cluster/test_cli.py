@@ -113,7 +113,7 @@ def test_help_of_generate_is_in_groups():
 
 def test_help_of_bench_shows_those_of_ones_own_pair_first():
     (_, own, bundled) = panels("bench").values()
-    assert own == ["speed", "load"] and len(bundled) >= 10
+    assert own == ["speed", "load"] and len(bundled) >= 9
 
 
 DRAFTER_OPTIONS = (

@@ -384,6 +384,69 @@ async def test_a_body_that_is_no_json_object_is_refused(body, headers, status):
         assert found == status and answer["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"prompt": "a", "max_tokens": 2, "max_tokens": 3}', "the key 'max_tokens' occurs twice in an object"),
+        (
+            b'{"prompt": "a", "dendro": {"speculation": "off", "speculation": "auto"}}',
+            "the key 'speculation' occurs twice",
+        ),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "a number has too many digits"),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "too many objects and arrays in each other"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN is no number of JSON"),
+    ],
+    ids=["repeated key", "repeated key inside", "digits", "deep", "NaN"],
+)
+async def test_json_that_readers_understand_differently_is_refused_without_internals(body, reason):
+    async with http_at() as (server, _):
+        status, _, answer = await post(server, COMPLETIONS, body)
+        assert status == 400 and reason in answer["error"]["message"]
+        assert not any(word in answer["error"]["message"] for word in ("sys.", "recursion"))
+
+
+async def test_headers_are_bounded_also_where_they_come_at_once():
+    """A kernel gives up to 256 KiB at a time; h11 bounds only headers that are not whole yet."""
+    body = b'{"prompt": "a", "max_tokens": 2}'
+    many = {f"x{number}": "" for number in range(4000)}
+    async with http_at() as (server, _):
+        for headers in ({"x": "a" * (http_server.HEADER_BYTES + http_server.PART_BYTES)}, many):
+            status, _, _ = await raw(server, request_of(COMPLETIONS, body, **headers), more=True)
+            assert status == 400
+        status, _, _ = await post(server, COMPLETIONS, body, x="a" * (http_server.HEADER_BYTES - 1000))
+        assert status == 200
+        long = json.dumps({"prompt": "a", "max_tokens": 2, "user": "b" * 1_000_000}).encode()
+        assert (await post(server, COMPLETIONS, long))[0] == 200
+
+
+async def test_a_body_whose_end_two_headers_name_is_refused():
+    """A proxy before the server may go by the other one, and take the rest for another request."""
+    head = request_of(COMPLETIONS, b"", **{"content-length": "5", "transfer-encoding": "chunked"})
+    async with http_at() as (server, requests):
+        status, _, answer = await raw(
+            server, head + b"1d\r\n" + b'{"prompt":"a","max_tokens":2}' + b"\r\n0\r\n\r\n", more=True
+        )
+        assert status == 400 and json.loads(answer)["error"]["param"] == "content-length"
+        assert requests.stats()["requests"] == 0
+
+
+async def test_five_requests_at_once_on_a_connection_are_answered_in_their_order():
+    async with http_at() as (server, _):
+        host, _, port = server.address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        names = [f"mine-{number}" for number in range(5)]
+        for name in names:
+            body = b'{"prompt": "a", "max_tokens": 2}'
+            writer.write(request_of(COMPLETIONS, body, **{"idempotency-key": name}))
+        found = b""
+        async with asyncio.timeout(20):
+            while found.count(b'"usage"') < 5:
+                found += await reader.read(65536)
+        writer.close()
+        places = [found.index(f"x-request-id: {name}".encode()) for name in names]
+        assert found.count(b"HTTP/1.1 200") == 5 and places == sorted(places)
+
+
 async def test_the_values_of_a_long_body_are_counted_before_it_is_parsed():
     async with one_server() as server:
         status, _, body = await raw(

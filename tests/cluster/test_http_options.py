@@ -105,6 +105,19 @@ async def test_log_probabilities_without_likeliest_tokens_have_an_empty_list():
 
 
 @pytest.mark.parametrize("stream", [False, True])
+async def test_the_only_token_of_an_echoed_prompt_is_among_those_with_log_probabilities_and_has_none(stream):
+    async with http_at() as (server, _), client_of(server) as client:
+        made = await client.completions.create(
+            model="demo", prompt="a", max_tokens=2, temperature=0, logprobs=1, echo=True, stream=stream
+        )
+        parts = [part async for part in made] if stream else [made]
+        found = [each.logprobs for part in parts for each in part.choices if each.logprobs is not None]
+        assert [token for each in found for token in each.tokens][0] == "a"
+        assert [value is None for each in found for value in each.token_logprobs] == [True, False, False]
+        assert [offset for each in found for offset in each.text_offset] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_completion_echoes_its_prompt_with_log_probabilities_from_the_second_token_on(stream):
     prompt = list(b"walk the ")
     tokens = plain_answer(prompt, Sampling(), 6)

@@ -27,7 +27,7 @@ MISTRAL = (
     + "{% if m.tool_calls %}[TOOL_CALLS] ["
     + EACH
     + CALL.replace("KEY", "arguments")
-    + ', "id": "{{ c.id }}"}'
+    + ', "id": "{{ c.id }}"}{{ ", " if not loop.last }}'
     + END
     + "]{% endif %}"
     + TAIL
@@ -35,7 +35,17 @@ MISTRAL = (
 LLAMA = HEAD + EACH + CALL.replace("KEY", "parameters") + "}" + END + TAIL
 OTHER = HEAD + EACH + "<function={{ c.function.name }}>{{ c.function.arguments | tojson }}</function>" + END + TAIL
 IGNORING = LLAMA.partition("{% endif %}")[2]
-TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA, "other": OTHER, "ignoring": IGNORING}
+LONELY = (
+    "{% for m in messages if (m.tool_calls or []) | length > 1 %}{{ raise_exception('one call') }}{% endfor %}" + LLAMA
+)
+TEMPLATES = {
+    "hermes": HERMES,
+    "lonely": LONELY,
+    "mistral": MISTRAL,
+    "llama": LLAMA,
+    "other": OTHER,
+    "ignoring": IGNORING,
+}
 
 
 def tool(name: str, properties: dict[str, Any]) -> dict[str, Any]:
@@ -105,6 +115,54 @@ async def one_call(client, model, choice, seed) -> tuple[str, dict[str, Any]]:
     assert all((each.index, each.id, each.function.name) == (0, None, None) for each in more)
     assert "".join(each.function.arguments for each in (first, *more)) == call.function.arguments
     return call.function.name, json.loads(call.function.arguments)
+
+
+@pytest.mark.slow
+async def test_an_answer_that_must_be_calls_has_several_in_each_format_where_that_is_asked_for(tmp_path):
+    async with calling(tmp_path) as client:
+        for model in ("hermes", "mistral", "llama"):
+            counts = set()
+            for seed in range(12):
+                counts.add(await several_calls(client, model, seed))
+                if len(counts) > 1 and max(counts) > 1:
+                    break
+            assert max(counts) > 1, f"{model}: {counts}"
+        asked = ASKED | {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": True}
+        with pytest.raises(openai.BadRequestError, match="one call an answer") as refused:
+            await client.chat.completions.create(**asked, model="lonely")
+        assert refused.value.param == "parallel_tool_calls"
+        assert await one_call(client, "lonely", "required", 1)
+        cut = await client.chat.completions.create(**asked | {"model": "hermes", "max_tokens": 2})
+        assert cut.choices[0].finish_reason == "length" and cut.choices[0].message.tool_calls is None
+
+
+async def several_calls(client, model, seed) -> int:
+    """The number of calls of an answer, each of which is valid, and the same whole and streamed."""
+    asked = ASKED | {
+        "model": model,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "seed": seed,
+        "max_tokens": 400,
+        "temperature": 2.0,
+    }
+    asked["extra_headers"] = {"Idempotency-Key": f"{model}-{seed}"}
+    asked["parallel_tool_calls"] = True
+    whole = (await client.chat.completions.create(**asked)).choices[0]
+    calls = whole.message.tool_calls
+    for each in calls:
+        schema = next(one for one in TOOLS if one["function"]["name"] == each.function.name)["function"]["parameters"]
+        assert [*json.loads(each.function.arguments)] == schema["required"]
+    if whole.finish_reason == "tool_calls":
+        assert whole.message.content is None
+    parts = [part.choices[0] async for part in await client.chat.completions.create(**asked, stream=True)]
+    streamed = [each for part in parts for each in part.delta.tool_calls or []]
+    assert [(each.index, each.id, each.function) for each in streamed] == [
+        (index, each.id, streamed[index].function) for index, each in enumerate(calls)
+    ]
+    assert [each.function.arguments for each in streamed] == [each.function.arguments for each in calls]
+    assert parts[-1].finish_reason == whole.finish_reason
+    return len(calls)
 
 
 async def cut_off(client) -> None:
@@ -179,6 +237,19 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
                 {
                     "role": "assistant",
                     "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].function.arguments",
+    ),
+    "arguments that are no JSON": (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": NaN}'}}
+                    ],
                 }
             ]
         },

@@ -201,7 +201,7 @@ class ObjectWriter:
         self, choice: Choice, text: str, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs]
     ) -> dict[str, Any]:
         logprobs = None
-        if self._texts is not None and given:
+        if self._texts is not None and tokens:  # the only token of a prompt has no log-probability
             logprobs = self._form.logprobs(choice, tokens, given, self._texts)
         choice.append(text, logprobs)
         return self._part(choice, self._form.piece(choice, text), logprobs)

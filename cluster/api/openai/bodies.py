@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from dendro.arguments import shown
 from dendro.client import MAX_MESSAGE_BYTES
 from starlette.requests import ClientDisconnect, Request
 
@@ -60,6 +61,8 @@ class BodyReader:
 
 async def _bytes_of(request: Request) -> bytes:
     declared = request.headers.get("content-length", "")
+    if declared and "transfer-encoding" in request.headers:  # a proxy before this server may go by the other
+        raise HttpRefused(400, "is given beside transfer-encoding", "content-length")
     if declared.isdecimal() and int(declared) > MAX_MESSAGE_BYTES:
         raise _too_long()
     body = bytearray()
@@ -84,13 +87,28 @@ def _too_long() -> HttpRefused:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body.decode(), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:  # an encoding's error is a ValueError
-        raise HttpRefused(400, f"the body is not JSON: {error}") from None
+        value = json.loads(body.decode(), parse_constant=no_constant, object_pairs_hook=_distinct)
+    except RecursionError:
+        raise HttpRefused(400, "the body is not JSON: it has too many objects and arrays in each other") from None
+    except ValueError as error:  # an encoding's error is a ValueError
+        reason = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
+        raise HttpRefused(400, f"the body is not JSON: {reason}") from None
     if not isinstance(value, dict):
         raise HttpRefused(400, "the body must be a JSON object")
     return value
 
 
-def _no_constant(name: str) -> NoReturn:
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object. Readers of JSON differ in which value of a repeated key counts, so none is read."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(
+            f"the key {shown(next(key for key in found if keys.count(key) > 1))} occurs twice in an object"
+        )
+    return found
+
+
+def no_constant(name: str) -> NoReturn:
+    """Refuse NaN and the infinities, which Python reads."""
     raise ValueError(f"{name} is no number of JSON")

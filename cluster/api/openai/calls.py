@@ -6,8 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self, cast
+from dataclasses import dataclass, replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from dendro.errors import BadRequest
@@ -27,6 +27,8 @@ PROBED: Sequence[Mapping[str, Any]] = [
     {"role": "assistant", "content": "", "tool_calls": [PROBE]},
 ]
 """A conversation with a call, which shows the format of a template."""
+PROBED_TWICE: Sequence[Mapping[str, Any]] = [PROBED[0], {**PROBED[1], "tool_calls": [PROBE, PROBE]}]
+"""A conversation whose answer has two calls, which not all templates write."""
 DESCRIBED: Sequence[Mapping[str, Any]] = [
     {
         "type": "function",
@@ -41,13 +43,14 @@ DESCRIBED: Sequence[Mapping[str, Any]] = [
 PYTHON_TAG = "<|python_tag|>"
 """Llama 3 may or may not write this special token before a call, so it marks none."""
 _NAME, _VALUE = r'(?P<head>\{"name": ?)"probe"', r'\{"key": ?"value"\}'
+_ID = r'(?:, ?"id": ?"probe0000")?'
 _FORMATS = tuple(
     re.compile(pattern)
     for pattern in (
         rf'(?P<marker><tool_call>)(?P<opening>\s*){_NAME}(?P<middle>, ?"arguments": ?){_VALUE}'
         r"(?P<closing>\}\s*</tool_call>)",
         rf'(?P<marker>\[TOOL_CALLS\])(?P<opening>\s*\[){_NAME}(?P<middle>, ?"arguments": ?){_VALUE}'
-        r'(?:, ?"id": ?"probe0000")?(?P<closing>\}\])',
+        rf"{_ID}(?P<closing>\}}\])",
         rf'(?P<marker>(?:{re.escape(PYTHON_TAG)})?)(?P<opening>){_NAME}(?P<middle>, ?"parameters": ?){_VALUE}'
         r"(?P<closing>\})",
     )
@@ -65,27 +68,39 @@ class CallFormat:
     opening: str  # text from the marker to the name in its quotes
     middle: str  # text between the name and the arguments
     closing: str  # text after the arguments
+    between: str | None  # text between the arguments of a call and the next name; None: an answer has one call
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> Self:
+    def of(cls, tokenizer: Tokenizer) -> CallFormat:
         """The format of a target's chat template, which is looked for once. Raises BadRequest where it writes another,
         or there is no template."""
         if tokenizer not in _FOUND:
-            _FOUND[tokenizer] = cls._written_in(tokenizer.chat(PROBED, False, None, DESCRIBED))
+            found = cls._written_in(tokenizer.chat(PROBED, False, None, DESCRIBED))
+            _FOUND[tokenizer] = found and found._of_several(tokenizer)
         if (found := _FOUND[tokenizer]) is None:
             raise BadRequest(
                 "tools",
                 "the target's chat template writes calls in none of the formats of Hermes, Qwen, Llama 3 and Mistral",
             )
-        return cast("Self", found)
+        return found
 
     @classmethod
-    def _written_in(cls, text: str) -> Self | None:
+    def _written_in(cls, text: str) -> CallFormat | None:
         for each in _FORMATS:
             if found := each.search(text):
                 opening = found["opening"] + found["head"]
-                return cls(found["marker"], opening, found["middle"], found["closing"])
+                return cls(found["marker"], opening, found["middle"], found["closing"], None)
         return None
+
+    def _of_several(self, tokenizer: Tokenizer) -> CallFormat:
+        """The format with what the template writes between two calls, where it writes two."""
+        try:
+            text = tokenizer.chat(PROBED_TWICE, False, None, DESCRIBED)
+        except BadRequest:
+            return self
+        one = re.escape(f'{self.opening}"probe"{self.middle}') + _VALUE + _ID
+        found = re.search(one + r'(?P<between>.{1,200}?)"probe"' + re.escape(self.middle), text, re.DOTALL)
+        return self if found is None else replace(self, between=found["between"])
 
     @property
     def marks(self) -> CallMarks:
@@ -99,6 +114,18 @@ class CallFormat:
             before = json.dumps(f'{self.opening}"{name}"{self.middle}')
             rules += [f"call_{index}: {before} arguments_{index} {json.dumps(self.closing)}"]
             rules += [f"arguments_{index}: %json {json.dumps(schema)}"]
+        return Structure.grammar("\n".join(rules))
+
+    def structure_of_several(self, schemas: Mapping[str, Mapping[str, Any]]) -> Structure:
+        """One or more calls of these functions. Raises BadRequest where the template writes one alone."""
+        if self.between is None:
+            raise BadRequest("parallel_tool_calls", "is true, but the target's chat template writes one call an answer")
+        opening, between, closing = map(json.dumps, (self.opening, self.between, self.closing))
+        rules = [f"start: {opening} call ({between} call)* {closing}"]
+        rules += ["call: " + " | ".join(f"call_{index}" for index in range(len(schemas)))]
+        for index, (name, schema) in enumerate(schemas.items()):
+            before = json.dumps(f'"{name}"{self.middle}')
+            rules += [f"call_{index}: {before} arguments_{index}", f"arguments_{index}: %json {json.dumps(schema)}"]
         return Structure.grammar("\n".join(rules))
 
     def parsed(self, text: str) -> Call | None:

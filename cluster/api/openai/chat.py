@@ -50,12 +50,16 @@ def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) 
     markers = markers_of(tokenizer)
     if calls is not None and tools.required:
         chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
-        options["structure"] = calls.structure(tools.schemas)
+        made = calls.structure_of_several if tools.parallel else calls.structure
+        options["structure"] = made(tools.schemas)
         names = NAMES | {"structure": "tools", "structure.grammar": "tools"}
         asked = http_request(fields, chat, options, request_id, names)
         if markers is not None and _place(asked.message, markers, tokenizer, calls.marker) is ReasoningPlace.BEGUN:
             asked.message.chat.MergeFrom(pb.Chat(answer_start=markers.closing + calls.marker))
-        return asked, CallForm(calls, request_id)
+        if not tools.parallel:
+            return asked, CallForm(calls, request_id)
+        several = MixedParts(None, False, calls.marks, [*tools.schemas], None, tokenizer, calls.marks.marker)
+        return asked, MixedForm(request_id, several)
     marks = calls.marks if calls is not None else None
     shown = [marks.marker] if marks is not None and marks.marker else []
     shown += [markers.begin, markers.end] if markers is not None else []

@@ -27,6 +27,7 @@ class MixedParts:
     names: Sequence[str]  # functions that can be called
     most_calls: int | None  # later ones are left out
     tokenizer: Tokenizer  # shows the markers of reasoning
+    before: str = ""  # text at the prompt's end that begins a call
 
 
 @dataclass
@@ -50,6 +51,8 @@ class AnswerParts:
         self._contents: list[str] = []
         self._has_content = False
         self.calls: list[FoundCall] = []
+        if self._finder is not None and parts.before:
+            self._finder.push(parts.before)
 
     @property
     def reasoning(self) -> str:

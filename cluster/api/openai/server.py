@@ -22,8 +22,9 @@ from cluster.router.ingress import Ingress
 KEEP_ALIVE_S = 75
 """Seconds in which the headers of a connection's next request must have come. Clients' own limits of idle connections
 are shorter, so that none sends a request while its connection is being closed."""
-HEADER_BYTES = 1 << 14
-"""Bytes of a request's line and headers."""
+HEADER_BYTES, PART_BYTES = 1 << 14, 1 << 12
+"""Bytes of a request's line and headers, and of the parts in which h11 gets what comes: it bounds headers that are not
+whole yet, however long those are that come at once."""
 
 
 class _Connection(H11Protocol):
@@ -41,6 +42,11 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.cancel()
         super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), PART_BYTES):
+            if not self.transport.is_closing():
+                super().data_received(data[start : start + PART_BYTES])
 
     def handle_events(self) -> None:
         super().handle_events()

@@ -12,6 +12,7 @@ from dendro.arguments import shown
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
 
+from cluster.api.openai.bodies import no_constant
 from cluster.api.openai.fields import Fields, typed
 
 MAX_TOOLS = 128
@@ -53,11 +54,11 @@ def read_tools(fields: Fields) -> Tools:
         if name in fields:
             raise BadRequest(name, "is given beside a tool_choice that makes the answer a call; give one of them")
     if choice == "required":
-        return Tools(given, schemas, required=True)
+        return Tools(given, schemas, required=True, parallel=parallel is True)
     name = _named(choice)
     if name not in schemas:
         raise BadRequest("tool_choice.function.name", f"{shown(name)} is none of {', '.join(schemas)}")
-    return Tools(given, {name: schemas[name]}, required=True)
+    return Tools(given, {name: schemas[name]}, required=True, parallel=parallel is True)
 
 
 def _function(field: str, given: Any) -> tuple[str, Mapping[str, Any]]:
@@ -117,7 +118,7 @@ def read_calls(field: str, given: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _arguments(field: str, text: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = typed(field, json.loads(text), JsonType.OBJECT)
+        found: dict[str, Any] = typed(field, json.loads(text, parse_constant=no_constant), JsonType.OBJECT)
     except (ValueError, RecursionError) as error:
         raise BadRequest(field, f"is not JSON: {error}") from None
     return found

@@ -31,6 +31,7 @@ from cluster.certify.promises import Promise, report
 from cluster.config import TargetConfig
 from cluster.demo.prompts import load_passages
 from cluster.hub import fetched_model
+from cluster.json_lines import json_lines
 from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
 from cluster.measure.options import present, with_bars
@@ -156,7 +157,7 @@ async def run_outward(options: OutwardOptions, begin: Begin) -> dict[str, Any]:
     passages = [
         reference.tokenizer.encode(each.text, begins=True)[:PROMPT_TOKENS] for each in load_passages()[:PASSAGES]
     ]
-    questions = [json.loads(line)["prompt"] for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    questions = [entry["prompt"] for _, entry in json_lines("--reference", QUESTIONS, "questions")]
     messages = [made for each in questions if (made := reference.prompt_of_message(each)) is not None]
     texts = [made for each in passages if (made := reference.prompt_of_ids(each)) is not None]
     own = [made for each in questions if (made := reference.prompt_of_text(each)) is not None]
