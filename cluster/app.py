@@ -186,6 +186,10 @@ class VerifierShell(_Shell):
         self._links = StreamLinks(certificates)
         engine.link(self._links)
 
+    async def __del__(self) -> None:
+        await super().__del__()
+        await self._links.close()
+
     async def _end_with_engine(self) -> None:
         """Exit when a worker is lost: Serve replaces an exited replica at once, an unhealthy one after three checks."""
         reason = await self._engine.lost()

@@ -288,7 +288,7 @@ class VerifierEngine:
     def link(self, links: DrafterLinks) -> None:
         def ask(wanted: OrderedRound, call: DraftCall) -> None:
             def deliver(outcome: object) -> None:
-                self._thread.post(lambda ticket: self.scheduler.drafted(wanted, outcome))
+                self._thread.post(lambda ticket: self.scheduler.drafted(wanted, outcome, ticket.arrived_s))
 
             links.draft(wanted.order.drafter, call, deliver)
 

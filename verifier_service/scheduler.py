@@ -29,7 +29,7 @@ from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, PeerTex
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
-from dendro.failures import described
+from dendro.failures import described, log_failure
 from dendro.logprobs import EchoedLogprobs
 from dendro.measured import totals_by_size
 from dendro.order import Missed, Order, missed_by
@@ -100,7 +100,7 @@ class StepScheduler:
         for `linger_s`, or if saved memories must be restored first (`take_restoring`)."""
         began = self.clock()
         for wanted in [each for each in self._ordered if each.late_s <= began]:
-            self.drafted(wanted, Missed.LATE)
+            self.drafted(wanted, Missed.LATE, began)
         while self._inbox:
             ask = self._inbox.popleft()
             if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
@@ -214,33 +214,38 @@ class StepScheduler:
     def _place_order(self, session: VerifierText, opening: bytes, order: Order) -> None:
         """Ask the order's drafter for the tree of the text's next round."""
         text = session.text.tokens
+        self._drop_order(session)
         session.ordered = wanted = OrderedRound(session, order, opening, self.clock())
         self._ordered.append(wanted)
         self.counters.ordered += 1
         if self._ask_drafter is None:
-            self.drafted(wanted, Missed.UNLINKED)
+            self.drafted(wanted, Missed.UNLINKED, wanted.began_s)
             return
         update = TextUpdate.of(order.opening, text, min(order.start, len(text)))
-        self._ask_drafter(wanted, DraftCall(update, order.shape))
+        try:
+            self._ask_drafter(wanted, DraftCall(update, order.shape))
+        except Exception as error:  # the way is broken: this round has no tree, and other texts go on
+            log_failure(log, error, "a drafter could not be asked for an ordered tree")
+            self.drafted(wanted, Missed.UNLINKED, wanted.began_s)
 
-    def drafted(self, wanted: OrderedRound, outcome: object) -> None:
+    def drafted(self, wanted: OrderedRound, outcome: object, came_s: float) -> None:
         """Begin an ordered round with its tree, or with its root alone where there is none. outcome: the tree, an error
-        of the drafter, or a `Missed`"""
+        of the drafter, or a `Missed`   came_s: when it came"""
         session = wanted.session
         if session.ordered is not wanted:
             return
-        self._forget_order(session)
-        now, text = self.clock(), session.text.tokens
+        self._ordered.remove(wanted)
+        session.ordered, text = None, session.text.tokens
         tree, missed = self._ordered_tree(wanted, outcome)
         self.counters.ordered_missed += bool(missed)
         if session.answered is not None:
-            session.away_s, session.answered = smoothed(session.away_s, now - session.answered), None
+            session.away_s, session.answered = smoothed(session.away_s, came_s - session.answered), None
         if (ask := wanted.claim) is None:
             update = TextUpdate.of(wanted.opening, text, len(text))
-            ask = PendingCall(VerifyCall(update, tree, ordered=True), Ticket(now))
+            ask = PendingCall(VerifyCall(update, tree, ordered=True), Ticket(came_s))
         assert isinstance(ask.call, VerifyCall)
-        ask.ticket.arrived_s = now
-        took_us = microseconds(now - wanted.began_s)
+        ask.ticket.arrived_s = max(ask.ticket.arrived_s, came_s)
+        took_us = microseconds(max(came_s - wanted.began_s, 0.0))
         begun = replace(ask, call=replace(ask.call, tree=tree), missed=missed, drafted_us=took_us)
         if wanted.claim is None:
             session.ahead = begun
@@ -261,11 +266,15 @@ class StepScheduler:
         log.info("an ordered tree of %s did not come: %s: %s", shape, missed, outcome)
         return DraftTree.root_only(ids[-1]), missed
 
-    def _forget_order(self, session: VerifierText) -> None:
-        """Await the ordered tree of the text's next round no longer."""
-        if session.ordered is not None:
-            self._ordered.remove(session.ordered)
-            session.ordered = None
+    def _drop_order(self, session: VerifierText) -> None:
+        """Await the ordered tree of the text's next round no longer. A call that claims it has its root alone."""
+        if (wanted := session.ordered) is None:
+            return
+        self._ordered.remove(wanted)
+        session.ordered = None
+        self.counters.ordered_dropped += 1
+        if wanted.claim is not None:
+            session.asks.append(replace(wanted.claim, missed=Missed.UNKNOWN))
 
     def late_in_s(self) -> float | None:
         """Seconds until the first awaited tree is late, which `next` then records; None if none is awaited."""
@@ -284,12 +293,10 @@ class StepScheduler:
             session.drop(begun)
         wanted, text = session.ordered, session.text.tokens
         same = (call.update.base, call.update.digest) == (len(text), text.digest())
-        if call.ordered and same and wanted is not None:
+        if call.ordered and same and wanted is not None and wanted.claim is None:
             wanted.claim = ask
             return True
-        if wanted is not None:
-            self.counters.ordered_dropped += 1
-            self._forget_order(session)
+        self._drop_order(session)
         if call.ordered and same and begun is not None:
             assert isinstance(begun.call, VerifyCall)
             ask.ticket.arrived_s = max(ask.ticket.arrived_s, begun.ticket.arrived_s)
@@ -471,12 +478,9 @@ class StepScheduler:
         self._fail(session, error or NotFound("opening: it was closed"))
 
     def _fail(self, session: VerifierText, reason: DendroError) -> None:
-        claim = session.ordered.claim if session.ordered is not None else None
-        for ask in (*session.asks, session.opening, claim):
-            if ask is not None:
-                ask.ticket.settle(reason)
-        self.counters.ordered_dropped += session.ordered is not None
-        self._forget_order(session)
+        self._drop_order(session)
+        for ask in (*session.asks, *([session.opening] if session.opening else [])):
+            ask.ticket.settle(reason)
         session.drop_all()
 
     # Packing a step

@@ -17,7 +17,7 @@ from dendro.clock import Clock
 from dendro.drawn_form import has_drawn_form
 from dendro.errors import BadAnswer, BadRequest, DendroError, NotFound, PeerLost
 from dendro.failures import described, log_failure
-from dendro.order import Missed, Order
+from dendro.order import LONGEST_WAIT_US, Missed, Order
 from dendro.shapes import DynamicShape, TreeShape, child_counts
 from dendro.tasks import first_of
 from dendro.text import Text, Verdict
@@ -42,8 +42,9 @@ FROZEN_S = 5.0
 """Seconds that a late draft may take longer before its drafter counts as hung and another is leased."""
 
 
-ORDERS_APART = 4
-"""Trees that the router asks for itself after an ordered one did not come."""
+ORDERS_APART, MOST_APART = 4, 64
+"""Trees that the router asks for itself after an ordered one did not come; after each that follows twice as many, up to
+MOST_APART."""
 
 
 class SpeculationGate(Protocol):
@@ -101,6 +102,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._idle = 0
         self._orders = orders
         self._here = 0  # drafts to ask for from here before the next order
+        self._apart = ORDERS_APART  # what `_here` will be after an ordered tree that does not come
         self._strikes = 0
         self._given_up = ""  # why this request uses no drafter any more; empty while it does
         self._late_draft: asyncio.Task[None] | None = None
@@ -149,24 +151,24 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             return "missed"
         if reason := self._refusal(text, arm.shape):
             return reason
-        deadline_s = self._longest_s
+        deadline_s = self._longest_s  # may be infinite
         if self._adaptive:
             deadline_s = self._pace.deadline_s(self.name, arm.shape.depth, self._longest_s)
         drafter = opening.leased.address or self.name
-        return Order(drafter, opening.id, arm.shape, opening.sent, int(1e6 * deadline_s))
+        return Order(drafter, opening.id, arm.shape, opening.sent, int(min(1e6 * deadline_s, LONGEST_WAIT_US)))
 
     def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
         """Learn of the tree that was ordered for the round that has ended. `text` has the verdict's tokens."""
         self._idle, opening = 0, self._opening
         if not verdict.missed:
-            self._here = 0
+            self._here, self._apart = 0, ORDERS_APART
             self._pace.drafted(self.name, verdict.drafted_us / 1e6, arm.depth)
             if opening is not None:
                 opening.holds(len(text) - len(verdict.tokens))
             return
         self.fallbacks[verdict.missed] += 1
         # The next trees are asked for from here: that finds a drafter that is lost or hangs, and opens the text again.
-        self._here = ORDERS_APART
+        self._here, self._apart = self._apart, min(2 * self._apart, MOST_APART)
         if verdict.missed == Missed.MALFORMED:
             self.strike()
 

@@ -22,11 +22,11 @@ class CallLimit:
         self._expired = False
         self._timer: asyncio.TimerHandle | None = None
 
-    async def wait(self, call: Awaitable[Result]) -> Result:
-        """The call's result. Raises TimeoutError after the limit. One call at a time."""
+    async def wait(self, call: Awaitable[Result], more_s: float = 0.0) -> Result:
+        """The call's result. Raises TimeoutError after the limit and `more_s`. One call at a time."""
         loop = asyncio.get_running_loop()
         self._call = future = asyncio.ensure_future(call)
-        self._due_s, self._expired = loop.time() + self._limit_s, False
+        self._due_s, self._expired = loop.time() + self._limit_s + more_s, False
         if self._timer is None:
             self._timer = loop.call_at(self._due_s, self._check)
         try:

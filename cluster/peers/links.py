@@ -14,7 +14,7 @@ from dendro.tasks import BackgroundTasks
 from dendro.tree import DraftTree
 
 from cluster.peers.opening import log
-from cluster.peers.stream import DRAFTER, PeerStream, RemoteDrafter, Streams
+from cluster.peers.stream import DRAFTER, RemoteDrafter, Streams
 
 
 class StreamLinks:
@@ -35,24 +35,17 @@ class StreamLinks:
 
     def _draft(self, drafter: str, call: DraftCall, deliver: Deliver) -> None:
         if (stream := self._streams.connected(drafter)) is not None:
-            self._send(stream, call, deliver)
-        else:
-            self._connecting.start(self._connect(drafter, call, deliver))
+            RemoteDrafter(stream).draft(call).add_done_callback(partial(_deliver, deliver))
+            return
+        # A call that waited for the connection could reach the drafter after a later call of the router.
+        deliver(Missed.UNLINKED)
+        self._connecting.start(self._connect(drafter))
 
-    async def _connect(self, drafter: str, call: DraftCall, deliver: Deliver) -> None:
+    async def _connect(self, drafter: str) -> None:
         try:
-            stream = await self._streams.to(drafter)
+            await self._streams.to(drafter)
         except DendroError as error:
             log.info("a drafter cannot be called from here: %s", described(error))
-            deliver(Missed.UNLINKED)
-        except BaseException:
-            deliver(Missed.UNLINKED)
-            raise
-        else:
-            self._send(stream, call, deliver)
-
-    def _send(self, stream: PeerStream, call: DraftCall, deliver: Deliver) -> None:
-        RemoteDrafter(stream).draft(call).add_done_callback(partial(_deliver, deliver))
 
     async def close(self) -> None:
         self._connecting.cancel()

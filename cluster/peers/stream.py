@@ -308,7 +308,13 @@ class Streams:
             del self._streams[address]
         if address not in self._streams:
             self._streams[address] = asyncio.create_task(PeerStream.connect(address, self._kind, self._certificates))
-        return await asyncio.shield(self._streams[address])
+        connecting = self._streams[address]
+        try:
+            return await asyncio.shield(connecting)
+        except DendroError:
+            if self._streams.get(address) is connecting:
+                del self._streams[address]
+            raise
 
     async def close(self) -> None:
         for task in self._streams.values():

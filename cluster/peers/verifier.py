@@ -66,6 +66,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._patience_s = patience_s
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
+        self._draft_s = 0.0  # longest wait for the tree that the last call ordered, which is no time of the verifier
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._turns = asyncio.Lock()
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
@@ -115,7 +116,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
             began_s = self._clock()
             call = VerifyCall(opening.update(text), tree, tree.ahead, tree.order, tree.ordered)
             try:
-                verdict = await self._limit.wait(opening.peer.verify(call))
+                verdict = await self._limit.wait(opening.peer.verify(call), self._draft_s)
                 _check_verdict(verdict, tree, text, opening.hello)
             except NotFound as error:
                 log.info("verifier: %s; the text is opened again", described(error))
@@ -150,6 +151,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                     self._pace.verified(self._clock() - began_s)
                 # A round begun ahead cannot be older than the call that announced it.
                 longest_us = microseconds(began_s - self._announced_s) if self._announced_s is not None else 0
+                self._draft_s = tree.order.wait_us / 1e6 if tree.order is not None else 0.0
                 self._announced_s = began_s if tree.ahead or tree.order is not None else None
                 if refused or verdict.ahead_us > longest_us:
                     verdict = replace(verdict, ahead_us=min(verdict.ahead_us, longest_us), refused=refused)
@@ -321,6 +323,8 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) 
         tree = verdict.tree
         if tree.tokens[0] != text.root or (tree.guesses and verdict.missed):
             raise BadAnswer("verifier: its verdict's tree does not begin with the text's root, or was missed")
+        if (tree.tokens >= hello.vocabulary).any():
+            raise BadAnswer(f"verifier: its verdict's tree has tokens past the vocabulary of {hello.vocabulary}")
     guesses = verdict.length - 1  # accepted, those past a cut among them
     if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
         raise BadAnswer(

@@ -237,7 +237,7 @@ class Experience:
         hop = costs.plain_hop if arm.off else costs.hop
         hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
-        if verdict.ahead_us:
+        if verdict.ahead_us and arm.off:
             costs.ahead.learn(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
 

@@ -87,9 +87,10 @@ class RequestSpeculation:
         first = self._plan.plain_first and not self.account.stats.rounds
         chosen = OFF_ARM if first else self._chosen()
         ordered, self._ordered = self._ordered, None
-        self._claims = ordered is not None and chosen.drafted and chosen.maker == ordered.maker
-        if self._claims:
-            assert ordered is not None
+        self._claims = False
+        explores = self._plan.policy.next_arm is None  # The policy wants this very arm.
+        if ordered is not None and chosen.drafted and chosen.maker == ordered.maker and not explores:
+            self._claims = True
             chosen = ordered  # The drafter works on its tree already: one of another shape would begin later.
         # A tree would wait until the round that the verifier has begun is done, and its result would be lost.
         self._delayed = chosen if self._announced and not chosen.off else None
@@ -107,6 +108,7 @@ class RequestSpeculation:
         """Draft a tree and merge it with the proposals, or claim the tree that was ordered in the last round. The tree
         orders the next round's (`DraftTree.order`) if that likely has the same arm; one without guesses announces
         another without (`DraftTree.ahead`). A tree that is chosen for an announced round is drafted a round later."""
+        resolved = arm if self._stopping is None else self._stopping.resolved(arm)
         if arm.off:
             tree = await self._drafters.draft(text, arm)
             self._announced = self._delayed is None and self._plan.policy.next_arm == OFF_ARM
@@ -115,14 +117,15 @@ class RequestSpeculation:
         elif self._claims:
             tree = DraftTree.root_only(text.root, ordered=True)
         else:
-            tree = await self._drafted(text, arm)
+            tree = await self._drafted(text, arm, resolved)
         return self._ordering(text, tree, self._delayed or self._plan.policy.next_arm)
 
-    async def _drafted(self, text: Text, arm: Arm) -> DraftTree:
+    async def _drafted(self, text: Text, arm: Arm, resolved: Arm) -> DraftTree:
+        """Draft a tree and merge it with the proposals. resolved: the arm with the stop rule's numbers"""
         proposals = self._proposals
         if proposals is not None:
             proposals.propose(text)
-        tree = await self._drafters.draft(text, arm if self._stopping is None else self._stopping.resolved(arm))
+        tree = await self._drafters.draft(text, resolved)
         if self._stopping is not None:
             self._stopping.drafted(tree)
         if proposals is None:
@@ -147,6 +150,8 @@ class RequestSpeculation:
         took_us = 1e6 * (now_s - self._began_s)
         if self._claims:
             self._drafters.ordered(self._text, arm, verdict)
+            if verdict.missed:  # The next one, which is on order, would likely be missed too.
+                self._ordered = None
         if verdict.refused:
             self._drafters.strike(arm)
         tree = verdict.verified(tree)

@@ -652,6 +652,21 @@ def test_the_way_of_a_round_without_a_tree_says_nothing_of_that_of_one_with_a_tr
     assert experience.predicted_us(PROPOSED, 8) == pytest.approx(12_000, rel=0.01)
 
 
+def test_ordered_rounds_whose_verdict_came_before_their_call_do_not_make_off_cheaper():
+    experience, plain = Experience(), DraftTree.root_only(1)
+    with experience.concurrency.running():
+        for _ in range(5):
+            experience.learn(OFF, plain, replace(verdict(1), verify_us=10_000))
+            experience.learn_time(OFF, plain, replace(verdict(1), verify_us=10_000), 10_200)
+        before = experience.predicted_us(OFF)
+        for _ in range(5):
+            claimed = replace(verdict(4), verify_us=100, ahead_us=10_400)
+            experience.learn(CHAIN, tree(4, draft_us=1000), claimed)
+            experience.learn_time(CHAIN, tree(4, draft_us=1000), claimed, 300)
+        after = experience.predicted_us(OFF)
+    assert before is not None and after is not None and after > 0.5 * before
+
+
 def test_rounds_begun_ahead_teach_the_whole_step_and_make_off_cheaper_by_what_they_do_not_wait_for():
     experience = Experience()
     for _ in range(6):

@@ -12,7 +12,7 @@ from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
-from cluster.arms import Arm
+from cluster.arms import OFF_ARM, Arm
 from cluster.peers.drafter import NoDrafter
 from cluster.policies import Experience, Static
 from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
@@ -195,6 +195,20 @@ async def test_the_drafter_is_asked_for_a_shape_with_numbers_and_its_tree_is_lea
             speculation.learn(ARM, inner.tree, verdict(2, 4, 21_600))
     assert all(isinstance(arm.shape, UntilShape) for arm in inner.asked)
     assert experience.costs.stopped[ARM].level.us == 2000
+
+
+async def test_a_plain_round_after_a_stopped_draft_teaches_nothing_of_its_tree():
+    experience, text = measured(), Text((1, 2, 3), Sampling(), Limits(64))
+    inner, alone = ScriptedDrafters(chain(3, 6000)), DraftTree.root_only(3)
+    with experience.concurrency.running() as running:
+        plan = SpeculationPlan("fixed", Static(ARM), stops=True)
+        speculation = RequestSpeculation(plan, experience, running, text, inner)
+        speculation.choose()
+        speculation.learn(ARM, await speculation.draft(text, ARM), verdict(2, 4, 21_600))
+        levels = experience.costs.stopped[ARM].levels
+        await speculation.draft(text, OFF_ARM)
+        speculation.learn(OFF_ARM, alone, verdict(1, 1, 20_000))
+    assert experience.costs.stopped[ARM].levels == levels
 
 
 def test_rounds_change_the_rate_of_a_stop_rule():

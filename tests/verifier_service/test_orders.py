@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from dendro.tree import DraftTree
 from tests.support import tiny_mamba, tiny_models
 from tests.support.engines import engine_of
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
+from tests.support.sockets import until
 
 PROMPT = [5, 6, 7, 8, 9] * 8
 SHAPE = TreeShape.parse("dynamic(4,5,31)")
@@ -244,6 +246,66 @@ async def test_a_text_that_ends_while_its_tree_is_awaited_leaves_nothing(linked)
     await asyncio.sleep(0.01)
     assert engine.scheduler.late_in_s() is None and not engine.scheduler.sessions
     assert engine.stats()["ordered_dropped"] == 1
+
+
+def called(engine, router, **options):
+    """A verify call that is made at once, beside others."""
+    return asyncio.ensure_future(
+        engine.verify(VerifyCall(router.update(), DraftTree.root_only(router.text.ids[-1]), **options))
+    )
+
+
+@pytest.mark.parametrize("ordered", [True, False], ids=["another claim", "another tree"])
+async def test_each_of_two_calls_for_one_round_is_answered(linked, ordered):
+    """A correct router makes one."""
+    engine, _ = linked
+    router = Ordering(engine, PROMPT, LAWS[0], 200)
+    await router.open()
+    await router.ordering(order=router.order(wait_us=100_000))
+    calls = [called(engine, router, ordered=True), called(engine, router, ordered=ordered)]
+    done, pending = await asyncio.wait(calls, timeout=10)
+    assert len(done) == 2 and not pending
+    await router.close()
+
+
+async def test_two_orders_for_one_round_leave_none_behind(linked):
+    engine, _ = linked
+    router = Ordering(engine, PROMPT, LAWS[0], 200)
+    await router.open()
+    await asyncio.gather(*(called(engine, router, order=router.order(wait_us=50_000)) for _ in range(2)))
+    await router.close()
+    assert engine.scheduler.late_in_s() is None
+    assert engine.stats()["ordered_dropped"] == engine.stats()["ordered"] == 2
+
+
+async def test_links_that_raise_cost_one_round_its_tree_and_end_no_text(linked):
+    engine, links = linked
+    links.trees = Ordering  # raises: it takes more than the text's ids
+    other, router = (Ordering(engine, PROMPT, LAWS[0], 8) for _ in range(2))
+    for each in (other, router):
+        await each.open()
+    await router.ordering(order=router.order())
+    assert (await router.ordering()).missed == Missed.UNLINKED
+    await other.ordering()
+    for each in (other, router):
+        await each.close()
+
+
+async def test_a_tree_that_waits_for_another_texts_step_waits_in_the_queue(linked):
+    engine, links = linked
+    kept = []
+    links.draft = lambda drafter, call, deliver: kept.append(deliver)
+    router = Ordering(engine, PROMPT, LAWS[0], 100)
+    await router.open()
+    await router.ordering(order=router.order())
+    await until(lambda: bool(kept))
+    freed = threading.Event()
+    engine._thread.post(lambda ticket: freed.wait())  # stands for a step
+    kept[0](DraftTree.of([router.text.ids[-1], 3], [-1, 0]))
+    asyncio.get_running_loop().call_later(0.2, freed.set)
+    verdict = await router.ordering()
+    assert verdict.queue_us > 150_000
+    await router.close()
 
 
 async def test_a_verifier_without_links_says_so_and_runs_ordered_rounds_without_a_tree(folder):
