@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tree_layers.checkpoint import whole
 from tree_layers.errors import CheckpointError
-from tree_layers.mixers import Mamba1Mixer, Mamba2Mixer
+from tree_layers.mixers import Mamba1Mixer, Mamba2Mixer, turned
 from tree_layers.weights import Checkpoint
 
 from drafter_service.models.backbone import Backbone, draft_ids_of
@@ -80,7 +80,7 @@ def _parts(
         "embedding": checkpoint.read_embedding(embedding).to(device, dtype),
         "layers": tuple(layers),
         "norm": take("backbone.norm_f.weight", width).to(dtype),
-        "head": head[: checkpoint.facts.vocabulary].to(device, dtype).t().contiguous(),
+        "head": turned(head[: checkpoint.facts.vocabulary].to(device, dtype), dtype),
         "eps": float(config.get("layer_norm_epsilon", 1e-5)),
         "draft_ids": draft_ids_of(checkpoint),
         "residual": torch.float32 if config.get("residual_in_fp32", True) else dtype,

@@ -95,7 +95,7 @@ class Mamba1Mixer:
         """Make a mixer from a layer's tensors, by their names in transformers, `in_proj.weight` and so on."""
         conv = _turned(tensors["conv1d.weight"][:, 0], dtype)
         return cls(
-            in_proj=_turned(tensors["in_proj.weight"], dtype),
+            in_proj=turned(tensors["in_proj.weight"], dtype),
             in_bias=_bias(tensors, "in_proj.bias", dtype),
             scan=Mamba1Scan(
                 conv_weight=conv,
@@ -108,7 +108,7 @@ class Mamba1Mixer:
             x_proj=_turned(tensors["x_proj.weight"], dtype),
             dt_proj=_turned(tensors["dt_proj.weight"], torch.float32),
             dt_bias=tensors["dt_proj.bias"].float(),
-            out_proj=_turned(tensors["out_proj.weight"], dtype),
+            out_proj=turned(tensors["out_proj.weight"], dtype),
             out_bias=_bias(tensors, "out_proj.bias", dtype),
         )
 
@@ -257,7 +257,7 @@ class Mamba2Mixer:
         """Make a mixer from a layer's tensors, by their names in transformers, `in_proj.weight` and so on."""
         conv = _turned(tensors["conv1d.weight"][:, 0], torch.float32)
         return cls(
-            in_proj=_turned(tensors["in_proj.weight"], dtype),
+            in_proj=turned(tensors["in_proj.weight"], dtype),
             in_bias=_bias(tensors, "in_proj.bias", dtype),
             scan=Mamba2Scan(
                 conv_weight=conv,
@@ -270,7 +270,7 @@ class Mamba2Mixer:
                 dt_limit=dt_limit,
             ),
             norm=tensors["norm.weight"].to(dtype),
-            out_proj=_turned(tensors["out_proj.weight"], dtype),
+            out_proj=turned(tensors["out_proj.weight"], dtype),
             out_bias=_bias(tensors, "out_proj.bias", dtype),
             eps=eps,
         )
@@ -317,6 +317,12 @@ def unit_rms(x: Tensor, eps: float) -> Tensor:
     """Divide x [..., n] float32 by the root of its mean square. Faster than F.rms_norm, which has more operations."""
     norm: Tensor = torch.linalg.vector_norm(x, 2, -1, True)
     return x * norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+
+
+def turned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """[out, in] -> [in, out] for rows' products. On an accelerator the inputs of an output stay adjacent in memory: its
+    kernels load them at once (`tree_kernels.rows_product`)."""
+    return _turned(weight, dtype) if weight.device.type == "cpu" else weight.to(dtype).t()
 
 
 def _turned(weight: Tensor, dtype: torch.dtype) -> Tensor:

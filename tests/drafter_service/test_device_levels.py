@@ -26,7 +26,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXTS, NODES = 4, 64
 LAUNCHES = {"mamba": 4, "mamba2": 3}
 """Of a layer."""
-KERNELS = {"_product", "_mix", "_select", "_step", "_best_of_parts", "_best"}
+KERNELS = {"_few", "_product", "_mix", "_select", "_step", "_best_of_parts", "_best"}
 
 
 @pytest.fixture(scope="module", params=list(LAUNCHES))

@@ -5,6 +5,11 @@ Without an accelerator they run in Triton's interpreter. Memory that nothing was
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +21,7 @@ from tree_kernels.rows_product import reference as products
 from tree_kernels.state_step import reference as steps
 from tree_kernels.tree_conv import reference as convolutions
 from tree_kernels.warp import Warp, drafter_ranking
+from tree_layers.mixers import turned
 
 from tests.support.tensor_core_products import multiply_as_tensor_cores
 
@@ -65,6 +71,10 @@ def tolerance(kind):
         (1, 33, 16, 1, True, False, False),
         (70, 64, 40, 2, False, True, True),
         (5, 352, 48, 1, False, False, True),
+        (1, 40, 3200, 1, True, True, True),  # more programs than are needed to fill an accelerator
+        (8, 96, 21, 3, True, True, True),
+        (9, 96, 21, 3, False, True, False),
+        (2, 4104, 17, 1, True, True, True),  # more inputs than are loaded at once
     ],
 )
 def test_products_are_the_references(rows, inputs, outputs, groups, bias, norm, added, kind):
@@ -80,6 +90,20 @@ def test_products_are_the_references(rows, inputs, outputs, groups, bias, norm, 
         squares = (x.unflatten(1, (groups, -1, 4)) ** 2).sum(2).contiguous() if squared else None
         found = rows_product(given, by, None if before is None else before.clone(), squares)
         assert relative(found, truth) < tolerance(kind)
+
+
+def test_mixers_weights_on_an_accelerator_are_not_copied_for_products():
+    assert turned(torch.empty(24, 64, device="meta"), torch.bfloat16).stride() == (1, 64)
+    assert turned(torch.empty(24, 64), torch.bfloat16).stride() == (24, 1), "which a CPU's products read"
+
+
+@pytest.mark.parametrize("layout", ["inputs adjacent", "outputs adjacent"])
+def test_a_weight_whose_inputs_are_adjacent_is_not_copied(layout):
+    weight = torch.zeros(24, 64)
+    given = weight.t() if layout == "inputs adjacent" else weight.t().contiguous()
+    by = RowsWeight.of(given)
+    assert (by.inputs, by.outputs) == (64, 24)
+    assert (by.weight.data_ptr() == weight.data_ptr()) == (layout == "inputs adjacent")
 
 
 @pytest.mark.parametrize(
@@ -212,3 +236,80 @@ def test_a_row_with_a_score_that_is_not_a_number_has_it_first():
     orders = RowOrders(*torch.tensor([[0], [0], [0], [0], [600]], device=DEVICE))
     tokens, scores = ranked_of(rank_rows(logits, orders, 3, None).cpu().numpy())
     assert tokens[0].tolist() == [550, 0, 1] and np.isnan(scores[0, 0])
+
+
+# Compilation for an accelerator, without one
+
+COMPILED = """
+import subprocess, tempfile
+from pathlib import Path
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tree_kernels.rows_product import triton as products
+
+TOOL = Path(next(iter(nvidia.__path__)), "bin", "cuobjdump")
+KINDS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+class Compiled:
+    def __init__(self, kernel):
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        def launch(*given, num_warps, num_stages=3, **constants):
+            names = self.kernel.arg_names
+            tensors = {name: KINDS[each.dtype] for name, each in zip(names, given) if isinstance(each, torch.Tensor)}
+            numbers = {"rows": "i32", "x_row": "i32", "eps": "fp32"}
+            signature = tensors | numbers | {name: "constexpr" for name in constants}
+            aligned = {(names.index(name),): [["tt.divisibility", 16]] for name in (*tensors, "x_row")}
+            source = ASTSource(fn=self.kernel, signature=signature, constexprs=constants, attrs=aligned)
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+                file.write(made.asm["cubin"])
+                file.flush()
+                tool = [TOOL, "--dump-resource-usage", file.name]
+                usage = subprocess.run(tool, capture_output=True, text=True, check=True).stdout.splitlines()[-1]
+            wide = made.asm["ptx"].count("ld.volatile.global.v4")
+            print(self.kernel.__name__, grid[0], "SHARED", made.metadata.shared, "WIDE", wide, usage)
+        return launch
+
+for name in ("_few", "_product"):
+    setattr(products, name, Compiled(getattr(products, name)))
+
+def product(rows, inputs, outputs, kind=torch.bfloat16, normed=False, parts=0, groups=1, added=False):
+    weight = torch.empty(outputs, inputs, dtype=torch.bfloat16).t()
+    norm = torch.empty(inputs, dtype=torch.bfloat16) if normed or parts else None
+    by = products.RowsWeight.of(weight, torch.empty(outputs, dtype=torch.bfloat16), norm, 1e-5, groups)
+    squares = torch.empty(rows, groups, parts) if parts else None
+    x = torch.empty(rows, inputs, dtype=kind)
+    products.rows_product(x, by, torch.empty(rows, outputs) if added else None, squares)
+
+for rows in (1, 4, 8):
+    product(rows, 768, 3352, torch.float32, normed=True)
+    product(rows, 1536, 768, parts=24, added=True)
+product(1, 768, 50288, torch.float32, normed=True)
+product(8, 2048, 4096, torch.float32, normed=True, added=True)
+product(4, 4096, 2048, torch.float32, parts=4, groups=8, added=True)
+product(32, 768, 3352, torch.float32, normed=True)
+product(64, 1536, 50288, parts=24, added=True)
+"""
+
+
+@pytest.mark.slow
+def test_products_compile_for_sm_90_without_spilling_and_few_rows_load_16_bytes_at_a_time():
+    result = subprocess.run(
+        [sys.executable, "-c", COMPILED],
+        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    lines = result.stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["_few"] * 9 + ["_product"] * 2, result.stderr[-2000:]
+    for line in lines:
+        assert "STACK:0" in line and "LOCAL:0" in line, line
+        assert int(re.search(r"SHARED (\d+)", line)[1]) <= 232_448, line
+        if line.startswith("_few"):
+            assert int(line.split()[1]) >= 384 and int(re.search(r"WIDE (\d+)", line)[1]) > 0, line
