@@ -23,8 +23,8 @@ BLOCK, TAPS = 16, 4
 HEADS, WIDTH, SIZE = (2, 8, 16) if DRY else (80, 64, 128)
 CASES = ((1, 3),) if DRY else ((1, 1), (1, 32), (8, 1), (8, 32), (32, 16))
 """Texts, and rows of each."""
-SETTINGS = ((8, 32),) if DRY else ((8, 32), (4, 32), (8, 64), (4, 64))
-"""Warps of a program of the scan, and numbers of a state's width that it multiplies at a time."""
+SETTINGS = ((8, 64),) if DRY else ((8, 64), (4, 64), (8, 32), (4, 32))
+"""Warps of a program of the scan, and numbers of a state's width that it multiplies at a time; the served first."""
 REPEATS = 1 if DRY else 20
 
 

@@ -17,7 +17,7 @@ from tree_kernels.tree_scan.inputs import TokenInputs
 
 ITEM_ROWS = 16
 """Most rows of an item: they read one checkpoint, which a program loads once."""
-STATE_PART = 32
+STATE_PART = 64
 """Numbers of a state's width that `scan_rows` multiplies at a time."""
 SCAN_WIDTH = 64
 """Most channels of a program of `scan_rows`."""
