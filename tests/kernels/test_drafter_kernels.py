@@ -5,10 +5,7 @@ Without an accelerator they run in Triton's interpreter. Memory that nothing was
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -23,6 +20,7 @@ from tree_kernels.tree_conv import reference as convolutions
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.mixers import turned
 
+from tests.support.compiled import printed_by
 from tests.support.tensor_core_products import multiply_as_tensor_cores
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -300,14 +298,8 @@ product(64, 1536, 50288, parts=24, added=True)
 
 @pytest.mark.slow
 def test_products_compile_for_sm_90_without_spilling_and_few_rows_load_16_bytes_at_a_time():
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    lines = result.stdout.splitlines()
-    assert [line.split()[0] for line in lines] == ["_few"] * 9 + ["_product"] * 2, result.stderr[-2000:]
+    lines = printed_by(COMPILED)
+    assert [line.split()[0] for line in lines] == ["_few"] * 9 + ["_product"] * 2
     for line in lines:
         assert "STACK:0" in line and "LOCAL:0" in line, line
         assert int(re.search(r"SHARED (\d+)", line)[1]) <= 232_448, line

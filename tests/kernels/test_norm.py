@@ -5,16 +5,14 @@ Without an accelerator it runs in Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from tree_kernels.norm import GATE_FIRST, GATE_LAST, NO_GATE, RowNorm, norm
 
+from tests.support.compiled import printed_by
 from tests.support.nearest_casts import round_casts
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -230,14 +228,8 @@ compiled(90, "*bf16", "*bf16", 16384, **layer_norm)
 
 @pytest.mark.slow
 def test_the_kernel_compiles_for_sm_90_and_sm_80_without_spilling():
-    result = subprocess.run(
-        [sys.executable, "-c", COMPILED],
-        env={**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-    )
-    lines = result.stdout.splitlines()
-    assert len(lines) == 5, result.stderr[-2000:]
+    lines = printed_by(COMPILED)
+    assert len(lines) == 5
     for line in lines:
         assert "STACK:0" in line and "LOCAL:0" in line, line
         assert int(re.search(r"REG:(\d+)", line)[1]) <= 128, line

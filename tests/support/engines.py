@@ -11,11 +11,25 @@ from dendro.engine import started
 from dendro.state import StateStore
 from dendro.tree import DraftTree
 
+from tests.support import tiny_mamba, tiny_models
 from tests.support.exactness import bitwise_or_skip
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
 BOUNDS = {"max_length": 512, "max_sessions": 8, "prefill_chunk": 128, "max_depth": 8}
+
+
+TINY_TARGETS = ("llama", "mamba2")
+"""A target with attention, and one whose layers all have states."""
+
+
+def make_target(kind: str, folder: Path) -> Path:
+    """Write the checkpoint of one of TINY_TARGETS. Returns the folder."""
+    if kind == "llama":
+        tiny_models.make_checkpoint(folder)
+    else:
+        tiny_mamba.make_checkpoint(folder, "mamba2")
+    return folder
 
 
 def engine_of(folder: Path, dtype=torch.float32, states: StateStore | None = None, **options) -> VerifierEngine:

@@ -12,8 +12,7 @@ from dendro.text import Sampling
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE
 
-from tests.support import tiny_mamba, tiny_models
-from tests.support.engines import engine_of
+from tests.support.engines import TINY_TARGETS, engine_of, make_target
 from tests.support.exactness import bitwise_or_skip
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
 
@@ -24,14 +23,9 @@ def always():
     return True
 
 
-@pytest.fixture(scope="module", params=["llama", "mamba2"])
+@pytest.fixture(scope="module", params=TINY_TARGETS)
 def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    if request.param == "llama":
-        tiny_models.make_checkpoint(path)
-    else:
-        tiny_mamba.make_checkpoint(path, "mamba2")
-    return path
+    return make_target(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from dendro.shapes import TreeShape
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 
-from tests.support import tiny_mamba, tiny_models
-from tests.support.engines import engine_of
+from tests.support.engines import TINY_TARGETS, engine_of, make_target
 from tests.support.routers import LAWS, RoundByRound, alone, guessing
 from tests.support.sockets import until
 
@@ -75,14 +74,9 @@ class Ordering(RoundByRound):
         return verdict
 
 
-@pytest.fixture(scope="module", params=["llama", "mamba2"])
+@pytest.fixture(scope="module", params=TINY_TARGETS)
 def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    if request.param == "llama":
-        tiny_models.make_checkpoint(path)
-    else:
-        tiny_mamba.make_checkpoint(path, "mamba2")
-    return path
+    return make_target(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture
