@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
@@ -14,6 +15,7 @@ from dendro.order import Missed
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.shapes import TreeShape
 from dendro.state import MemoryStates
+from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
 
@@ -101,6 +103,28 @@ async def test_answers_of_ordered_trees_are_those_without_and_nearly_every_tree_
             # Not ordered: the first rounds, until the drafter has opened the text, and the one after them.
             assert ordered >= statistics.rounds - 2 - statistics.late_drafts, f"{ordered} of {statistics.rounds}"
             assert statistics.contradictions == ()
+
+
+DEMANDS: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "top_p": 0.9},
+    "log-probabilities": {"logprobs": 3},
+    "stop strings": {"stop": ["e", "self"], "max_new_tokens": 60},
+    "a structure": {"structure": Structure.regex("[a-z ]{30,60}"), "ignore_end": False, "max_new_tokens": 80},
+    "bad words": {"bad_words": [[32, 40], [5]], "banned_ids": [7]},
+}
+
+
+@pytest.mark.parametrize("demand", DEMANDS)
+async def test_what_a_verifier_keeps_of_a_text_follows_rounds_that_begin_before_their_call(config, demand):
+    """A verdict may be cut after its next round has run: logits' history and a structure must go back with the text."""
+    async with served(config) as cluster:
+        await cluster.answer("(1,1)")  # connects verifier and drafter
+        for seed in range(3):
+            off = await cluster.answer("off", seed=seed, **DEMANDS[demand])
+            before = cluster.verifier.stats()["ordered"]
+            done = await cluster.answer(SHAPE, seed=seed, **DEMANDS[demand])
+            assert (done.token_ids, done.text, done.logprobs) == (off.token_ids, off.text, off.logprobs)
+            assert cluster.verifier.stats()["ordered"] > before or len(off.token_ids) < 8
 
 
 async def test_no_tree_is_ordered_where_the_configuration_says_so(config):
