@@ -191,8 +191,8 @@ class Router(Replicated):
     """The longest a round waits for its draft; a round whose draft is late is plain decoding. Rounds with a fixed shape
     wait up to this limit; others have a shorter deadline, computed from usual drafts and rounds."""
     ordered_trees: bool = True
-    """Whether a verifier asks drafters for the trees that a router orders. The router then lies on the way of no tree;
-    verifiers must be able to reach drafters. Off: every tree passes through the router."""
+    """Whether routers let verifiers ask drafters for trees, so that a tree does not pass through the router. Verifiers
+    must be able to reach drafters. Off: every tree passes through the router."""
     explained_share: float = Field(default=0.0, ge=0, le=1)
     """The share of requests whose rounds a router keeps in memory for `dendro explain`, with their answers' texts. 0:
     none."""

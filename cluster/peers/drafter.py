@@ -101,7 +101,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._adaptive = adaptive
         self._idle = 0
         self._orders = orders
-        self._here = 0  # drafts to ask for from here before the next order
+        self._here = 0  # trees that this handle asks for itself before the next order
         self._apart = ORDERS_APART  # what `_here` will be after an ordered tree that does not come
         self._strikes = 0
         self._given_up = ""  # why this request uses no drafter any more; empty while it does
@@ -139,7 +139,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         return await self._draft(opening, text, shape)
 
     def order(self, text: Text, arm: Arm) -> Order | str:
-        """The order of the next round's tree, for the verifier, or why the tree must be asked for from here."""
+        """The order of the next round's tree, for the verifier, or why this handle must ask for the tree itself."""
         opening, target = self._opening, self._verifier.hello
         if not self._orders or target is None or not target.orders:
             return "not ordered here"
@@ -167,7 +167,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 opening.holds(len(text) - len(verdict.tokens))
             return
         self.fallbacks[verdict.missed] += 1
-        # The next trees are asked for from here: that finds a drafter that is lost or hangs, and opens the text again.
+        # This handle asks for the next trees: it finds a drafter that is lost or hangs, and opens the text again.
         self._here, self._apart = self._apart, min(2 * self._apart, MOST_APART)
         if verdict.missed == Missed.MALFORMED:
             self.strike()

@@ -33,7 +33,7 @@ class LocalPool(Generic[E]):
 
 
 class LocalLinks:
-    """Ways from verifiers to drafters of the same process: from thread to thread, by no event loop."""
+    """Ways from verifiers to drafters of the same process: from thread to thread, without an event loop."""
 
     def __init__(self, drafters: Mapping[str, LocalDrafter]) -> None:
         self._drafters = drafters

@@ -66,7 +66,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._patience_s = patience_s
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
-        self._draft_s = 0.0  # longest wait for the tree that the last call ordered, which is no time of the verifier
+        self._draft_s = 0.0  # longest wait for the tree that the last call ordered; not counted as the verifier's time
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._turns = asyncio.Lock()
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault

@@ -88,7 +88,7 @@ class RequestSpeculation:
         chosen = OFF_ARM if first else self._chosen()
         ordered, self._ordered = self._ordered, None
         self._claims = False
-        explores = self._plan.policy.next_arm is None  # The policy wants this very arm.
+        explores = self._plan.policy.next_arm is None  # An exploring policy must get the arm that it chose.
         if ordered is not None and chosen.drafted and chosen.maker == ordered.maker and not explores:
             self._claims = True
             chosen = ordered  # The drafter works on its tree already: one of another shape would begin later.
