@@ -158,7 +158,7 @@ def test_every_configuration_of_the_documentation_is_accepted(block: FencedBlock
 CONFIG: dict[str, Any] = {
     "targets": {"big": {"checkpoint": str(DEMO_MODELS / "target")}},
     "drafters": {"small": {"checkpoint": str(DEMO_MODELS / "mamba2")}},
-    "router": {"default_new_tokens": 24},
+    "router": {"default_new_tokens": 48},  # enough to spell the name of a tool letter by letter
 }
 RUN = ("generate", "check", "config", "--version")
 """Commands that take a second in their shortest form."""

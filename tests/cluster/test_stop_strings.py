@@ -320,6 +320,7 @@ async def test_turns_after_a_cut_have_the_tokens_of_a_new_request_and_restore_th
     tmp_path: Path, family: str
 ):
     """For stop strings that end at several places of a round, greedy and sampled, without and with trees."""
+    restored = 0
     async with local_client(tiny_config(tmp_path, family)) as client:
         for temperature in (0.0, 1.0):
             prompt = [(7 * place) % tiny_mamba.VOCABULARY for place in range(9)]
@@ -338,8 +339,9 @@ async def test_turns_after_a_cut_have_the_tokens_of_a_new_request_and_restore_th
                     assert second.token_ids == plain.token_ids, (count, way)
                     if family != "bamba":  # a state-space target without attention
                         assert second.complete.target.restored_tokens == len(text) - 1, (count, way)
-                    if way != "off":
-                        assert second.complete.drafter.restored_tokens >= len(text) - 1, (
-                            count,
-                            way,
-                        )  # or of another, longer text
+                    # None: the answer ended before its drafter had opened the text, as on a busy machine.
+                    if first.complete.drafter is not None and second.complete.drafter is not None:
+                        # Of the text, or of another, longer one.
+                        assert second.complete.drafter.restored_tokens >= len(text) - 1, (count, way)
+                        restored += 1
+    assert restored > 0
