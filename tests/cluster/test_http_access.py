@@ -22,8 +22,14 @@ def head(*lines):
     return "\r\n".join(("GET /v1/models HTTP/1.1", *lines, "", "")).encode()
 
 
-FOREIGN_HOSTS = ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:80", "localhost@evil")
-FOREIGN_ORIGINS = ("http://evil.example", "null", "http://127.0.0.1:1.evil.example", "http://127.0.0.1:1", "")
+FOREIGN_HOSTS = (
+    *("evil.example", "evil.example:80", "127.0.0.1.evil.example", "10.0.0.1", "[::2]:80", "localhost@evil"),
+    *("[::1]evil.example", "localhost:80@evil.example", "[", ""),
+)
+FOREIGN_ORIGINS = (
+    *("http://evil.example", "null", "http://127.0.0.1:1.evil.example", "http://127.0.0.1:1", ""),
+    *("http://[", "http://]", "http://[::1"),
+)
 
 
 async def status_of(server, *lines):

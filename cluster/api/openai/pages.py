@@ -6,14 +6,16 @@ in `Host` (DNS rebinding).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from dendro.destinations import is_loopback
 
 from cluster.api.openai.errors import HttpRefused
 
 FORBIDDEN = 403
+_HOST = re.compile(r"(?:\[([^]]*)\]|([^:]*))(?::\d*)?")
+"""`host`, `host:port` or `[address]:port`."""
 
 
 def check_page(headers: Mapping[str, str], loopback_alone: bool) -> None:
@@ -23,12 +25,10 @@ def check_page(headers: Mapping[str, str], loopback_alone: bool) -> None:
     if loopback_alone and not is_loopback(_name_of(host)):
         raise HttpRefused(FORBIDDEN, "names another host; a server without keys answers for the loopback alone", "host")
     origin = headers.get("origin")
-    if origin is not None and (not host or urlsplit(origin).netloc.lower() != host.lower()):
+    if origin is not None and (not host or origin.partition("://")[2].lower() != host.lower()):
         raise HttpRefused(FORBIDDEN, "is another site, whose pages may not call this server", "origin")
 
 
 def _name_of(host: str) -> str:
-    """The name or address in `host`, `host:port` or `[address]:port`."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    return host.partition(":")[0].lower()
+    found = _HOST.fullmatch(host)
+    return (found[1] or found[2] or "").lower() if found is not None else ""
