@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 from contextlib import asynccontextmanager
@@ -428,6 +429,52 @@ async def test_a_body_whose_end_two_headers_name_is_refused():
         )
         assert status == 400 and json.loads(answer)["error"]["param"] == "content-length"
         assert requests.stats()["requests"] == 0
+
+
+async def answers_to(server, data: bytes, then: bytes = b"") -> bytes:
+    """All that comes until the server ends the connection, which this client does not. then: sent after an answer"""
+    host, _, port = server.address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    found = b""
+    with contextlib.suppress(ConnectionError):  # the server does not read what follows
+        async with asyncio.timeout(20):
+            writer.write(data)
+            while part := await reader.read(65536):
+                found += part
+                writer.write(then)
+                then = b""
+    writer.close()
+    return found
+
+
+@pytest.mark.parametrize("line", [b"GET /health", b"POST /none", b"POST /v1/completions"])
+async def test_what_follows_a_body_with_two_ends_is_no_request(line):
+    """Also where the body is not read, as the answer does not depend on it."""
+    ends = b"host: 127.0.0.1\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+    async with one_server() as server:
+        found = await answers_to(
+            server, line + b" HTTP/1.1\r\n" + ends + b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+        )
+    assert found.count(b"HTTP/1.1 ") == 1
+
+
+CHUNKED = b" HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+async def test_the_chunks_of_a_body_are_bounded_also_where_it_is_not_read(caplog):
+    """A megabyte of chunks of one byte takes seconds, in which no other request is answered."""
+    most = http_server.MOST_CHUNKS
+    body = b'{"prompt": "a", "max_tokens": 2}'.ljust(most)
+    allowed = b"".join(b"1\r\n%c\r\n" % each for each in body)
+    async with one_server() as server:
+        status, _, _ = await raw(server, b"POST /v1/completions" + CHUNKED + allowed + b"0\r\n\r\n", more=True)
+        assert status == 200
+        found = await answers_to(server, b"POST /v1/completions" + CHUNKED + allowed + b"1\r\n \r\n")
+        assert not found or found.startswith(b"HTTP/1.1 400")
+        found = await answers_to(server, b"POST /none" + CHUNKED, allowed + b"1\r\n \r\n")
+        assert found.startswith(b"HTTP/1.1 404") and found.count(b"HTTP/1.1 ") == 1
+        await until(lambda: not server.connections)
+    assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
 async def test_five_requests_at_once_on_a_connection_are_answered_in_their_order():

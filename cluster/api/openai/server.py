@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import h11
 import uvicorn
 from dendro.errors import EngineFailed
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -25,6 +26,26 @@ are shorter, so that none sends a request while its connection is being closed."
 HEADER_BYTES, PART_BYTES = 1 << 14, 1 << 12
 """Bytes of a request's line and headers, and of the parts in which h11 gets what comes: it bounds headers that are not
 whole yet, however long those are that come at once."""
+MOST_CHUNKS = 1 << 12
+"""Chunks of a body: of one byte or of a thousand, each takes as long to read, and nothing else runs meanwhile."""
+ENDS = frozenset({b"content-length", b"transfer-encoding"})
+"""Headers that name a body's end."""
+
+
+class _Requests(h11.Connection):
+    """Reads the requests of a connection, whose bodies have a bounded number of chunks."""
+
+    _chunks = 0
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            if self._chunks > MOST_CHUNKS:
+                raise h11.RemoteProtocolError(f"a body has more than {MOST_CHUNKS} chunks")
+        return event
 
 
 class _Connection(H11Protocol):
@@ -33,6 +54,7 @@ class _Connection(H11Protocol):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = _Requests(h11.SERVER, HEADER_BYTES)
         self.app_state = {BREAK_CONNECTION: self.abort}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -52,6 +74,16 @@ class _Connection(H11Protocol):
         super().handle_events()
         if self.cycle is not None and not self.cycle.response_complete:  # the time of a request has its own limits
             self._waiting.cancel()
+            if {name for name, _ in self.headers} >= ENDS:  # what follows may be a body's rest to a proxy before us
+                self.cycle.keep_alive = False
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # else the request whose body is invalid would send an answer, too
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # an answer has begun, or been sent, before the body was read
+            self.abort()
 
     def on_response_complete(self) -> None:
         self._waiting.cancel()
@@ -149,7 +181,6 @@ async def serve_http(
         server_header=False,
         ssl_context_factory=(lambda *_: files.ssl_context()) if files is not None else None,
         timeout_keep_alive=KEEP_ALIVE_S,
-        h11_max_incomplete_event_size=HEADER_BYTES,
     )
     server = _EmbeddedServer(config)
     await server.open(listening)
