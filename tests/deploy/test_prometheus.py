@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import re
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tests.prometheus_run import PROMETHEUS, every_query, run
+from tests.prometheus_run import MONITORING, PROMETHEUS, every_query, run
 
 NAMES = {"DendroNotServing", "DendroPartLost", "DendroFirstTokenLate", "DendroAcceptanceCollapsed"}
+PAGE = Path(__file__).parents[2] / "docs" / "prometheus-run.md"
+
+
+def test_the_committed_run_has_every_query_and_alert_of_today():
+    """A metric, a panel or an alert that is new is not on the page until `python -m tests.prometheus_run` ran again."""
+    page = PAGE.read_text()
+    places = Counter(place for place, _ in every_query())
+    assert Counter(re.findall(r"^\| ((?:panel |dendro_).+?) \|", page, re.MULTILINE)) == places
+    assert f"Queries: {places.total()} asked, all answered" in page
+    alerts = re.findall(r"^ *- alert: (\w+)", (MONITORING / "alerts.yaml").read_text(), re.MULTILINE)
+    assert re.findall(r"^\| (Dendro\w+) \| ok \|", page, re.MULTILINE) == alerts
 
 
 @pytest.mark.cluster
