@@ -57,6 +57,7 @@ READERS = {
     *("cluster.yaml", "demo-target.yaml", "prompts.jsonl", "schema.json", "code/", "chats.jsonl", "texts/", "texts"),
     *("keys.json", "smollm2.yaml", "two-targets.yaml", "evaluation.jsonl", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     *("models/big", "CHECKPOINT", "target-mamba2", "tests/cluster/test_largest.py", "tests/dendro/test_chain.py"),
+    "tests/cluster/test_bench_lookup.py",
     "tests/cluster/test_epsilon_cutoff.py",
     "tests/drafter_service/test_mistral.py",
 }
@@ -318,3 +319,23 @@ def test_a_code_block_of_the_client_runs(block: FencedBlock, addresses):
         done = eval(code, names)
         if inspect.isawaitable(done):
             asyncio.run(done)
+
+
+DIFFS = [block for page in PAGES for block in blocks(page) if block.language == "diff"]
+
+
+def hunks(diff: str) -> Iterator[tuple[str, str]]:
+    """Each file that a diff changes, with the lines that are there before the change."""
+    for change in re.split(r"^--- .*\n", diff, flags=re.MULTILINE)[1:]:
+        name, *parts = re.split(r"^@@.*\n", change, flags=re.MULTILINE)
+        for part in parts:
+            kept = [line[1:] for line in part.splitlines() if not line.startswith("+")]
+            yield name.strip().removeprefix("+++ b/"), "\n".join(kept) + "\n"
+
+
+@pytest.mark.parametrize("block", DIFFS, ids=lambda block: block.text.splitlines()[0])
+def test_a_diff_of_the_documentation_fits_the_files_that_it_changes(block: FencedBlock):
+    found = list(hunks(block.text))
+    assert found
+    for name, before in found:
+        assert f"\n{before}" in (ROOT / name).read_text(), f"{name}:\n{before}"

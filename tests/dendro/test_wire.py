@@ -66,19 +66,19 @@ def updates(draw: st.DrawFn, start: int | None = None) -> TextUpdate:
 def opens(draw: st.DrawFn) -> OpenCall:
     update = draw(updates(start=0))
     sampling = Sampling(
-        draw(st.just(0.0) | st.floats(1e-6, 10)),
-        draw(st.integers(0, 1000)),
-        draw(st.floats(0.01, 1)),
-        draw(st.floats(0, 0.99, allow_subnormal=False)),
-        draw(WORDS),
-        draw(st.integers(0, 2**32 - 1)),
-        draw(st.floats(0.01, 100)),
-        draw(st.floats(-100, 100)),
-        draw(st.floats(-100, 100)),
-        tuple(sorted(draw(st.dictionaries(TOKENS, st.floats(-100, 100), max_size=4)).items())),
-        tuple(draw(st.lists(TOKENS, max_size=4))),
-        tuple(draw(st.lists(TOKENS, max_size=4))),
-        tuple(map(tuple, draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3), max_size=3)))),
+        temperature=draw(st.just(0.0) | st.floats(1e-6, 10)),
+        top_k=draw(st.integers(0, 1000)),
+        top_p=draw(st.floats(0.01, 1)),
+        min_p=draw(st.floats(0, 0.99, allow_subnormal=False)),
+        seed=draw(WORDS),
+        sample_index=draw(st.integers(0, 2**32 - 1)),
+        repetition_penalty=draw(st.floats(0.01, 100)),
+        presence_penalty=draw(st.floats(-100, 100)),
+        frequency_penalty=draw(st.floats(-100, 100)),
+        logit_bias=tuple(sorted(draw(st.dictionaries(TOKENS, st.floats(-100, 100), max_size=4)).items())),
+        banned_ids=tuple(draw(st.lists(TOKENS, max_size=4))),
+        allowed_ids=tuple(draw(st.lists(TOKENS, max_size=4))),
+        bad_words=tuple(map(tuple, draw(st.lists(st.lists(TOKENS, min_size=1, max_size=3), max_size=3)))),
     )
     marks = tuple(draw(st.lists(st.integers(1, update.base), max_size=3, unique=True)))
     longest = draw(st.integers(update.base, 2**31 - 1))
