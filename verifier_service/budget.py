@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from dendro.calls import VerifyCall
 from dendro.clock import Clock
-from dendro.smoothing import OUTLIER
+from dendro.measured import OUTLIER
 from dendro.tree import DraftTree
 
 from verifier_service.requests import VerifierText

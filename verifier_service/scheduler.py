@@ -31,9 +31,8 @@ from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.failures import described, log_failure
 from dendro.logprobs import EchoedLogprobs
-from dendro.measured import totals_by_size
+from dendro.measured import smoothed, totals_by_size
 from dendro.order import Missed, Order, missed_by
-from dendro.smoothing import smoothed
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
@@ -50,10 +49,12 @@ from verifier_service.requests import (
     StepShare,
     VerifierCounters,
     VerifierText,
+    displaced_by,
     longest_saved,
+    next_in_turn,
+    texts_by_tenant,
 )
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
-from verifier_service.shares import displaced_by, next_in_turn, texts_by_tenant
 from verifier_service.structure_masks import MasksPending
 from verifier_service.walk import Draw, Echo
 

@@ -11,7 +11,7 @@ from operator import methodcaller
 from typing import Any, TypeVar
 
 import grpc.aio
-from dendro.answer import REASON_KEY, RETRY_AFTER_KEY
+from dendro.answer import REASON_KEY, RETRY_AFTER_KEY, count_of_answers
 from dendro.certificates import CertificateFiles
 from dendro.client import MAX_MESSAGE_BYTES
 from dendro.errors import (
@@ -25,7 +25,6 @@ from dendro.errors import (
     one_line,
 )
 from dendro.failures import log_failure
-from dendro.samples import count_of_answers
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.v1 import generation_pb2 as pb
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc

@@ -11,7 +11,7 @@ from dendro.calls import CloseCall, Hello, OpenCall, Opened, Peer, RequestParame
 from dendro.clock import Clock
 from dendro.errors import DendroError
 from dendro.failures import described, log_failure
-from dendro.smoothing import smoothed
+from dendro.measured import smoothed
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.text import Sampling, Text
 from tree_layers.checkpoint import Facts

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from dendro.measured import OUTLIER
 from dendro.shapes import TreeShape
-from dendro.smoothing import OUTLIER
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree

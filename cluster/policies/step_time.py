@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
-from dendro.smoothing import OUTLIER
+from dendro.measured import OUTLIER
 
 STEP = 0.01
 """Share by which all weights decay with each measured step."""

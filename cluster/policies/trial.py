@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 
-from dendro.smoothing import OUTLIER
+from dendro.measured import OUTLIER
 
 LEARNING_ROUNDS = 16.0
 """First rounds under a new load, which are not judged while policies learn the arms."""

@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from dendro.answer import count_of_answers
 from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.daemon_threads import in_thread
@@ -16,7 +17,6 @@ from dendro.logprobs import check_echo, check_logprobs
 from dendro.long_work import PART, off_loop
 from dendro.modes import VerificationMode
 from dendro.options import SEED_BITS
-from dendro.samples import count_of_answers
 from dendro.structure import Structure, structure_from
 from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
 from dendro.token_lists import edits_from, mode_from, numbers_from, stop_ids_from

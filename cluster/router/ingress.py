@@ -18,11 +18,11 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from dendro.answer import count_of_answers
 from dendro.clock import Clock
 from dendro.errors import BadRequest, DendroError, OutOfTime
 from dendro.logprobs import NOT_ECHOED, fill_logprobs
 from dendro.long_work import off_loop
-from dendro.samples import count_of_answers
 from dendro.tasks import BackgroundTasks
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb

@@ -47,6 +47,7 @@ from dendro.answer import (
     collect_samples,
     collect_stream,
     models_of,
+    one_answer,
     sendable,
 )
 from dendro.arguments import ascii_of, seconds_of, secret_of
@@ -57,7 +58,6 @@ from dendro.destinations import Channels, Destination, Destinations, LookUp, loo
 from dendro.options import Options
 from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
-from dendro.samples import one_answer
 from dendro.speculation import Mode, Speculation
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc

@@ -1,4 +1,4 @@
-"""Plain counts of durations, which a process keeps and its status port exports."""
+"""Measured durations: plain counts, which a process keeps and its status port exports, and smoothing."""
 
 from __future__ import annotations
 
@@ -45,3 +45,14 @@ class StepTotals:
 def totals_by_size(sizes: Iterable[int]) -> dict[int, StepTotals]:
     """Totals for each size, all of them from the start: another thread may read them while steps run."""
     return {size: StepTotals() for size in sizes}
+
+
+SMOOTHING = 0.2
+"""Weight of the newest measurement."""
+OUTLIER = 3.0
+"""A time counts as at most this many times the usual one: one page fault must not condemn an arm or a size of step."""
+
+
+def smoothed(usual: float, newest: float) -> float:
+    """The next smoothed value. `usual` 0 means that nothing was measured yet; the result is then `newest`."""
+    return newest if not usual else usual + SMOOTHING * (newest - usual)

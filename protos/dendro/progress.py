@@ -6,12 +6,21 @@ import dataclasses
 
 import grpc
 
-from dendro.answer import EchoedPrompt, Event, Round, Started, complete_from, fields_of, tree_from
+from dendro.answer import (
+    EchoedPrompt,
+    Event,
+    Round,
+    Started,
+    complete_from,
+    count_of_answers,
+    fields_of,
+    request_of_sample,
+    tree_from,
+)
 from dendro.attempts import Attempts
 from dendro.errors import Conflict, EngineFailed
 from dendro.logprobs import TokenLogprobs, logprobs_from
 from dendro.rotation import Rotation
-from dendro.samples import count_of_answers, request_of_sample
 from dendro.v1 import generation_pb2 as pb
 
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from cluster.peers.limit import CallLimit
+from cluster.peers.verifier import CallLimit
 from tests.support.virtual_time import virtual_time
 
 LIMIT_S = 10.0

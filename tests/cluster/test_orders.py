@@ -24,11 +24,11 @@ from cluster.config import DEMO_MODELS, pair_config
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import load_drafter, load_verifier
 from cluster.peers import verifier as verifier_module
-from cluster.peers.limit import CallLimit
 from cluster.peers.links import StreamLinks
 from cluster.peers.local import LocalPeers
 from cluster.peers.pools import Peers
 from cluster.peers.stream import DRAFTER, PeerStream, RemoteDrafter
+from cluster.peers.verifier import CallLimit
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 from tests.support.certificates import Authority

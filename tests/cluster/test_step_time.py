@@ -9,7 +9,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 from dendro.calls import PROTOCOL_VERSION, Hello
-from dendro.smoothing import OUTLIER
+from dendro.measured import OUTLIER
 from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree

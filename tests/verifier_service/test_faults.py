@@ -18,8 +18,8 @@ from dendro.tree import DraftTree
 from tests.support import tiny_mamba, tiny_models
 from tests.support.faults import Panic
 from verifier_service.engine import VerifierEngine
-from verifier_service.logprobs import walk_with_logprobs
 from verifier_service.options import VerifierOptions
+from verifier_service.walk import walk_with_logprobs
 
 POISON = 250
 """A token whose embedding is not finite, and so are the logits after it."""

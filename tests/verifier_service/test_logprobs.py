@@ -22,10 +22,9 @@ from tests.support import tiny_hybrids, tiny_models
 from tests.support.defined_logprobs import defined_logprobs
 from tests.support.engines import bitwise_engine_of
 from tests.support.routers import RoundByRound, guessing
-from verifier_service import logprobs as logprobs_module
+from verifier_service import walk as walk_module
 from verifier_service.engine import VerifierEngine
-from verifier_service.logprobs import likeliest_tokens
-from verifier_service.walk import Draw
+from verifier_service.walk import Draw, likeliest_tokens
 
 COUNT = 24
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
@@ -98,7 +97,7 @@ async def test_a_text_that_does_not_ask_for_them_computes_none(loaded, monkeypat
     def refused(*_):
         raise AssertionError("a softmax for a text that asked for none")
 
-    monkeypatch.setattr(logprobs_module, "token_logprobs", refused)
+    monkeypatch.setattr(walk_module, "token_logprobs", refused)
     async with started(VerifierEngine(loaded.scheduler, loaded.runner, await loaded.hello(), loaded._shelf)) as engine:
         router = RoundByRound(engine, PROMPT)
         await router.open()
@@ -108,13 +107,13 @@ async def test_a_text_that_does_not_ask_for_them_computes_none(loaded, monkeypat
 
 def test_only_rows_that_a_walk_visits_are_computed(loaded, monkeypatch: pytest.MonkeyPatch):
     """The rows of guesses off the path get no softmax."""
-    seen, compute = [], logprobs_module.token_logprobs
-    monkeypatch.setattr(logprobs_module, "token_logprobs", lambda *given: seen.append(given) or compute(*given))
+    seen, compute = [], walk_module.token_logprobs
+    monkeypatch.setattr(walk_module, "token_logprobs", lambda *given: seen.append(given) or compute(*given))
     tree = DraftTree.of([3, 5, 6, 7, 8], [-1, 0, 0, 1, 2])
     logits = torch.randn(5, 257, generator=torch.Generator().manual_seed(0))
     logits[0, 6] = logits[2, 8] = 50.0
     draw = Draw(1, 0, 0, 9, tree, Warp(0.0, 0, 1.0, 0.0), Sampling(), None, 2)
-    walked, found = logprobs_module.walk_with_logprobs(loaded.runner.walker, draw, lambda row: logits[row : row + 1])
+    walked, found = walk_module.walk_with_logprobs(loaded.runner.walker, draw, lambda row: logits[row : row + 1])
     assert walked.path == (0, 2, 4) and len(found) == len(seen) == 3
     assert all(torch.equal(given[0][0], logits[row]) for given, row in zip(seen, walked.path, strict=True))
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import ExitStack, aclosing
 from typing import Any
 
+from dendro.answer import count_of_answers
 from dendro.errors import NO_FAULTS, DendroError, OutOfTime
-from dendro.samples import count_of_answers
 from dendro.v1 import generation_pb2 as pb
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
