@@ -111,6 +111,11 @@ def models() -> Any:
     return option("Folder written by `dendro train demo`. Default: the bundled one.", DEMO_MODELS, shown=False)
 
 
+def prompt_file() -> Any:
+    text = "JSON lines, each with messages, a prompt (a user's message) or a text, and perhaps its category."
+    return option(text, None, shown=False)
+
+
 def temperatures() -> Any:
     return option("Sampling temperatures, separated by commas.", (0.0, 1.0))
 
@@ -137,6 +142,12 @@ def rows_at(report: Report, key: str) -> Sequence[Row]:
 
 def always(row: Row) -> bool:
     return True
+
+
+def judged_as(kind: str, name: str, **fields: Any) -> Callable[[Row], bool]:
+    """Whether a row has this name and these fields, and its aims are those of a kind of target."""
+    wanted = {"judged": kind, "name": name, **fields}
+    return lambda row: all(row[each] == value for each, value in wanted.items())
 
 
 def grouped(name: str, rows: Iterable[Row], where: Callable[[Row], bool] = always) -> dict[str, list[Row]]:

@@ -18,7 +18,7 @@ from cluster.command_options import given_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.measure.against_off import FIRST_S, PAIRS, PairsPlan, measure_against_off, rows_against_off
-from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, judged_as, models, option, prompt_file, seed
 from cluster.measure.hops import hop_process
 from cluster.measure.load import FIXED, WAYS, Loader, LoadPlan, measure_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Begin
@@ -27,7 +27,7 @@ from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, ow
 from cluster.measure.report import Row
 from cluster.measure.speed import OWN, Identity
 from cluster.measure.surface import SURFACE, WHOLE, SurfacePlan, both_doors, measure_surface, surface_rows
-from cluster.measure.targets import COSTLY, DEMO, library_of, parameter_count, target_config
+from cluster.measure.targets import COSTLY, DEMO, library_of, target_config, target_facts
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running_cluster
 from cluster.tables import PLAIN_WIDTH
@@ -50,11 +50,7 @@ class LoadOptions:
         argument=True,
         shown=False,
     )
-    prompt_file: Path | None = option(
-        "JSON lines, each with messages, a prompt (a user's message) or a text, and perhaps its category.",
-        None,
-        shown=False,
-    )
+    prompt_file: Path | None = prompt_file()
     prompts: int = option("Number of prompts, the same of each category.", 32, least=1)
     clients: tuple[int, ...] = option(
         "Clients of the closed loops, separated by commas. Default: 1,2,4,8,16,32; quick: 1,4; with --against-off: "
@@ -146,13 +142,7 @@ class LoadSubject:
         return Loader(client, plan.prompts, plan.tokens, stats, temperature, self.rule, self.to_end)
 
     def report_facts(self) -> dict[str, Any]:
-        return {
-            "target": self.name,
-            "parameters": parameter_count(self.target.checkpoint),
-            "dtype": self.target.dtype,
-            "drafter": ", ".join(self.config.drafters) or "none",
-            **self.facts,
-        }
+        return {"target": self.name, **target_facts(self.config), **self.facts}
 
 
 def with_room(config: Config, texts: int) -> Config:
@@ -276,14 +266,6 @@ async def run_load(options: LoadOptions, begin: Begin) -> dict[str, Any]:
     }
 
 
-def is_judged(row: Row, judged: str, name: str = AUTO, clients: int | None = None) -> bool:
-    return (row["judged"], row["name"]) == (judged, name) and clients in (None, row["clients"])
-
-
-def bundled(name: str = AUTO, clients: int | None = None) -> Any:
-    return partial(is_judged, judged=BUNDLED, name=name, clients=clients)
-
-
 LOAD = Bench(
     "load",
     "Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then "
@@ -318,32 +300,45 @@ LOAD = Bench(
         ),
     ),
     aims=(
-        Aim("policy over off, {load}", "rows", "over_off", least=NEVER_SLOWER, where=partial(is_judged, judged=OWN)),
+        Aim("policy over off, {load}", "rows", "over_off", least=NEVER_SLOWER, where=judged_as(OWN, AUTO)),
         Aim(
             "policy over the best fixed arm, {load}: {best}",
             "rows",
             "over_best",
             least=FIXED_ARM_BAR,
-            where=partial(is_judged, judged=OWN),
+            where=judged_as(OWN, AUTO),
         ),
-        Aim("policy over off, {load}", "rows", "over_off", least=1.0, end="low", where=bundled(clients=1)),
+        Aim(
+            "policy over off, {load}",
+            "rows",
+            "over_off",
+            least=1.0,
+            end="low",
+            where=judged_as(BUNDLED, AUTO, clients=1),
+        ),
         Aim(
             f"policy over the better of off and {FIXED}, {{load}}: {{best}}",
             "rows",
             "over_best",
             least=0.97,
             end="high",
-            where=bundled(),
+            where=judged_as(BUNDLED, AUTO),
         ),
-        Aim("off, {load} over one", "rows", "over_one", least=5.0, where=bundled(OFF, 16)),
-        Aim("a step's own overhead, off, {load}", "rows", "step_overhead", most=0.1, where=bundled(OFF, 16)),
+        Aim("off, {load} over one", "rows", "over_one", least=5.0, where=judged_as(BUNDLED, OFF, clients=16)),
+        Aim(
+            "a step's own overhead, off, {load}",
+            "rows",
+            "step_overhead",
+            most=0.1,
+            where=judged_as(BUNDLED, OFF, clients=16),
+        ),
         *(
             Aim(
                 "router's processor time a round over a bare gRPC hop's, {name}, {load}",
                 "rows",
                 "router_over_hop",
                 most=bar,
-                where=bundled(way, 32),
+                where=judged_as(BUNDLED, way, clients=32),
             )
             for way, bar in ((OFF, 1.5), (AUTO, 3.0))
         ),
@@ -352,10 +347,10 @@ LOAD = Bench(
             "rows",
             "over_bare",
             least=0.95,
-            where=partial(is_judged, judged=SURFACE, name=WHOLE),
+            where=judged_as(SURFACE, WHOLE),
         ),
         *(
-            Aim(name, "rows", path, least=least, most=most, where=partial(is_judged, judged=PAIRS))
+            Aim(name, "rows", path, least=least, most=most, where=judged_as(PAIRS, AUTO))
             for name, path, least, most in (
                 ("policy over off, {load}", "over_off", NEVER_SLOWER, None),
                 ("policy over off, {load}, first {first_s} s", "first_minute_over_off", NEVER_SLOWER, None),
@@ -364,21 +359,9 @@ LOAD = Bench(
         ),
     ),
     plots=(
-        Plot(
-            "rows",
-            "clients",
-            "tokens per second = tokens_per_second",
-            "{name}",
-            log="x",
-            where=lambda row: row["clients"],
-        ),
-        Plot(
-            "rows",
-            "clients",
-            "ms between tokens * = between_tokens_ms/*",
-            "{name}",
-            log="x",
-            where=lambda row: row["clients"],
+        *(
+            Plot("rows", "clients", shown, "{name}", log="x", where=lambda row: row["clients"])
+            for shown in ("tokens per second = tokens_per_second", "ms between tokens * = between_tokens_ms/*")
         ),
         Plot(
             "rows",

@@ -24,7 +24,18 @@ from tree_layers.checkpoint import GGUF
 from cluster.command_options import given_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
+from cluster.measure.bench import (
+    Aim,
+    Bench,
+    Plot,
+    ReportTable,
+    judged_as,
+    models,
+    option,
+    prompt_file,
+    seed,
+    temperatures,
+)
 from cluster.measure.llama_cpp import llama_cpp_process
 from cluster.measure.measurement import (
     AUTO,
@@ -40,7 +51,6 @@ from cluster.measure.measurement import (
 from cluster.measure.ours import ClusterClient, TenantRule
 from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
 from cluster.measure.processes import ContenderProcess
-from cluster.measure.report import Row
 from cluster.measure.speed import (
     OWN,
     Contenders,
@@ -52,7 +62,7 @@ from cluster.measure.speed import (
     measure,
     rows_of,
 )
-from cluster.measure.targets import COSTLY, MAMBA2, THREADS, Which, library_of, parameter_count, target_config
+from cluster.measure.targets import COSTLY, MAMBA2, THREADS, Which, library_of, target_config, target_facts
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
@@ -74,11 +84,7 @@ class SpeedOptions:
         argument=True,
         shown=False,
     )
-    prompt_file: Path | None = option(
-        "JSON lines, each with messages, a prompt (a user's message) or a text, and perhaps its category.",
-        None,
-        shown=False,
-    )
+    prompt_file: Path | None = prompt_file()
     prompts: int = option("Number of prompts, the same of each category.", 16, 2, least=1)
     tokens: int = option(
         "New tokens of every answer; the most of those after prompts of a file.", ANSWER_TOKENS, 16, least=1
@@ -184,22 +190,10 @@ def file_pairs(
 
 
 def _plan(
-    name: str,
-    config: Config,
-    prompts: tuple[tuple[int, ...], ...],
-    options: SpeedOptions,
-    baselines: tuple[str, ...],
+    name: str, config: Config, prompts: tuple[tuple[int, ...], ...], options: SpeedOptions, baselines: tuple[str, ...]
 ) -> SpeedPlan:
-    return SpeedPlan(
-        name,
-        prompts,
-        options.tokens,
-        options.temperatures,
-        options.repetitions,
-        own_arms(config),
-        baselines,
-        options.seed,
-    )
+    sizes = options.tokens, options.temperatures, options.repetitions
+    return SpeedPlan(name, prompts, *sizes, own_arms(config), baselines, options.seed)
 
 
 @asynccontextmanager
@@ -255,9 +249,7 @@ async def measure_pair(
         llama_cpp = {"facts": contenders.llama_facts, "left_out": contenders.left_out}
     measured.identity.add(identity)
     return measured, {
-        "parameters": parameter_count(pair.target.checkpoint),
-        "dtype": pair.target.dtype,
-        "drafter": ", ".join(pair.config.drafters) or "none",
+        **target_facts(pair.config),
         "prompts": len(plan.prompts),
         "prompt_tokens": max(map(len, plan.prompts)),
         "repetitions": plan.repetitions,
@@ -330,13 +322,9 @@ POLICY_BARS, BEST_ARM_BARS = {0.0: 3.0, 1.0: 2.2}, {0.0: 1.0, 1.0: 0.97}
 BEST_ARMS = "the best on the other half of the prompts: {best_arms}"
 
 
-def is_judged(row: Row, judged: str, name: str, temperature: float | None = None) -> bool:
-    return (row["judged"], row["name"]) == (judged, name) and temperature in (None, row["temperature"])
-
-
 def own_aims() -> tuple[Aim, ...]:
     """The promise of the policy, for each target and temperature."""
-    policy = partial(is_judged, judged=OWN, name=AUTO)
+    policy = judged_as(OWN, AUTO)
     return (
         Aim(f"policy over off, {GROUP}", "rows", "over_off_at_least", least=NEVER_SLOWER, where=policy),
         Aim(f"its lower 90 % bound, {GROUP}", "rows", "over_off_at_least", least=0.96, end="low", where=policy),
@@ -352,7 +340,7 @@ def own_aims() -> tuple[Aim, ...]:
 
 
 def costly_aims(temperature: float) -> tuple[Aim, ...]:
-    policy, off = (partial(is_judged, judged=COSTLY, name=name, temperature=temperature) for name in (AUTO, OFF))
+    policy, off = (judged_as(COSTLY, name, temperature=temperature) for name in (AUTO, OFF))
     bar, best = POLICY_BARS[temperature], BEST_ARM_BARS[temperature]
     library = f"policy over every transformers row, {GROUP}"
     kept = f"policy's rate over its tokens a round / (draft + verify), {GROUP}"
@@ -370,7 +358,7 @@ def costly_aims(temperature: float) -> tuple[Aim, ...]:
 
 def llama_aim(name: str, row: str, bar: float) -> Aim:
     aim, path = f"{name} over llama.cpp, by the median, {GROUP}", f"ratio_over/{LLAMA_CPP}"
-    return Aim(aim, "rows", path, least=bar, where=partial(is_judged, judged=COSTLY, name=row, temperature=0.0))
+    return Aim(aim, "rows", path, least=bar, where=judged_as(COSTLY, row, temperature=0.0))
 
 
 SPEED = Bench(

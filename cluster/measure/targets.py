@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 from tree_layers.checkpoint import weight_files
 from tree_layers.headers import tensor_shapes
@@ -60,3 +61,10 @@ def library_of(target: TargetConfig, assistant: Path | None = None) -> Contender
 def parameter_count(checkpoint: Path) -> int:
     """Parameters of a checkpoint, by the headers of its weight files; tied ones are stored and counted once."""
     return sum(map(math.prod, tensor_shapes(weight_files(checkpoint)).values()))
+
+
+def target_facts(config: Config) -> dict[str, Any]:
+    """Facts of the one target of a configuration, for a report."""
+    (target,) = config.targets.values()
+    drafters = ", ".join(config.drafters) or "none"
+    return {"parameters": parameter_count(target.checkpoint), "dtype": target.dtype, "drafter": drafters}

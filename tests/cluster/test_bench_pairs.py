@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from cluster.config import Config
 from cluster.measure import speed_command as command
+from cluster.measure import targets
 from cluster.measure.measurement import (
     AUTO,
     GENERATE,
@@ -287,7 +288,7 @@ def run_with(config: Path, file: Path, folder: Path, monkeypatch: pytest.MonkeyP
         yield Contenders(script, script, None, None)
 
     monkeypatch.setattr(command, "contenders_for", scripted)
-    monkeypatch.setattr(command, "parameter_count", lambda checkpoint: 1)
+    monkeypatch.setattr(targets, "parameter_count", lambda checkpoint: 1)
     app = typer.Typer()
     app.command()(command.bench_speed)
     options = [str(config), "--prompt-file", str(file), "--prompts", "4", "--tokens", "8", "--json", "found.json"]
