@@ -266,6 +266,12 @@ async def run_load(options: LoadOptions, begin: Begin) -> dict[str, Any]:
     }
 
 
+OVER_ARM = "policy over the best fixed arm, {load}: {best}"
+OVER_BETTER = f"policy over the better of off and {FIXED}, {{load}}: {{best}}"
+OVER_HOP = "router's processor time a round over a bare gRPC hop's, {name}, {load}"
+OVER_BARE = "HTTP with TLS, keys, metrics and traces over bare gRPC, {load}"
+bundled = partial(judged_as, BUNDLED)
+
 LOAD = Bench(
     "load",
     "Load a cluster with many clients, on the costly target: closed loops of increasing numbers of clients, then "
@@ -301,54 +307,16 @@ LOAD = Bench(
     ),
     aims=(
         Aim("policy over off, {load}", "rows", "over_off", least=NEVER_SLOWER, where=judged_as(OWN, AUTO)),
-        Aim(
-            "policy over the best fixed arm, {load}: {best}",
-            "rows",
-            "over_best",
-            least=FIXED_ARM_BAR,
-            where=judged_as(OWN, AUTO),
-        ),
-        Aim(
-            "policy over off, {load}",
-            "rows",
-            "over_off",
-            least=1.0,
-            end="low",
-            where=judged_as(BUNDLED, AUTO, clients=1),
-        ),
-        Aim(
-            f"policy over the better of off and {FIXED}, {{load}}: {{best}}",
-            "rows",
-            "over_best",
-            least=0.97,
-            end="high",
-            where=judged_as(BUNDLED, AUTO),
-        ),
-        Aim("off, {load} over one", "rows", "over_one", least=5.0, where=judged_as(BUNDLED, OFF, clients=16)),
-        Aim(
-            "a step's own overhead, off, {load}",
-            "rows",
-            "step_overhead",
-            most=0.1,
-            where=judged_as(BUNDLED, OFF, clients=16),
-        ),
+        Aim(OVER_ARM, "rows", "over_best", least=FIXED_ARM_BAR, where=judged_as(OWN, AUTO)),
+        Aim("policy over off, {load}", "rows", "over_off", least=1.0, end="low", where=bundled(AUTO, clients=1)),
+        Aim(OVER_BETTER, "rows", "over_best", least=0.97, end="high", where=bundled(AUTO)),
+        Aim("off, {load} over one", "rows", "over_one", least=5.0, where=bundled(OFF, clients=16)),
+        Aim("a step's own overhead, off, {load}", "rows", "step_overhead", most=0.1, where=bundled(OFF, clients=16)),
         *(
-            Aim(
-                "router's processor time a round over a bare gRPC hop's, {name}, {load}",
-                "rows",
-                "router_over_hop",
-                most=bar,
-                where=judged_as(BUNDLED, way, clients=32),
-            )
+            Aim(OVER_HOP, "rows", "router_over_hop", most=bar, where=bundled(way, clients=32))
             for way, bar in ((OFF, 1.5), (AUTO, 3.0))
         ),
-        Aim(
-            "HTTP with TLS, keys, metrics and traces over bare gRPC, {load}",
-            "rows",
-            "over_bare",
-            least=0.95,
-            where=judged_as(SURFACE, WHOLE),
-        ),
+        Aim(OVER_BARE, "rows", "over_bare", least=0.95, where=judged_as(SURFACE, WHOLE)),
         *(
             Aim(name, "rows", path, least=least, most=most, where=judged_as(PAIRS, AUTO))
             for name, path, least, most in (

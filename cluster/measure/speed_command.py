@@ -319,6 +319,7 @@ PARTS = ("draft", "verify", "queue", "hop")
 OVER = {GENERATE: "generate", LLAMA_CPP: LLAMA_CPP, LLAMA_CPP_FILE: LLAMA_CPP_FILE, OFF: OFF}
 POLICY_BARS, BEST_ARM_BARS = {0.0: 3.0, 1.0: 2.2}, {0.0: 1.0, 1.0: 0.97}
 """Least ratios of the policy on the costly target, by temperature: to `off`, and to the best fixed arm."""
+OVER_ARM = f"policy over the best fixed arm, {GROUP}"
 BEST_ARMS = "the best on the other half of the prompts: {best_arms}"
 
 
@@ -328,14 +329,7 @@ def own_aims() -> tuple[Aim, ...]:
     return (
         Aim(f"policy over off, {GROUP}", "rows", "over_off_at_least", least=NEVER_SLOWER, where=policy),
         Aim(f"its lower 90 % bound, {GROUP}", "rows", "over_off_at_least", least=0.96, end="low", where=policy),
-        Aim(
-            f"policy over the best fixed arm, {GROUP}",
-            "rows",
-            "over_best_arm",
-            least=FIXED_ARM_BAR,
-            where=policy,
-            why=BEST_ARMS,
-        ),
+        Aim(OVER_ARM, "rows", "over_best_arm", least=FIXED_ARM_BAR, where=policy, why=BEST_ARMS),
     )
 
 
@@ -348,9 +342,7 @@ def costly_aims(temperature: float) -> tuple[Aim, ...]:
         Aim(f"policy over off, {GROUP}", "rows", f"ratio_over/{OFF}", least=bar, where=policy),
         Aim(library, "rows", "over_library", least=1.0, end="low", where=policy, why="the closest is {closest}"),
         Aim(f"off over generate, {GROUP}", "rows", f"ratio_over/{GENERATE}", least=0.95, where=off),
-        Aim(
-            f"policy over the best fixed arm, {GROUP}", "rows", "over_best_arm", least=best, where=policy, why=BEST_ARMS
-        ),
+        Aim(OVER_ARM, "rows", "over_best_arm", least=best, where=policy, why=BEST_ARMS),
         Aim(kept, "rows", "kept", least=0.9, where=policy),
         Aim(f"hops as a share of the policy's rounds, {GROUP}", "rows", "hop_share", most=0.05, where=policy),
     )
