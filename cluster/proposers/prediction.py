@@ -133,11 +133,6 @@ class PredictedOutput:
         """Do nothing: a prediction is its request's alone."""
 
 
-def prediction_of(predicted: Sequence[Sequence[int]], begins: int) -> PredictedOutput | None:
-    """The proposer of a request's predicted texts; None where there are none."""
-    return PredictedOutput(predicted, begins) if predicted else None
-
-
 def predicted_tokens(predicted: Sequence[Sequence[int]], answer: Sequence[int]) -> tuple[int, int]:
     """Tokens of an answer that its prediction had next, and the others of the prediction; of alternatives, those of the
     best. Depends on the answer alone, and not on trees.

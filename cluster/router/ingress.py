@@ -32,7 +32,7 @@ from cluster.config import Config
 from cluster.drafter_figures import DrafterFigures, figures_of_drafters
 from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import NoPriors, PriorStore
-from cluster.proposers.prediction import predicted_tokens, prediction_of
+from cluster.proposers.prediction import PredictedOutput, predicted_tokens
 from cluster.proposers.proposals import ProposalLibrary
 from cluster.router.account import AcceptanceWatch
 from cluster.router.admission import Admission, Job, check_target, check_written_tokens
@@ -323,9 +323,8 @@ class Ingress:
         """Make the text's speculation. The verifier's handle must exist."""
         name, plan = job.served.name, job.plan
         drafters = self._peers.drafters(name, text, running, plan.deadline_s, plan.adaptive)
-        proposals = self._libraries[name].of(
-            job.tenant, plan.proposed_rows, job.sampling.temperature, prediction_of(job.prediction, len(job.prompt))
-        )
+        predicted = PredictedOutput(job.prediction, len(job.prompt)) if job.prediction else None
+        proposals = self._libraries[name].of(job.tenant, plan.proposed_rows, job.sampling.temperature, predicted)
         return RequestSpeculation(plan, job.experience, running, text, drafters, proposals, self._clock, meter)
 
     async def _completed(
