@@ -297,7 +297,7 @@ class DrafterEngine:
         The memory is discarded if the text is longer than `max_length`, or if the call is cancelled.
         """
         if call.update.base > self._hello.max_length:
-            self._thread.post(lambda ticket: self._scheduler.forget(call.update.opening))
+            self.forget(call.update.opening)
             return Closed(0)
         self._check(call.update)
 
@@ -314,6 +314,10 @@ class DrafterEngine:
         if not ids:
             return Closed(0)
         return Closed(await self._shelf.put(saved.ready.tenant, ids, saved.ready.digest, saved.arrays))
+
+    def forget(self, opening: bytes) -> None:
+        """End an opening without an answer, if it is open; nothing is saved."""
+        self._thread.post(lambda ticket: self._scheduler.forget(opening))
 
     def _check(self, update: TextUpdate) -> None:
         if update.base < 1:

@@ -10,7 +10,7 @@ from functools import partial
 
 from dendro.calls import CloseCall, Closed, Deliver, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
 from dendro.clock import Clock, microseconds
-from dendro.errors import BadRequest, NotFound
+from dendro.errors import BadRequest, DendroError, NotFound
 from dendro.long_work import off_loop
 from dendro.measured import StepTotals
 from dendro.tree import DraftTree
@@ -158,8 +158,13 @@ class BridgedDrafter:
         drafting.add_done_callback(lambda done: deliver(done.exception() or done.result()))
 
     async def close(self, call: CloseCall) -> Closed:
-        """Close an opening at the engine (`DrafterEngine.close`)."""
+        """Close an opening at the engine (`DrafterEngine.close`). It ends even if the call has another text."""
         text = self._texts.pop(call.update.opening, None)
         if text is None:
             return await self.engine.close(call)
-        return await self.engine.close(CloseCall(text.follow(call.update)))
+        try:
+            update = text.follow(call.update)
+        except DendroError:
+            self.engine.forget(call.update.opening)
+            raise
+        return await self.engine.close(CloseCall(update))

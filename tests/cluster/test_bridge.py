@@ -34,6 +34,7 @@ from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.structures import DraftStructure
 from tests.support import other_tokenizers, tiny_models
+from tests.support.sockets import until
 
 TEXT = Path(json.__file__).read_text()
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0, seed=11)
@@ -206,6 +207,20 @@ async def test_after_any_history_a_tree_is_that_of_a_text_just_opened(models, br
             text.text.extend(ids[at : at + int(rng.integers(1, 5))])
         await text.close()
         assert engine.stats()["bridged"] == engine.sessions == 0
+
+
+async def test_a_text_is_closed_though_a_verifiers_delayed_call_came_after_the_routers(models):
+    engine, tokenizer = loaded(models, "bpe", "string")
+    async with started(engine):
+        text = BridgedText(engine, PROMPT[:], tokenizer)
+        await text.open()
+        delayed = DraftCall(TextUpdate.of(text.opening, text.text, 0), TreeShape.parse("(1,1)"))
+        text.text.extend([5, 6, 7])
+        await text.draft("(1,1)")
+        await engine.draft(delayed)
+        with pytest.raises(NotFound):
+            await text.close()
+        await until(lambda: engine.stats()["bridged"] == engine.sessions == 0)
 
 
 async def test_a_saved_state_is_found_by_a_text_of_another_tokenization(models):
