@@ -13,6 +13,7 @@ from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.failures import described
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, fit
+from dendro.order import Order
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.tree import DraftTree
@@ -116,7 +117,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._patience_s = patience_s
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
-        self._draft_s = 0.0  # longest wait for the tree that the last call ordered; not counted as the verifier's time
+        self._order: Order | None = None  # of the last call that has a verdict
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._turns = asyncio.Lock()
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault
@@ -166,8 +167,10 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
             began_s = self._clock()
             call = VerifyCall(opening.update(text), tree, tree.ahead, tree.order, tree.ordered)
             try:
-                verdict = await self._limit.wait(opening.peer.verify(call), self._draft_s)
-                _check_verdict(verdict, tree, text, opening.hello)
+                # The wait for a tree is not the verifier's time.
+                more_s = self._order.wait_us / 1e6 if self._order is not None else 0.0
+                verdict = await self._limit.wait(opening.peer.verify(call), more_s)
+                _check_verdict(verdict, tree, text, opening.hello, self._order)
             except NotFound as error:
                 log.info("verifier: %s; the text is opened again", described(error))
                 self.reopened += 1
@@ -199,13 +202,12 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 self._faults = 0
                 if not verdict.cold and not tree.ordered:
                     self._pace.verified(self._clock() - began_s)
-                # A round begun ahead cannot be older than the call that announced it.
-                longest_us = microseconds(began_s - self._announced_s) if self._announced_s is not None else 0
-                self._draft_s = tree.order.wait_us / 1e6 if tree.order is not None else 0.0
+                # A round begun ahead cannot be older than the call that announced it, nor can an ordered tree.
+                announced_s = began_s if self._announced_s is None else self._announced_s
+                limits_us = microseconds(began_s - announced_s), microseconds(self._clock() - announced_s)
+                self._order = tree.order
                 self._announced_s = began_s if tree.ahead or tree.order is not None else None
-                if refused or verdict.ahead_us > longest_us:
-                    verdict = replace(verdict, ahead_us=min(verdict.ahead_us, longest_us), refused=refused)
-                return verdict
+                return _plausible(verdict, *limits_us, refused)
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
         leased = old.leased if same else None
@@ -365,14 +367,30 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
             raise PeerLost(f"verifier: differs from the request's first verifier in {', '.join(differ)}")
 
 
-def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello) -> None:
-    """Raise BadAnswer for a verdict that does not fit its tree, its text or its target's vocabulary."""
+def _plausible(verdict: Verdict, ahead_us: int, drafted_us: int, refused: bool) -> Verdict:
+    """The verdict, with at most these times of a round begun ahead and of an ordered tree."""
+    tree = verdict.tree
+    if tree is not None and tree.draft_us > drafted_us:
+        tree = replace(tree, draft_us=drafted_us)
+    if refused or tree is not verdict.tree or verdict.ahead_us > ahead_us or verdict.drafted_us > drafted_us:
+        ahead_us, drafted_us = min(verdict.ahead_us, ahead_us), min(verdict.drafted_us, drafted_us)
+        return replace(verdict, ahead_us=ahead_us, drafted_us=drafted_us, tree=tree, refused=refused)
+    return verdict
+
+
+def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello, order: Order | None = None) -> None:
+    """Raise BadAnswer for a verdict that does not fit its tree, its text or its target's vocabulary. order: of the tree
+    that `tree` claims, if it does"""
     if (verdict.tree is not None) is not tree.ordered:
         raise BadAnswer("verifier: its verdict has an ordered tree, or lacks the one that was ordered")
     if verdict.tree is not None:
         tree = verdict.tree
         if tree.tokens[0] != text.root or (tree.guesses and verdict.missed):
             raise BadAnswer("verifier: its verdict's tree does not begin with the text's root, or was missed")
+        if tree.guesses and (order is None or tree.rows > order.shape.rows or tree.depth > order.shape.depth):
+            raise BadAnswer(
+                f"verifier: its verdict's tree has {tree.rows} rows and depth {tree.depth}; ordered: {order}"
+            )
         if (tree.tokens >= hello.vocabulary).any():
             raise BadAnswer(f"verifier: its verdict's tree has tokens past the vocabulary of {hello.vocabulary}")
     guesses = verdict.length - 1  # accepted, those past a cut among them

@@ -150,10 +150,12 @@ class RequestSpeculation:
         took_us = 1e6 * (now_s - self._began_s)
         if self._claims:
             self._drafters.ordered(self._text, arm, verdict)
-            if verdict.missed:  # The next one, which is on order, would likely be missed too.
-                self._ordered = None
         if verdict.refused:
             self._drafters.strike(arm)
+        # After a missed tree the next one, which is on order, would likely be missed too. An order beside a refused
+        # tree was not placed.
+        if verdict.missed or verdict.refused:
+            self._ordered = None
         tree = verdict.verified(tree)
         self._plan.policy.learn(arm, tree, verdict)
         self.notes.learn(arm, tree, verdict, self._plan.adaptive)

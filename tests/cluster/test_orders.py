@@ -4,7 +4,9 @@ whatever happens to the drafter, and what does not come is asked for by the rout
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,7 +63,7 @@ def config():
 
 
 @asynccontextmanager
-async def served(config, ordered_trees=True):
+async def served(config, ordered_trees=True, verifier_kind=VERIFIER_REPLICA):
     config = config.model_copy(update={"router": config.router.model_copy(update={"ordered_trees": ordered_trees})})
     (target,), (helper,) = config.targets, config.drafters
     verifier = load_verifier(target, config.targets[target], MemoryStates())
@@ -72,7 +74,7 @@ async def served(config, ordered_trees=True):
         for engine in (verifier, drafter):
             await stack.enter_async_context(started(engine))
         replicas = {
-            "verifier": await serve_engine(VERIFIER_REPLICA, verifier),
+            "verifier": await serve_engine(verifier_kind, verifier),
             "drafter": await serve_engine(DRAFTER_REPLICA, drafter),
         }
         pools = {kind: RemotePool(kind, [replica.address]) for kind, replica in replicas.items()}
@@ -175,6 +177,87 @@ async def test_a_fault_of_the_drafter_amid_ordered_rounds_changes_no_token_and_e
         if fault == "lies":
             assert cluster.verifier.stats()["ordered_missed"] <= 5, "a drafter of malformed trees is given up"
     assert cluster.verifier.sessions == 0
+
+
+def changing(change):
+    """A kind of verifier that calls `change` with each verdict, as a message, that has accepted ordered guesses."""
+
+    def answer(number, outcome):
+        message = VERIFIER_REPLICA.answer(number, outcome)
+        if message.WhichOneof("answer") == "verdict" and message.verdict.HasField("tree") and message.verdict.ranks:
+            change(message.verdict)
+        return message
+
+    return replace(VERIFIER_REPLICA, answer=answer)
+
+
+def enlarge(tree):
+    """Add guesses below the last row, past the shape that was ordered."""
+    rows = len(tree.tokens)
+    tree.tokens.extend(range(20))
+    tree.parents.extend([rows - 1] * 20)
+    tree.values.extend([-9.0] * 20)
+
+
+LIES: dict[str, Callable[[Any], object]] = {
+    "another root": lambda verdict: verdict.tree.tokens.__setitem__(0, verdict.tree.tokens[0] ^ 1),
+    "another guess": lambda verdict: verdict.tree.tokens.__setitem__(verdict.path[1], verdict.tokens[0] ^ 1),
+    "no tree": lambda verdict: verdict.ClearField("tree"),
+    "a missed tree": lambda verdict: setattr(verdict, "missed", "late"),
+    "a larger tree": lambda verdict: enlarge(verdict.tree),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+async def test_an_ordered_tree_that_a_verdict_cannot_have_moves_the_text_and_changes_no_token(config, lie):
+    told = []
+
+    def once(verdict):
+        if not told:
+            told.append(lie)
+            LIES[lie](verdict)
+
+    async with served(config, verifier_kind=changing(once)) as cluster:
+        off, moves = await cluster.answer("off"), 0
+        for _ in range(20):  # an answer may end before an ordered tree was accepted
+            done = await cluster.answer(SHAPE)
+            assert done.token_ids == off.token_ids
+            moves += done.complete.speculation.verifier_moves
+            if told:
+                break
+        assert moves == 1
+
+
+async def test_times_of_an_ordered_tree_that_its_verifier_reports_are_at_most_those_since_the_order(config):
+    def exaggerate(verdict):
+        verdict.drafted_us = verdict.tree.draft_us = 2**64 - 1
+
+    async with served(config, verifier_kind=changing(exaggerate)) as cluster:
+        done = await cluster.answer(SHAPE)
+        done = await cluster.answer(SHAPE)
+        account = done.complete.speculation
+        assert account.ordered_trees > 0 and account.draft_us <= account.rounds_us < 100e6
+
+
+async def test_an_order_beside_a_tree_that_the_verifier_refuses_is_not_claimed(config, monkeypatch):
+    async with served(config) as cluster:
+        off, verify = await cluster.answer("off", count=200), cluster.verifier.verify
+        refused, missed = [], []
+
+        async def refusing(call):
+            if call.order is not None and call.tree.guesses and not refused:
+                refused.append(call)
+                raise BadRequest("tree.tokens", "as a test says")
+            verdict = await verify(call)
+            missed.append(verdict.missed)
+            return verdict
+
+        monkeypatch.setattr(cluster.verifier, "verify", refusing)
+        for _ in range(20):  # an answer may end before its drafter has opened the text
+            assert (await cluster.answer(SHAPE, count=200)).token_ids == off.token_ids
+            if refused:
+                break
+        assert refused and Missed.UNKNOWN not in missed
 
 
 @pytest.mark.parametrize("timeout_ms", [90_000, float("inf")])
