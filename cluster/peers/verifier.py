@@ -117,7 +117,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self._patience_s = patience_s
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
-        self._order: Order | None = None  # of the last call that has a verdict
+        self._order: Order | None = None  # order of the last call that has a verdict
         self._announced_s: float | None = None  # when the last call was made, if it announced a round without a tree
         self._turns = asyncio.Lock()
         self._faults = 0  # openings and rounds since the last verdict that failed by a verifier's own fault

@@ -152,8 +152,7 @@ class RequestSpeculation:
             self._drafters.ordered(self._text, arm, verdict)
         if verdict.refused:
             self._drafters.strike(arm)
-        # After a missed tree the next one, which is on order, would likely be missed too. An order beside a refused
-        # tree was not placed.
+        # The tree on order would likely be missed too, and no order is placed beside a tree that is refused.
         if verdict.missed or verdict.refused:
             self._ordered = None
         tree = verdict.verified(tree)

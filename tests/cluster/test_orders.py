@@ -210,11 +210,11 @@ LIES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 async def test_an_ordered_tree_that_a_verdict_cannot_have_moves_the_text_and_changes_no_token(config, lie):
-    told = []
+    lied = []
 
     def once(verdict):
-        if not told:
-            told.append(lie)
+        if not lied:
+            lied.append(lie)
             LIES[lie](verdict)
 
     async with served(config, verifier_kind=changing(once)) as cluster:
@@ -223,7 +223,7 @@ async def test_an_ordered_tree_that_a_verdict_cannot_have_moves_the_text_and_cha
             done = await cluster.answer(SHAPE)
             assert done.token_ids == off.token_ids
             moves += done.complete.speculation.verifier_moves
-            if told:
+            if lied:
                 break
         assert moves == 1
 

@@ -1,0 +1,211 @@
+"""Faults amid ordered trees, with each router, drafter and verifier in a process of its own: the tokens are those of
+`off`, and no process that lives keeps anything of the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import pytest
+from dendro.answer import Round, SpeculationStats
+from dendro.client import AsyncClient
+
+from tests.support.real_peers import PeerProcess, PeerProcesses, make_models, real_peers
+
+PROMPT = [10, 20, 30, 40, 7, 8, 9, 200, 150, 151]
+COUNT = 300
+ASKED = {"max_new_tokens": COUNT, "temperature": 1.0, "seed": 5, "ignore_end": True}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    with real_peers(make_models(tmp_path_factory.mktemp("models"))) as found:
+        yield found
+
+
+class Cluster:
+    """Two routers, two verifiers and two replicas of each drafter. Answers of two drafters have trees of both."""
+
+    def __init__(self, parts: PeerProcesses, drafters: Sequence[str] = ("own",), **options: float) -> None:
+        """options: of the routers"""
+        self.verifiers = [parts.start("verifier") for _ in range(2)]
+        pools = {name: [parts.start("drafter", name=name) for _ in range(2)] for name in drafters}
+        self.routers = [parts.router(self.verifiers, pools, **options) for _ in range(2)]
+        self.drafters = [part for pool in pools.values() for part in pool]
+        self._speculation = f"{drafters[0]}:(1,1)" if len(drafters) == 1 else "auto"
+        self._expected: list[int] = []
+
+    async def ordered(self) -> int:
+        """Trees that came of orders at the verifiers."""
+        found = [await part.ask("stats") for part in self.verifiers]
+        return sum(each["ordered"] - each["ordered_missed"] - each["ordered_dropped"] for each in found)
+
+    async def strike(self, fault: Callable[[], Awaitable[bool]]) -> SpeculationStats:
+        """Ask until the fault struck amid ordered rounds, in the first half of an answer: one may end before any tree
+        was ordered. Returns that answer's statistics.
+
+        fault: returns False if it did not strike"""
+        async with AsyncClient(",".join(part.address for part in self.routers)) as client:
+            if not self._expected:
+                self._expected = list((await client.generate_text(PROMPT, speculation="off", **ASKED)).token_ids)
+            for _ in range(20):
+                before, struck, ids = await self.ordered(), False, []
+                async for event in client.generate(PROMPT, speculation=self._speculation, **ASKED):
+                    if isinstance(event, Round):
+                        ids += event.token_ids
+                        if not struck and len(ids) < COUNT / 2 and await self.ordered() > before + 3:
+                            struck = await fault()
+                    else:
+                        complete = event
+                assert ids == self._expected
+                if struck:
+                    return complete.speculation
+        raise AssertionError("no tree was ordered")
+
+    async def keeps_nothing(self, *parts: PeerProcess) -> None:
+        """Wait until the parts, by default all replicas, hold nothing of any text."""
+        for part in parts or (*self.verifiers, *self.drafters):
+            await reports(part, lambda stats: not held(stats), 30)
+
+    async def goes_on(self) -> None:
+        """The replicas hold nothing, and later answers have ordered trees."""
+        await self.keeps_nothing()
+        await self.strike(nothing)
+        await self.keeps_nothing()
+
+
+async def reports(part: PeerProcess, holds: Callable[[dict[str, Any]], bool], timeout_s: float) -> None:
+    """Wait until a part's statistics are as wanted. Raises TimeoutError."""
+    async with asyncio.timeout(timeout_s):
+        while not holds(await part.ask("stats")):  # noqa: ASYNC110  # another process makes it true
+            await asyncio.sleep(0.02)
+
+
+def held(stats: dict[str, Any]) -> dict[str, int]:
+    """What a replica holds of texts."""
+    kept = ("sessions", "open_openings", "open_leases", "awaited", "pages_held", "bridged")
+    used = {
+        free: stats[all_] - stats[free]
+        for free, all_ in (("free_slots", "slots"), ("free_nodes", "nodes"))
+        if free in stats
+    }
+    return {name: count for name, count in ({name: stats.get(name, 0) for name in kept} | used).items() if count}
+
+
+async def nothing() -> bool:
+    return True
+
+
+async def busy(parts: list[PeerProcess]) -> PeerProcess | None:
+    """The replica or router that works for the answer."""
+    found = [(await part.ask("stats"), part) for part in parts]
+    return next((part for stats, part in found if stats.get("open_openings") or stats.get("running")), None)
+
+
+@pytest.mark.parametrize(
+    "drafters, fault",
+    [
+        ("own", "killed"),
+        ("own", "stopped"),
+        ("own", "slow"),
+        ("other", "killed"),
+        pytest.param("own", "drained", marks=pytest.mark.long),
+        pytest.param("other", "stopped", marks=pytest.mark.long),
+        pytest.param("own other", "killed", marks=pytest.mark.long),
+    ],
+)
+async def test_a_fault_of_a_drafter_amid_ordered_trees_changes_no_token_and_leaves_nothing(parts, drafters, fault):
+    """`other` has other tokens, and stands behind a bridge."""
+    cluster, struck = Cluster(parts, drafters.split()), []
+
+    async def strike() -> bool:
+        if (part := await busy(cluster.drafters)) is None:
+            return False
+        struck.append(part)
+        if fault == "killed":
+            cluster.drafters.remove(part)
+            part.send(signal.SIGKILL)
+        elif fault == "stopped":
+            part.send(signal.SIGSTOP)
+        else:
+            await part.ask({"slow": "slow", "drained": "stop"}[fault])
+        return True
+
+    stats = await cluster.strike(strike)
+    assert stats.late_drafts > 0 and stats.verifier_moves == 0
+    if fault == "stopped":
+        struck[0].send(signal.SIGCONT)
+    await (cluster.keeps_nothing() if fault == "slow" else cluster.goes_on())
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "killed",
+        "stopped",
+        "lie",
+        pytest.param("drained", marks=pytest.mark.long),
+        pytest.param("lie to the drafter", marks=pytest.mark.long),
+    ],
+)
+async def test_a_fault_of_a_verifier_amid_ordered_trees_changes_no_token_and_leaves_nothing(parts, fault):
+    cluster, later = Cluster(parts, step_s=2.0), []
+
+    async def resumed(part: PeerProcess) -> None:
+        """A verifier that was stopped goes on with its order once another has the text."""
+        (other,) = [each for each in cluster.verifiers if each is not part]
+        begun = (await other.ask("stats"))["ordered"]
+        with suppress(TimeoutError):
+            await reports(other, lambda stats: stats["ordered"] >= begun + 3, 10)
+        part.send(signal.SIGCONT)
+
+    async def strike() -> bool:
+        if (part := await busy(cluster.verifiers)) is None:
+            return False
+        if fault == "killed":
+            cluster.verifiers.remove(part)
+            part.send(signal.SIGKILL)
+        elif fault == "stopped":
+            part.send(signal.SIGSTOP)
+            later.append(asyncio.create_task(resumed(part)))
+        elif fault == "drained":
+            later.append(asyncio.create_task(part.ask("stop")))
+        else:
+            await part.ask(fault)
+        return True
+
+    stats = await cluster.strike(strike)
+    assert stats.late_drafts > 0 if fault == "lie to the drafter" else stats.verifier_moves > 0 or fault == "drained"
+    await asyncio.gather(*later)
+    await cluster.goes_on()
+
+
+async def test_nothing_of_a_killed_router_stays_while_its_order_is_held_and_another_goes_on_with_its_text(parts):
+    cluster = Cluster(parts, draft_timeout_ms=60_000)
+
+    async def strike() -> bool:
+        drafter, verifier, router = [
+            await busy(each) for each in (cluster.drafters, cluster.verifiers, cluster.routers)
+        ]
+        if drafter is None or verifier is None or router is None:
+            return False
+        drafter.send(signal.SIGSTOP)
+        try:
+            await reports(verifier, lambda stats: stats["awaited"] > 0, 5)
+        except TimeoutError:
+            return False
+        else:
+            router.send(signal.SIGKILL)
+            await cluster.keeps_nothing(*cluster.verifiers)
+        finally:
+            drafter.send(signal.SIGCONT)
+        await cluster.keeps_nothing()
+        return True
+
+    await cluster.strike(strike)
+    await cluster.goes_on()
