@@ -33,6 +33,10 @@ FEWEST_ABOVE = 4
 """A row's ancestors are padded to at least so many: each further number would be a further recording."""
 
 
+ALIGNED = 2
+"""Arrays begin at multiples of 16 bytes, so that a kernel is compiled once for all of them."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceLevelSize:
     """Padded numbers of a level."""
@@ -67,6 +71,19 @@ class LevelLayers(Protocol):
     def arrays(self, rows: Level, size: DeviceLevelSize, scratch: int) -> tuple[dict[str, IntArray], IntArray]:
         """Called once for each level. Returns its arrays, of the same shapes for all levels of a size, and the places
         of its rows among the padded ones. scratch: node slot that padded rows write"""
+        ...
+
+    def pattern(self, rows: Level, size: DeviceLevelSize, count: int) -> dict[str, IntArray]:
+        """Called for each level of a form of `count` nodes, with a tree whose node slots are 1, 2, ... Returns which of
+        a tree's `numbers` each entry of the level's arrays is."""
+        ...
+
+    def numbers(self, slots: IntArray, text: int, scratch: int) -> IntArray:
+        """Called once for each tree, with the slots of its nodes and text. Returns the numbers of its levels."""
+        ...
+
+    def record(self, slots: IntArray, taps: IntArray) -> None:
+        """Called for new nodes of trees whose levels have an array `taps` [rows, W], with their taps."""
         ...
 
     def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
@@ -110,6 +127,27 @@ class Mamba2Layers:
         above[places] = ancestors_of(rows, size.above)
         return {"slots": slots, "taps": taps, "above": above, "texts": texts}, places
 
+    def pattern(self, rows: Level, size: DeviceLevelSize, count: int) -> dict[str, IntArray]:
+        scratch, text, back = 2 * count + 1, 2 * count + 3, self._nodes.back
+        slots, above = np.full(size.rows, scratch), np.zeros((size.rows, size.above), np.int64)
+        taps = np.zeros((size.rows, back + 1), np.int64)
+        slots[: rows.count], above[: rows.count] = rows.slots, ancestors_of(rows, size.above)
+        near = ancestors_of(rows, back)
+        of_text = text + 1 + np.arange(back) + (near != NO_NODE).sum(1)[:, None]
+        taps[: rows.count, :-1] = np.where(near == NO_NODE, of_text, count + near)
+        taps[:, -1] = scratch + 1
+        taps[: rows.count, -1] = count + rows.slots
+        return {"slots": slots, "taps": taps, "above": above, "texts": np.array([text])}
+
+    def numbers(self, slots: IntArray, text: int, scratch: int) -> IntArray:
+        nodes = self._nodes
+        free, its_text = np.array([scratch]), np.array([text])
+        own = slots, nodes.raw_slots(slots), free, nodes.raw_slots(free), its_text
+        return np.concatenate([[NO_NODE], *own, *nodes.tail(its_text)])
+
+    def record(self, slots: IntArray, taps: IntArray) -> None:
+        self._nodes.record(slots, taps)
+
     def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         from tree_kernels.level_scan.triton import LevelTable, mix_level
         from tree_kernels.rows_product.triton import rows_product
@@ -151,6 +189,19 @@ class Mamba1Layers:
         source[: rows.count] = np.where(rows.parents == NO_NODE, rows.text_of_rows, self._first_node + rows.parents)
         return {"source": source, "target": target}, np.arange(rows.count)
 
+    def pattern(self, rows: Level, size: DeviceLevelSize, count: int) -> dict[str, IntArray]:
+        source, target = np.zeros(size.rows, np.int64), np.full(size.rows, count + 1)
+        source[: rows.count] = np.where(rows.parents == NO_NODE, count + 2, rows.parents)
+        target[: rows.count] = rows.slots
+        return {"source": source, "target": target}
+
+    def numbers(self, slots: IntArray, text: int, scratch: int) -> IntArray:
+        first = self._first_node
+        return np.concatenate([[0], first + slots, [first + scratch, text]])
+
+    def record(self, slots: IntArray, taps: IntArray) -> None:
+        raise AssertionError("levels have no taps")
+
     def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         from tree_kernels.rows_product.triton import rows_product
         from tree_kernels.state_step.triton import step_level
@@ -183,19 +234,19 @@ class DeviceLevels:
         """scratch: a node slot of the memory that no tree has"""
         from tree_kernels.rows_product.triton import RowsWeight
 
-        self._model = model
-        self._layers = layers
-        self._scratch = scratch
+        self.model = model
+        self.layers = layers
+        self.scratch = scratch
         self._head: RowsWeight = RowsWeight.of(model.head, None, model.norm, model.eps)
         ids = model.draft_ids
         self._ids = None if ids is None else torch.from_numpy(ids.guessed).to(model.device)
         self._buffers: dict[DeviceLevelSize, StepBuffers] = {}
-        self._recordings = Recordings[DeviceLevelSize, Tensor](graphs, "drafter: levels", log)
+        self.recordings = Recordings[DeviceLevelSize, Tensor](graphs, "drafter: levels", log)
 
     def hidden(self, rows: Level) -> Tensor:
         """Run a level of new nodes. Returns hidden rows [rows, d]; writes the nodes' slots."""
         found, places = self._run(rows, (), 0)
-        return found.index_select(0, torch.from_numpy(places).to(self._model.device))
+        return found.index_select(0, torch.from_numpy(places).to(self.model.device))
 
     def guesses(self, rows: Level, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
         """Run a level of new nodes. Returns the tokens and the scores of each row's best guesses, [rows, width] each;
@@ -209,43 +260,49 @@ class DeviceLevels:
         """The best guesses of hidden rows [rows, d]."""
         from tree_kernels.ranking.triton import ranked_of
 
-        given = {"orders": torch.from_numpy(_numbers(orders)).to(hidden.device)}
-        return ranked_of(self._ranked(hidden, given, width).cpu().numpy())
+        its_orders = torch.from_numpy(numbers_of(orders)).to(hidden.device)
+        return ranked_of(self.ranked(hidden, its_orders, width).cpu().numpy())
 
     def _run(self, rows: Level, orders: Sequence[RowOrder], width: int) -> tuple[Tensor, IntArray]:
-        size = self._layers.size_of(rows, width)
-        arrays, places = self._layers.arrays(rows, size, self._scratch)
+        size = self.layers.size_of(rows, width)
+        arrays, places = self.layers.arrays(rows, size, self.scratch)
         tokens = np.zeros(size.rows, np.int64)
-        tokens[places] = np.where(rows.tokens < len(self._model.embedding), rows.tokens, FOREIGN)
+        tokens[places] = token_read(rows.tokens, self.model)
         arrays["tokens"] = tokens
         if width:
             arrays["orders"] = np.zeros((5, size.rows), np.int64)
             arrays["orders"][4] = width  # padded rows need any vocabulary that gives guesses
-            arrays["orders"][:, places] = _numbers(orders)
+            arrays["orders"][:, places] = numbers_of(orders)
         given = self._uploaded(size, arrays)
-        return self._recordings.run(size, lambda: self._level(given, width)), places
+        return self.recordings.run(size, lambda: self._level(given, width)), places
 
     def _level(self, given: Mapping[str, Tensor], width: int) -> Tensor:
-        hidden = F.embedding(given["tokens"], self._model.embedding).to(self._model.residual)
-        hidden = self._layers.run(given, hidden)
-        return self._ranked(hidden, given, width) if width else hidden
+        hidden = F.embedding(given["tokens"], self.model.embedding).to(self.model.residual)
+        hidden = self.layers.run(given, hidden)
+        return self.ranked(hidden, given["orders"], width) if width else hidden
 
-    def _ranked(self, hidden: Tensor, given: Mapping[str, Tensor], width: int) -> Tensor:
+    def ranked(self, hidden: Tensor, orders: Tensor, width: int, made: Tensor | None = None) -> Tensor:
+        """The best guesses of hidden rows [rows, d], of orders [5, rows] on the device (`rank_rows`)."""
         from tree_kernels.ranking.triton import RowOrders, rank_rows
         from tree_kernels.rows_product.triton import rows_product
 
-        return rank_rows(rows_product(hidden, self._head), RowOrders(*given["orders"]), width, self._ids)
+        return rank_rows(rows_product(hidden, self._head), RowOrders(*orders), width, self._ids, made)
 
     def _uploaded(self, size: DeviceLevelSize, arrays: Mapping[str, IntArray]) -> dict[str, Tensor]:
         if size not in self._buffers:
             shapes = {name: array.shape for name, array in arrays.items()}
-            self._buffers[size] = StepBuffers(shapes, torch.int64, self._model.device)
+            self._buffers[size] = StepBuffers(shapes, torch.int64, self.model.device, apart=ALIGNED)
         buffers = self._buffers[size]
         buffers.clear()
         for name, array in arrays.items():
             buffers.host[name][:] = array
         buffers.upload()
         return buffers.device
+
+
+def token_read(tokens: IntArray, model: Backbone[Mamba1Mixer] | Backbone[Mamba2Mixer]) -> IntArray:
+    """The tokens that are read in place of these."""
+    return np.where(tokens < len(model.embedding), tokens, FOREIGN)
 
 
 def ancestors_of(rows: Level, count: int) -> IntArray:
@@ -266,7 +323,7 @@ def ancestors_of(rows: Level, count: int) -> IntArray:
     return found
 
 
-def _numbers(orders: Sequence[RowOrder]) -> IntArray:
+def numbers_of(orders: Sequence[RowOrder]) -> IntArray:
     """[5, rows]: the fields of a `RowOrders`."""
     found = np.empty((5, len(orders)), np.int64)
     found[0] = np.array([each.temperature for each in orders], np.float32).view(np.int32)

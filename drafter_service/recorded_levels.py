@@ -92,14 +92,14 @@ class RecordedLevels:
         self._scratch = scratch
         self._device = device
         self._buffers: dict[LevelSize, tuple[StepBuffers, StepBuffers]] = {}
-        self._recordings = Recordings[LevelSize, Tensor](graphs, "drafter: levels", log)
+        self.recordings = Recordings[LevelSize, Tensor](graphs, "drafter: levels", log)
 
     def level(self, rows: Level) -> Tensor:
         """Run a level of new nodes. Returns hidden rows [rows, d]; writes the nodes' slots."""
         size = self._memory.size_of(rows)
         padded = self._memory.padded(rows, size, self._scratch)
         given = self._uploaded(size, padded)
-        hidden = self._recordings.run(size, lambda: self._memory.run(given, size))
+        hidden = self.recordings.run(size, lambda: self._memory.run(given, size))
         return hidden.index_select(0, given["places"][: rows.count])
 
     def _uploaded(self, size: LevelSize, padded: PaddedLevel) -> dict[str, Tensor]:

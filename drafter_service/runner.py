@@ -22,6 +22,7 @@ from tree_layers.launching import on_its_device
 
 from drafter_service.acceptance_head import AcceptanceHead
 from drafter_service.device_levels import DeviceLevels, RowOrder, layers_of
+from drafter_service.device_trees import DeviceTrees
 from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
 from drafter_service.models.backbone import Backbone
@@ -126,10 +127,12 @@ class DraftRunner:
         head: AcceptanceHead | None = None,
         graphs: Graphs | None = None,
         kernels: bool = True,
+        whole_trees: bool = False,
     ) -> None:
         """texts, nodes: number of slots of either kind, slot 0 included   head: computes chances; None: the scheduler
         calibrates scores   graphs: record levels; by default CUDA's on a GPU, none elsewhere   kernels: recorded levels
-        are run by Triton's kernels where these serve the model"""
+        are run by Triton's kernels where these serve the model   whole_trees: these run all levels of a tree of a known
+        form at once"""
         self.model = model
         self.ids = model.draft_ids
         self.head = head
@@ -140,10 +143,12 @@ class DraftRunner:
         self._recorded = None
         if graphs is not None and isinstance(self.memory, RecordableMemory):
             self._recorded = RecordedLevels(self.memory, nodes, device, graphs)
-        self._on_device = None
+        self._on_device = self._trees = None
         if graphs is not None and kernels and (layers := layers_of(model, self.memory)) is not None:
             assert isinstance(model, Backbone)
             self._on_device = DeviceLevels(model, layers, nodes, graphs)
+            if whole_trees and head is None:
+                self._trees = DeviceTrees(self._on_device, graphs)
         self._fused = self.memory if isinstance(self.memory, FusedMemory) else None
         if self._fused is not None and head is not None:
             self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
@@ -152,7 +157,8 @@ class DraftRunner:
 
     def runs_levels(self, session: int) -> bool:
         """True if a plan of this session may have `Levels`."""
-        return self._fused is not None and not self._laws[session].warp.masks
+        law = self._laws[session]
+        return _by_kernels(law) if self._trees is not None else self._fused is not None and not law.warp.masks
 
     @property
     def vocabulary(self) -> int:
@@ -217,6 +223,9 @@ class DraftRunner:
         """Run one forward. The plan and the outcome have the model's ids."""
         rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
         compiled = self._fused if not any(law.warp.masks for law in laws) else None
+        if isinstance(rows, Levels) and self._trees is not None:
+            (law, *_), width = laws, _width(laws, plan)
+            return DraftOutcome(*self._trees.guesses(rows, [_order_of(law, at) for at in plan.positions], width))
         if isinstance(rows, Levels):
             assert compiled is not None
             orders, width = _orders(laws, plan), _width(laws, plan)

@@ -99,10 +99,10 @@ class NodeStates:
     ) -> None:
         self.shape = shape
         self._device = device
-        self._back, channels = shape.state.conv
+        self.back, channels = shape.state.conv  # W - 1
         # Empty instead of zeroed: memory is then allocated only when it is first written.
-        raw = torch.empty(layers, texts * self._back + nodes, channels, device=device)
-        tails = raw[:, : texts * self._back].view(layers, texts, self._back, channels)
+        raw = torch.empty(layers, texts * self.back + nodes, channels, device=device)
+        tails = raw[:, : texts * self.back].view(layers, texts, self.back, channels)
         self.texts = States([shape.state] * layers, texts, dtype, device, list(tails))
         self._raw = raw
         heads, width, size = shape.state.recurrent
@@ -111,25 +111,29 @@ class NodeStates:
         self._dt = torch.empty(layers, nodes, heads, device=device)
         for store in (self._x, self._B, self._dt):
             store[:, 0] = 0
-        self._first = texts * self._back  # the first node's slot among the raw inputs
-        self._taps = np.zeros((nodes, self._back + 1), np.int64)  # [nodes, W] taps of each node
+        self._first = texts * self.back  # the first node's slot among the raw inputs
+        self._taps = np.zeros((nodes, self.back + 1), np.int64)  # [nodes, W] taps of each node
         stores = zip(self.texts.recurrent, self.texts.conv, raw, self._x, self._B, self._dt, strict=True)
         self.layers = [LayerNodes(*each) for each in stores]
 
     def tail(self, texts: Ints) -> Ints:
         """Slots of the last raw inputs of texts, [texts, W - 1]."""
-        return texts[:, None] * self._back + np.arange(self._back)
+        return texts[:, None] * self.back + np.arange(self.back)
 
     def hang(self, slots: Ints, texts: Ints, parents: Ints) -> Ints:
         """Record and return the taps [rows, W] of new nodes below `parents`, or below the text where a parent is 0."""
-        taps = np.empty((len(slots), self._back + 1), np.int64)
+        taps = np.empty((len(slots), self.back + 1), np.int64)
         taps[:, :-1] = self._taps[parents, 1:]
         taps[:, -1] = self._first + slots
         roots = np.flatnonzero(parents == 0)
         if len(roots):
             taps[roots, :-1] = self.tail(texts[roots])
-        self._taps[slots] = taps
+        self.record(slots, taps)
         return taps
+
+    def record(self, slots: Ints, taps: Ints) -> None:
+        """Record the taps [rows, W] of new nodes."""
+        self._taps[slots] = taps
 
     def slots(self, slots: Ints) -> tuple[Slots, Slots]:
         """Node slots to write to, and their slots among the raw inputs."""

@@ -29,15 +29,21 @@ class StepBuffers:
         dtype: torch.dtype,
         device: torch.device,
         copied: Copied | None = None,
+        apart: int = 1,
     ) -> None:
-        """copied: by default an event on a GPU, and None elsewhere, where a copy is done when it returns."""
-        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        """copied: by default an event on a GPU, and None elsewhere, where a copy is done when it returns
+        apart: each array begins at a multiple of so many numbers, since Triton compiles a kernel for each alignment"""
+        counts = [int(np.prod(shape)) for shape in shapes.values()]
+        sizes = [-(-count // apart) * apart for count in counts]
         self._host = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")
         self._device = torch.zeros(sum(sizes), dtype=dtype, device=device)
         ends = np.cumsum([0, *sizes]).tolist()
-        places = {name: (slice(ends[i], ends[i + 1]), shape) for i, (name, shape) in enumerate(shapes.items())}
-        flat = self._host.numpy()
-        self.host: dict[str, npt.NDArray[Any]] = {name: flat[at].reshape(shape) for name, (at, shape) in places.items()}
+        places = {name: (slice(ends[i], ends[i] + counts[i]), shape) for i, (name, shape) in enumerate(shapes.items())}
+        self.flat: npt.NDArray[Any] = self._host.numpy()
+        """All of the host's arrays, one after another."""
+        self.host: dict[str, npt.NDArray[Any]] = {
+            name: self.flat[at].reshape(shape) for name, (at, shape) in places.items()
+        }
         self.device = {name: self._device[at].view(shape) for name, (at, shape) in places.items()}
         self._copied = torch.cuda.Event() if copied is None and device.type == "cuda" else copied
 

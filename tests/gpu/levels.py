@@ -1,7 +1,9 @@
-"""Times a drafter's levels by kernels, and as recorded operations of PyTorch, in one process."""
+"""Times a drafter's levels by kernels, whole trees by kernels, and levels as recorded operations of PyTorch, in one
+process."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import sys
 import tempfile
@@ -34,6 +36,7 @@ REPLAYS = 20
 KERNELS = 12
 SHAPES: tuple[tuple[int, ...], ...] = ((2,),) if DRY else ((4,), (4, 4), (1, 1, 1, 1))
 SESSIONS = (1,) if DRY else (1, 8)
+WAYS = "kernels", "trees", "torch"
 IN_MEMORY = Path("/dev/shm") if Path("/dev/shm").is_dir() and not DRY else None
 
 
@@ -67,9 +70,11 @@ def checkpoints() -> Iterator[dict[str, Path]]:
         yield found | {f"demo {name}": DEMO_MODELS / name for name in ("mamba2", "mamba")}
 
 
-async def of_sessions(path: Path, by_kernels: bool, sessions: int) -> tuple[list[dict[str, Any]], list[Any]]:
+async def of_sessions(path: Path, way: str, sessions: int) -> tuple[list[dict[str, Any]], list[Any]]:
     """The median wall time of a tree by its widths, and the trees."""
-    made = partial(DraftRunner, kernels=by_kernels, graphs=RunAgain() if DRY else None)
+    by_kernels = way != "torch"
+    graphs = RunAgain() if DRY else None
+    made = partial(DraftRunner, kernels=by_kernels, whole_trees=way == "trees", graphs=graphs)
     setattr(engines, "DraftRunner", made)  # noqa: B010 - which the engine makes
     kind = torch.float32 if DRY else torch.bfloat16  # Triton's interpreter multiplies no bfloat16
     options = DrafterOptions(name="d", device=DEVICE, dtype=kind, max_sessions=16, form="eager")
@@ -90,22 +95,25 @@ async def of_sessions(path: Path, by_kernels: bool, sessions: int) -> tuple[list
             await engine.open(OpenCall(update, RequestParameters(law, limits, "", ())))
             calls.append(TextUpdate.of(opening, text, len(text)))
         for widths in SHAPES:
-            took = []
-            for _ in range(TIMES + WARM_UPS):
+            took, forward_us = list[int](), 0.0
+            for number in range(given.times + WARM_UPS):
+                if number == WARM_UPS:
+                    forward_us = engine.counters.forward_us
                 drawn = await asyncio.gather(*(engine.draft(DraftCall(each, LevelShape(widths))) for each in calls))
                 took.append(max(tree.draft_us for tree in drawn))
             trees += [(tree.tokens.tolist(), tree.parents.tolist()) for tree in drawn]
             took = took[WARM_UPS:]
-            us = {"median": median(took), "least": min(took)}
-            found.append({"sessions": sessions, "kernels": by_kernels, "widths": widths, **us})
+            forward_us = (engine.counters.forward_us - forward_us) / given.times
+            us = {"median": median(took), "least": min(took), "forwards": round(forward_us)}
+            found.append({"sessions": sessions, "way": way, "widths": widths, **us})
     finally:
         await engine.stop()
-    recorded = runner._on_device or runner._recorded
-    assert recorded is not None
-    for size, (graph, _) in recorded._recordings.made.items():
-        replays = {"us": round(replay_us(graph), 1), "kernels": kernels_of(graph) if by_kernels else {}}
-        found.append({"sessions": sessions, "kernels": by_kernels, "size": str(size), "graph": replays})
-    found.append({"failures": {str(size): count for size, count in recorded._recordings.failures.items()}})
+    for owner in (runner._on_device or runner._recorded, runner._trees):
+        for size, (graph, _) in owner.recordings.made.items() if owner is not None else ():
+            replays = {"us": round(replay_us(graph), 1), "kernels": kernels_of(graph) if by_kernels else {}}
+            found.append({"sessions": sessions, "way": way, "size": str(size), "graph": replays})
+        if owner is not None:
+            found.append({"failures": {str(size): count for size, count in owner.recordings.failures.items()}})
     return found, trees
 
 
@@ -144,32 +152,46 @@ def main() -> list[dict[str, Any]]:
     found = []
     with checkpoints() as paths:
         for name, path in paths.items():
-            for sessions in SESSIONS:
-                ours, our_trees = asyncio.run(of_sessions(path, True, sessions))
-                theirs, their_trees = asyncio.run(of_sessions(path, False, sessions))
-                alike = {"equal_trees": equal(our_trees, their_trees), "trees": len(our_trees)}
-                for each in (*ours, *theirs, alike):
-                    found.append({"model": name, **each})
-                    print(found[-1], flush=True)
+            if given.models and name not in given.models:
+                continue
+            for sessions in given.sessions:
+                trees = {}
+                for way in given.ways:
+                    times, trees[way] = asyncio.run(of_sessions(path, way, sessions))
+                    alike = {
+                        "way": way,
+                        "equal_trees": equal(trees[given.ways[0]], trees[way]),
+                        "trees": len(trees[way]),
+                    }
+                    for each in (*times, alike):
+                        found.append({"model": name, **each})
+                        print(found[-1], flush=True)
                 write_result("not finished", levels=found)  # this run may be killed
     return found
 
 
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--sessions", type=int, nargs="+", default=SESSIONS)
+parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+parser.add_argument("--models", nargs="+", help="all by default")
+parser.add_argument("--times", type=int, default=TIMES)
+parser.add_argument("--dry", action="store_true")
+given = parser.parse_args()
 require_device()
 with torch.inference_mode():
     levels = main()
 
 
-def us_of(model: str, sessions: int, kernels: bool) -> str:
-    wanted = {"model": model, "sessions": sessions, "kernels": kernels, "widths": (4,)}
+def us_of(model: str, way: str) -> str:
+    wanted = {"model": model, "sessions": 1, "way": way, "widths": (1, 1, 1, 1)}
     return next((str(each["median"]) for each in levels if wanted.items() <= each.items()), "-")
 
 
 if not DRY:
     us = ", ".join(
-        f"{model} {us_of(model, 1, True)} ({us_of(model, 1, False)})" for model in ("mamba2-130m", "mamba-130m")
+        f"{model} {', '.join(us_of(model, way) for way in given.ways)}" for model in ("mamba2-130m", "mamba-130m")
     )
-    write_result(f"a level by kernels (recorded operations), us: {us}", levels=levels)
+    write_result(f"a tree of four levels, us, by {', '.join(given.ways)}: {us}", levels=levels)
 else:
     write_result(f"{sum('equal_trees' in each for each in levels)} runs", levels=levels)
 sys.exit(0)

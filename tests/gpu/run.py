@@ -78,7 +78,11 @@ STATE_TESTS = (
     "tests/verifier_service/test_states_on_device.py",
     "tests/verifier_service/test_device_states.py",
 )
-DRAFTER_TESTS = ("tests/kernels/test_drafter_kernels.py", "tests/drafter_service/test_device_levels.py")
+DRAFTER_TESTS = (
+    "tests/kernels/test_drafter_kernels.py",
+    "tests/drafter_service/test_device_levels.py",
+    "tests/drafter_service/test_device_trees.py",
+)
 STEPS = (
     GpuStep("versions", 60, script="versions.py"),
     GpuStep(

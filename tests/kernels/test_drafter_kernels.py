@@ -25,7 +25,7 @@ from tests.support.tensor_core_products import multiply_as_tensor_cores
 
 pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.level_scan.triton import LevelSlots, LevelTable, LevelWeights, mix_level
-from tree_kernels.ranking.triton import RowOrders, rank_rows, ranked_of
+from tree_kernels.ranking.triton import RowOrders, embed_guesses, rank_rows, ranked_of
 from tree_kernels.rows_product.triton import RowsWeight, block_of, rows_product
 from tree_kernels.state_step.triton import StepWeights, step_level
 
@@ -234,6 +234,22 @@ def test_a_row_with_a_score_that_is_not_a_number_has_it_first():
     orders = RowOrders(*torch.tensor([[0], [0], [0], [0], [600]], device=DEVICE))
     tokens, scores = ranked_of(rank_rows(logits, orders, 3, None).cpu().numpy())
     assert tokens[0].tolist() == [550, 0, 1] and np.isnan(scores[0, 0])
+
+
+@pytest.mark.parametrize("width, kind", [(40, torch.float32), (1030, torch.bfloat16)], ids=str)
+def test_guesses_are_embedded_from_their_ranking_and_those_past_the_embedding_are_read_as_the_foreign_token(
+    width, kind
+):
+    generator = torch.Generator().manual_seed(width)
+    logits, embedding = draw(generator, 3, 600), draw(generator, 590, width + 2, kind=kind)[:, :width]
+    logits[1, 595] = 99.0
+    orders = RowOrders(*(torch.tensor([number] * 3, device=DEVICE) for number in (0, 0, 0, 0, 600)))
+    best = rank_rows(logits, orders, 4, None)
+    tokens = ranked_of(best.cpu().numpy())[0].ravel()
+    places = torch.tensor([4, 11, 0, 5], device=DEVICE)
+    assert tokens[4] == 595
+    wanted = embedding[[7, *tokens[[11, 0, 5]]]].float()
+    assert torch.equal(embed_guesses(best, places, embedding, 7, torch.float32), wanted)
 
 
 # Compilation for an accelerator, without one

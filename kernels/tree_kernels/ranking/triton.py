@@ -21,6 +21,10 @@ PART = 512
 """Tokens of a program of the first kernel, which is one warp."""
 
 
+EMBEDDED = 512
+"""Numbers of an embedded token that a program copies."""
+
+
 class RowOrders(NamedTuple):
     """The order of each row's tokens: by logits / temperature plus noise, or by logits alone. int64, [rows] each."""
 
@@ -31,17 +35,18 @@ class RowOrders(NamedTuple):
     vocabulary: Tensor  # only tokens below it are ranked
 
 
-def rank_rows(logits: Tensor, orders: RowOrders, width: int, ids: Tensor | None) -> Tensor:
+def rank_rows(logits: Tensor, orders: RowOrders, width: int, ids: Tensor | None, made: Tensor | None = None) -> Tensor:
     """Rank the tokens of logits [rows, V] of any row stride.
 
     ids [V] int64: the tokens whose noise the columns get; None: 0, 1, ...
+    made [rows, width] int64: the result's memory
     Returns [rows, width] int64, best first, which `ranked_of` reads. A width above a row's vocabulary gives fewer.
     """
     rows, count = logits.shape
     assert logits.stride(1) == 1 and 1 <= width <= PART
     parts = triton.cdiv(count, PART)
     some = torch.empty(rows, parts, width, dtype=torch.int64, device=logits.device)
-    best = torch.empty(rows, width, dtype=torch.int64, device=logits.device)
+    best = torch.empty(rows, width, dtype=torch.int64, device=logits.device) if made is None else made
     tokens = some if ids is None else ids  # not read without
     _best_of_parts[(rows, parts)](
         logits,
@@ -60,6 +65,30 @@ def rank_rows(logits: Tensor, orders: RowOrders, width: int, ids: Tensor | None)
         some, best, COUNT=parts * width, BLOCK=triton.next_power_of_2(parts * width), WIDTH=width, num_warps=4
     )
     return best
+
+
+def embed_guesses(best: Tensor, places: Tensor, embedding: Tensor, foreign: int, kind: torch.dtype) -> Tensor:
+    """Rows of the embedding [V, d] of guesses, in this type, without a download of the guesses.
+
+    best: result of `rank_rows`   places [rows] int64: which of its numbers each row's guess is
+    foreign: the token that a guess from V on is read as
+    """
+    rows, (vocabulary, count) = len(places), embedding.shape
+    assert best.is_contiguous() and places.is_contiguous() and embedding.stride(1) == 1
+    hidden = torch.empty(rows, count, dtype=kind, device=embedding.device)
+    _embed[(rows, triton.cdiv(count, EMBEDDED))](
+        best,
+        places,
+        embedding,
+        hidden,
+        embedding.stride(0),
+        V=vocabulary,
+        COUNT=count,
+        FOREIGN=foreign,
+        BLOCK=EMBEDDED,
+        num_warps=4,
+    )
+    return hidden
 
 
 def ranked_of(best: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -136,3 +165,23 @@ def _best(
         found = tl.max(key, 0)
         tl.store(best + row * WIDTH + place, found)
         key = tl.where(key == found, LEAST, key)
+
+
+@triton.jit
+def _embed(
+    best,  # numbers of rank_rows
+    places,  # [rows]
+    embedding,  # [V, COUNT], a row embedding_row numbers after the one before it
+    hidden,  # [rows, COUNT]; written here
+    embedding_row,
+    V: tl.constexpr,
+    COUNT: tl.constexpr,
+    FOREIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = 0xFFFFFFFF - (tl.load(best + tl.load(places + row)) & 0xFFFFFFFF)
+    token = tl.where(token < V, token, FOREIGN)
+    found = tl.load(embedding + token * embedding_row + i, mask=i < COUNT, other=0.0)
+    tl.store(hidden + row * COUNT + i, found.to(hidden.dtype.element_ty), mask=i < COUNT)

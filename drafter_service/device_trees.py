@@ -1,0 +1,184 @@
+"""Trees of a known form by kernels of an accelerator: all levels are one upload, one replay and one download.
+
+A row's token is its parent's guess of the row's rank, which the device looks up. All else that the levels read is known
+before: each entry of their arrays is one of a tree's few numbers, and which one depends on the form alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from dendro.tree import IntArray
+from torch import Tensor
+from tree_layers.graphs import Graphs, Recordings
+from tree_layers.step_buffers import StepBuffers
+
+from drafter_service.device_levels import ALIGNED, DeviceLevels, DeviceLevelSize, RowOrder, numbers_of, token_read
+from drafter_service.models.backbone import FOREIGN
+from drafter_service.plan import Level, Levels, Nodes
+
+log = logging.getLogger("dendro.drafter")
+
+MOST_SIZES = 64
+"""Recordings that are kept at most. Before another is made the oldest is dropped."""
+MOST_FORMS = 1024
+"""Tables of forms that are kept at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceTreeSize:
+    """Padded numbers of each level."""
+
+    levels: tuple[DeviceLevelSize, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(level.rows for level in self.levels)
+
+    @property
+    def starts(self) -> list[int]:
+        """The number of each level's first row among those of all levels."""
+        return list(accumulate((level.rows for level in self.levels[:-1]), initial=0))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeTable:
+    """The uploaded arrays of all trees of one form."""
+
+    size: DeviceTreeSize
+    pattern: IntArray  # which of a tree's numbers each entry of the arrays is
+    places: IntArray  # 0, 1, ...: the numbers of a tree that are the same for all trees
+    rows: IntArray  # [rows] number of each row among the padded ones
+    taps: IntArray | None  # [rows, W] which of a tree's numbers each row's taps are
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeMemory:
+    """What a recorded tree reads and writes."""
+
+    given: StepBuffers  # arrays of level i by their names followed by i
+    best: Tensor  # [padded rows, width] guesses, as `ranked_of` reads them
+    found: Tensor  # the same on the host, in pinned memory on a GPU
+
+
+class DeviceTrees:
+    """The trees of one drafter, recorded by the sizes of their levels."""
+
+    def __init__(self, levels: DeviceLevels, graphs: Graphs) -> None:
+        self._levels = levels
+        self._device = levels.model.device
+        self._tables: dict[tuple[object, ...], TreeTable] = {}
+        self._memory: dict[DeviceTreeSize, TreeMemory] = {}
+        self.recordings = Recordings[DeviceTreeSize, Tensor](graphs, "drafter: trees", log)
+        self._done = torch.cuda.Event() if self._device.type == "cuda" else None
+
+    def guesses(self, rows: Levels, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
+        """Run levels of new nodes. Returns the tokens and the scores of each row's best guesses, [rows, width] each;
+        writes the nodes' slots.
+
+        orders: one per level   width: more than any of `rows.ranks`
+        """
+        from tree_kernels.ranking.triton import ranked_of
+
+        layers, first = self._levels.layers, rows.first
+        table = self._table(rows, width)
+        memory = self._memory[table.size]
+        slots = np.array(rows.nodes.slots, np.int64)
+        own = layers.numbers(slots, first.texts[0], self._levels.scratch)
+        numbers = np.concatenate([own, token_read(first.tokens, self._levels.model), *numbers_of(orders), table.places])
+        np.take(numbers, table.pattern, out=memory.given.flat, mode="clip")
+        memory.given.upload()
+        best = self.recordings.run(table.size, lambda: self._run(table.size, memory))
+        memory.found.copy_(best, non_blocking=True)
+        if self._done is not None:
+            self._done.record()
+        if table.taps is not None:  # while the device runs
+            layers.record(slots[-rows.count :], numbers[table.taps])
+        if self._done is not None:
+            self._done.synchronize()
+        return ranked_of(memory.found.numpy()[table.rows])
+
+    def _run(self, size: DeviceTreeSize, memory: TreeMemory) -> Tensor:
+        from tree_kernels.ranking.triton import embed_guesses
+
+        levels, model, given = self._levels, self._levels.model, memory.given.device
+        for number, (level, start) in enumerate(zip(size.levels, size.starts, strict=True)):
+            suffix = f" {number}"
+            its = {name.removesuffix(suffix): array for name, array in given.items() if name.endswith(suffix)}
+            if number:
+                hidden = embed_guesses(memory.best, its["places"], model.embedding, FOREIGN, model.residual)
+            else:
+                hidden = F.embedding(its["tokens"], model.embedding).to(model.residual)
+            made = memory.best[start : start + level.rows]
+            levels.ranked(levels.layers.run(its, hidden), its["orders"], level.width, made)
+        return memory.best
+
+    def _table(self, rows: Levels, width: int) -> TreeTable:
+        form = rows.nodes.above, rows.counts, rows.ranks
+        key = *(tuple(each) for each in form), width
+        found = self._tables.get(key)
+        if found is None or found.size not in self._memory:
+            if len(self._tables) >= MOST_FORMS:
+                self._tables.clear()
+            found = self._tables[key] = self._made(rows, width)
+        return found
+
+    def _made(self, rows: Levels, width: int) -> TreeTable:
+        """The table of trees of this form, and the memory of its size."""
+        layers, above, count = self._levels.layers, rows.nodes.above, len(rows.nodes.above)
+        ends = list(accumulate(rows.counts, initial=count - rows.count))
+        levels = [
+            Level(np.zeros(new, np.int64), [new], [1], [0], [depth], [Nodes(range(1, end + 1), above[:end])])
+            for depth, (new, end) in enumerate(zip(rows.counts, ends[1:], strict=True), rows.first.depths[0])
+        ]
+        size = DeviceTreeSize(tuple(layers.size_of(level, width) for level in levels))
+        tokens = len(layers.numbers(np.arange(count), 0, 0))
+        orders = tokens + rows.counts[0]
+        first_place = orders + 5 * len(levels)
+        arrays, taps, ranks = dict[str, IntArray](), [], np.array(rows.ranks)
+        for number, (level, its) in enumerate(zip(levels, size.levels, strict=True)):
+            pattern = layers.pattern(level, its, count)
+            pattern["orders"] = np.repeat(orders + number + len(levels) * np.arange(5)[:, None], its.rows, 1)
+            if number == 0:
+                pattern["tokens"] = np.resize(tokens + np.arange(level.count), its.rows)
+            else:
+                new = slice(ends[number], ends[number + 1])
+                parents = np.array(above[new]) - ends[number - 1]
+                chosen = ranks[new.start - ends[0] : new.stop - ends[0]]
+                guesses = first_place + (size.starts[number - 1] + parents) * width + chosen
+                pattern["places"] = np.resize(guesses, its.rows)
+            if "taps" in pattern:
+                taps.append(pattern["taps"][: level.count])
+            arrays |= {f"{name} {number}": array for name, array in pattern.items()}
+        memory = self._memory_of(size, {name: array.shape for name, array in arrays.items()}, width)
+        memory.given.clear()
+        for name, array in arrays.items():
+            memory.given.host[name][:] = array
+        real = [start + np.arange(level.count) for start, level in zip(size.starts, levels, strict=True)]
+        return TreeTable(
+            size,
+            memory.given.flat.copy(),
+            np.arange(size.rows * width),
+            np.concatenate(real),
+            np.concatenate(taps) if taps else None,
+        )
+
+    def _memory_of(self, size: DeviceTreeSize, shapes: dict[str, tuple[int, ...]], width: int) -> TreeMemory:
+        if size not in self._memory:
+            if len(self._memory) >= MOST_SIZES:
+                oldest = next(iter(self._memory))
+                del self._memory[oldest]
+                self.recordings.made.pop(oldest, None)
+            device = self._device
+            self._memory[size] = TreeMemory(
+                StepBuffers(shapes, torch.int64, device, apart=ALIGNED),
+                torch.zeros(size.rows, width, dtype=torch.int64, device=device),
+                torch.zeros(size.rows, width, dtype=torch.int64, pin_memory=device.type == "cuda"),
+            )
+        return self._memory[size]
