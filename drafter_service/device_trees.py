@@ -64,7 +64,7 @@ class TreeMemory:
 
     given: StepBuffers  # arrays of level i by their names followed by i
     best: Tensor  # [padded rows, width] guesses, as `ranked_of` reads them
-    found: Tensor  # the same on the host, in pinned memory on a GPU
+    found: Tensor  # [padded rows, width] a copy on the host, in pinned memory on a GPU
 
 
 class DeviceTrees:

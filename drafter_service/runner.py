@@ -127,7 +127,7 @@ class DraftRunner:
         head: AcceptanceHead | None = None,
         graphs: Graphs | None = None,
         kernels: bool = True,
-        whole_trees: bool = False,
+        whole_trees: bool = True,
     ) -> None:
         """texts, nodes: number of slots of either kind, slot 0 included   head: computes chances; None: the scheduler
         calibrates scores   graphs: record levels; by default CUDA's on a GPU, none elsewhere   kernels: recorded levels
