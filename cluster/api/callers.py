@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -118,23 +118,26 @@ class Callers:
         """Whether each process of this machine may call, and nobody else."""
         self._believes = config.has_gateways or not config.reachable
 
-    def caller(self, headers: Mapping[str, str | bytes]) -> CallerIdentity:
+    def caller(self, headers: Collection[tuple[str, str | bytes]]) -> CallerIdentity:
         """The caller of a request, which counts as one of its key's minute. headers: with names in lower case
 
-        Raises Unauthenticated without a valid key where keys are needed, LimitReached past the key's requests a minute,
-        and BadRequest for a tenant that the caller may not name.
+        Raises Unauthenticated without one valid key where keys are needed, LimitReached past the key's requests a
+        minute, and BadRequest for a tenant that the caller may not name.
         """
-        tenant, traceparent = _text(headers.get(TENANT_KEY, "")), _text(headers.get(TRACEPARENT, ""))
+        tenants, keys, traces = (_values(headers, name) for name in (TENANT_KEY, KEY_HEADER, TRACEPARENT))
+        tenant, traceparent = tenants[0] if tenants else "", traces[0] if len(traces) == 1 else ""
         if self._ring is None:
             if tenant and not self._believes:
                 raise BadRequest(TENANT_KEY, "is refused: a server that other machines reach takes tenants from keys")
+            if len(tenants) > 1:  # a gateway may have added its own to what its client sent
+                raise BadRequest(TENANT_KEY, "is given more than once")
             return CallerIdentity(tenant, traceparent=traceparent)
-        given = _text(headers.get(KEY_HEADER, ""))
+        given = keys[0] if len(keys) == 1 else ""
         key = given[len(BEARER) :].strip() if given.lower().startswith(BEARER) else ""
         caller = self._ring.caller_of(key)
         if caller is None:
             raise Unauthenticated("authorization: must be `Bearer` and a valid key")
-        if tenant and tenant != caller.tenant:
+        if any(each and each != caller.tenant for each in tenants):
             raise BadRequest(TENANT_KEY, "is refused: the key decides the tenant")
         caller.allowance.take_request()
         return replace(caller, traceparent=traceparent) if traceparent else caller
@@ -143,6 +146,10 @@ class Callers:
         """Follow the changes of the file of keys, until cancelled."""
         if self._ring is not None:
             await self._ring.watch()
+
+
+def _values(headers: Collection[tuple[str, str | bytes]], name: str) -> list[str]:
+    return [_text(value) for each, value in headers if each == name]
 
 
 def _text(value: str | bytes) -> str:

@@ -125,7 +125,7 @@ class GenerationServicer:
 
     def _caller(self, context: Any) -> CallerIdentity:
         """Who calls. Raises Unauthenticated or LimitReached."""
-        return self._callers.caller(dict(context.invocation_metadata() or ()))
+        return self._callers.caller(context.invocation_metadata() or ())
 
     async def _answer(
         self,

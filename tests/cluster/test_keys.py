@@ -26,6 +26,7 @@ from cluster.api.keys import ApiKeys, new_key, read_keys, write_keys
 from cluster.config import Config
 from cluster.router.allowance import WINDOW_S, Allowance, KeyLimits, MinuteCount
 from tests.support.edge import EdgePeers, config, ingress
+from tests.support.http_api import http_at, raw
 from tests.support.sockets import until
 
 PROMPT = "walk the "
@@ -162,12 +163,36 @@ async def test_a_caller_with_a_key_cannot_name_another_tenant(keys):
 
 def test_without_keys_a_tenant_is_believed_on_the_loopback_alone():
     near = Callers(config())
-    assert near.caller({"dendro-tenant": "a"}).tenant == "a"
-    assert near.caller({"authorization": "Bearer whatever"}).tenant == ""
+    assert near.caller([("dendro-tenant", "a")]).tenant == "a"
+    assert near.caller([("authorization", "Bearer whatever")]).tenant == ""
     far = Callers(config(grpc={"host": "0.0.0.0"}, auth="none"))
-    assert far.caller({}).tenant == ""
+    assert far.caller([]).tenant == ""
     with pytest.raises(BadRequest, match="dendro-tenant"):
-        far.caller({"dendro-tenant": "a"})
+        far.caller([("dendro-tenant", "a")])
+
+
+async def test_a_tenant_or_a_key_that_is_given_twice_is_refused_by_both_doors(keys):
+    """A gateway that adds its header leaves its client's in place, and the doors would go by different ones."""
+    twice = ("dendro-tenant", "a"), ("dendro-tenant", "b")
+    key = ("authorization", f"Bearer {keys.add('alice')}")
+    with_keys = {"auth": {"keys": keys.path}}
+    for headers, sections, code, status in (
+        (twice, {}, grpc.StatusCode.INVALID_ARGUMENT, 400),
+        ((key, key), with_keys, grpc.StatusCode.UNAUTHENTICATED, 401),
+        ((key, *twice), with_keys, grpc.StatusCode.INVALID_ARGUMENT, 400),
+    ):
+        router = await serve_router(ingress(EdgePeers(), **sections))
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers)
+        request = f"GET /v1/models HTTP/1.1\r\nhost: 127.0.0.1\r\n{lines}\r\n"
+        try:
+            async with grpc.aio.insecure_channel(router.address) as channel, http_at(**sections) as (server, _):
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.GetServerInfo(pb.GetServerInfoRequest(), metadata=headers)
+                assert refused.value.code() is code
+                assert (await raw(server, request.encode(), more=True))[0] == status
+        finally:
+            await router.stop()
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.1.2.3", "router.example"])

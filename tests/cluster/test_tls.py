@@ -89,7 +89,7 @@ async def test_gateways_need_a_certificate_and_name_the_tenant(tmp_path):
         known = grpc.ssl_channel_credentials(pem(own.path), pem(gateway["key"]), pem(gateway["certificate"]))
         assert await answers(address, known, tenant="any")
         assert not await answers(address, grpc.ssl_channel_credentials(pem(own.path)))
-    assert Callers(config(tls=tls, grpc={"host": "0.0.0.0"})).caller({"dendro-tenant": "t"}).tenant == "t"
+    assert Callers(config(tls=tls, grpc={"host": "0.0.0.0"})).caller([("dendro-tenant", "t")]).tenant == "t"
 
 
 @contextlib.asynccontextmanager

@@ -119,7 +119,7 @@ class HttpApi:
         return guard
 
     async def generate(self, read: ReadRequest, request: Request) -> Response:
-        caller = self._callers.caller(request.headers)
+        caller = self._callers.caller(request.headers.items())
         body = await self._bodies.read(request)
         model = body.fields.get("model")
         if isinstance(model, str) and model and model not in self._ingress.config.targets:
@@ -135,11 +135,11 @@ class HttpApi:
         return HttpRefused(404, reason, "model", "model_not_found")
 
     async def models(self, request: Request) -> Response:
-        self._callers.caller(request.headers)
+        self._callers.caller(request.headers.items())
         return _json({"object": "list", "data": [self._described(each) for each in self._ingress.info().models]})
 
     async def model(self, request: Request) -> Response:
-        self._callers.caller(request.headers)
+        self._callers.caller(request.headers.items())
         name = request.path_params["model"]
         for each in self._ingress.info().models:
             if each.name == name:
@@ -165,7 +165,7 @@ class HttpApi:
         return _json({"status": "SERVING"}) if self._healthy() else _json({"status": "NOT_SERVING"}, 503)
 
     async def tokenize(self, request: Request) -> Response:
-        self._callers.caller(request.headers)
+        self._callers.caller(request.headers.items())
         fields = Fields((await self._bodies.read(request)).fields)
         asked = pb.TokenizeRequest(model=text_of("model", fields.take("model", JsonType.STRING) or ""))
         if (prompt := fields.take("prompt", JsonType.STRING)) is not None:
@@ -182,7 +182,7 @@ class HttpApi:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        self._callers.caller(request.headers)
+        self._callers.caller(request.headers.items())
         fields = Fields((await self._bodies.read(request)).fields)
         asked = pb.DetokenizeRequest(model=text_of("model", fields.take("model", JsonType.STRING) or ""))
         given = fields.take("tokens", JsonType.ARRAY) or []
@@ -192,7 +192,7 @@ class HttpApi:
         return _json({"prompt": (await self._ingress.detokenize(asked)).text})
 
     async def abort(self, request: Request) -> Response:
-        tenant = self._callers.caller(request.headers).tenant
+        tenant = self._callers.caller(request.headers.items()).tenant
         fields = Fields((await self._bodies.read(request)).fields)
         request_id = fields.take("request_id", JsonType.STRING) or ""
         fields.finish()
