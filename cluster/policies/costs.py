@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.step_time import StepTime, nonnegative_fit
+from cluster.policies.step_time import StepTime, nonnegative_fit, usual_step_time
 
 PRIOR_ROUNDS = 8.0
 """Most rounds that the data of earlier requests weighs in a new request."""
@@ -277,3 +278,37 @@ class Costs:
         self.draft, self.step = hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._planes.clear()
+
+
+def usual_costs(measured: Sequence[Costs], degree: int) -> Costs:
+    """The median of each cost that these measured, of two the lesser. degree: of the step-time polynomial
+
+    Of a single measurement each, one in three is slow by half. No cost begins with it:
+
+    >>> found = []
+    >>> for us in (10_000.0, 15_000.0, 10_200.0):
+    ...     found.append(Costs())
+    ...     found[-1].step.learn(rows=1, us=us, degree=1)
+    >>> usual_costs(found, degree=1).step.at(rows=1, degree=1)
+    10200.0
+    """
+    arms = {arm: None for costs in measured for arm in costs.draft}
+    return Costs(
+        hop=_median(each.hop for each in measured),
+        plain_hop=_median(each.plain_hop for each in measured),
+        ahead=_median(each.ahead for each in measured),
+        opening=_median(each.opening for each in measured),
+        draft={arm: _median(each.draft[arm] for each in measured if arm in each.draft) for arm in arms},
+        step=usual_step_time([each.step for each in measured], degree),
+        texts=statistics.median_low(each.texts for each in measured),
+        tried=sum((each.tried for each in measured), Counter()),
+    )
+
+
+def _median(costs: Iterable[Cost]) -> Cost:
+    """The median of measured costs, which weighs as much as the most often measured one; of known ones if there are."""
+    measured = [cost for cost in costs if cost.count]
+    chosen = [cost for cost in measured if cost.known] or measured
+    if not chosen:
+        return Cost()
+    return Cost(statistics.median_low(cost.us for cost in chosen), max(cost.count for cost in chosen))

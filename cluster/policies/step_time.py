@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -131,3 +133,37 @@ def fit_steps(rows: Sequence[int], us: Vector, degree: int, weights: Vector | No
     design = (np.array(rows, np.float64)[:, None] / UNIT) ** np.arange(count)
     fit = nonnegative_fit(design * root[:, None], us * root) if count else []
     return tuple(each / UNIT**power for power, each in enumerate(fit + [0.0] * (degree + 1 - count)))
+
+
+def usual_step_time(measured: Sequence[StepTime], degree: int) -> StepTime:
+    """Step times that most of these agree on: by number of rows the median of their ratios to a step of one row, times
+    the median step of one row. A ratio weighs as much as its steps, since one with few steps is uncertain.
+
+    Texts are of different lengths, so a mean over all texts would compare steps of few rows of long texts with steps of
+    many rows of short ones:
+
+    >>> short, long = StepTime({1: (8.0, 1000.0), 5: (4.0, 1500.0)}), StepTime({1: (8.0, 2000.0)})
+    >>> usual = usual_step_time([short, long, long], degree=1)
+    >>> {rows: (weight, round(us)) for rows, (weight, us) in usual.sizes.items()}
+    {1: (24.0, 2000), 5: (4.0, 3000)}
+    """
+    known = [each for each in measured if each.sizes]
+    plain_us = [max(each.at(1, degree), 1.0) for each in known]
+    ratios: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
+    for each, one_us in zip(known, plain_us, strict=True):
+        for rows, (weight, us) in each.sizes.items():
+            ratios[rows].append((us / one_us, weight))
+    usual_us = statistics.median_low(plain_us) if known else 0.0
+    return StepTime(
+        {rows: (sum(w for _, w in found), usual_us * _weighted_median(found)) for rows, found in ratios.items()}
+    )
+
+
+def _weighted_median(found: list[tuple[float, float]]) -> float:
+    """The least value with at least half of the weight at or below it. found: values and weights"""
+    left = sum(weight for _, weight in found) / 2
+    for value, weight in sorted(found):
+        left -= weight
+        if left <= 0:
+            return value
+    return max(found)[0]

@@ -19,7 +19,7 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, step_time
 from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
-from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps, nonnegative_fit
+from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps, nonnegative_fit, usual_step_time
 from tests.support.edge import EdgePeers, ingress
 
 RECORDED: list[tuple[int, float]] = [
@@ -197,3 +197,36 @@ def test_a_predicted_step_has_the_targets_padding(sizes: StepSizes, plain_us: fl
     costs = Costs(step=StepTime({rows: (1.0, 8_000 + 1_000 * rows) for rows in (8, 64)}))
     assert costs.verify_us(1, 1, sizes) == pytest.approx(plain_us)
     assert costs.verify_us(5, 1, sizes) == pytest.approx(chain_us)
+
+
+def test_rounds_after_a_tree_or_beside_an_opening_do_not_make_plain_rounds_seem_longer():
+    """They are not begun ahead, so their steps and hops are longer than those of a text without trees."""
+    experience = Experience(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
+    ahead = Verdict((1,), (0,), (), None, 1, 7_600, step_rows=1, ahead_us=400)
+    after = Verdict((1,), (0,), (), None, 1, 9_200, step_rows=1)
+    tree = Verdict((1, 1), (0, 1), (0,), None, 2, 10_000, step_rows=5)
+    drafted = dataclasses.replace(DraftTree.of(range(5), range(-1, 4)), draft_us=2_000)
+    for _ in range(20):
+        experience.learn(OFF_ARM, DraftTree.root_only(1), ahead)
+        experience.learn_time(OFF_ARM, DraftTree.root_only(1), ahead, 7_700)
+    before_us = experience.predicted_us(OFF_ARM)
+    for _ in range(20):
+        experience.learn(CHAIN, drafted, tree)
+        experience.learn_time(CHAIN, drafted, tree, 12_200)
+        experience.learn(OFF_ARM, DraftTree.root_only(1), after)
+        experience.learn_time(OFF_ARM, DraftTree.root_only(1), after, 9_900)
+    assert before_us == pytest.approx(7_700)
+    assert experience.predicted_us(OFF_ARM) == pytest.approx(before_us, rel=0.01)
+
+
+def test_a_new_tenant_begins_with_ratios_of_steps_that_most_tenants_measured():
+    """Steps of long texts take longer, and each measurement may be slow by chance."""
+    found = []
+    for plain_us, ratio in ((1_000, 1.5), (4_000, 1.5), (1_100, 9.0), (900, 1.6), (1_050, 1.4)):
+        found.append(StepTime())
+        for _ in range(20):
+            found[-1].learn(1, plain_us, degree=1)
+            found[-1].learn(9, ratio * plain_us, degree=1)
+    usual = usual_step_time(found, degree=1)
+    assert usual.at(1, degree=1) == pytest.approx(1_050, rel=0.02)
+    assert usual.at(9, degree=1) == pytest.approx(1.5 * 1_050, rel=0.02)
