@@ -185,8 +185,10 @@ async def test_a_fault_of_a_verifier_amid_ordered_trees_changes_no_token_and_lea
     await cluster.goes_on()
 
 
-async def test_nothing_of_a_killed_router_stays_while_its_order_is_held_and_another_goes_on_with_its_text(parts):
-    cluster = Cluster(parts, draft_timeout_ms=60_000)
+@pytest.mark.parametrize("fault", ["killed", pytest.param("stopped", marks=pytest.mark.long)])
+async def test_nothing_of_a_lost_router_stays_while_its_order_is_held_and_another_goes_on_with_its_text(parts, fault):
+    """Replicas detect a router that hangs by its missing answers to pings."""
+    cluster, lost = Cluster(parts, draft_timeout_ms=60_000), []
 
     async def strike() -> bool:
         drafter, verifier, router = [
@@ -200,7 +202,8 @@ async def test_nothing_of_a_killed_router_stays_while_its_order_is_held_and_anot
         except TimeoutError:
             return False
         else:
-            router.send(signal.SIGKILL)
+            router.send(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
+            lost.append(router)
             await cluster.keeps_nothing(*cluster.verifiers)
         finally:
             drafter.send(signal.SIGCONT)
@@ -208,4 +211,6 @@ async def test_nothing_of_a_killed_router_stays_while_its_order_is_held_and_anot
         return True
 
     await cluster.strike(strike)
+    if fault == "stopped":
+        lost[0].send(signal.SIGKILL)
     await cluster.goes_on()
