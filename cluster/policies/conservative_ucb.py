@@ -7,14 +7,17 @@ N_k is the number of tokens that a round of arm k emits, T_k its predicted time,
 of the text plus the rounds of all priors. The arm of greatest index is played if the text stays within its budget even
 when the arm emits only its lower bound, mean N_k - b_k:
 
-    D + h * (T_k - T_off * (mean N_k - b_k)) <= T_off * (BUDGET * tokens so far + FIRST_ROUNDS or KNOWN_ROUNDS or 0)
+    D + h * (T_k - T_off * (mean N_k - b_k)) <= T_off * (BUDGET * tokens so far + F)
+    F = FIRST_ROUNDS where no text ever tried the drafter, else EARNING * (mean of earlier texts - T_k / T_off), between
+        0 and MOST_RISKED
     h = HORIZON where the bracket is a gain, else 1        D = sum over earlier rounds with trees of T - T_off * N
 
 Otherwise the arm of greatest mean / T_k is tried under the same condition, then a probe, then `off`. D is negative once
 speculation has gained time, and that gain may be spent on exploration. A plain round after a tree is longer, because
 the verifier did not begin it ahead; D includes that time. Before a drafter's first tree, D also counts by how much
 opening a text there usually lengthens the rounds meanwhile, unless EARNING rounds of the mean of earlier texts earn
-that back: most texts then gain from it, and one that does not loses the opening once.
+that back: most texts then gain from it, and one that does not loses the opening once. Likewise F lets a text lose with
+an arm what most texts gain with it in EARNING rounds, since a few unlucky rounds say little about the next.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
 - Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
@@ -52,13 +55,15 @@ from cluster.policies.trial import SpeculationTrial
 
 BETA = 0.2
 """Factor of the bonus b_k."""
+MOST_RISKED = 3.0
+"""Most rounds without speculation that a text may lose with an arm because earlier texts gained with it."""
 BUDGET = 0.01
 """Most time that exploration may cost a text, as a share of the time of its tokens without speculation."""
 HORIZON = 4.0
 """Rounds within which an arm that likely gains must earn back the text's loss D."""
 EARNING = 8.0
-"""Rounds within which the mean of earlier texts must earn back the opening of a drafter, so that it does not count in
-D: the text is then risked for what most texts gain."""
+"""Rounds of the mean of earlier texts whose gain a text may lose, and within which they must earn back the opening of a
+drafter, so that it does not count in D: the text is then risked for what most texts gain."""
 SURE_ROUNDS = 16.0
 """Most rounds that n_k counts in the bonus: a text's acceptance may change as it goes on."""
 PROBED_TOKENS = 8
@@ -72,8 +77,6 @@ UNPRICED = 1.5
 """Predicted time of a round whose drafter was never timed, as a multiple of the verifier's part of the round."""
 FIRST_ROUNDS = 2.0
 """Additional budget, in rounds without speculation, for a drafter that no text has tried."""
-KNOWN_ROUNDS = 0.5
-"""Additional budget, in rounds without speculation, for an arm with which earlier texts gained."""
 STAYING = 2
 """Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
 them is drafted one round later."""
@@ -294,11 +297,12 @@ class ConservativeUCB:
         """True if a round of this arm that emits only its lower bound stays within the text's budget."""
         loss_us = each.us - plain_us * each.least
         first = FIRST_ROUNDS if each.arm.maker in self._unknown else 0.0
-        if each.arm in self._first and each.tokens * plain_us > each.us:
-            first += KNOWN_ROUNDS
-        budget = BUDGET * self._tokens + first
+        if (known := self._first.get(each.arm)) is not None:
+            gain = known.mean - each.us / plain_us
+            first += min(max(EARNING * gain, 0.0), MOST_RISKED)
+        budget_us = (BUDGET * self._tokens + first) * plain_us
         lost_us = self._lost_us + self._charge_us(each, plain_us)
-        return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget * plain_us
+        return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget_us
 
     def _charge_us(self, each: ArmEstimate, plain_us: float) -> float:
         """The part of opening the text at the arm's drafter that counts as lost: none where earlier texts' rounds

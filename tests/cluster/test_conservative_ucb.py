@@ -126,7 +126,8 @@ def test_a_stranger_speculates_from_the_first_round_where_others_gained():
     stranger = ConservativeUCB(ARMS, experiences.of("two"), pair_prior([prior]).begun())
     assert stranger.choose().drafted
     slower, played = answer(ConservativeUCB(ARMS, experiences.of("three"), pair_prior([prior]).begun()), 0.0, 2)
-    assert slower < 1.12 and all(arm.off for arm in played[-40:]), "whose text is of another kind"
+    assert slower < 1.07, "whose text is of another kind"
+    assert sum(arm.drafted for arm in played[-40:]) <= 2
 
 
 def test_one_cheap_trees_ranks_tell_of_arms_that_were_not_played():
@@ -203,7 +204,7 @@ def test_the_opening_of_a_drafter_must_be_earned_back_before_its_first_tree():
         assert policy.choose() == expected
 
 
-@pytest.mark.parametrize("right, least, mean", [(0.59, 0.92, 1.36), (0.43, 0.94, 1.05), (0.2, 0.94, 0.99)])
+@pytest.mark.parametrize("right, least, mean", [(0.59, 0.99, 1.39), (0.43, 0.91, 1.14), (0.2, 0.92, 0.99)])
 def test_strangers_with_short_answers_take_what_most_texts_gain(right, least, mean):
     """Answers of 64 tokens of one tenant each, whose texts differ, after an opening of two rounds. least, mean: over
     `off`, of four routers' 24 answers"""
