@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 from dendro.errors import EngineFailed, one_line
+from dendro.failures import described
 
 from cluster.app import build, log
 from cluster.config import ClientPort, Config
@@ -29,6 +31,8 @@ ANSWER_S = 30.0
 _ray_processes: list[psutil.Process] = []  # processes that Ray started below this one; one cluster at a time
 
 PortSection = TypeVar("PortSection", bound=ClientPort)
+OWN_PORTS, TRIED_PORTS = range(20_000, 32_768), 64
+"""Ports for routers. Ray's workers have lower ones, and Linux gives connections higher ones."""
 
 AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
 """Ray's default, set explicitly to silence its warning."""
@@ -158,13 +162,21 @@ def http_address(config: Config) -> str:
 
 
 def _with_ports(config: Config) -> Config:
-    """The configuration with ports that are free now, where routers share one and none is set."""
+    """The configuration with ports that are free now, where routers share one and none is set. They lie below those
+    that systems give to connections: one of these could take the port before a router has it, or is started again."""
     return config.model_copy(update={"grpc": _with_port(config.grpc), "http": _with_port(config.http)})
 
 
 def _with_port(section: PortSection) -> PortSection:
     if section.port or not section.share_port:
         return section
-    with socket.socket(socket.AF_INET6 if ":" in section.host else socket.AF_INET) as probe:
-        probe.bind((section.host, 0))
-        return section.model_copy(update={"port": int(probe.getsockname()[1])})
+    for _ in range(TRIED_PORTS):
+        port = secrets.choice(OWN_PORTS)
+        with socket.socket(socket.AF_INET6 if ":" in section.host else socket.AF_INET) as probe:
+            try:
+                probe.bind((section.host, port))
+            except OSError as error:
+                refused = error
+            else:
+                return section.model_copy(update={"port": port})
+    raise EngineFailed(f"cluster: no port of {TRIED_PORTS} tried is free at {section.host}: {described(refused)}")

@@ -11,6 +11,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 ROOMS = ("cluster/router", "cluster/peers", "cluster/proposers", "cluster/api")
+OF_LIBRARIES = {"cluster/api/openai/server.py": ["self.cycle.disconnected"]}
+"""Attributes of libraries' objects that a subclass sets as its base does: uvicorn's protocol sets this one so."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -82,7 +84,7 @@ def test_no_part_of_the_loop_sets_an_attribute_of_another():
     files = [ROOT / name for name in names.split() if name.endswith(".py") and (ROOT / name).exists()]
     assert len(files) > 20
     found = {path.relative_to(ROOT).as_posix(): foreign_assignments(path.read_text()) for path in files}
-    assert {path: targets for path, targets in found.items() if targets} == {}
+    assert {path: targets for path, targets in found.items() if targets} == OF_LIBRARIES
 
 
 @pytest.mark.parametrize(
