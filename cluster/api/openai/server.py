@@ -75,7 +75,7 @@ class _Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:  # the time of a request has its own limits
             self._waiting.cancel()
             if {name for name, _ in self.headers} >= ENDS:  # what follows may be a body's rest to a proxy before us
-                self.shutdown()  # after the answer
+                self.shutdown()  # it ends the connection after the answer
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None:
