@@ -31,6 +31,8 @@ FIRST_ACCEPT = 0.85
 """Assumed acceptance rate of a level below an accepted guess, before any round is counted."""
 FIRST_LEVELS = 8.0
 """Weight of FIRST_ACCEPT, in levels."""
+MOST_BEHIND = 64
+"""Plain rounds in a row that were not begun ahead, as they are after trees, until rounds begun ahead count as none."""
 KEPT = 1 - 1 / 256
 """Factor by which the weight of earlier rounds decays with each round: loads and texts change."""
 
@@ -209,6 +211,7 @@ class Costs:
     hop: Cost = field(default_factory=Cost)  # call to a peer beyond the peer's own time, in a round with a tree
     plain_hop: Cost = field(default_factory=Cost)  # such a call in a round without a tree, which sends less
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
+    since_ahead: int = 0  # plain rounds since the last one that was begun ahead
     opening: Cost = field(default_factory=Cost)  # what opening a text at a drafter adds to the rounds meanwhile
     draft: dict[Arm, Cost] = field(default_factory=dict)  # by arm: a draft's time, over the texts drafted together
     step: StepTime = field(default_factory=StepTime)
@@ -224,6 +227,15 @@ class Costs:
         round of that kind was measured, the time of the other kind is returned."""
         own, other = (self.plain_hop, self.hop) if off else (self.hop, self.plain_hop)
         return own.us if own.count else other.us
+
+    def learn_ahead(self, us: float) -> None:
+        """Record for a plain round how long its step ran before its call; 0 if it was not begun ahead. `ahead` is
+        unknown again after MOST_BEHIND such rounds in a row: the verifier may have stopped to begin rounds ahead."""
+        self.since_ahead = 0 if us else self.since_ahead + 1
+        if us:
+            self.ahead.learn(us)
+        elif self.since_ahead >= MOST_BEHIND:
+            self.ahead = Cost()
 
     def learn_draft(self, arm: Arm, us: float) -> None:
         """Record a draft's microseconds; 0 if none came."""
@@ -292,7 +304,7 @@ def usual_costs(measured: Sequence[Costs], degree: int) -> Costs:
     >>> usual_costs(found, degree=1).step.at(rows=1, degree=1)
     10200.0
     """
-    arms = {arm: None for costs in measured for arm in costs.draft}
+    arms = dict.fromkeys(arm for costs in measured for arm in costs.draft)
     return Costs(
         hop=_median(each.hop for each in measured),
         plain_hop=_median(each.plain_hop for each in measured),

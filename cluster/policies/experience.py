@@ -249,8 +249,8 @@ class Experience:
             hop = costs.plain_hop if arm.off else costs.hop
             hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
-        if verdict.ahead_us and arm.off:
-            costs.ahead.learn(verdict.ahead_us / verdict.texts)
+        if arm.off:
+            costs.learn_ahead(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
 
     def _learn_opening(self, costs: Costs, arm: Arm, took_us: float, disturbed: bool) -> None:

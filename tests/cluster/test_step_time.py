@@ -219,6 +219,18 @@ def test_rounds_after_a_tree_or_beside_an_opening_do_not_make_plain_rounds_seem_
     assert experience.predicted_us(OFF_ARM) == pytest.approx(before_us, rel=0.01)
 
 
+def test_plain_rounds_are_priced_anew_where_the_verifier_no_longer_begins_any_ahead():
+    """Rounds that are not begun ahead would be left out of the price for ever."""
+    experience = Experience(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
+    ahead = Verdict((1,), (0,), (), None, 1, 7_600, step_rows=1, ahead_us=400)
+    later = Verdict((1,), (0,), (), None, 1, 16_000, step_rows=1)
+    for found, rounds in ((ahead, 20), (later, 400)):
+        for _ in range(rounds):
+            experience.learn(OFF_ARM, DraftTree.root_only(1), found)
+            experience.learn_time(OFF_ARM, DraftTree.root_only(1), found, found.verify_us + 100)
+    assert experience.predicted_us(OFF_ARM) == pytest.approx(16_100, rel=0.02)
+
+
 def test_a_new_tenant_begins_with_ratios_of_steps_that_most_tenants_measured():
     """Steps of long texts take longer, and each measurement may be slow by chance."""
     found = []
