@@ -11,34 +11,18 @@ import torch
 from dendro.text import Sampling
 
 from drafter_service.device_levels import DeviceLevels, ancestors_of, layers_of
-from drafter_service.models import load_model
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
 from drafter_service.runner import DraftRunner
 from tests.drafter_service.test_memory import compare_rounds
 from tests.support.launches import launches
 from tests.support.recordings import RunAgain
 from tests.support.text_cases import TextCase, ints, level_of
-from tests.support.tiny_drafters import VOCABULARY, make_drafter
+from tests.support.tiny_drafters import DEVICE, DEVICE_LAUNCHES, VOCABULARY
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXTS, NODES = 4, 64
-LAUNCHES = {"mamba": 4, "mamba2": 3}
-"""Of a layer."""
 KERNELS = {"_few", "_product", "_mix", "_select", "_step", "_best_of_parts", "_best"}
-
-
-@pytest.fixture(scope="module", params=list(LAUNCHES))
-def family(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(family)
-    make_drafter(folder, family)
-    return load_model(folder, torch.float32, DEVICE, form="eager")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -76,29 +60,29 @@ def same(ours, theirs):
     assert np.allclose(ours.scores[finite], theirs.scores[finite], atol=1e-4)
 
 
-def test_every_node_equals_one_chain_over_its_text(model):
+def test_every_node_equals_one_chain_over_its_text(device_model):
     if DEVICE.type == "cuda":
         pytest.skip("chains of the test are on the CPU")
     graphs = RunAgain()
 
     def levels_of(memory, nodes):
-        return DeviceLevels(model, layers_of(model, memory), nodes, graphs).hidden
+        return DeviceLevels(device_model, layers_of(device_model, memory), nodes, graphs).hidden
 
-    compare_rounds(model, 0, 8, levels_of)
+    compare_rounds(device_model, 0, 8, levels_of)
     assert graphs.replays > graphs.recordings > 0
 
 
-def test_guesses_are_those_of_pytorchs_operations(model):
+def test_guesses_are_those_of_pytorchs_operations(device_model):
     graphs = RunAgain()
-    ours, theirs = runner_of(model, graphs), runner_of(model)
+    ours, theirs = runner_of(device_model, graphs), runner_of(device_model)
     plans = [grown(np.random.default_rng(5), runner, 5) for runner in (ours, theirs)]
     for plan, _ in zip(*plans, strict=True):
         same(ours.run(plan), theirs.run(plan))
     assert graphs.replays > 0
 
 
-def test_scored_rows_may_be_some_of_a_levels_and_rows_of_a_chain_are_ranked_too(model):
-    ours, theirs = runner_of(model, RunAgain()), runner_of(model)
+def test_scored_rows_may_be_some_of_a_levels_and_rows_of_a_chain_are_ranked_too(device_model):
+    ours, theirs = runner_of(device_model, RunAgain()), runner_of(device_model)
     for plan, _ in zip(*(grown(np.random.default_rng(1), runner, 4) for runner in (ours, theirs)), strict=True):
         some = np.arange(plan.rows.count)[::2]
         part = replace(plan, scored=some, groups=(len(some),), sessions=(1,), positions=(7,))
@@ -111,34 +95,34 @@ def test_scored_rows_may_be_some_of_a_levels_and_rows_of_a_chain_are_ranked_too(
 @pytest.mark.parametrize(
     "law", [Sampling(temperature=0.8, seed=2, top_k=3), Sampling(temperature=1.0, seed=2, logit_bias=((5, 2.0),))]
 )
-def test_laws_that_the_kernels_lack_are_ranked_by_pytorch_after_the_same_levels(model, law):
+def test_laws_that_the_kernels_lack_are_ranked_by_pytorch_after_the_same_levels(device_model, law):
     laws = Sampling(temperature=0.0), law
-    ours, theirs = runner_of(model, RunAgain(), laws), runner_of(model, laws=laws)
+    ours, theirs = runner_of(device_model, RunAgain(), laws), runner_of(device_model, laws=laws)
     for plan, _ in zip(*(grown(np.random.default_rng(2), runner, 3) for runner in (ours, theirs)), strict=True):
         same(ours.run(plan), theirs.run(plan))
     assert ours.prepare(1, range(30, 32))
 
 
-def test_the_processor_prepares_no_noise_for_rows_that_the_device_ranks(model):
-    assert not runner_of(model, RunAgain()).prepare(1, range(3, 5))
-    assert runner_of(model).prepare(1, range(3, 5))
+def test_the_processor_prepares_no_noise_for_rows_that_the_device_ranks(device_model):
+    assert not runner_of(device_model, RunAgain()).prepare(1, range(3, 5))
+    assert runner_of(device_model).prepare(1, range(3, 5))
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="launches are recorded on a CPU")
-def test_a_layer_takes_few_launches_and_no_level_waits_for_the_device(model, family, monkeypatch):
+def test_a_layer_takes_few_launches_and_no_level_waits_for_the_device(device_model, device_family, monkeypatch):
     graphs = RunAgain()
-    runner = runner_of(model, graphs)
+    runner = runner_of(device_model, graphs)
     for plan in grown(np.random.default_rng(0), runner, 2):
         runner.run(plan)
     with launches(monkeypatch) as launched:
         graphs.steps[-1]()
     kernels = [name for name, _ in launched if name in KERNELS]
-    assert len(kernels) == LAUNCHES[family] * len(model.layers) + 3
+    assert len(kernels) == DEVICE_LAUNCHES[device_family] * len(device_model.layers) + 3
     assert len(launched) <= len(kernels) + 2, "the tokens' embedding alone is left to PyTorch"
 
 
-def test_padded_rows_write_no_node_of_a_tree(model):
-    runner = runner_of(model, RunAgain())
+def test_padded_rows_write_no_node_of_a_tree(device_model):
+    runner = runner_of(device_model, RunAgain())
     for plan in grown(np.random.default_rng(3), runner, 3):
         runner.run(plan)
     level = plan.rows

@@ -14,35 +14,19 @@ from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service import device_trees
-from drafter_service.models import load_model
 from drafter_service.plan import Levels
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from tests.support.launches import launches
 from tests.support.recordings import RunAgain
-from tests.support.tiny_drafters import VOCABULARY, make_drafter
+from tests.support.tiny_drafters import DEVICE, DEVICE_LAUNCHES, VOCABULARY
 
 pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.rows_product import triton as products
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TEXTS, NODES = 4, 64
 SHAPES = "(1,1,1)", "nodes(3,2,0,1)", "(2,1,1)"
-LAUNCHES = {"mamba": 4, "mamba2": 3}
-"""Of a layer."""
 KERNELS = {"_few", "_product", "_mix", "_select", "_step", "_best_of_parts", "_best", "_embed"}
-
-
-@pytest.fixture(scope="module", params=list(LAUNCHES))
-def family(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def model(family, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(family)
-    make_drafter(folder, family)
-    return load_model(folder, torch.float32, DEVICE, form="eager")[0]
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +96,9 @@ def same(mine, other):
     return all(np.array_equal(*pair) for pair in pairs)
 
 
-def test_whole_trees_are_those_of_level_after_level_bit_for_bit(model):
+def test_whole_trees_are_those_of_level_after_level_bit_for_bit(device_model):
     """The text goes through a tree in part, is folded, and sometimes gets two more tokens, which a chain reads."""
-    by_level, whole = levels_of(model, DRAWN), whole_trees_of(model, DRAWN, RunAgain(UNRECORDED))
+    by_level, whole = levels_of(device_model, DRAWN), whole_trees_of(device_model, DRAWN, RunAgain(UNRECORDED))
     for number, shape in enumerate(SHAPES):
         trees = [each.draft(shape) for each in (by_level, whole)]
         assert same(*trees)
@@ -133,10 +117,10 @@ def test_whole_trees_are_those_of_level_after_level_bit_for_bit(model):
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="launches are recorded on a CPU")
 def test_a_tree_is_few_launches_and_two_of_one_size_launch_the_same_without_waiting_for_the_device(
-    model, family, monkeypatch
+    device_model, device_family, monkeypatch
 ):
     graphs = RunAgain()
-    whole = whole_trees_of(model, DRAWN, graphs)
+    whole = whole_trees_of(device_model, DRAWN, graphs)
     found = []
     for shape in ("nodes(2,1,1)", "nodes(3,0,2,2)"):  # both have levels of one row and of two
         whole.draft(shape)
@@ -145,12 +129,12 @@ def test_a_tree_is_few_launches_and_two_of_one_size_launch_the_same_without_wait
         found.append(launched)
     assert found[0] == found[1] and graphs.recordings == 1
     kernels = [name for name, _ in found[0] if name in KERNELS]
-    assert len(kernels) == 2 * (LAUNCHES[family] * len(model.layers) + 3) + 1
+    assert len(kernels) == 2 * (DEVICE_LAUNCHES[device_family] * len(device_model.layers) + 3) + 1
     assert len(found[0]) <= len(kernels) + 2, "the root's embedding alone is left to PyTorch"
 
 
-def test_a_drafted_tree_downloads_once(model, monkeypatch):
-    whole = whole_trees_of(model)
+def test_a_drafted_tree_downloads_once(device_model, monkeypatch):
+    whole = whole_trees_of(device_model)
     whole.draft("(2,1)")
     downloads, copied = [], torch.Tensor.cpu
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: downloads.append(tensor) or copied(tensor))
@@ -160,17 +144,17 @@ def test_a_drafted_tree_downloads_once(model, monkeypatch):
     assert not downloads and not uploads, "the arrays go through memory that is pinned on a GPU"
 
 
-def test_a_tree_that_cannot_be_recorded_is_run(model):
+def test_a_tree_that_cannot_be_recorded_is_run(device_model):
     graphs = RunAgain(UNRECORDED)
-    assert same(whole_trees_of(model, graphs=graphs).draft("(2,1)"), levels_of(model).draft("(2,1)"))
+    assert same(whole_trees_of(device_model, graphs=graphs).draft("(2,1)"), levels_of(device_model).draft("(2,1)"))
     assert graphs.recordings == 0
 
 
-def test_of_many_sizes_the_oldest_recordings_are_dropped(model, monkeypatch):
+def test_of_many_sizes_the_oldest_recordings_are_dropped(device_model, monkeypatch):
     monkeypatch.setattr(device_trees, "MOST_SIZES", 1)
     monkeypatch.setattr(device_trees, "MOST_FORMS", 1)
     graphs = RunAgain()
-    whole = whole_trees_of(model, DRAWN, graphs)
+    whole = whole_trees_of(device_model, DRAWN, graphs)
     first, _, again = (whole.draft(shape) for shape in ("(1,1)", "(2,1)", "(1,1)"))
     assert same(first, again) and graphs.recordings == 3 and len(whole.runner._trees.recordings.made) == 1
 
@@ -178,14 +162,14 @@ def test_of_many_sizes_the_oldest_recordings_are_dropped(model, monkeypatch):
 @pytest.mark.parametrize(
     "law", [Sampling(temperature=0.8, seed=2, top_k=3), Sampling(temperature=1.0, seed=2, logit_bias=((5, 2.0),))]
 )
-def test_laws_that_the_kernels_lack_grow_level_after_level(model, law):
-    whole = whole_trees_of(model, law)
-    assert same(whole.draft("(2,1)"), levels_of(model, law).draft("(2,1)"))
+def test_laws_that_the_kernels_lack_grow_level_after_level(device_model, law):
+    whole = whole_trees_of(device_model, law)
+    assert same(whole.draft("(2,1)"), levels_of(device_model, law).draft("(2,1)"))
     assert not any(isinstance(plan.rows, Levels) for plan in whole.plans)
 
 
-def test_padded_rows_write_no_node_of_another_tree(model):
-    whole = whole_trees_of(model)
+def test_padded_rows_write_no_node_of_another_tree(device_model):
+    whole = whole_trees_of(device_model)
     whole.draft("(3,1)")
     memory, used = whole.runner.memory, whole.scheduler.nodes
     stores = (

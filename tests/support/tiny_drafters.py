@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedModel
 
 from tests.support import tiny_hybrids, tiny_mamba, tiny_models
@@ -14,8 +15,11 @@ Family = Literal["mamba", "mamba2", "llama", "granitemoehybrid"]
 FAMILIES: tuple[Family, ...] = ("mamba", "mamba2", "llama")
 WITH_HYBRID: tuple[Family, ...] = (*FAMILIES, "granitemoehybrid")
 POSITIONS = 2048
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE_LAUNCHES: dict[Family, int] = {"mamba": 4, "mamba2": 3}
+"""Kernels that a layer of a drafted level launches on an accelerator, by family."""
 
-__all__ = ["FAMILIES", "PADDED", "VOCABULARY", "WITH_HYBRID", "Family", "make_drafter"]
+__all__ = ["DEVICE", "DEVICE_LAUNCHES", "FAMILIES", "PADDED", "VOCABULARY", "WITH_HYBRID", "Family", "make_drafter"]
 
 
 def make_drafter(folder: Path, family: Family, **settings: Any) -> PreTrainedModel:
