@@ -158,7 +158,7 @@ class BridgedDrafter:
         drafting.add_done_callback(lambda done: deliver(done.exception() or done.result()))
 
     async def close(self, call: CloseCall) -> Closed:
-        """Close an opening at the engine (`DrafterEngine.close`). It ends even if the call has another text."""
+        """Close an opening at the engine (`DrafterEngine.close`). It ends there even if the call has another text."""
         text = self._texts.pop(call.update.opening, None)
         if text is None:
             return await self.engine.close(call)
