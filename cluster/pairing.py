@@ -22,7 +22,7 @@ those of two families in thousands."""
 SHOWN = 3
 BridgeName = Literal["string", "intersection"]
 DEFAULT_BRIDGE: BridgeName = "string"
-"""What runs where the tokenizers differ and the configuration names no bridge (measured in docs/bridge.md)."""
+"""What runs where the tokenizers differ and the configuration names no bridge (docs/bridge.md)."""
 
 
 @dataclass(frozen=True, slots=True)

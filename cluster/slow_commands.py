@@ -66,7 +66,6 @@ OWN = {
 }
 """Module and help of each bench that also measures a configuration's own models."""
 BUNDLED = {
-    "context": ("cluster.bench.context", "Measure what a longer context costs a round."),
     "trees": (
         "cluster.bench.trees",
         "Compare arms, and the policies that choose among them, on recorded answers.",
@@ -75,15 +74,9 @@ BUNDLED = {
         "cluster.bench.stopping",
         "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule.",
     ),
-    "verify": ("cluster.bench.verify", "Compare verification modes: coupled, multi-step, block and naive."),
     "tree-scan": ("cluster.bench.tree_scan", "Measure what a tree costs a state-space layer."),
     "kernels": ("cluster.bench.kernels", "Measure this processor's products of few rows, next to torch's."),
     "drafter": ("cluster.bench.drafter", "Measure drafters: levels, drafts, sessions, and long texts."),
-    "bridge": ("cluster.bench.bridge", "Measure a drafter of another tokenizer through each bridge."),
-    "structured": (
-        "cluster.bench.structured",
-        "Measure answers to random JSON schemas, and the time of their masks.",
-    ),
 }
 """Module and help of each bench that measures the bundled models alone."""
 BENCHES = OWN | BUNDLED

@@ -26,11 +26,11 @@ from dendro.structure import Structure
 from dendro.text import Finish, Tokens
 
 from cluster.api.local import LocalClient
-from cluster.bench.schemas import random_schema
 from cluster.config import demo_config
 from cluster.garbage import freeze_loaded
 from cluster.router.ingress import Ingress
 from cluster.running import local_ingress
+from tests.support.random_schemas import random_schema
 
 PROMPT = "config = json.loads("
 NEIGHBOUR = "def main(arguments):\n"

@@ -44,7 +44,6 @@ GENERATED = tuple(
         *(
             "benchmarks",
             "certify-llama-cpp",
-            "context",
             "drafter",
             "families",
             "kernels",
@@ -61,9 +60,8 @@ GENERATED = tuple(
             "speed-smollm2",
             "speed-temperature-1",
             "stopping",
-            "structured-cost",
         ),
-        *("targets", "tree-scan", "trees", "tuning", "verify"),
+        *("targets", "tree-scan", "trees", "tuning"),
     )
 )
 """Pages that benches and tests write; their lines are what was printed."""

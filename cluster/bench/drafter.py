@@ -7,6 +7,7 @@ drafts.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import tempfile
@@ -29,7 +30,6 @@ from dendro.tree import LONGEST_TRACE, DraftTree
 from tree_layers.states import SlotPool
 
 from cluster.bench.allocations import held_bytes, peak_bytes
-from cluster.bench.context import CONTEXTS, with_positions
 from cluster.demo.prompts import Prompt, held_out_prompts, load_tokenizer
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option
 from cluster.measure.in_process import DRAFTER_DTYPE, EngineText
@@ -60,6 +60,8 @@ ACCEPTED = 2
 """The most guesses by which a text grows between two of its drafts; a token of the corpus follows them."""
 PROMPT_TOKENS, PASSAGE_TOKENS = 128, 256
 """Tokens of a drafted text, and of each of the prompts that together are a longer one."""
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
+"""Tokens of the longer texts, by default."""
 COPIES = 2
 """Texts over whose number the measured bytes of a text are averaged."""
 ROOM = 4096
@@ -311,6 +313,20 @@ def draft_row(case: DraftCase) -> Row:
     counted = {"sessions": case.sessions, "trees": case.trees, "equal": case.equal}
     bar = DRAFT_BARS.get(case.name, {}).get(str(case.shape))
     return timed(case) | {"shape": str(case.shape), "bar": bar} | counted
+
+
+def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
+    """Copy a checkpoint to `folder` with a greater last position. The copy costs the same as a model trained for such
+    texts; its output for them is meaningless."""
+    made = folder / checkpoint.name
+    made.mkdir()
+    for file in checkpoint.iterdir():
+        if file.name != "config.json":
+            os.symlink(file.resolve(), made / file.name)
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["max_position_embeddings"] = max(positions, config["max_position_embeddings"])
+    (made / "config.json").write_text(json.dumps(config))
+    return made
 
 
 def measure(options: DrafterBenchOptions, begin: Begin) -> dict[str, Any]:

@@ -38,16 +38,11 @@ also depends on how the text was split into forwards. On a CPU both cost the sam
 
 
 def verifier_of(
-    name: str,
-    target: TargetConfig,
-    max_length: int,
-    texts: int = 1,
-    checkpoint: Path | None = None,
-    device: torch.device | str = "cpu",
+    name: str, target: TargetConfig, max_length: int, texts: int = 1
 ) -> AbstractAsyncContextManager[VerifierEngine]:
-    """A target's engine for so many texts; `checkpoint` replaces the target's."""
-    options = replace(verifier_options(name, target), max_length=max_length, max_sessions=texts, device=device)
-    return started(VerifierEngine.load(checkpoint or target.checkpoint, options))
+    """A target's engine for so many texts, on the CPU."""
+    options = replace(verifier_options(name, target), max_length=max_length, max_sessions=texts, device="cpu")
+    return started(VerifierEngine.load(target.checkpoint, options))
 
 
 def drafter_of(checkpoint: Path, texts: int = 1) -> AbstractAsyncContextManager[DrafterEngine]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class VerificationMode(StrEnum):
-    """COUPLED is the default; the others exist for comparison and to reproduce papers (docs/verify.md)."""
+    """COUPLED is the default; the others exist for comparison and to reproduce papers (docs/modes.md)."""
 
     COUPLED = "coupled"
     """Emits the tokens of plain decoding with the same seed; the drafter ranks its guesses by the target's noise."""

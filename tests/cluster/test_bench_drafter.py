@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
@@ -33,6 +34,7 @@ from cluster.bench.drafter import (
     load_forms,
     measure_drafters,
     measure_in_turns,
+    with_positions,
 )
 from cluster.demo.prompts import Prompt
 from cluster.measure.bench import draw
@@ -125,6 +127,18 @@ def test_noise_is_ready_before_a_draft_is_timed(checkpoint, monkeypatch):
         (tree,) = inline.draft([text], TreeShape.parse("1,1,1,1")).trees
         text.text.extend([*accepted_path(tree), 1])
     assert computed and not any(computed)
+
+
+def test_a_copy_with_a_greater_last_position_leaves_the_checkpoint_as_it_is(tmp_path):
+    source, copies = tmp_path / "llama", tmp_path / "copies"
+    for folder in (source, copies):
+        folder.mkdir()
+    (source / "config.json").write_text('{"max_position_embeddings": 64}')
+    (source / "model.safetensors").write_bytes(b"weights")
+    copy = with_positions(source, 300, copies)
+    assert json.loads((copy / "config.json").read_text()) == {"max_position_embeddings": 300}
+    assert (copy / "model.safetensors").read_bytes() == b"weights"
+    assert (source / "config.json").read_text() == '{"max_position_embeddings": 64}'
 
 
 def test_trees_that_differ_between_forms_are_counted(tmp_path):

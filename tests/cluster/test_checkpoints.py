@@ -10,7 +10,6 @@ import torch
 from dendro.errors import BadRequest
 from safetensors.torch import save_file
 
-from cluster.bench.context import LibrarySteps
 from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
@@ -75,11 +74,10 @@ def test_a_file_that_git_lfs_did_not_download_is_named(config: Config, tmp_path:
     "use",
     [
         lambda folder: LibraryModel(folder, torch.float32),
-        lambda folder: LibrarySteps(folder, "float32", torch.device("cpu")),
         lambda folder: Baselines(folder, None, "float32", 1),
         lambda folder: costly_checkpoint(folder, folder / "made"),
     ],
-    ids=["certify", "context", "baselines", "costly"],
+    ids=["certify", "baselines", "costly"],
 )
 def test_mamba_in_llama_is_refused_where_answers_are_compared_with_the_library(config: Config, tmp_path: Path, use):
     (tmp_path / "target" / "mamba_config.json").write_text("{}")

@@ -26,7 +26,6 @@ from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.local import LocalClient
-from cluster.bench.schemas import random_schema
 from cluster.config import Config, demo_config
 from cluster.engines import load_drafter
 from cluster.request_options import structure_given
@@ -36,6 +35,7 @@ from cluster.sessions import MemorySessions
 from drafter_service.engine import DrafterEngine
 from tests.support import other_tokenizers, tiny_models
 from tests.support.edge import SERVED, EdgePeers, config, ingress, resume_of
+from tests.support.random_schemas import random_schema
 from tests.support.self_drafting import self_drafting
 
 PROMPT = "config = json.loads("
