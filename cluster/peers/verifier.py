@@ -193,7 +193,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if self._is_last_fault(error):
                     raise
                 if self._clock() > give_up_s:
-                    raise PeerLost(f"verifier: {error or 'does not answer'}") from error
+                    raise PeerLost(f"verifier: {str(error) or 'does not answer'}") from error
                 log.warning("verifier: %s; the text is opened at another", described(error))
                 self.moves += 1
                 self._opening = None

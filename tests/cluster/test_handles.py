@@ -584,6 +584,17 @@ async def test_a_killed_or_frozen_verifier_is_replaced_without_changing_a_token(
     assert is_plain(ran) and len(ran.text.answer) == 40 and ran.verifier.moves == 1
 
 
+@virtual_time
+async def test_a_verifier_without_a_verdict_in_time_is_said_not_to_answer():
+    verifier = FakeVerifier()
+
+    async def stop(number: int) -> None:
+        verifier.pause_s = 1000.0
+
+    with pytest.raises(PeerLost, match="^verifier: does not answer$"):
+        await run(new_text(), FakePool(FakeDrafter()), FakePool(verifier), each=stop, step_s=1.0, patience_s=0.5)
+
+
 async def test_a_text_that_its_verifier_forgot_is_opened_again_at_the_same_replica():
     verifier = FakeVerifier()
 
