@@ -66,10 +66,7 @@ OWN = {
 }
 """Module and help of each bench that also measures a configuration's own models."""
 BUNDLED = {
-    "trees": (
-        "cluster.bench.trees",
-        "Compare arms, and the policies that choose among them, on recorded answers.",
-    ),
+    "trees": ("cluster.bench.trees", "Compare ways to guess on recorded answers."),
     "stopping": (
         "cluster.bench.stopping",
         "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule.",

@@ -10,17 +10,18 @@ on the recorded values. SpecDec++ (section 5) judges a rule by two rates that no
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dendro.shapes import CHANCE_DIGITS, MAX_ROWS, DynamicShape, LevelShape, MarginalShape, TreeShape, UntilShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import STEP_ROWS, ReplayCosts, costed
-from cluster.bench.replay import ReplayedAnswer, new_experience, rate, rates, run_fixed, run_policy
+from cluster.bench.replay import STEP_ROWS, ReplayCosts, ReplayedAnswer, ReplayedRound, costed, rate, rates, run_fixed
 from cluster.bench.traces import SIDE_BY_SIDE, SPARE, Trace, TracedAnswer, grown_trees, write_answers
 from cluster.demo.kinds import KINDS
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
@@ -32,7 +33,7 @@ from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.policies import Experience
-from cluster.policies.static import Static
+from cluster.policies.experience import Concurrency
 from cluster.policies.stopping import StopRule
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 from drafter_service.grow import growth_of
@@ -46,8 +47,7 @@ THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 """The fixed h of the sweep."""
 DRAFTER = "mamba2"
 PASSES = 2
-"""Passes of the marginal rule over all answers, as of policies: the first starts without any measurement, the second is
-judged."""
+"""Passes of the marginal rule over all answers: the first starts without any measurement, the second is judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,31 +150,47 @@ class StoppedTrace(Trace):
         return shape if shape in self._form.lengths else self._form.grown[self.part(shape, base)[1] - 1]
 
 
-class MarginalPolicy(Static):
-    """Chooses the arm of the marginal rule, and learns costs as a router's policy does."""
-
-    def __init__(self, form: Form, experience: Experience) -> None:
-        super().__init__(Arm(DRAFTER, form.marginal))
-        self._experience = experience
-
-    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        self._experience.learn(arm, tree, verdict)
-
-
 Replayed = list[ReplayedAnswer]
 
 
-def run_marginal(form: Form, traces: Sequence[Trace], costs: ReplayCosts) -> list[Replayed]:
+def run_by_rule(form: Form, experience: Experience, trace: StoppedTrace, costs: ReplayCosts) -> ReplayedAnswer:
+    """Replay one answer by the marginal rule. The experience learns from it what a router's does."""
+    arm, rule, rounds = Arm(DRAFTER, form.marginal), StopRule(experience), list[ReplayedRound]()
+    base = trace.answer.begin
+    with experience.concurrency.running() as running:
+        while base < trace.answer.end:
+            shape = rule.resolved(arm).shape
+            draft_us, step_us = costs.draft_us(trace.drafted_as(shape, base)), costs.step_us(trace.rows(shape, base))
+            tree = replace(trace.recorded(shape, base), draft_us=round(draft_us), texts=1)
+            rule.drafted(tree)
+            path = trace.path(shape, base)
+            verdict = Verdict(
+                tokens=trace.answer.ids[base : base + len(path)],
+                path=path,
+                ranks=tuple(tree.children(above).index(row) for above, row in pairwise(path)),
+                finish=None,
+                length=len(path),
+                verify_us=round(step_us),
+                step_rows=tree.rows,
+            )
+            experience.learn(arm, tree, verdict)
+            running.begun()
+            took_us = draft_us + step_us
+            if rounds:  # the first round includes opening the text, as in the router
+                experience.learn_time(arm, tree, verdict, took_us)
+            rule.learn(verdict, experience.share_us(tree, verdict, took_us) if rounds else None)
+            rounds.append(ReplayedRound(len(path), tree.guesses, took_us))
+            base += len(path)
+    return ReplayedAnswer(trace, tuple(rounds))
+
+
+def run_marginal(form: Form, traces: Sequence[StoppedTrace], costs: ReplayCosts) -> list[Replayed]:
     """Every answer by the marginal rule, PASSES times, with one experience as in a router; a list per pass.
 
     The rule measures what it depends on in these rounds, as a router does: the rate, a level, a row, the acceptance.
     """
-    experience = new_experience()
-    policy = MarginalPolicy(form, experience)
-    return [
-        [run_policy(policy, experience, trace, costs, rule=StopRule(experience)) for trace in traces]
-        for _ in range(PASSES)
-    ]
+    experience = Experience(Concurrency(attends=True, sizes=StepSizes(STEP_ROWS)))
+    return [[run_by_rule(form, experience, trace, costs) for trace in traces] for _ in range(PASSES)]
 
 
 # Rows of the report
@@ -236,7 +252,7 @@ class Sweep:
         }
 
 
-def sweep_of(form: Form, temperature: float, traces: Sequence[Trace], costs: ReplayCosts) -> Sweep:
+def sweep_of(form: Form, temperature: float, traces: Sequence[StoppedTrace], costs: ReplayCosts) -> Sweep:
     """Replay every rule."""
 
     def fixed(shape: TreeShape) -> Replayed:

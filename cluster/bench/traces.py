@@ -7,7 +7,7 @@ length N from a text of length L follows without the target, by walking down the
 
 In a tree of static shape, the path follows from the drafter's ranks of these tokens given the true text
 (docs/design/policies.md#rank-replay). Beams and dynamic trees also depend on guesses beside the text: the drafter's
-engine grows one at every position. Proposals follow from the text alone.
+engine grows one at every position.
 """
 
 from __future__ import annotations
@@ -18,21 +18,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 from dendro.calls import DrafterPeer, VerifierPeer
-from dendro.shapes import DEFAULT_DEPTH, LevelShape, NodeShape, ProposedShape, TreeShape
-from dendro.text import Limits, Sampling, Text
-from dendro.tree import RANKED, DraftTree
+from dendro.shapes import LevelShape, NodeShape, TreeShape
+from dendro.text import Sampling
+from dendro.tree import DraftTree
 
 from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.prompts import load_tokenizer
-from cluster.measure.in_process import EngineText, tree_of
+from cluster.measure.in_process import EngineText
 from cluster.measure.measurement import Step
 from cluster.policies.replay import static_path
-from cluster.proposers.chances import Chances
-from cluster.proposers.lookup import Lookup
-from cluster.proposers.proposal import Proposal
-from cluster.proposers.proposals import OFFERED, merge
 from cluster.training.acceptance import PROMPT_TOKENS
 
 SIDE_BY_SIDE = 9
@@ -88,7 +83,6 @@ class Trace:
     answer: TracedAnswer
     ranks: Sequence[int]  # rank of each token from `begin` on among the drafter's candidates, given the true text
     trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # one at begin, begin + 1, ..., end - 1
-    proposals: list[Proposal] = field(default_factory=list)  # what prompt lookup proposes, at the same positions
     _paths: dict[tuple[TreeShape, int], tuple[int, ...]] = field(default_factory=dict)
 
     def recorded(self, shape: TreeShape, base: int) -> DraftTree | None:
@@ -120,20 +114,10 @@ class Trace:
         """(base, N) of every round, if all of them are of this shape."""
         return self.answer.rounds(lambda base: self.emitted(shape, base))
 
-    def tree(self, shape: TreeShape, base: int) -> DraftTree:
-        """The tree of a round. If a static shape was not grown, the tokens are placeholders."""
-        tree = self.recorded(shape, base)
-        return tree_of(shape) if tree is None else tree
-
     def rows(self, shape: TreeShape, base: int) -> int:
         """Rows of the tree of a round."""
         tree = self.recorded(shape, base)
         return shape.rows if tree is None else tree.rows
-
-    def reported_ranks(self, start: int, stop: int) -> npt.NDArray[np.int32]:
-        """The ranks of text tokens start..stop-1 as an engine reports them with a tree, at most RANKED."""
-        ranks = self.ranks[start - self.answer.begin : stop - self.answer.begin]
-        return np.minimum(np.array(ranks, np.int32), RANKED)
 
 
 def walk(tree: DraftTree, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -208,21 +192,6 @@ async def _grown_together(
             step()
     await asyncio.gather(*(peer.close(drafter, len(peer.text) - 1) for peer in peers))
     return trees
-
-
-def record_proposals(trace: Trace, shapes: Sequence[ProposedShape]) -> None:
-    """Record what prompt lookup proposes at every position of an answer, and the trees of these shapes made of it by
-    the proposer's own acceptance estimates."""
-    answer, lookup, chances = trace.answer, Lookup(), Chances()
-    limits = Limits(len(answer.ids) + 1, ignore_end=True)
-    trace.trees |= {shape: [] for shape in shapes}
-    for position in range(answer.begin, answer.end):
-        text = Text(answer.ids[:position], answer.sampling, limits)
-        lookup.grow(text)
-        proposal = lookup.propose(text, OFFERED, DEFAULT_DEPTH)
-        trace.proposals.append(proposal)
-        for shape in shapes:
-            trace.trees[shape].append(merge([chances.tree(lookup.name, proposal)], shape.rows, DEFAULT_DEPTH))
 
 
 def trimmed(tree: DraftTree, rows: int) -> DraftTree:

@@ -1,8 +1,7 @@
-"""`dendro bench trees`: ways to guess, and the policies that choose among them, on answers that were recorded once."""
+"""`dendro bench trees`: ways to guess, on answers that were recorded once."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import Any
 
 import numpy as np
 from dendro.errors import BadRequest
-from dendro.shapes import MAX_ROWS, OFF, BeamShape, DynamicShape, LevelShape, NodeShape, ProposedShape, TreeShape
+from dendro.shapes import MAX_ROWS, OFF, BeamShape, DynamicShape, LevelShape, TreeShape
 
-from cluster.bench.costs import LEVEL_ROWS, STEP_ROWS, ReplayCosts, costed
-from cluster.bench.replay import ReplayedAnswer, by_answer, rate, rates, run_fixed, run_stream
+from cluster.bench.replay import LEVEL_ROWS, STEP_ROWS, ReplayCosts, by_answer, costed, rates, run_fixed
 from cluster.bench.traces import (
     SIDE_BY_SIDE,
     SPARE,
@@ -22,7 +20,6 @@ from cluster.bench.traces import (
     TracedAnswer,
     grown_trees,
     is_static,
-    record_proposals,
     trimmed,
     walk,
     write_answers,
@@ -38,7 +35,6 @@ from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.measure.turns import estimate
-from cluster.policies import POLICIES
 from cluster.policies.sequoia import longest_trees
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
 from cluster.tune.measuring import Ranker
@@ -64,7 +60,7 @@ WIDE = LevelShape((4, 2, 2, 1, 1))
 """The static tree that is reranked by value: static growth, dynamic rerank."""
 RANKS = 16
 """Candidates among which the target's tokens are ranked."""
-ALL, CONFIGURED, PAPERS = "all", "configured", "paper's"
+ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +70,7 @@ class TreesOptions:
     repetitions: int = option("Measurements of each cost.", 15, 3, least=1)
     temperatures: tuple[float, ...] = temperatures()
     drafters: tuple[str, ...] = option(
-        "Folders beside the target. All arms and policies are measured with the first, static trees alone with others.",
+        "Folders beside the target. All arms are measured with the first, static trees alone with others.",
         ("mamba2", "mamba", "llama"),
         ("mamba2",),
     )
@@ -100,12 +96,10 @@ def fixed_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
 
 def grown_arms(configured: Sequence[TreeShape]) -> tuple[TreeShape, ...]:
     """The shapes of which the drafter grows trees at every position: MASTERS instead of the dynamic trees trimmed from
-    them. Rounds of static shapes follow from ranks, so of these only WIDE and the configured arms, from whose values
-    policies learn."""
-    known = LevelShape | NodeShape | ProposedShape
+    them. Rounds of static shapes follow from ranks, so of these only WIDE, which is reranked by value."""
     cut = {shape for rows in SIZES for shape in dynamic_shapes(rows)}
-    others = [shape for shape in fixed_arms(configured) if not isinstance(shape, known) and shape not in cut]
-    return (*MASTERS, *others, WIDE, *(shape for shape in configured if shape.drafted and is_static(shape)))
+    others = [shape for shape in fixed_arms(configured) if not is_static(shape) and shape not in cut]
+    return (*MASTERS, *others, WIDE)
 
 
 def cut_trees(trace: Trace) -> None:
@@ -120,10 +114,10 @@ def cut_trees(trace: Trace) -> None:
 class TreesRecord:
     """All measurements; the report is computed from them."""
 
-    traces: Mapping[tuple[str, float], Sequence[Trace]]  # (drafter, temperature) -> answers, in the order of the stream
+    traces: Mapping[tuple[str, float], Sequence[Trace]]  # (drafter, temperature) -> answers
     costs: Mapping[tuple[str, float], ReplayCosts]  # (drafter, temperature) -> measured costs
     drafter: str  # whose trees were grown
-    arms: tuple[TreeShape, ...]  # the configured ones; policies choose among them
+    arms: tuple[TreeShape, ...]  # the configured ones
 
     @property
     def temperatures(self) -> tuple[float, ...]:
@@ -137,7 +131,7 @@ class TreesRecord:
 async def measure(options: TreesOptions, begin: Begin) -> dict[str, Any]:
     config = target_config(options.models, COSTLY)
     (target,) = config.targets.values()
-    arms = tuple(arm.shape for arm in config.arms_of(COSTLY))
+    arms = tuple(arm.shape for arm in config.arms_of(COSTLY) if arm.shape.drafted)
     main = options.drafters[0]
     traces: dict[tuple[str, float], list[Trace]] = {}
     costs: dict[tuple[str, float], ReplayCosts] = {}
@@ -167,22 +161,19 @@ async def measure(options: TreesOptions, begin: Begin) -> dict[str, Any]:
                     step = begin(f"trees of {name}, temperature {temperature:g}", texts * options.tokens)
                     await grow_trees(drafter, mine, arms, step)
     recorded = TreesRecord(traces, costs, main, arms)
-    policies = list(policy_rows(recorded, begin("policies", len(options.temperatures) * len(POLICIES) * 2)))
     return {
         "plan": {},
         "rows": list(arm_rows(recorded)),
-        "policies": policies,
         "ablation": list(ablation_rows(recorded)),
         "costs": list(cost_rows(recorded)),
     }
 
 
 async def grow_trees(drafter: Any, traces: Sequence[Trace], arms: Sequence[TreeShape], step: Step) -> None:
-    """Record a tree of each grown shape and each proposal at every position of these answers."""
+    """Record a tree of each grown shape at every position of these answers."""
     grown = await grown_trees(drafter, [trace.answer for trace in traces], grown_arms(arms), step)
     for trace, trees in zip(traces, grown, strict=True):
         trace.trees |= trees
-        record_proposals(trace, [arm for arm in arms if isinstance(arm, ProposedShape)])
         cut_trees(trace)
 
 
@@ -297,56 +288,6 @@ def ablation_rows(recorded: TreesRecord) -> Iterator[Row]:
                 }
 
 
-def policy_rows(recorded: TreesRecord, step: Step) -> Iterator[Row]:
-    """One row for each temperature, set of arms, policy and kind; all but `cold_regret` is of the second pass over all
-    answers, which begins with what the first one learned.
-
-    Rates are medians over prompts, as for fixed arms; regrets are over all rounds of all answers. `judged`: the policy
-    whose worst kind comes closest to the best fixed arm, on the configured arms.
-    """
-    for temperature in recorded.temperatures:
-        costs, traces = recorded.costs[recorded.drafter, temperature], recorded.traces[recorded.drafter, temperature]
-        for name, arms in ((CONFIGURED, recorded.arms), (PAPERS, PAPER)):
-            found: dict[str, list[Row]] = {}
-            for policy in POLICIES:
-                cold, warm = run_stream(policy, arms, traces, costs, 2)
-                found[policy] = [
-                    {"policy": policy, "arms": name, "temperature": temperature, "kind": kind}
-                    | _policy_row(arms, _of_kind(kind, cold), _of_kind(kind, warm), costs)
-                    for kind in recorded.kinds
-                ]
-                step()
-            closest = max(found, key=lambda policy: min(row["over_best"]["median"] for row in found[policy][:-1]))
-            for policy, rows in found.items():
-                for row in rows:
-                    judged = name == CONFIGURED and policy == closest and row["kind"] != ALL
-                    yield row | {"judged": judged}
-
-
-def _of_kind(kind: str, runs: Sequence[ReplayedAnswer]) -> list[ReplayedAnswer]:
-    return [run for run in runs if kind in (ALL, run.trace.answer.kind)]
-
-
-def _policy_row(
-    arms: Sequence[TreeShape], cold: list[ReplayedAnswer], warm: list[ReplayedAnswer], costs: ReplayCosts
-) -> Row:
-    by_arm = {arm: [run_fixed(arm, run.trace, costs) for run in warm] for arm in (*arms, OFF)}
-    best = max(arms, key=lambda arm: rate(by_arm[arm]))
-    own, fixed, off = map(rates, (warm, by_arm[best], by_arm[OFF]))
-    chosen = sum((run.arms for run in warm), Counter[TreeShape]())
-    return {
-        "tokens_per_second": estimate(list(own.values())),
-        "emitted_per_round": round(emitted_per_round([[played.emitted for played in run.rounds] for run in warm]), 4),
-        "best_arm": str(best),
-        "best_arm_tokens_per_second": estimate(list(fixed.values())),
-        "best_arm_share": round(chosen[best] / chosen.total(), 4),
-        "over_best": paired_ratio(own, fixed).as_json(),
-        "over_off": paired_ratio(own, off).as_json(),
-        "regret": round(1 - rate(warm) / rate(by_arm[best]), 4),
-        "cold_regret": round(1 - rate(cold) / rate(by_arm[best]), 4),
-    }
-
-
 def cost_rows(recorded: TreesRecord) -> Iterator[Row]:
     """Milliseconds by rows: steps of the target, levels of the drafters."""
     for (name, temperature), costs in recorded.costs.items():
@@ -359,8 +300,8 @@ def cost_rows(recorded: TreesRecord) -> Iterator[Row]:
 
 TREES = Bench(
     "trees",
-    "Compare ways to guess: chains, static trees, beams, dynamic trees, and every policy that chooses among them, on "
-    "code, prose and repetitive edits. The target generates each answer once, and a drafter's guesses are recorded at "
+    "Compare ways to guess: chains, static trees, beams and dynamic trees, on code, prose and repetitive edits. The "
+    "target generates each answer once, and a drafter's guesses are recorded at "
     "every position. As speculation changes no token, all ways are then replayed on the same answers, with round times "
     "from a table of measured costs of a costly target.",
     "Under a minute: one prompt of each kind, short answers, one drafter.",
@@ -369,8 +310,7 @@ TREES = Bench(
     facts=(
         f"Prompts of {PROMPT_TOKENS} tokens of each kind ({', '.join(KINDS)}); the drafters in {DRAFTER_DTYPE}",
         "Tokens per second are predicted: tokens over the round times of the cost table, without router, hops and "
-        "queues. Trees of a drafter are replayed without the proposals that the router would merge into them; those of "
-        "prompt lookup are given to policies before they choose, as in the router",
+        "queues. Trees of a drafter are replayed without the proposals that the router would merge into them",
     ),
     tables=(
         ReportTable(
@@ -378,13 +318,6 @@ TREES = Bench(
             "rows",
             "arm; rows = tree_rows; emitted per round = emitted_per_round:.2f; draft ms = draft_ms:.2f; verify ms = "
             "verify_ms:.2f; tokens/s = tokens_per_second:.1f; over off = over_off:.3f",
-        ),
-        ReportTable(
-            "Policies on the {arms} arms, temperature {temperature:g}",
-            "policies",
-            "policy; kind; tokens/s = tokens_per_second:.1f; best fixed arm = best_arm; its tokens/s = "
-            "best_arm_tokens_per_second:.1f; over best arm = over_best:.3f; regret = regret:.1%; cold regret = "
-            "cold_regret:.1%; best arm's share = best_arm_share:.0%; over off = over_off:.3f",
         ),
         ReportTable(
             "What makes a dynamic tree: {tree_rows} rows, temperature {temperature:g} (EAGLE-2's ablation)",
@@ -401,21 +334,6 @@ TREES = Bench(
             least=1.1,
             where=lambda row: row["way"] == FULL,
         ),
-        Aim(
-            "{policy} over the best fixed arm, {kind}, temperature {temperature:g}",
-            "policies",
-            "over_best",
-            least=0.97,
-            where=lambda row: row["judged"],
-            why="it chose {best_arm} in {best_arm_share:.0%} of rounds",
-        ),
-        Aim(
-            "{policy} over off, {kind}, temperature {temperature:g}",
-            "policies",
-            "over_off",
-            least=0.98,
-            where=lambda row: row["judged"],
-        ),
     ),
     plots=(
         Plot(
@@ -426,6 +344,6 @@ TREES = Bench(
             panel="temperature {temperature:g}",
         ),
     ),
-    code=("cluster/policies", "cluster/proposers", "drafter_service/grow.py"),
+    code=("cluster/policies/sequoia.py", "drafter_service/grow.py"),
 )
 bench_trees = TREES.command()

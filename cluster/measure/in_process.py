@@ -20,7 +20,7 @@ from dendro.calls import (
     new_opening,
 )
 from dendro.engine import started
-from dendro.shapes import TreeShape, child_counts
+from dendro.shapes import TreeShape
 from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens, Verdict
 from dendro.tree import DraftTree
@@ -82,12 +82,6 @@ class EngineText:
     async def close(self, engine: DrafterPeer | VerifierPeer, start: int | None = None) -> None:
         """Close it; the engine has ids[:start] (None: all of it)."""
         await engine.close(CloseCall(self.update(len(self.text) if start is None else start)))
-
-
-def tree_of(shape: TreeShape, root: int = 0) -> DraftTree:
-    """A tree of a static shape whose guesses all differ. Raises ValueError for other shapes."""
-    parents = [-1, *(row for row, count in enumerate(child_counts(shape)) for _ in range(count))]
-    return DraftTree.of([root, *range(1, len(parents))], parents)
 
 
 def star(root: int, rows: int) -> DraftTree:

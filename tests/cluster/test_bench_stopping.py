@@ -13,8 +13,7 @@ from dendro.shapes import DynamicShape, LevelShape, TreeShape, UntilShape
 from dendro.state import NoStates
 from dendro.tree import DraftTree
 
-from cluster.bench.costs import STEP_ROWS, ReplayCosts
-from cluster.bench.replay import rate, run_fixed
+from cluster.bench.replay import STEP_ROWS, ReplayCosts, rate, run_fixed
 from cluster.bench.stopping import (
     CHAIN,
     FORMS,

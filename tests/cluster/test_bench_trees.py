@@ -17,23 +17,20 @@ from dendro.shapes import (
     DynamicShape,
     LevelShape,
     NodeShape,
-    ProposedShape,
     TreeShape,
     child_counts,
 )
 from dendro.state import NoStates
 from dendro.text import Limits, Text, Verdict
-from dendro.tree import EMPTY_TRACE, DraftTree
+from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.bench.costs import STEP_ROWS, ReplayCosts, costed, level_shapes
-from cluster.bench.replay import arm_of, run_fixed, run_policy, run_stream
+from cluster.bench.replay import STEP_ROWS, ReplayCosts, costed, level_shapes
 from cluster.bench.traces import (
     SPARE,
     Trace,
     TracedAnswer,
     grown_trees,
-    record_proposals,
     trimmed,
     walk,
     write_answer,
@@ -55,7 +52,6 @@ from cluster.bench.trees import (
     fixed_arms,
     grown_arms,
     lengths,
-    policy_rows,
 )
 from cluster.config import DrafterConfig
 from cluster.demo.corpus import HELD_OUT
@@ -64,7 +60,7 @@ from cluster.demo.prompts import load_passages, load_tokenizer
 from cluster.measure.bench import draw
 from cluster.measure.engine_times import measure_drafts, measure_steps
 from cluster.measure.in_process import EngineText
-from cluster.policies import POLICIES, Experience, Static, make_policy
+from cluster.policies import Static
 from cluster.policies.replay import static_path
 from cluster.router.rounds import Policy, rounds
 from cluster.tune.measuring import Ranker
@@ -137,29 +133,6 @@ def flat_costs() -> ReplayCosts:
     return ReplayCosts(step, {shape: us for shape, us in (shapes | levels).items() if not shape.off})
 
 
-def test_replayed_proposals_follow_a_repetitive_text_and_cost_a_step_of_their_rows():
-    """A text of period 6 repeats; one without repetition is plain decoding. Neither asks a drafter."""
-    few, many = ProposedShape(3), ProposedShape(7)
-    for ids, emitted in ((tuple(index % 6 for index in range(60)), 1), (tuple(range(60)), 0)):
-        trace = Trace(TracedAnswer("code", "p", 0.0, 0, ids, 24, 20), [])
-        record_proposals(trace, [few, many])
-        for shape in (few, many):
-            rows = 1 + emitted * shape.total
-            assert {trace.emitted(shape, base) for base in range(24, 44)} == {rows}
-            assert {trace.rows(shape, base) for base in range(24, 44)} == {rows}
-            run = run_fixed(shape, trace, flat_costs())
-            assert {played.took_us for played in run.rounds} == {flat_costs().step_us(rows)}
-
-
-def test_a_replayed_policy_is_offered_proposals_and_chooses_them_where_they_come_true():
-    shape, ids = ProposedShape(7), tuple(index % 6 for index in range(96))
-    trace = Trace(TracedAnswer("code", "p", 0.0, 0, ids, 24, 48), [])
-    record_proposals(trace, [shape])
-    first, second = run_stream("conservative_ucb", [OFF, shape], [trace, trace], flat_costs(), 2)
-    assert {played.shape for run in first for played in run.rounds} == {OFF, shape}
-    assert [played.shape for played in second[-1].rounds].count(shape) > len(second[-1].rounds) / 2
-
-
 # Prompts
 
 
@@ -212,7 +185,9 @@ async def test_replayed_rounds_emit_the_same_as_rounds_with_the_verifier(tempera
         emitted = []
         for trace in traces:
             for shape in shapes[:4]:
-                played = await rounds_of(Charged(drafter, verifier, trace.answer, flat_costs()), Static(arm_of(shape)))
+                played = await rounds_of(
+                    Charged(drafter, verifier, trace.answer, flat_costs()), Static(Arm.of("drafter", shape))
+                )
                 assert played == [count for _, count in trace.rounds(shape)], shape
                 emitted += played
             for shape in shapes[4:]:
@@ -235,9 +210,7 @@ async def test_ranks_of_static_shapes_give_the_same_rounds_as_grown_trees(temper
     for trace, shape in itertools.product(traces, shapes):
         for base, tree in enumerate(trace.trees[shape], trace.answer.begin):
             assert walk(tree, trace.answer.ids[base:]) == Trace(trace.answer, trace.ranks).path(shape, base)
-        assert (
-            trace.trees[shape][0].parents.tolist() == Trace(trace.answer, trace.ranks).tree(shape, 20).parents.tolist()
-        )
+        assert trace.trees[shape][0].rows == Trace(trace.answer, trace.ranks).rows(shape, 20)
 
 
 async def test_a_trimmed_dynamic_tree_equals_the_smaller_one(tmp_path):
@@ -360,77 +333,6 @@ async def rounds_of(peers: Charged, policy: Policy) -> list[int]:
     return emitted
 
 
-class ObservedPolicy:
-    """A policy, and the updates that the router makes after a round."""
-
-    def __init__(self, policy, experience: Experience, running, costs: ReplayCosts) -> None:
-        self.policy, self.experience, self.running, self.costs = policy, experience, running, costs
-        self.played: list[tuple[TreeShape, int]] = []
-        self.trees: list[DraftTree] = []
-
-    def choose(self) -> Arm:
-        return self.policy.choose()
-
-    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        self.trees.append(replace(tree, trace=EMPTY_TRACE, draft_us=0))
-        self.policy.learn(arm, tree, verdict)
-        self.running.begun()
-        if self.played:
-            self.experience.learn_time(arm, tree, verdict, self.costs.round_us(arm.shape))
-        self.played.append((arm.shape, verdict.length))
-
-
-def test_a_replayed_draft_has_the_cost_of_one_text_though_several_were_recorded_together():
-    trace, beam, experience = made_trace([9] * 40), BeamShape(5, 3), Experience()
-    trace.trees[beam] = [replace(DraftTree.of(range(3), (-1, 0, 1)), texts=8)] * trace.answer.tokens
-    costs = flat_costs()
-    run_policy(make_policy("conservative_ucb", [arm_of(beam)], experience), experience, trace, costs)
-    assert experience.costs.draft[arm_of(beam)].us == costs.draft_us(beam)
-
-
-class LiveTrace(Trace):
-    """A trace with the live trees of its rounds, in order."""
-
-    def __init__(self, answer: TracedAnswer, ranks: Sequence[int], trees: Sequence[DraftTree]) -> None:
-        super().__init__(answer, ranks)
-        self.live = iter(trees)
-
-    def tree(self, shape: TreeShape, base: int) -> DraftTree:
-        return next(self.live)
-
-
-@pytest.mark.parametrize("name", POLICIES)
-async def test_a_replayed_policy_makes_the_same_choices_as_live(name, tmp_path):
-    """With the real loop, drafter and verifier, and the table's times. One experience over all answers."""
-    costs, arms = flat_costs(), [arm_of(shape) for shape in ARMS[:3]]
-    async with engines(tmp_path) as (drafter, verifier, ranker):
-        written = [answer for temperature in (0.0, 1.0) for answer in await answers(verifier, temperature)]
-        replayed_with, live_with = Experience(), Experience()
-        chosen = set()
-        for answer in written:
-            with live_with.concurrency.running() as running:
-                observed = ObservedPolicy(make_policy(name, arms, live_with), live_with, running, costs)
-                await rounds_of(Charged(drafter, verifier, answer, costs), observed)
-            # Values of trees depend on the drafter's calibration at the time, so the live trees are replayed.
-            trace = LiveTrace(answer, traced(ranker, answer).ranks, observed.trees)
-            policy = make_policy(name, arms, replayed_with)
-            run = run_policy(policy, replayed_with, trace, costs)
-            assert observed.played == [(played.shape, played.emitted) for played in run.rounds]
-            chosen |= {shape for shape, _ in observed.played}
-    assert len(chosen) > 1, "more than one arm was chosen"
-
-
-def test_a_stream_learns_from_one_answer_to_the_next():
-    """A chain that is always accepted: after the first pass, every round drafts it."""
-    traces = [made_trace([0] * (30 + SPARE)) for _ in range(4)]
-    first, second = run_stream("conservative_ucb", ARMS[:3], traces, flat_costs(), 2)
-    assert CHAIN in {played.shape for run in first for played in run.rounds}
-    assert {played.shape for run in second for played in run.rounds} == {CHAIN}
-    fixed = run_fixed(CHAIN, traces[0], flat_costs())
-    assert second[0].tokens_per_second == pytest.approx(fixed.tokens_per_second)
-    assert fixed.tokens_per_second == pytest.approx(4e6 / flat_costs().round_us(CHAIN))
-
-
 # Trees
 
 
@@ -470,29 +372,16 @@ async def recorded(tmp_path):
 
 
 async def test_the_report_has_every_table_and_every_aim(recorded, tmp_path):
-    steps: list[int] = []
     report = {
         "rows": list(arm_rows(recorded)),
-        "policies": list(policy_rows(recorded, lambda: steps.append(1))),
         "ablation": list(ablation_rows(recorded)),
         "costs": list(cost_rows(recorded)),
     }
     report["aims"] = [row for aim in TREES.aims for row in aim.judged(report)]
     titles = [title for title, _, _ in TREES.all_tables(report)]
-    assert len(steps) == 2 * 2 * len(POLICIES)
-    assert len(titles) == 2 * 2 * 4 + 2 * 2 + 2 * len(SIZES) + 2 + 1
-    mine = {
-        (row["kind"], row["arm"]): row["tokens_per_second"]["median"]
-        for row in report["rows"]
-        if (row["drafter"], row["temperature"]) == ("tiny", 0.0)
-    }
-    for row in report["policies"]:
-        if row["temperature"] == 0.0:
-            at = row["best_arm_tokens_per_second"]["median"]
-            assert at == mine[row["kind"], row["best_arm"]], "arms and policies are reported in the same measure"
-    assert {row["policy"] for row in report["policies"]} == set(POLICIES)
+    assert len(titles) == 2 * 2 * 4 + 2 * len(SIZES) + 2 + 1
     assert {rows for row in report["costs"] for rows in row["ms"]} >= {"1", "31", "64"}
-    assert len(report["aims"]) == 2 * (len(SIZES) + 2 * len(KINDS))
+    assert len(report["aims"]) == 2 * len(SIZES)
     draw(TREES.plots, report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
