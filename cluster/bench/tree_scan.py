@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from dendro.errors import BadRequest, EngineFailed
 from torch import Tensor
-from transformers import Mamba2Config, Mamba2ForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import causal_conv1d_fn, mamba2_chunk_scan
 from tree_kernels import step_size
 from tree_kernels.tree_attention import NEAR_CHOICES
@@ -32,10 +30,7 @@ from cluster.measure.bench import Aim, Bench, Plot, ReportTable, option, seed
 from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Row
 from cluster.measure.turns import estimates, over
-from verifier_service.models.head import HEAD_ROWS, Logits
-from verifier_service.models.mixers import seat_mixers
-from verifier_service.models.seats import ForwardContext
-from verifier_service.recurrent import Extent, FoldOf, RecurrentRows, recurrent_step
+from verifier_service.recurrent import FoldOf, RecurrentRows, recurrent_step
 
 PACKED = "packed"
 UNROLLED = "unrolled"
@@ -43,7 +38,6 @@ LIBRARY = "transformers, checkpoint and ring"
 WAYS = (PACKED, UNROLLED, LIBRARY)
 WIDTH = 4
 """Taps of the convolution."""
-VOCABULARY = 50288
 LIBRARY_BOUND = 1e-3
 """Bound of the relative difference of ours and the library's: all is float32 but the convolution's output, where
 another order of summation may round to another bfloat16."""
@@ -67,7 +61,6 @@ class TreeScanOptions:
     block: int = option("Tokens of a block: 16, 32 or 64, at least the depth of the deepest tree.", 16)
     repetitions: int = option("Repetitions of each step.", 20, 5, least=1)
     beams: bool = option("Also measure trees of beams.", True, False)
-    all_sizes: bool = option("Measure the memory of models of all published sizes, not of this one alone.", True, False)
     seed: int = seed()
 
     def __post_init__(self) -> None:
@@ -77,16 +70,13 @@ class TreeScanOptions:
 
 @dataclass(frozen=True, slots=True)
 class ScanModelSize:
-    """The sizes of a Mamba-2 model."""
+    """The sizes of a layer of a Mamba-2 model."""
 
     name: str
-    hidden: int
-    layers: int
     heads: int
     width: int = 64
     groups: int = 1
     state: int = 128
-    vocabulary: int = VOCABULARY
 
     @property
     def layout(self) -> MixerLayout:
@@ -94,38 +84,15 @@ class ScanModelSize:
         channels = inner + 2 * self.groups * self.state
         return MixerLayout(channels, self.heads, self.width, self.groups, self.state, torch.bfloat16)
 
-    def config(self, layers: int) -> Mamba2Config:
-        return Mamba2Config(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            num_hidden_layers=layers,
-            num_heads=self.heads,
-            head_dim=self.width,
-            n_groups=self.groups,
-            state_size=self.state,
-            expand=self.heads * self.width // self.hidden,
-            conv_kernel=WIDTH,
-            tie_word_embeddings=True,
-        )
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of a checkpoint in bfloat16, with embeddings tied to the head."""
-        with torch.device("meta"):
-            model: Any = Mamba2ForCausalLM(self.config(self.layers))
-        model.tie_weights()
-        numbers: int = sum(each.numel() for each in model.parameters())
-        return 2 * numbers
-
 
 SIZES = {
     size.name: size
     for size in (
-        ScanModelSize("130m", 768, 24, 24),
-        ScanModelSize("370m", 1024, 48, 32),
-        ScanModelSize("780m", 1536, 48, 48),
-        ScanModelSize("1.3b", 2048, 48, 64),
-        ScanModelSize("2.7b", 2560, 64, 80),
+        ScanModelSize("130m", 24),
+        ScanModelSize("370m", 32),
+        ScanModelSize("780m", 48),
+        ScanModelSize("1.3b", 64),
+        ScanModelSize("2.7b", 80),
     )
 }
 
@@ -372,73 +339,19 @@ def layer_rows(layer: ScanLayer, shapes: Sequence[ScanTree], repetitions: int, s
     ], far
 
 
-def memory_rows(size: ScanModelSize, block: int, shapes: Sequence[ScanTree]) -> Iterator[Row]:
-    """MiB of a whole model, one text and a step of each tree, packed, at an engine whose deepest tree it is. The first
-    tree is plain decoding.
-
-    Temporaries are measured on a model of one layer: a layer's are freed before the next layer's are allocated.
-    """
-    layout = size.layout
-    run = ForwardContext()
-    model: Any = Mamba2ForCausalLM(size.config(layers=1))
-    model = model.bfloat16().eval().requires_grad_(False)
-    seat_mixers(Path("random"), model, run)
-    head = model.lm_head.weight.float()
-    layer = ScanLayer(size, block, max(shape.rows for shape in shapes), seed=0)
-    run.recurrent = RecurrentMemory([layout], len(layer.memory.raw), len(layer.memory.states), CPU)
-    plain = 0.0
-    for shape in shapes:
-        step = layer.step([[layer.scratch + row for row in path] for path in shape.paths])
-        tokens = torch.zeros(1, len(step.slots), dtype=torch.int64)
-        run.recurrent_step = step
-
-        def forward(tokens: Tensor = tokens) -> None:
-            hidden = model.backbone(tokens, use_cache=False).last_hidden_state[0]
-            logits = Logits(hidden, lambda rows: F.linear(rows.float(), head))  # the engine's, float32
-            for row in range(len(hidden)):  # what a walk that visits all rows does
-                logits.row(row)
-
-        with torch.inference_mode():
-            forward()
-            temporaries = peak_bytes(forward)
-        extent = Extent.of(block, shape.depth + 1, shape.depth)
-        parts = {
-            "weights": size.weight_bytes,
-            "kept": size.layers * (extent.ring * layout.token_bytes + extent.checkpoints * layout.state_bytes),
-            "scratch": size.layers * len(step.slots) * layout.token_bytes,
-            "temporaries": temporaries,
-        }
-        total = sum(parts.values())
-        plain = plain or total
-        logits = min(len(step.slots), HEAD_ROWS) * size.vocabulary * 4
-        yield {
-            "model": size.name,
-            "step": shape.name if shape.rows > 1 else "plain decoding",
-            "rows": shape.rows,
-            "mib": {name: round(held / MIB, 2) for name, held in (parts | {"logits": logits, "all": total}).items()},
-            "over_plain": round(total / plain, 4),
-        }
-
-
 def measure(options: TreeScanOptions, begin: Begin) -> dict[str, Any]:
     size, shapes = SIZES[options.size], shapes_of(options)
     layer = ScanLayer(size, options.block, max(shape.unrolled_rows for shape in shapes), options.seed)
     step = begin(f"a layer of {size.name}", options.repetitions + 1)
     rows, far = layer_rows(layer, shapes, options.repetitions, step)
-    trees = (binary(0), binary(5), beams(BEAM_STEPS[-1], BEAM_WIDTHS[-1], options.seed))
-    sizes = SIZES.values() if options.all_sizes else (size,)
-    step, memory = begin("memory of models", len(sizes)), list[Row]()
-    for each in sizes:
-        memory += memory_rows(each, options.block, trees)
-        step()
-    return {"plan": {"largest_difference": far}, "rows": rows, "memory": memory}
+    return {"plan": {"largest_difference": far}, "rows": rows}
 
 
 TREE_SCAN = Bench(
     "tree-scan",
-    "Time a tree in a state-space layer: packed, as a batch of its paths, and by transformers' chunk scan; and measure "
-    "the memory of a model with trees, relative to plain decoding. Runs on the CPU, in this process.",
-    "A few seconds: binary trees and one size alone, five repetitions.",
+    "Time a tree in a state-space layer, and measure its temporaries: packed, as a batch of its paths, and by "
+    "transformers' chunk scan. Runs on the CPU, in this process.",
+    "A few seconds: binary trees alone, five repetitions.",
     TreeScanOptions,
     measure,
     facts=(
@@ -453,9 +366,6 @@ TREE_SCAN = Bench(
         "Before measuring: every packed row has the bits of the same row on its own path; the library's answers are "
         "within {largest_difference:.1e} of ours, relative",
         "Temporaries: peak bytes of torch tensors allocated by the call, its result included, by torch.profiler",
-        "Memory of a model: weights in bfloat16; one text's checkpoints and ring, kept by an engine whose deepest tree "
-        "is this one; scratch for the rows of this step; the temporaries of a whole step, float32 logits of at most "
-        f"{HEAD_ROWS} rows at a time among them",
     ),
     tables=(
         ReportTable(
@@ -465,11 +375,6 @@ TREE_SCAN = Bench(
         ),
         ReportTable("Over packed, median and 90 % of paired ratios", "rows", "tree; rows; * = over_packed/*:.2f"),
         ReportTable("Temporaries of a layer's step, MiB", "rows", "tree; rows; * = temporary_mib/*:.2f"),
-        ReportTable(
-            "Memory of a whole model and one text, MiB",
-            "memory",
-            "model; step; rows; * = mib/*:.2f; over plain = over_plain:.3f",
-        ),
     ),
     aims=(
         Aim(
@@ -479,13 +384,6 @@ TREE_SCAN = Bench(
             least=1.0,
             end="low",
             where=lambda row: row["rows"] >= 15,
-        ),
-        Aim(
-            "memory over plain decoding's, {model}, {step}, {rows} rows",
-            "memory",
-            "over_plain",
-            most=1.05,
-            where=lambda row: row["rows"] == 63,
         ),
     ),
     plots=(

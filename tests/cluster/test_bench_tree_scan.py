@@ -30,7 +30,7 @@ from cluster.bench.tree_scan import (
 from cluster.measure.bench import draw
 from verifier_service.recurrent import Extent, place_of, recurrent_rows
 
-TINY = ScanModelSize("tiny", hidden=32, layers=2, heads=4, width=16, groups=2, state=8, vocabulary=96)
+TINY = ScanModelSize("tiny", heads=4, width=16, groups=2, state=8)
 
 
 def test_trees_have_the_rows_they_are_named_after():
@@ -93,9 +93,8 @@ def test_aims_are_judged_for_their_sizes_alone():
         ratio = {"median": 2.0, "low": low, "high": 3.0, "coverage": 0.93}
         return {"tree": "t", "rows": rows, "over_packed": {UNROLLED: ratio}}
 
-    memory = [{"model": "m", "step": "s", "rows": rows, "over_plain": each} for rows, each in ((63, 1.06), (81, 2.0))]
-    report = {"rows": [row(1, 0.5), row(15, 0.99), row(31, 1.2)], "memory": memory}
-    assert [row["met"] for aim in TREE_SCAN.aims for row in aim.judged(report)] == [False, True, False]
+    report = {"rows": [row(1, 0.5), row(15, 0.99), row(31, 1.2)]}
+    assert [row["met"] for aim in TREE_SCAN.aims for row in aim.judged(report)] == [False, True]
 
 
 def test_unknown_blocks_are_refused():
@@ -106,15 +105,12 @@ def test_unknown_blocks_are_refused():
 def test_a_small_run_measures_every_way_of_every_tree(tmp_path, monkeypatch):
     monkeypatch.setitem(SIZES, "130m", TINY)
     steps = []
-    options = TreeScanOptions(repetitions=2, beams=False, all_sizes=False)
+    options = TreeScanOptions(repetitions=2, beams=False)
     report = measure(options, lambda title, count: lambda: steps.append(count)) | {"aims": []}
-    assert steps == [3, 3, 3, 1]
+    assert steps == [3, 3, 3]
     assert [row["rows"] for row in report["rows"]] == [1, 15, 31, 63]
     for row in report["rows"]:
         assert set(row["ms"]) == set(row["temporary_mib"]) == set(WAYS) and min(row["temporary_mib"].values()) > 0
-    assert [each["rows"] for each in report["memory"]] == [1, 63, 81]
-    plain, *others = (each["over_plain"] for each in report["memory"])
-    assert plain == 1 and min(others) > 1
-    assert len(list(TREE_SCAN.all_tables(report))) == 4
+    assert len(list(TREE_SCAN.all_tables(report))) == 3
     draw(TREE_SCAN.plots, report, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
