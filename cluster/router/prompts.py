@@ -108,8 +108,10 @@ def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int]) -> list[
     _, found, rest = text.partition(ANSWER)
     if not found:
         raise BadRequest("messages", "cannot continue a session: the chat template leaves earlier answers out")
-    if earlier[-1] in served.end_ids:  # the template writes it, too
-        rest = rest.removeprefix(tokenizer.showing().decode([earlier[-1]]))
+    last = earlier[-1]
+    if last in served.end_ids or not tokenizer.visible([last]):  # the template writes it, too; Llama 2's after a space
+        end, written = tokenizer.showing().decode([last]), rest.lstrip()
+        rest = written.removeprefix(end) if written.startswith(end) else rest
     return tokenizer.encode(rest, begins=False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -112,6 +113,19 @@ async def test_messages_that_continue_a_session_follow_its_last_answer(served, e
     earlier = [*b"[user]one<e>[assistant]two", *([END] if ended else [])]
     text = await written(served, chat_of(("user", "three")), earlier)
     assert text == ("" if ended else "<|end|>") + "[user]three<|end|>[assistant]"
+
+
+async def test_the_token_that_ended_an_answer_is_written_once_where_the_template_writes_it_after_a_space(tmp_path):
+    served = served_with(tmp_path, TEMPLATE.replace("{{ m.content }}", " {{ m.content }} "))
+    asked = chat_of(("user", "three"))
+    ended = await written(served, asked, [*b"[user] one <e>[assistant] two", END])
+    assert ended == "[user] three <|end|>[assistant]"
+    assert await written(served, asked, b"[user] one <e>[assistant] two") == " <|end|>" + ended
+
+
+async def test_a_special_token_that_ended_an_answer_as_a_stop_id_is_written_once(served):
+    stopped = replace(served, end_ids=frozenset())
+    assert await written(stopped, chat_of(("user", "three")), [*b"two", END]) == "[user]three<|end|>[assistant]"
 
 
 @pytest.mark.parametrize(
