@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from drafter_service.acceptance_head import check_head, read_head
 from drafter_service.grow import most_processed
 from drafter_service.models import described_form, load_model
 from drafter_service.options import DrafterOptions
-from drafter_service.plan import DraftPlan, TextFold
+from drafter_service.plan import DraftPlan, DraftStep
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.structures import DraftStructures
@@ -333,7 +333,7 @@ class DrafterEngine:
         """Run one step: folds, one forward, the answers; a row of noise while idle. Returns how many seconds to wait
         for a call, None: until one comes."""
         step = self._scheduler.next()
-        if self._folded(step.folds) and step.plan is not None:
+        if self._folded(step) and step.plan is not None:
             self._forward(step.plan)
         self._send_answers()
         return self._scheduler.text_masks.patience_s if step.plan is None and not self._prepare_noise() else 0.0
@@ -342,11 +342,11 @@ class DrafterEngine:
         self._scheduler = self._fresh()
         self._runner.forget_all()
 
-    def _folded(self, folds: Sequence[TextFold]) -> bool:
+    def _folded(self, step: DraftStep) -> bool:
         """Run the folds of a step. False if they raise, which ends the step's texts."""
         try:
-            if folds:
-                self._runner.fold(folds)
+            if step.folds:
+                self._runner.fold(step.folds, step.plan)
         except BaseException as error:  # a panic of a native library is no Exception
             log_failure(log, error, "a fold of the drafter failed")
             self._scheduler.fail_folds(f"drafter: {described(error)}")

@@ -210,19 +210,31 @@ class DraftRunner:
         return bool(torch.isfinite(self.model.logits(hidden.flatten(0, 1))).all())
 
     @on_its_device
-    def fold(self, folds: Sequence[TextFold]) -> None:
-        """Fold accepted nodes into the memories of their texts."""
-        self.memory.fold(folds)
+    def fold(self, folds: Sequence[TextFold], before: DraftPlan | None = None) -> None:
+        """Fold accepted nodes into the memories of their texts. before: the forward that is run next, if any"""
+        compiled = None if before is None or isinstance(before.rows, Chains) else self._compiled(before)
+        if compiled is None:
+            self.memory.fold(folds)
+        else:
+            compiled.fold_first(folds)
 
     @on_its_device
     def run(self, plan: DraftPlan) -> DraftOutcome:
         """Run one forward. Returns the candidates in the target's ids."""
-        return self._run(plan) if self.ids is None else self.ids.outcome(self._run(self.ids.plan(plan)))
+        try:
+            return self._run(plan) if self.ids is None else self.ids.outcome(self._run(self.ids.plan(plan)))
+        finally:
+            if self._fused is not None:
+                self._fused.fold_rest()
+
+    def _compiled(self, plan: DraftPlan) -> FusedMemory | None:
+        """The memory if its call ranks the plan's tokens, too."""
+        return None if any(self._laws[session].warp.masks for session in plan.sessions) else self._fused
 
     def _run(self, plan: DraftPlan) -> DraftOutcome:
         """Run one forward. The plan and the outcome have the model's ids."""
         rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
-        compiled = self._fused if not any(law.warp.masks for law in laws) else None
+        compiled = self._compiled(plan)
         if isinstance(rows, Levels) and self._trees is not None:
             (law, *_), width = laws, _width(laws, plan)
             return DraftOutcome(*self._trees.guesses(rows, [_order_of(law, at) for at in plan.positions], width))

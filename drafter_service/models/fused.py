@@ -270,6 +270,8 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
                 table.put(layer, word, store[layer])
         OneCallLevels.__init__(self, model, table, shapes.NEW_NODES, shapes.NEW_TABLE, shapes.NEW_WORDS)
         self._call[shapes.NODE_TABLE] = self._tree.ctypes.data
+        self._levels.fold_first(model.kernels.address("fold"), shapes.FOLDS)
+        self._folding: tuple[Ints, ...] = ()  # what the call's addresses of folds point to
 
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
         table[:, 0], table[:, 1], table[:, 2] = slots, parents, texts
@@ -294,16 +296,28 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
         return _placed(self._forward(rows.tokens.ravel()[places]), places, texts, time)
 
     def fold(self, folds: Sequence[TextFold]) -> None:
+        self.fold_first(folds)
+        self.fold_rest()
+
+    def fold_first(self, folds: Sequence[TextFold]) -> None:
         paths = np.array([node for fold in folds for node in fold.path], np.int64)
         table, first = np.empty((len(folds), shapes.FOLD_WORDS), np.int64), 0
         for row, fold in enumerate(folds):
             table[row] = fold.source, fold.target, first, len(fold.path)
             first += len(fold.path)
-        call = self._call
-        (spare,) = self._model.scratch.parts((SPARE_ROWS * self._model.steps[shapes.MIXED],), 1)
-        call[shapes.SPARE], call[shapes.FOLDS] = spare, len(folds)
-        call[shapes.FOLD_TABLE], call[shapes.PATHS] = table.ctypes.data, paths.ctypes.data
-        self._model.kernels.functions["fold"](self._address)
+        call, self._folding = self._call, (table, paths)
+        call[shapes.FOLDS], call[shapes.FOLD_TABLE], call[shapes.PATHS] = (
+            len(folds),
+            table.ctypes.data,
+            paths.ctypes.data,
+        )
+
+    def fold_rest(self) -> None:
+        if self._call[shapes.FOLDS]:
+            sizes = (SPARE_ROWS * self._model.steps[shapes.MIXED],)
+            (self._call[shapes.SPARE],) = self._model.scratch.parts(sizes, 1)
+            self._model.kernels.functions["fold"](self._address)
+            self._call[shapes.FOLDS] = 0
 
 
 def _placed(hidden: Tensor, places: Ints, texts: int, time: int) -> Tensor:
@@ -375,6 +389,12 @@ class FusedStateMemory(OneCallLevels, StateSlots):
             table.put(layer, shapes.STATES, states[layer])
             table.put(layer, shapes.TAILS, saved.conv[layer])
         OneCallLevels.__init__(self, model, table, shapes.SEQUENCES, shapes.SEQUENCE_TABLE, shapes.SEQUENCE_WORDS)
+
+    def fold_first(self, folds: Sequence[TextFold]) -> None:
+        self.fold(folds)
+
+    def fold_rest(self) -> None:
+        pass  # `fold_first` leaves nothing
 
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
         table[:, shapes.SOURCE] = np.where(parents == NO_NODE, texts, self.first_node + parents)

@@ -72,6 +72,15 @@ class DrafterMemory(Protocol):
 class FusedMemory(DrafterMemory, Protocol):
     """A memory that ranks the tokens of one or more levels in the call that runs them."""
 
+    def fold_first(self, folds: Sequence[TextFold]) -> None:
+        """Called instead of `fold` where `guesses` or `guesses_of_levels` follows, whose call may then fold first: each
+        call takes the interpreter lock again when it returns, and waits for other threads that hold it."""
+        ...
+
+    def fold_rest(self) -> None:
+        """Called after those. Folds what they did not, because they raised."""
+        ...
+
     def use_head(self, head: HeadCalls) -> None:
         """Compute the chances of all guesses by this head from now on. Raises NoKernelsError."""
         ...

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
+from tree_kernels.ranking import Orders
 from tree_layers.arrays import as_tensor
 
 from drafter_service.models import DrafterModel, load_model
-from drafter_service.models.memory import DrafterMemory
+from drafter_service.models.memory import DrafterMemory, FusedMemory
 from drafter_service.plan import EMPTY_TEXT, Chains, Level, Nodes, TextFold
 from tests.support.text_cases import TextCase, chains_of, ints, level_of
 from tests.support.tiny_drafters import make_drafter
@@ -225,6 +226,30 @@ def test_a_rows_bits_do_not_depend_on_the_other_texts_of_its_level(tmp_path):
             )
             found.append(model.logits(hidden)[texts.index(1)])
         assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["guessed", "raised"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@torch.inference_mode()
+def test_folds_in_the_call_of_the_next_level_and_after_one_that_raised_have_the_bits_of_folds_before(
+    tmp_path, family, raises
+):
+    model = both(make(tmp_path, SmallModel(family, {})))[1]
+    text, found = np.random.default_rng(0).integers(0, 101, 30), []
+    for first in (False, True):
+        memory = model.memory(3, 9)
+        assert isinstance(memory, FusedMemory)
+        memory.chain(Chains(text[None], ints(30), ints(0), ints(EMPTY_TEXT), ints(2), ints(4)))
+        memory.level(Level(ints(7), [1], [2], [29], [1], [Nodes([4, 6], [-1, 0])]))
+        folds = [TextFold(29, 2, 2, (4, 6))]
+        (memory.fold_first if first else memory.fold)(folds)
+        level = Level(ints(9), [1], [2], [31], [0], [Nodes([5], [-1])])
+        if not raises:
+            ids, scores, _ = memory.guesses(level, [1], [0], Orders([0.0], [None], [101]), 5)
+            found.append((ids.tolist(), scores.tolist()))
+        memory.fold_rest()
+        found.append({name: array.tobytes() for name, array in memory.save(2, 31).items()})
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
 @pytest.mark.parametrize("missing", ["numba", "llvmlite"])

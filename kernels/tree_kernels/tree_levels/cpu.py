@@ -60,6 +60,13 @@ class LevelCalls:
         self._head: HeadCalls | None = None
         self._make(LEAST_ROOM, GUESSES)
 
+    def fold_first(self, kernel: int, count: int) -> None:
+        """Call this kernel before the first level whenever the model's word `count`, its number of folds, is not 0.
+
+        kernel: address of the model's fold
+        """
+        self.words[shapes.FOLD], self.words[shapes.FOLDS_AT] = kernel, count
+
     def use_head(self, head: HeadCalls) -> None:
         """Compute the chances of all guesses by this head from now on. Raises NoKernelsError."""
         self._head = head

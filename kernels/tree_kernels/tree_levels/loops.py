@@ -9,7 +9,8 @@ from tree_kernels.vectors import call_words, longs
 
 
 def levels(call: int) -> None:
-    """Forward, logits, ranking and acceptance head of each level; the next level's tokens are guesses of rows above."""
+    """Folds, then forward, logits, ranking and acceptance head of each level. The next level's tokens are guesses of
+    rows above."""
     its = longs(call)
     model, ranking = longs(its[shapes.MODEL]), longs(its[shapes.RANKED])
     counts, tokens = longs(its[shapes.COUNTS]), longs(its[shapes.TOKENS])
@@ -19,6 +20,9 @@ def levels(call: int) -> None:
     head, depths, chances = longs(its[shapes.HEAD_WORDS]), 0, 0
     if its[shapes.HEAD] != 0:
         depths, chances = head[DEPTHS], head[CHANCES]
+    if its[shapes.FOLD] != 0 and model[its[shapes.FOLDS_AT]] != 0:
+        call_words(its[shapes.FOLD], its[shapes.MODEL])
+        model[its[shapes.FOLDS_AT]] = 0
     guesses, first = longs(ids), 0
     for level in range(its[shapes.LEVELS]):
         count = counts[level]

@@ -21,5 +21,7 @@ from __future__ import annotations
     ENTRY,  # bytes of an entry
     HEAD,  # a kernel, called with the address of HEAD_WORDS after each ranking; 0: none
     HEAD_WORDS,  # words of the acceptance head, whose rows are those of all levels
-) = range(18)
-CALL_WORDS = 18
+    FOLD,  # a kernel, called with the address of MODEL before the first level if there are folds; 0: none
+    FOLDS_AT,  # the word of MODEL with the number of folds, set to 0 when they are done
+) = range(20)
+CALL_WORDS = 20
