@@ -22,8 +22,8 @@ from tree_kernels.warp import History, Processors, Warp
 from tree_layers.tree_mixers import Array
 
 from verifier_service.memory import TextMemory, most_pages, salt_of
-from verifier_service.modes import check_laws
 from verifier_service.recurrent import Arrangement, TextStates
+from verifier_service.walk import check_laws
 
 Call = OpenCall | VerifyCall | CloseCall
 

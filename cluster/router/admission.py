@@ -19,8 +19,8 @@ from dendro.modes import VerificationMode
 from dendro.options import SEED_BITS
 from dendro.structure import Structure, structure_from
 from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
-from dendro.token_lists import edits_from, mode_from, numbers_from, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
+from dendro.wire import edits_from, mode_from, numbers_from, stop_ids_from
 
 from cluster.config import Config
 from cluster.policies import Experience, Experiences

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays
 from torch import Tensor
-from tree_layers.arrays import as_array, as_tensor, check_arrays
 from tree_layers.checkpoint import MAMBA_CONFIG, whole
 from tree_layers.errors import CheckpointError
-from tree_layers.states import as_slots
+from tree_layers.states import as_array, as_slots, as_tensor, check_arrays
 from tree_layers.weights import Checkpoint
 
 from drafter_service.models.backbone import Ends, draft_ids_of

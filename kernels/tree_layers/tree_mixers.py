@@ -22,8 +22,8 @@ from tree_kernels.elementwise import elementwise
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Paths, TokenInputs, fold, fold_in_order, tree_scan, tree_scan_in_order
 
-from tree_layers.arrays import as_array, as_tensor, check_arrays
 from tree_layers.device_mixers import TabledStep
+from tree_layers.states import as_array, as_tensor, check_arrays
 
 Array = npt.NDArray[Any]
 

@@ -7,11 +7,12 @@ repeated field is checked before it is copied to a list.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import numpy as np
+from google.protobuf.message import Message
 
 from dendro.calls import (
     OPENING_BYTES,
@@ -27,17 +28,19 @@ from dendro.calls import (
     VerifierCall,
     VerifyCall,
 )
+from dendro.declared import check_count
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.logprobs import echoed_from, echoed_message, fill_logprobs, logprobs_from
 from dendro.long_work import PART
-from dendro.options import SAMPLING_NUMBERS
+from dendro.modes import VerificationMode
+from dendro.options import MAX_BAD_WORD_TOKENS, OPTIONS, SAMPLING_NUMBERS
 from dendro.order import LONGEST_WAIT_US, Missed, Order
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.token_lists import LISTS, edits_from, mode_from, numbers_from, stop_ids_from
 from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
+from dendro.v1 import generation_pb2
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -66,6 +69,71 @@ MAX_STEP_SIZES = 128
 
 Answer = Opened | DraftTree | Verdict | Closed
 CallMessage = TypeVar("CallMessage", drafter_pb2.DrafterCall, verifier_pb2.VerifierCall)
+_EDITS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
+
+
+# Lists of tokens and the verification mode, in a client's message or a router's to its peers
+def numbers_from(message: Message) -> dict[str, Any]:
+    """The numbers that a peer's Sampling or a client's has. Absent ones are left out."""
+    declared = message.DESCRIPTOR.fields_by_name
+    given = (name for name in SAMPLING_NUMBERS if not declared[name].has_presence or message.HasField(name))
+    return {name: getattr(message, name) for name in given}
+
+
+def edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
+    """The fields of a Sampling that are lists of tokens, of a peer's message or a client's. Their lengths are checked
+    before they are copied."""
+    for name in _EDITS:
+        OPTIONS[name].check_entries(getattr(message, name))
+    words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
+    for index, word in enumerate(words):
+        check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
+    return {
+        "logit_bias": tuple(sorted(message.logit_bias.items())),
+        "banned_ids": tuple(message.banned_ids),
+        "allowed_ids": tuple(message.allowed_ids),
+        "bad_words": tuple(tuple(word.ids) for word in words),
+    }
+
+
+def mode_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
+    """The fields of a Sampling that are about its verification mode."""
+    mode = message.mode or VerificationMode.COUPLED
+    if mode not in tuple(VerificationMode):
+        raise BadRequest("mode", f"{mode[:32]!r} is not one of {', '.join(VerificationMode)}")
+    return {"mode": VerificationMode(mode), "lenience": message.lenience if message.HasField("lenience") else 1.0}
+
+
+def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:
+    """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
+    OPTIONS["stop_ids"].check_entries(message.stop_ids)
+    return tuple(message.stop_ids)
+
+
+class ListMessages:
+    """The message of the token lists that were converted last. The answers of a request share their lists and open
+    their texts one after another; converting 70,000 ids takes milliseconds, and copying them a tenth."""
+
+    def __init__(self) -> None:
+        self._last = (Sampling(), calls_pb2.Sampling())
+
+    def message_of(self, sampling: Sampling) -> calls_pb2.Sampling:
+        """A message with these lists alone; do not modify. From any thread."""
+        last, message = self._last
+        if all(getattr(last, name) is getattr(sampling, name) for name in _EDITS):
+            return message
+        message = calls_pb2.Sampling(
+            logit_bias=dict(sampling.logit_bias),
+            banned_ids=sampling.banned_ids,
+            allowed_ids=sampling.allowed_ids,
+            bad_words=[calls_pb2.TokenIds(ids=word) for word in sampling.bad_words],
+        )
+        self._last = sampling, message
+        return message
+
+
+LISTS = ListMessages()
+"""The messages of this process."""
 
 
 def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:

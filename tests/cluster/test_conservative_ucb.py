@@ -23,7 +23,7 @@ from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior, pair_prior
 from cluster.policies.replay import static_path
-from cluster.proposers.chances import Chances, Count, usual_chances
+from cluster.proposers.proposals import Chances, Count, usual_chances
 
 OFF_US, LEVEL_US, ROW_US = 10_000, 800, 300
 ARMS = [OFF_ARM, *(Arm.parse(f"mamba:{shape}") for shape in ("(1,1,1,1)", "(2,1,1)", "(3,2,2,1,1)", "dynamic(4,5,15)"))]

@@ -20,10 +20,9 @@ from cluster.peers.drafter import NoDrafter
 from cluster.policies import Experience, Static
 from cluster.policies.experience import Concurrency
 from cluster.proposers import lookup, suffix
-from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.proposal import LEAST, Proposal
-from cluster.proposers.proposals import TENANTS, ProposalLibrary, Proposals, merge
+from cluster.proposers.proposals import TENANTS, Chances, ProposalLibrary, Proposals, merge
 from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan

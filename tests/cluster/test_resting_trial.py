@@ -15,8 +15,8 @@ from cluster.policies import Experience
 from cluster.policies.prior import Prior
 from cluster.policies.step_time import StepTime
 from cluster.policies.trial import SpeculationTrial
-from cluster.proposers.chances import Chances
 from cluster.proposers.lookup import Lookup
+from cluster.proposers.proposals import Chances
 from cluster.proposers.suffix import Automaton, Suffix
 from cluster.router.ingress import Ingress
 from cluster.router.priors import Priors

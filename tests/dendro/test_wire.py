@@ -27,8 +27,8 @@ from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.modes import VerificationMode
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Finish, Limits, Sampling, Verdict
-from dendro.token_lists import ListMessages
 from dendro.tree import ChildLaw, DraftTree
+from dendro.wire import ListMessages
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -13,7 +13,7 @@ import pytest
 import torch
 from dendro.errors import BadRequest
 from tree_kernels.ranking import Orders
-from tree_layers.arrays import as_tensor
+from tree_layers.states import as_tensor
 
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.models.memory import DrafterMemory, FusedMemory

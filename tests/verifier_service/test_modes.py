@@ -22,9 +22,8 @@ from tree_kernels.warp import Warp
 from tests.support import tiny_models
 from tests.support.routers import RoundByRound
 from verifier_service.engine import VerifierEngine
-from verifier_service.modes import check_laws
 from verifier_service.options import VerifierOptions
-from verifier_service.walk import Draw, Walker
+from verifier_service.walk import Draw, Walker, check_laws
 
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 MULTI_STEP = Sampling(temperature=0.8, seed=3, mode=VerificationMode.MULTI_STEP)
