@@ -15,7 +15,7 @@ import verifier_service.models as models
 from tests.support import tiny_models
 from tests.support.made_once import made_once
 from verifier_service.engine import VerifierEngine
-from verifier_service.models import decoder_layers, decoder_stack, load_target
+from verifier_service.models import decoder_layers, load_target
 from verifier_service.options import VerifierOptions
 
 pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
@@ -33,7 +33,7 @@ def loaded(folder, dtype=torch.float32, threads=1):
 
 def stacked(target):
     """True if all layers run in one call."""
-    return target.model.model.forward.__module__ == decoder_stack.__name__
+    return target.model.model.forward.__module__ == decoder_layers.__name__
 
 
 def ours(target):

@@ -3,12 +3,18 @@
 A layer qualifies by what it computes: its norms, its attention and its MLP have our forwards already, and its results
 for recorded rows are, bit for bit, those of the call. What its parts return is compared at several sizes, as a layer
 may clamp it.
+
+Where all layers qualify, one call runs them all: the model below the head then is an embedding, a rotary embedding, the
+call, and a norm. In a recorded forward each layer must take the very tensor that the one before returned, the first the
+embedding's and the norm the last one's, so that nothing is computed between them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,20 +34,34 @@ from verifier_service.models.attention_layers import (
     recording,
     rotation_of,
 )
-from verifier_service.models.decoder_stack import use_decoder_stack
 from verifier_service.models.families import attending_by
 from verifier_service.models.row_functions import has_row_function
 from verifier_service.models.scaled_rows import SCALES, same_bits, scaled_results
 from verifier_service.models.seats import ATTENTION, ForwardContext
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Call:
-    """Inputs and result of a module's call."""
+    """A module, and the inputs and result of its call."""
 
-    given: tuple[Any, ...] = ()
-    named: dict[str, Any] = field(default_factory=dict)
-    made: Any = None
+    module: nn.Module
+    given: tuple[Any, ...]
+    named: dict[str, Any]
+    made: Any
+
+
+@contextmanager
+def _noted(modules: Iterable[nn.Module]) -> Iterator[list[_Call]]:
+    """Context that notes every call of these modules, in order."""
+    calls: list[_Call] = []
+
+    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
+        calls.append(_Call(module, given, named, made))
+
+    with ExitStack() as hooks:
+        for each in modules:
+            hooks.callback(each.register_forward_hook(note, with_kwargs=True).remove)
+        yield calls
 
 
 def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: int) -> int:
@@ -52,20 +72,12 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
     layers: list[Any] = [module for module in model.modules() if _has_parts(module)]
     if not layers or why_not_compiled():
         return 0
-    calls: dict[int, _Call] = {}
-
-    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
-        calls[id(module)] = _Call(given, named, made)
-
-    hooks = [
-        module.register_forward_hook(note, with_kwargs=True) for layer in layers for module in (layer, layer.self_attn)
-    ]
-    try:
-        with recording(model, positions):
-            pass
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with (
+        _noted(module for layer in layers for module in (layer, layer.self_attn)) as noted,
+        recording(model, positions),
+    ):
+        pass
+    calls = {id(call.module): call for call in noted}
     workspace, weights = Workspace(), list[LayerWeights]()
     for layer in layers:
         whole, attention = calls.get(id(layer)), calls.get(id(layer.self_attn))
@@ -185,18 +197,10 @@ def _forward_of(layer: Any, run: ForwardContext, ours: DecoderLayers, whole: _Ca
 
 def _agrees_at(factor: float, layer: Any, x: Tensor, named: dict[str, Any]) -> bool:
     """True if a layer and our forward agree on rows, and results of parts, that are `factor` times as large."""
-    calls: list[_Call] = []
-
-    def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
-        calls.append(_Call(given, named, made))
-
     rows = x * factor
     with scaled_results((layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp), factor):
-        hook = layer.self_attn.register_forward_hook(note, with_kwargs=True)
-        try:
+        with _noted([layer.self_attn]) as calls:
             made = layer(rows, **named)
-        finally:
-            hook.remove()
         same = same_bits(calls[0].named["hidden_states"], layer.input_layernorm(rows))
         return same and same_bits(made, _after_attention(layer, rows, calls[0].made[0]))
 
@@ -206,3 +210,116 @@ def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
     middle = x + attended
     made: Tensor = middle + layer.mlp(layer.post_attention_layernorm(middle))
     return made
+
+
+# All layers as one call
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """The parts of the model below the head, and how it is called and answers."""
+
+    embed: nn.Module
+    rotate: nn.Module
+    norm: nn.Module
+    given: dict[str, Any]  # the recorded call's named arguments
+    answer: type[Any]
+
+
+TOKENS, PLACES = "input_ids", "position_ids"
+"""Arguments of the model below the head that a step sets."""
+
+
+def use_decoder_stack(
+    model: PreTrainedModel,
+    run: ForwardContext,
+    layers: Sequence[Any],
+    own: DecoderLayers,
+    positions: int,
+) -> bool:
+    """Replace the forward of the model below the head, if it computes what ours does. Returns whether it was replaced.
+
+    layers: all that have our forward (`use_decoder_layers`), in order   own: one call of all of them
+    """
+    with _noted(model.modules()) as calls, recording(model, positions):
+        pass
+    inner = next((call for call in reversed(calls) if _is_below(call.module, model)), None)
+    parts = inner and _parts_of(inner, calls, layers)
+    if not inner or not parts:
+        return False
+    forwards, numbers = (
+        [layer.forward for layer in layers],
+        [layer.self_attn.dendro_attends.layer for layer in layers],
+    )
+    module: Any = inner.module
+    library, config = module.forward, layers[0].self_attn.config
+    fixed = {name: value for name, value in parts.given.items() if name not in (TOKENS, PLACES)}
+
+    def runs(named: dict[str, Any]) -> bool:
+        """True if the call is as the recorded one, and the layers are to run as a whole: a trace has hooks on them, and
+        the last one's forward is another while it runs on some rows only."""
+        return (
+            named.keys() == parts.given.keys()
+            and all(named[name] is value for name, value in fixed.items())
+            and run.pages is not None
+            and config._attn_implementation == ATTENTION
+            and isinstance(run.step, TreeRows)
+            and all(
+                layer.forward is forward and not layer._forward_hooks
+                for layer, forward in zip(layers, forwards, strict=True)
+            )
+        )
+
+    def forward(*args: Any, **named: Any) -> Any:
+        if args or not runs(named):
+            return library(*args, **named)
+        assert run.pages is not None
+        x = parts.embed(named[TOKENS])
+        rotation = rotation_of({"position_embeddings": parts.rotate(x, named[PLACES])})
+        assert rotation is not None
+        pools = run.pages.layers
+        made = own(x[0], [pools[number] for number in numbers], run.compiled_step, rotation)
+        return parts.answer(last_hidden_state=parts.norm(made[None]))
+
+    module.forward = forward
+    return True
+
+
+def _is_below(module: nn.Module, model: nn.Module) -> bool:
+    return module is not model and isinstance(module, PreTrainedModel)
+
+
+def _parts_of(inner: _Call, calls: Sequence[_Call], layers: Sequence[nn.Module]) -> _Parts | None:
+    """The parts of the model below the head; None where it computes anything else."""
+    of_layers = [call for call in calls if any(call.module is layer for layer in layers)]
+    if inner.given or [call.module for call in of_layers] != [*layers]:
+        return None
+    tokens, places = inner.named.get(TOKENS), inner.named.get(PLACES)
+    first, last = of_layers[0], of_layers[-1]
+    turned = first.named.get("position_embeddings")
+    in_order = all(
+        len(after.given) == 1 and after.given[0] is before.made for before, after in pairwise(of_layers)
+    ) and all(call.named.get("position_embeddings") is turned for call in of_layers)
+    others = [value for name, value in inner.named.items() if name not in (TOKENS, PLACES)]
+    answer = getattr(inner.made, "last_hidden_state", None)
+    alone = isinstance(answer, Tensor) and len(inner.made) == 1
+    if turned is None or not in_order or not alone or any(value not in (None, False, True) for value in others):
+        return None
+    embed = _made_from(calls, lambda made: made is first.given[0], tokens)
+    rotate = _made_from(calls, lambda made: made is turned, first.given[0], places)
+    norm = _made_from(calls, lambda made: made is answer, last.made)
+    if embed is None or rotate is None or norm is None:
+        return None
+    # A result may have been changed where it is. (Those of layers were compared when they got their forwards.)
+    with torch.inference_mode():
+        made = [*rotate(first.given[0], places), embed(tokens), norm(last.made)]
+    if not all(map(same_bits, made, [*turned, first.given[0], answer])):
+        return None
+    return _Parts(embed, rotate, norm, inner.named, type(inner.made))
+
+
+def _made_from(calls: Sequence[_Call], is_made: Callable[[Any], bool], *given: Any) -> nn.Module | None:
+    """The module that made a result from these very inputs; None where there is none."""
+    for call in calls:
+        values = (*call.given, *call.named.values())
+        if is_made(call.made) and len(values) == len(given) and all(a is b for a, b in zip(values, given, strict=True)):
+            return call.module
+    return None
