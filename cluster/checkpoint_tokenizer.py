@@ -41,7 +41,7 @@ def read_template(file: Path) -> str:
         render_jinja_template(conversations=[[{"role": "user", "content": "a"}]], chat_template=text)
     except TemplateSyntaxError as error:
         raise BadRequest("chat_template", f"{file} is no template of Jinja: line {error.lineno}: {error}") from error
-    except Exception:  # it refuses this conversation, which lacks what a checkpoint's tokenizer gives
+    except Exception:  # the template refuses this conversation, which lacks what a checkpoint's tokenizer gives
         pass
     return text
 

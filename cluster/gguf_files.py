@@ -79,7 +79,7 @@ def folder_of(path: Path) -> Path:
     try:
         _write(file, made)
         (made / KEY).write_text(json.dumps(key))
-        with suppress(OSError):  # another process has made it
+        with suppress(OSError):  # another process has made the file
             made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -107,7 +107,7 @@ def _remove_former(root: Path, key: list[Any]) -> None:
     for found in root.glob(f"*/{KEY}"):
         try:
             layout, file, *contents, by = json.loads(found.read_text())
-        except (OSError, ValueError):  # another process removes it
+        except (OSError, ValueError):  # another process removes the file
             continue
         if not Path(file).is_file() or ([layout, file, by] == [key[0], key[1], key[-1]] and contents != key[2:-1]):
             shutil.rmtree(found.parent, ignore_errors=True)

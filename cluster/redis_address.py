@@ -30,11 +30,11 @@ class SeveralNodes:
     @classmethod
     def read(cls, url: str) -> Self:
         """Raises ValueError with the reason, without any part of the address that may be one of its password."""
-        from redis.asyncio.connection import parse_url  # here, as most commands need no address
+        from redis.asyncio.connection import parse_url  # imported here, as most commands need no address
 
         try:
             parts = urlsplit(url)
-        except ValueError:  # whose message may have the credentials
+        except ValueError:  # the error's message may have the credentials
             raise ValueError(f"has no host with a port from 1 to 65535; {ESCAPES}") from None
         scheme, _, kind = parts.scheme.partition("+")
         credentials, at, hosts = parts.netloc.rpartition("@")
@@ -73,7 +73,7 @@ def _node(text: str, default_port: int) -> tuple[str, int]:
 def unreadable(url: str) -> str:
     """Why the client cannot read an address; empty where it can. Without any part of the address that may be one of its
     password: where that has a `/`, urllib takes its beginning for the port."""
-    from redis.asyncio import ConnectionPool  # here, as every command reads a configuration and most have no address
+    from redis.asyncio import ConnectionPool  # imported here, as most commands have no address
 
     if has_several_nodes(url):
         try:

@@ -87,7 +87,7 @@ class RedisServer:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # so that a terminal's Ctrl-C does not end it before the last requests
+            start_new_session=True,  # a terminal's Ctrl-C must not end the server before the last requests
         )
         atexit.register(self.stop)
         self._await_ready()

@@ -23,7 +23,7 @@ HTTP_PORT = 8000
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",  # a killed proxy fails its pod's probes for 4 s instead of 30
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "3",
-    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # else a hung one may last as long as a request
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",  # a hung replica would otherwise last as long as a request
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's default of 15 would let any other process starve the engines
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

@@ -52,7 +52,7 @@ class TreeTable:
     """The uploaded arrays of all trees of one form."""
 
     size: DeviceTreeSize
-    pattern: IntArray  # which of a tree's numbers each entry of the arrays is
+    pattern: IntArray  # index, among a tree's numbers, of each entry of the arrays
     places: IntArray  # 0, 1, ...: the numbers of a tree that are the same for all trees
     rows: IntArray  # [rows] number of each row among the padded ones
     taps: IntArray | None  # [rows, W] which of a tree's numbers each row's taps are
@@ -98,7 +98,7 @@ class DeviceTrees:
         memory.found.copy_(best, non_blocking=True)
         if self._done is not None:
             self._done.record()
-        if table.taps is not None:  # while the device runs
+        if table.taps is not None:  # work of the host while the device runs
             layers.record(slots[-rows.count :], numbers[table.taps])
         if self._done is not None:
             self._done.synchronize()

@@ -19,7 +19,7 @@ def generate(out: Path) -> list[Path]:
     sources = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.proto"))
     command = [sys.executable, "-m", "grpc_tools.protoc", f"--proto_path={ROOT}"]
     command += [f"--{kind}_out={out}" for kind in ("python", "mypy", "grpc_python", "mypy_grpc")]
-    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # where protoc finds its plugins
+    path = f"{Path(sys.executable).parent}:/usr/bin:/bin"  # protoc finds its plugins on this path
     done = subprocess.run([*command, *map(str, sources)], env={"PATH": path}, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)

@@ -53,7 +53,7 @@ class StepCosts:
         """Microseconds of steps of these numbers of rows. Past the largest size seen they lie on the line through it
         and the smallest."""
         sizes = sorted(self._us)
-        times = np.maximum.accumulate([self._us[size] for size in sizes])  # more rows are not faster
+        times = np.maximum.accumulate([self._us[size] for size in sizes])  # a step of more rows is not faster
         slope = (times[-1] - times[0]) / (sizes[-1] - sizes[0])
         inside = np.interp(rows, sizes, times)
         times_us: Floats = inside + slope * np.maximum(rows - sizes[-1], 0)

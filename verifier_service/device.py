@@ -67,7 +67,7 @@ class StepShape:
     rows: int
     drawn: int  # rows whose logits are needed
     drawing: int  # GREEDY, SAMPLED or FILTERED
-    alone: bool  # it has no rows but those of trees, and its folds need no room, so it may be captured
+    alone: bool  # True: the step has rows of trees alone and its folds need no room, so it may be captured
 
 
 @dataclass(frozen=True, slots=True)

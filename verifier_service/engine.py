@@ -278,7 +278,7 @@ class VerifierEngine:
             self.scheduler.submit(PendingCall(call, ticket, saved, structure))
 
         def abandon(ticket: Ticket) -> None:
-            if isinstance(call, OpenCall):  # it may have been answered just now: no caller is left to close it
+            if isinstance(call, OpenCall):  # the opening may have been answered just now: no caller is left to close it
                 self.scheduler.gone(call.update.opening)
 
         return await self._thread.ask(submit, abandon)

@@ -37,7 +37,7 @@ class Capacity:
     max_rows: int  # most rows of a tree
     max_depth: int  # most levels of a tree below the root
     max_sessions: int  # most texts that hold pages at once
-    max_waiting: int  # most texts that wait for a place behind them
+    max_waiting: int  # most texts that wait for a place behind the open ones
     step_rows: int  # most rows of a step
     sizes: tuple[int, ...]  # numbers of rows to which steps are padded
     prefill_rows: int  # rows of a step reserved for prompts; beside few rows of trees, the size of the whole step
@@ -134,7 +134,7 @@ class OrderedRound:
     session: VerifierText
     order: Order
     opening: bytes  # name of the opening at this verifier
-    began_s: float  # when the drafter was asked
+    began_s: float  # time at which the drafter was asked
     claim: PendingCall | None = None  # the round's call, if it is there before the tree
 
     @property

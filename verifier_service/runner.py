@@ -236,7 +236,7 @@ class StepRunner:
                 rows = order[start : start + count]
                 if not torch.equal(self._text_rows(ids, rows, None), truth[self._tensor(rows)]):
                     differ[count] = rows
-                    self._whole_text(ids)  # these rows wrote their keys, which the next ones read
+                    self._whole_text(ids)  # these rows wrote their keys, which the next rows read
                     break
         places = self._first_in(ids, differ) if differ else {}
         return [f"{count} row{'s' * (count > 1)}, first in {place}" for count, place in places.items()]

@@ -305,7 +305,7 @@ def _make_group(backend: str, rank: int, size: int, store: dist.Store, check: Ca
             if time.monotonic() > deadline:
                 raise WorkerLost(f"a worker does not answer within {GROUP_S:g} s")
             time.sleep(POLL_S)
-    except RuntimeError as error:  # also torch's DistError
+    except RuntimeError as error:  # torch's DistError is one, too
         if not dist.is_initialized():
             # torch finds the others by the number of groups that the process began, which only an end sets back.
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

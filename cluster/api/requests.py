@@ -39,7 +39,7 @@ class RunningRequests:
         self._places = Places(most)
         self._running: dict[asyncio.Task[Any], tuple[str, str]] = {}  # tenant and request id
         self._ended: dict[asyncio.Task[Any], DendroError] = {}  # why a task that is ended by us is cancelled
-        self._idle = asyncio.Event()  # set while no request runs
+        self._idle = asyncio.Event()  # is set while no request runs
         self._idle.set()
         self._requests = self._refused = self._rounds = 0
         self.at_all_routers: EndAtAll | None = None  # None: there is no other router

@@ -25,7 +25,7 @@ def held_bytes(run: Callable[[], Any]) -> int:
 
 def _changes(run: Callable[[], Any]) -> list[int]:
     """Bytes allocated, or released if negative, in order, until just before the call's result is dropped."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler prints lines when it starts and stops
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's lines at its start and end
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -82,7 +82,7 @@ class Trace:
 
     answer: TracedAnswer
     ranks: Sequence[int]  # rank of each token from `begin` on among the drafter's candidates, given the true text
-    trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # one at begin, begin + 1, ..., end - 1
+    trees: dict[TreeShape, list[DraftTree]] = field(default_factory=dict)  # trees of a shape, one a position
     _paths: dict[tuple[TreeShape, int], tuple[int, ...]] = field(default_factory=dict)
 
     def recorded(self, shape: TreeShape, base: int) -> DraftTree | None:

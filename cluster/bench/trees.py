@@ -116,7 +116,7 @@ class TreesRecord:
 
     traces: Mapping[tuple[str, float], Sequence[Trace]]  # (drafter, temperature) -> answers
     costs: Mapping[tuple[str, float], ReplayCosts]  # (drafter, temperature) -> measured costs
-    drafter: str  # whose trees were grown
+    drafter: str  # the drafter that grew trees
     arms: tuple[TreeShape, ...]  # the configured ones
 
     @property

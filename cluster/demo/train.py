@@ -88,7 +88,7 @@ class TrainingPlan:
     seed: int
     out: Path
     device: torch.device
-    only: Stage | None = None  # the one stage that gets all the minutes
+    only: Stage | None = None  # this stage alone gets all the minutes
 
     @property
     def work(self) -> Path:

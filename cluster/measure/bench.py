@@ -194,7 +194,7 @@ class ReportTable:
         for title, rows in grouped(self.title, rows_at(report, self.rows), self.where).items():
             columns = list(Column.all_of(self.columns, rows))
             texts = [[text_of(at(row, each.path), each.form) for row in rows] for each in columns]
-            shown = [index for index, column in enumerate(texts) if any(column)]  # one without a text is left out
+            shown = [index for index, column in enumerate(texts) if any(column)]  # empty columns are left out
             cells = [tuple(texts[index][row] for index in shown) for row in range(len(rows))]
             yield title, tuple(columns[index].head for index in shown), cells
 
@@ -218,7 +218,7 @@ class Aim:
     most: float | None = None
     end: str = "median"  # the end of an estimate that is judged
     where: Callable[[Row], bool] = always
-    why: str = ""  # shown where it is missed, with fields of the row
+    why: str = ""  # reason that is shown where the aim is missed, with fields of the row
 
     def judged(self, report: Report) -> Iterator[Row]:
         """A row for each name; not judged where no row has a value."""

@@ -75,7 +75,7 @@ class LlamaCppModels:
                     n_threads=threads,
                     n_threads_batch=threads,
                     draft_model=draft_model,
-                    verbose=True,  # else it hides why a file cannot be loaded
+                    verbose=True,  # llama.cpp otherwise hides why a file cannot be loaded
                 )
             except Exception as error:
                 raise EngineFailed(f"the model cannot be loaded: {type(error).__name__}: {error}") from error

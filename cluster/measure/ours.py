@@ -44,7 +44,7 @@ class TenantClients:
         """rule: needs an AsyncClient"""
         self._client = client
         self._rule = rule
-        self._times: Counter[object] = Counter()  # that a row has answered a request
+        self._times: Counter[object] = Counter()  # number of times that a row has answered a request
 
     def client_for(self, row: str, request: object) -> Asking:
         if self._rule is None:

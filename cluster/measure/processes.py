@@ -114,7 +114,7 @@ class ContenderProcess:
 
     def _stop(self) -> None:
         assert self._process.stdin and self._process.stdout
-        with suppress(BrokenPipeError):  # it ended before it read all
+        with suppress(BrokenPipeError):  # the process ended before it read all
             self._process.stdin.close()
         self._process.terminate()
         self._process.wait()

@@ -55,7 +55,7 @@ class SpeedPlan:
     shapes: tuple[str, ...]  # the configured shapes; neither `off` nor `auto`
     baselines: tuple[str, ...]
     seed: int
-    judged: str = ""  # whose aims are judged by the rows: OWN or COSTLY; empty: none
+    judged: str = ""  # target whose aims are judged by the rows: OWN or COSTLY; empty: none
     choosing: tuple[tuple[int, ...], ...] = ()  # other prompts, on which the library's settings are chosen
     categories: tuple[str, ...] = ()  # category of each prompt; empty: prompts have none
     lengths: Mapping[tuple[int, int, float], int] = field(default_factory=dict)

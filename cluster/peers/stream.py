@@ -153,7 +153,7 @@ class PeerStream:
         if self._lost:
             future.set_exception(PeerLost(self._lost))
             return future
-        self._waiting[number] = future, result  # kept until the answer, even if the caller leaves
+        self._waiting[number] = future, result  # the entry stays until the answer, even if the caller leaves
         self._outbox.append(message)
         self._filled.set()
         self.calls += 1

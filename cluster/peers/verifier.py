@@ -50,8 +50,8 @@ class CallLimit:
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
-        self._call: asyncio.Future[Any] | None = None  # the one in progress
-        self._due_s = 0.0  # when it is ended, by the loop's clock
+        self._call: asyncio.Future[Any] | None = None  # the call in progress
+        self._due_s = 0.0  # time at which the call is ended, by the loop's clock
         self._expired = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -113,7 +113,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         self.moves = 0  # times that the text was opened at another verifier
         self.reopened = 0  # times that it was opened again at the same
         self.hello: Hello | None = None
-        self.greeted = asyncio.Event()  # set once `hello` is
+        self.greeted = asyncio.Event()  # set when `hello` is known
         self._patience_s = patience_s
         self._plain_first = plain_first
         self._limit = CallLimit(step_s)
@@ -261,7 +261,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if error in full.values():
                     raise
                 if self._is_last_fault(error) or (isinstance(error, BadRequest) and self.opened is None):
-                    raise  # where `opened`, another verifier has accepted the text: this one's limits are tighter
+                    raise  # if `opened`, another verifier has accepted the text, and this one's limits are tighter
                 if self._clock() + pause_s > give_up_s:
                     if isinstance(error, Overloaded):
                         raise

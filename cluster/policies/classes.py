@@ -30,7 +30,7 @@ def row_class(rows: int) -> int:
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
-@functools.lru_cache(maxsize=4096)  # several times a round
+@functools.lru_cache(maxsize=4096)  # cached: called several times a round
 def load_class(requests: int) -> int:
     """Class of running requests with similar costs: 1 request, 2, 3 to 5, 6 to 11, 12 to 22, and so on.
 

@@ -228,7 +228,7 @@ def longest_trees(
         seen = NEVER
         for depth in range(1, min(max_depth, rows - 1) + 1):
             emitted = float(program.emitted[depth][0, rows])
-            if emitted > seen:  # else a deeper tree emits no more
+            if emitted > seen:  # a deeper tree that emits no more is left out
                 yield program.tree(rows, depth), emitted
                 seen = emitted
 

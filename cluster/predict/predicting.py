@@ -42,7 +42,7 @@ class Predicted:
     temperature: float
     off: Timed
     predictions: list[Prediction]
-    unknown: list[Arm]  # whose answers have no second round
+    unknown: list[Arm]  # arms whose answers have no second round
     held_out: dict[Arm, dict[int, RunAnswer]]  # `off` included
     differences: list[str] = field(default_factory=list)
 

@@ -43,7 +43,7 @@ class Automaton:
         self._next: list[dict[int, int]] = [{}]  # transitions of each state; state 0 is the empty substring
         self._link = array("q", [-1])  # the state of the longest suffix that ends in more places
         self._length = array("q", [0])  # length of each state's longest substring
-        self._count = array("q", [0])  # places where it ends
+        self._count = array("q", [0])  # places where each suffix ends
         self._last = 0
         self.tokens = 0
 
@@ -92,7 +92,7 @@ class Automaton:
     def longest(self, tail: Sequence[int]) -> tuple[int, int]:
         """State and length of the longest suffix of `tail` that is in the string, followed by a token."""
         state, length = self._match(tail[-SHORT:])
-        if length == SHORT:  # else no longer suffix is in the string
+        if length == SHORT:  # a shorter match: no longer suffix is in the string
             state, length = self._match(tail)
         return self._followed(state, length)
 

@@ -43,7 +43,7 @@ class RoundAccount:
         self.stats = pb.SpeculationStats(policy=policy)
         self._names_drafters = names_drafters
         self._drafters: dict[str, pb.DrafterStats] = {}  # key: name; in the order of first rounds
-        self._first_s = 0.0  # when the first round ended
+        self._first_s = 0.0  # time at which the first round ended
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float) -> None:
         """Record a round. took_us: time of the round   now_s: time at which it ended"""

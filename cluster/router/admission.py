@@ -58,7 +58,7 @@ class Job:
     structure: Structure | None
     complete: bool | None  # `held` has the whole of a structured answer; None: not read, the target may have changed
     logprobs: int | None  # number of likeliest tokens with log-probabilities beside each token's; None: none
-    echo_start: int | None  # where the request's own prompt begins in `prompt`, if the client gets it; else None
+    echo_start: int | None  # index of the request's own prompt in `prompt`; None: the client does not get it
     shown: frozenset[int] | None  # special tokens that texts have; None: all
     trees: bool  # whether the client gets each round's draft tree
     plan: SpeculationPlan
@@ -259,14 +259,14 @@ class Admission:
             try:
                 await off_loop(len(prompt), lambda: check_text_of_resume(resume, prompt))
             except Conflict:
-                if record is None and request.session:  # it had earlier turns when the answer began
+                if record is None and request.session:  # the session had earlier turns when the answer began
                     raise unknown_session() from None
                 raise
         grammar = await _grammar_of(structure, tenant, served) if structure is not None else None
         complete: bool | None = False
         if grammar is not None:
             moved = resume is not None and self._targets.get(served.name, resume.target) != resume.target
-            goes_on = bool(held) and len(prompt) + len(held) < limits.max_length  # so a verifier's target is compared
+            goes_on = bool(held) and len(prompt) + len(held) < limits.max_length  # a verifier's target is compared
             complete = None if moved and goes_on else await _completes(grammar, held, limits, served)
         session = request.session
         if request.keep_session and not session:

@@ -114,7 +114,7 @@ class Ingress:
             }
             cards = figures_of_drafters(config)
         self._served = served
-        self._token_texts: dict[str, VocabularyTexts] = {}  # made when they are first asked for
+        self._token_texts: dict[str, VocabularyTexts] = {}  # texts of each target's vocabulary, made when first needed
         self._libraries = {
             name: ProposalLibrary(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
@@ -204,7 +204,7 @@ class Ingress:
                 self._log_end(request_id, tenant, began_s, Ending(outcome))
                 self.totals.failed(error)
                 raise
-            del request  # it may be large, and an answer may take long
+            del request  # frees the request's memory: it may be large, and an answer may take long
             explained, trees = self._explained.begin(tenant, request_id), job.trees
             if explained is not None:
                 job = replace(job, trees=True)
@@ -478,7 +478,7 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
                 "request: not done within the server's time limit; ask for fewer tokens, or try again later"
             ) from None
         finally:
-            with contextlib.suppress(asyncio.QueueFull):  # then the reader finds the task done after the queued chunks
+            with contextlib.suppress(asyncio.QueueFull):  # a reader of a full queue finds the task done
                 queue.put_nowait(None)
 
     driver = asyncio.create_task(drive())

@@ -59,7 +59,7 @@ def arm_estimates(policy: InformedPolicy, names_drafter: bool) -> list[pb.ArmEst
     if not isinstance(policy, ConservativeUCB):
         return []
     prices = policy.experience.prices()
-    timed = prices.predicted_us(OFF_ARM) is not None  # else all times are placeholders
+    timed = prices.predicted_us(OFF_ARM) is not None  # False: all times are placeholders
     found = (policy.estimate(arm, prices) for arm in policy.arms)
     return [
         pb.ArmEstimate(

@@ -141,7 +141,7 @@ class AnswerText:
         if not search.found:
             self.length += len(tokens)
             return text
-        for token in tokens:  # which of them completes it
+        for token in tokens:  # find the token that completes the stop string
             self.length += 1
             again.push(stream.push([token]))
             if again.found:

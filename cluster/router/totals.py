@@ -34,7 +34,7 @@ class ArmTotals:
 
     rounds: int = 0
     tokens: int = 0  # emitted
-    guesses: int = 0  # sent to a verifier
+    guesses: int = 0  # guesses sent to a verifier
     accepted: int = 0  # guesses that were emitted
     trimmed: int = 0  # guesses that the verifier left out of its step
 

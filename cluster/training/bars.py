@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from drafter_service.training.loop import Progress as TrainingProgress
 
-LINE_EVERY_S = 30.0  # where the output is no terminal
+LINE_EVERY_S = 30.0  # seconds between lines where the output is no terminal
 
 Report = Callable[[float, str], None]
 """`report(fraction done, words)`."""

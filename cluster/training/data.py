@@ -123,7 +123,7 @@ class TokenStream:
 class Written:
     """Progress of tokenizing, from which a resumed run continues."""
 
-    documents: int = 0  # pieces of texts count
+    documents: int = 0  # documents in all; each piece of a text counts
     characters: int = 0
     train: int = 0  # tokens
     held_out: int = 0

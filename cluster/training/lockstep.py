@@ -43,7 +43,7 @@ class Conversations:
         self._left = np.zeros(count, np.int64)  # tokens that the question or answer may still have
         between = 0 if prompts.frame is None else len(prompts.frame.between)
         longest = max(prompts.most, between + max(map(len, prompts.openings), default=0))
-        self._given = np.zeros((count, longest), np.int64)  # given tokens, from `_at` to `_end`
+        self._given = np.zeros((count, longest), np.int64)  # given tokens of each text, from `_at` to `_end`
         self._at = np.zeros(count, np.int64)
         self._end = np.zeros(count, np.int64)
         for row in range(count):

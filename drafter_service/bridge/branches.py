@@ -24,7 +24,7 @@ class Branch:
     """A path of drafted tokens from below the root to a leaf."""
 
     text: bytes  # the branch's bytes up to its last complete character
-    ends: tuple[tuple[int, int], ...]  # one pair per row: bytes from the branch's start to the row's end, and the row
+    ends: tuple[tuple[int, int], ...]  # pairs, one per row: bytes from the branch's start to the row's end, and the row
     control: tuple[int, int] | None = None  # the target's control token after the text, and its drafted row
 
     def row_at(self, end: int) -> int:

@@ -117,7 +117,7 @@ class LibraryDrafter:
 
     library: PreTrainedModel  # the model without its head
     forward: LibraryForward
-    mixers: tuple[Mixer, ...]  # all of one kind and of equal shapes
+    mixers: tuple[Mixer, ...]  # mixers of one kind and of equal shapes
     head: Tensor  # [V, d]
     head_bias: Tensor | None
     logit_scale: float

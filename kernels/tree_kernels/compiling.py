@@ -25,7 +25,7 @@ def machine_code(module: str) -> Code:
     The module has a table KERNELS of functions and their arguments, and may have TILES, a module of llvmlite's with
     functions that kernels call by their addresses.
     """
-    logging.getLogger("numba").setLevel(logging.WARNING)  # it logs its passes at DEBUG
+    logging.getLogger("numba").setLevel(logging.WARNING)  # numba logs its passes at DEBUG
     code = Code()
     for name, arguments, symbol, translated, machine in optimised(module):
         if name == TILES:

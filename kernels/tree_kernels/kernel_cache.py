@@ -77,7 +77,7 @@ def _loaded(module: str) -> Kernels:
     file = folder / f"{module}-{key}.zip"
     if (code := _read(file)) is None:
         with _locked(folder / f"{module}.lock"):
-            if (code := _read(file)) is None:  # another process may have compiled them meanwhile
+            if (code := _read(file)) is None:  # another process may have compiled the kernels meanwhile
                 code = _compiled(module)
                 _write(file, module, code)
     return link(code)
@@ -151,10 +151,10 @@ def _folder() -> Path | None:
         folder = Path(given) if given else (Path(root) if root else Path.home() / ".cache") / "dendroaspis" / "kernels"
         for each in (*reversed(folder.parents), folder):
             if not each.exists():
-                each.mkdir(mode=0o700, exist_ok=True)  # another process may make it, too
+                each.mkdir(mode=0o700, exist_ok=True)  # another process may make the folder, too
         place = folder.resolve()
         why = _why_not_safe(place)
-    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user has no home folder
         why = str(error)
     if why:
         log.warning("kernels are compiled anew in every process: %s (%s sets another folder)", why, FOLDER)
@@ -228,7 +228,7 @@ def _write(file: Path, module: str, code: Code) -> None:
         part.unlink(missing_ok=True)
         return
     for other in file.parent.glob(f"{module}-*"):
-        with suppress(OSError):  # another process may have removed it
+        with suppress(OSError):  # another process may have removed the file
             if other.stat().st_mtime < file.stat().st_mtime - KEPT_S:
                 other.unlink()
 
@@ -248,5 +248,5 @@ def _read(file: Path) -> Code | None:
         log.warning("%s is damaged; its kernels are compiled again", file)
         return None
     with suppress(OSError):
-        os.utime(file)  # it is in use
+        os.utime(file)  # marks the file as in use
     return Code.read(io.BytesIO(data[DIGEST_BYTES:]))

@@ -24,7 +24,7 @@ def why_not_vectors() -> str:
 @cache
 def lanes() -> int:
     """float32 numbers in a vector register, of those that torch uses: ATEN_CPU_CAPABILITY=avx2 sets the smaller."""
-    import torch  # here: `kernel_cache.kept` is for processes without it
+    import torch  # imported here: `kernel_cache.kept` is for processes without torch
 
     return 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
 

@@ -291,7 +291,7 @@ class RowForms:
         """The product of rows of the weight's dtype with its sums in float32, not rounded to that dtype. The form holds
         a packed copy, in the weight's dtype where it is this project's own (`kept_dtype`), else in float32; or none, on
         a GPU whose library's product with the weight itself passes the check."""
-        if _sums_are_ours(weight):  # they widen the weight while they multiply: the bits are the widened weight's
+        if _sums_are_ours(weight):  # our sums widen the weight while they multiply: the bits are the widened weight's
             rows, like, its_bias = _cancelling(weight, bias, max(self.buckets))
             with torch.inference_mode():
                 checked = PackedWeight(like, its_bias, self.threads, torch.float32)
@@ -402,7 +402,7 @@ class RowForms:
                 made = form(x)
             else:
                 made = self._in_pieces(form, x.reshape(-1, x.shape[-1]), buckets)
-                made = made.view(*x.shape[:-1], made.shape[-1])  # also for 0 rows, which an expert may get
+                made = made.view(*x.shape[:-1], made.shape[-1])  # this form also fits 0 rows, which an expert may get
             return made
 
         return _narrowed(run, weight)

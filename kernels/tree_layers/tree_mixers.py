@@ -74,7 +74,7 @@ class RecurrentMemory:
     def __init__(self, layouts: Sequence[MixerLayout], tokens: int, states: int, device: torch.device) -> None:
         """tokens, states: numbers of slots, slot 0 included."""
         self.layouts = tuple(layouts)
-        self.stores: list[tuple[Tensor, ...]] = []  # one tuple per layout, for all of its layers: by layer and slot
+        self.stores: list[tuple[Tensor, ...]] = []  # arrays [layers, slots, ...] of each layout, one tuple per layout
         layers: dict[MixerLayout, list[LayerMemory]] = {}
         for layout in dict.fromkeys(layouts):
             count = self.layouts.count(layout)

@@ -206,7 +206,7 @@ class Complete:
     speculation: SpeculationStats
     drafter: OpeningStats | None  # opening at the drafter with the most rounds; None: none opened the text
     target: OpeningStats | None
-    stop_string: str = ""  # the one that ended the answer; empty: none did
+    stop_string: str = ""  # the stop string that ended the answer; empty: none did
     drafters: tuple[DrafterStats, ...] = ()  # drafters that were asked for trees, in the order of first trees
     sample: int = 0  # number of the answer (`Started.sample`)
     accepted_prediction_tokens: int = 0  # tokens of the answer that its prediction had next

@@ -95,7 +95,7 @@ class CertificateFiles:
             connection.context = current[0]
 
         outer = self._context()
-        outer.sni_callback = chosen  # also called where the client names no server
+        outer.sni_callback = chosen  # called for clients that name no server, too
         return outer
 
     def refresh(self) -> bool:

@@ -93,7 +93,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # else a ping without an answer holds the keepalive back for a minute
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the default holds the keepalive back for a minute
     ("grpc.http2.max_pings_without_data", 0),  # a router that hangs is detected also while no data flows
     ("grpc.lb_policy_name", "round_robin"),  # calls go in turn to all addresses of a name
     ("grpc.initial_reconnect_backoff_ms", 100),

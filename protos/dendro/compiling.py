@@ -43,7 +43,7 @@ class CompileQueue:
             if waiting >= self._most or len(self._waiting.get(tenant, ())) >= self._most_of_tenant:
                 raise Overloaded(f"structures: {waiting} wait to be compiled; try again later")
             self._waiting.setdefault(tenant, deque()).append((future, work))
-            if self._idle <= waiting and len(self._canaries) < self._threads:  # one that was notified still is idle
+            if self._idle <= waiting and len(self._canaries) < self._threads:  # a notified thread still counts as idle
                 self._canaries.add(canary := Canary())
                 threading.Thread(target=self._run, args=(canary,), name="structure-compiler", daemon=True).start()
             self._changed.notify()

@@ -27,7 +27,7 @@ def settle(future: Future[Result], work: Callable[[], Result]) -> None:
         return
     try:
         found = work()
-    except BaseException as error:  # a native library's panic is none of Exception
+    except BaseException as error:  # a native library's panic is a BaseException
         future.set_exception(error)
     else:
         future.set_result(found)
@@ -82,7 +82,7 @@ class MaskThreads:
     """
 
     def __init__(self) -> None:
-        self._threads = DaemonThreads("structure-masks", MASKS_AT_ONCE)  # they start with the first work
+        self._threads = DaemonThreads("structure-masks", MASKS_AT_ONCE)  # threads start with the first work
 
     def begin(self, work: Callable[[], Result]) -> Future[Result]:
         """Run `work` on one text's structure in a thread."""

@@ -64,7 +64,7 @@ class Destinations:
         self._clock = clock
         self._lock = threading.Lock()
         self._found: dict[str, frozenset[str]] = {}
-        self._asked_s: dict[str, float] = {}  # when a look-up began
+        self._asked_s: dict[str, float] = {}  # time at which a look-up began
 
     def unknown(self, address: str) -> bool:
         """True if `destination` has to wait for a look-up."""

@@ -67,7 +67,7 @@ class DrawnForm:
 
     def __init__(self, shape: DynamicShape) -> None:
         self._k = shape.k
-        self._levels = shape.steps  # that are not drawn yet
+        self._levels = shape.steps  # levels that are not drawn yet
         self._left = shape.total  # guesses that are not drawn yet
         self._values = [1.0]  # V of each row of the frontier
         self._laws: Sequence[TokenLaw] = ()  # laws of the frontier's rows

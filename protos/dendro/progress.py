@@ -155,7 +155,7 @@ class RequestProgress:
         self._resumed = next(sample for sample, answer in enumerate(self.answers) if not answer.finished)
         request = self.answers[self._resumed].next_request()
         if not request.HasField("resume"):
-            request.sampling.seed = seed  # it may be one that the server drew for all answers
+            request.sampling.seed = seed  # the server may have drawn this seed for all answers
         return request
 
     def take(self, response: pb.GenerateResponse) -> Event | None:

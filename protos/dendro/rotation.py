@@ -31,7 +31,7 @@ class Rotation:
             if port.isdecimal() and not 0 < int(port) < 1 << 16:
                 raise BadRequest("address", f"{each} has no port from 1 to 65535")
         self._counts = dict.fromkeys(self.addresses, 1)
-        self._until_s = dict.fromkeys(self.addresses, -math.inf)  # when an address is used again
+        self._until_s = dict.fromkeys(self.addresses, -math.inf)  # time from which an address is used again
         self._next = 0
 
     def take(self) -> str:

@@ -93,7 +93,7 @@ class _Rewriting:
         """The schema, without definitions that nothing refers to."""
         made = self._schema(self._root, "")
         for place, schema in (self._reached or {}).items():
-            if place not in self._done:  # it is referred to by a pointer into something else than schemas
+            if place not in self._done:  # a pointer into something else than schemas refers to this place
                 _put(made, place, self._schema(schema, place))
         return made
 
@@ -120,7 +120,7 @@ class _Rewriting:
         if made.get("uniqueItems") is False:
             del made["uniqueItems"]
         if not isinstance(made.get("items"), list):
-            made.pop("additionalItems", None)  # it says nothing; llguidance would read prefixItems as of an old draft
+            made.pop("additionalItems", None)  # no effect here; llguidance would read an old draft's prefixItems
         for keyword in ("const", "enum"):
             if keyword in made:
                 _check_exact(made[keyword], f"{where}/{keyword}")

@@ -31,7 +31,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 KEEPALIVE_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),  # else a ping without an answer holds the keepalive back for a minute
+    ("grpc.http2.ping_timeout_ms", 5_000),  # the default holds the keepalive back for a minute
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),

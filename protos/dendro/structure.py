@@ -33,7 +33,7 @@ class Structure:
     empty, too large or cannot be encoded as UTF-8. `Grammars` finds whether it compiles."""
 
     form: StructureForm
-    texts: tuple[str, ...]  # one, or the choices
+    texts: tuple[str, ...]  # the structure's text; for choices, each of them
 
     def __post_init__(self) -> None:
         if not isinstance(self.form, StructureForm):

@@ -122,7 +122,7 @@ class Canary:
             return 0
         if process.stdout is not None and process.poll() is None:
             try:
-                code = process.wait(0.2)  # it may be dying of its limit
+                code = process.wait(0.2)  # the process may be dying of its limit
             except subprocess.TimeoutExpired:
                 process.kill()
                 code = process.wait()

@@ -109,7 +109,7 @@ class Limits:
     max_length: int  # tokens of the whole text, prompt included
     ignore_end: bool = False  # continue past the end-of-text token (for measuring)
     min_length: int = 0  # tokens of the whole text, as in `max_length`
-    stop_ids: tuple[int, ...] = ()  # the one that ends an answer is its last token
+    stop_ids: tuple[int, ...] = ()  # the stop token that ends an answer is its last token
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_length <= self.max_length:

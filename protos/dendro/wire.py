@@ -171,7 +171,8 @@ def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
 
 
 def _law_from(message: tree_pb2.ChildLaw) -> ChildLaw:
-    ids, probabilities = message.ids[: LAW_TOKENS + 1], message.probabilities[: LAW_TOKENS + 1]  # more are refused
+    # One token more than a law may have is kept, so that a longer law is refused.
+    ids, probabilities = message.ids[: LAW_TOKENS + 1], message.probabilities[: LAW_TOKENS + 1]
     return ChildLaw(message.row, np.array(ids, np.int64), np.array(probabilities, np.float64))
 
 

@@ -84,7 +84,7 @@ class LoadedTarget:
     own_arithmetic: bool  # some of its products, functions or attention are this project's own, which round otherwise
     linear: RowsReport
     packing: QuantisedPacking | None  # packs weights that may stay quantised; None where none may
-    attention: str  # the form of its attention; empty where no layer attends
+    attention: str  # form of the target's attention; empty where no layer attends
     head: Head
     last_layer: LastLayer | None  # None: it always runs on all rows
 
@@ -198,7 +198,7 @@ def _load(
         raise
     except Exception as error:  # a family's configuration class may raise anything
         raise why_not_read(folder, facts.config["model_type"], error) from error
-    check_config(folder, config.to_dict())  # again, with the family's defaults for what the file leaves out
+    check_config(folder, config.to_dict())  # checked again, with the family's defaults for what the file leaves out
     try:
         settings: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": ATTENTION}
         settings |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # reported by name below

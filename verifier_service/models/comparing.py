@@ -95,7 +95,7 @@ def check_logits(
             truth = _by_the_library(model, tokens, None) if truth is None else truth
             ordered = ours(in_order)
             if not (torch.isfinite(ordered).all() and torch.isfinite(truth).all()):
-                return  # they cannot be compared; the engine refuses such a model by its dtype
+                return  # such rows cannot be compared; the engine refuses such a model by its dtype
             shuffled = ours(mixed)
             if not torch.equal(ours(in_order, head), ordered):
                 raise FamilyError(folder, kind, Property.NO_HEAD)
@@ -212,7 +212,7 @@ def logits_of_text(model: PreTrainedModel, tokens: Tensor, positions: Tensor | N
 
 def _errors(found: Tensor, truth: Tensor) -> Tensor:
     """Distance of each row's logits from the truth, [rows], as a share of their spread."""
-    spread = (truth - truth.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-30)  # it is 0 where a norm overflows
+    spread = (truth - truth.mean(-1, keepdim=True)).norm(dim=-1).clamp(min=1e-30)  # a norm that overflows gives 0
     errors: Tensor = (found - truth).norm(dim=-1) / spread
     return errors
 

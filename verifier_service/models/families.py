@@ -235,7 +235,7 @@ def _unlike_a_window(sees: Callable[..., Any], window: int | None, device: torch
         return Property.OWN_MASK
 
 
-_probing: list[_Probing] = []  # the one that runs now
+_probing: list[_Probing] = []  # the probing that runs now
 
 
 def _probe_attention(

@@ -84,7 +84,7 @@ def _is_silu(function: Any) -> bool:
     x = torch.linspace(-24, 24, 1024)
     try:
         return torch.allclose(function(x), F.silu(x), rtol=1e-5, atol=1e-6)
-    except Exception:  # it may be anything
+    except Exception:  # a module's call may raise anything
         return False
 
 
@@ -99,7 +99,7 @@ def _agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int) -> 
         with torch.inference_mode(), inside:
             try:
                 expected = module(rows)
-            except Exception:  # it takes rows of another rank
+            except Exception:  # the module takes rows of another rank
                 return False
             found = ours(rows)
         if found.dtype != expected.dtype or found.shape != expected.shape or not near(found, expected, STEPS[dtype]):

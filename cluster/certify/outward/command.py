@@ -82,7 +82,7 @@ class OutwardOptions:
     model: str
     checkpoint: Path  # a folder
     reference: str  # the checkpoint's name
-    dtype: str  # that of the server
+    dtype: str  # the server's dtype
     tolerance: float | None  # largest difference of log-probabilities; None: by the dtype
     size: OutwardSize
     at_once: int

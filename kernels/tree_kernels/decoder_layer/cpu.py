@@ -111,7 +111,7 @@ class _LayersProgram:
     words: Words
     address: int  # address of the words
     calls: tuple[Words, ...]  # calls whose addresses are in the words
-    workspace: int  # where that was
+    workspace: int  # address of that workspace
     norms: Words
     attentions: Words
     outputs: Words

@@ -72,7 +72,7 @@ def _row_sum(x, BLOCK: tl.constexpr):
             x = tl.sum(tl.reshape(x, (2, BLOCK >> (step + 1))), 0)
         elif (BLOCK >> step) > 1:
             x = tl.sum(tl.reshape(x, (BLOCK >> (step + 1), 2)), 1)
-    return tl.sum(x, 0)  # one number is left
+    return tl.sum(x, 0)  # all entries but one are 0
 
 
 @triton.jit

@@ -271,7 +271,7 @@ def _weigh(
         since = tl.cumsum(later * a, 0, reverse=True)
         found = tl.exp(since) * own * alike[:, None]
         tl.store(weights + (row * HEADS + h[None, :]) * K + k[:, None], found, mask=inside[None, :])
-        whole = tl.sum(tl.where((k == 0)[:, None], since + own * a, 0.0), 0)  # one number and zeros
+        whole = tl.sum(tl.where((k == 0)[:, None], since + own * a, 0.0), 0)  # the sum of one number and zeros
         tl.store(decays + row * HEADS + h, tl.exp(whole), mask=inside)
 
 
