@@ -71,9 +71,9 @@ class CallCounters:
     """Calls to Redis by outcome."""
 
     answered: int = 0
-    refused: int = 0  # answered with an error
-    failed: int = 0  # not answered, or not in time
-    skipped: int = 0  # not made, as the circuit was open
+    refused: int = 0  # calls answered with an error
+    failed: int = 0  # calls without an answer in time
+    skipped: int = 0  # calls not made, as the circuit was open
     opened: int = 0  # times that the circuit opened
     answer_us: int = 0  # time of the calls that were answered
 

@@ -57,7 +57,7 @@ class Growth(ABC):
 
     @property
     def finished(self) -> bool:
-        """True if all rows without candidates are leaves, which need none."""
+        """True if no row waits for candidates: those that have none are leaves."""
         return not self.frontier
 
     def extend(

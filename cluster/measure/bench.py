@@ -64,7 +64,7 @@ class BenchOption:
     argument: bool = False
 
     def parameter(self, name: str, kind: Any) -> inspect.Parameter:
-        """The command's parameter; None unless it is given."""
+        """The parameter of the command for this field. Its value is None unless it is given."""
         listed = isinstance(self.full, tuple)
         limits: dict[str, Any] = {} if self.least is None or listed else {"min": self.least, "max": self.most}
         text = self.help + (self._defaults if self.shown else "")

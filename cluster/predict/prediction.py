@@ -81,8 +81,10 @@ class Prediction:
 
 
 def predict_by_ranks(arm: Arm, ranks: Sequence[Sequence[int]], answers: Answers, off: Answers) -> Prediction | None:
-    """ranks: of every prompt's answer   answers, off: of the arm and of `off` to the timed prompts. None where no
-    timed answer has two rounds."""
+    """Predict an arm's rate over `off` by replaying ranks. None where no timed answer has two rounds.
+
+    ranks: the drafter's ranks of every prompt's answer   answers, off: the arm's and `off`'s to the timed prompts
+    """
     price = RoundPrice.of(answers, off)
     replays = [replayed_lengths(arm, each) for each in ranks]
     played = emitted_of([answer.lengths for answer in answers.values()])

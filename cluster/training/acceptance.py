@@ -195,7 +195,7 @@ def measure_acceptance(drafter: PreTrainedModel, all_answers: Sequence[Answers])
 
 
 def _acceptance(ranks: Mapping[str, list[list[int]]]) -> Acceptance:
-    """ranks: temperature -> of each answer its tokens' ranks"""
+    """Compute the acceptance of a drafter. ranks: temperature -> for each answer, the ranks of its tokens"""
     first_rank: dict[str, float] = {}
     emitted: dict[str, dict[str, float]] = {}
     for temperature, rows in ranks.items():

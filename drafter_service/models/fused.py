@@ -230,7 +230,7 @@ class OneCallLevels(ABC):
     def _ranked(
         self, counts: Sequence[int], groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
     ) -> RankedGuesses:
-        """Run the levels for which `_levels` is prepared. counts: rows of each level"""
+        """Run the levels that `_levels` was prepared for; returns their guesses. counts: rows of each level"""
         ends, step = self._ends, self._ends.head.step
         self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
         self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step

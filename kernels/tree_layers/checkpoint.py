@@ -253,7 +253,7 @@ def refuse_quantised(facts: Facts) -> None:
 
 
 def refuse_draft_vocabulary(facts: Facts) -> None:
-    """Raise CheckpointError for a model that guesses some of its tokens alone; for targets."""
+    """Raise CheckpointError for a target with a draft vocabulary: its head has a part of its tokens alone."""
     if facts.draft is not None:
         raise CheckpointError(f"{facts.folder}: cannot be a target: by its {DRAFT_VOCABULARY} it {facts.draft}")
 

@@ -197,7 +197,7 @@ class _Kind(NamedTuple):
 PACKED_LAYERS = (torch.bfloat16,)
 """Dtypes of layers that the library packs. It packs the head and experts in float32 too; layers would gain little."""
 UNITS = (1, 4)
-"""An expert's rows are padded to a multiple of the first of these that passes the check; if none does, to buckets."""
+"""Multiples to which an expert's rows may be padded: the first that passes the check is used; if none does, buckets."""
 UNIT_ROWS = 64
 """The most rows in the check of a unit."""
 

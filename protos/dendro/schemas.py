@@ -87,7 +87,7 @@ class _Rewriting:
         self._above = {above for place in self._reached or () for above in _above(place)}
         self._done: set[str] = set()  # places of what was rewritten
         self._inlined: list[str] = []  # places of the schemas that stand where a reference to them was
-        self._more = 0  # bytes that are written more than once
+        self._more = 0  # bytes that inlined copies add to the schema
 
     def whole(self) -> Schema:
         """The schema, without definitions that nothing refers to."""

@@ -20,7 +20,7 @@ from verifier_service.models.scaled_rows import SCALES, SMALL, near, scaled_resu
 ROWS = 3
 """Random rows that a module's results are compared for."""
 STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-18}
-"""The largest difference of a row's results, relative to its largest."""
+"""The largest difference between a module's and our result of a row, over the row's largest number, by dtype."""
 
 
 def use_row_functions(model: nn.Module) -> int:

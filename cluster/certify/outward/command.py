@@ -112,7 +112,7 @@ def extra_fields(text: str) -> Mapping[str, Any]:
 
 
 def sized(size: OutwardSize, samples: int | None) -> OutwardSize:
-    """A size with another number of draws, if one is given."""
+    """The size with `samples` draws; unchanged for None."""
     return size if samples is None else dataclasses.replace(size, samples=samples)
 
 

@@ -16,7 +16,8 @@ def decoder_layer(
 ) -> Tensor:
     """Run a decoder layer on x [rows, D]. norms: the two weights [D]. Returns [rows, D].
 
-    attention: of normed rows, with its four products   mlp: the products of gates, of what they multiply, and back to D
+    attention: computes the attention of normed rows, with its query, key, value and output products
+    mlp: the gate, up and down products
     """
     gate, up, down = mlp
     middle = x + attention(rms_norm(x, norms[0], eps))

@@ -169,14 +169,14 @@ class Tile:
         return list(carried)
 
     def _added(self, totals: list[Any], weights: list[Any], k: Any) -> list[Any]:
-        """The totals after input k of every row, which has these weights, panel after panel."""
+        """Add the products of input k and these weights to every row's totals, panel after panel."""
         given = (self._broadcast(self._in.add(begin, self._in.mul(k, I64(4)))) for begin in self._x)
         pairs = ((value, weight) for value in given for weight in weights)
         return [self._fma(value, weight, total) for (value, weight), total in zip(pairs, totals, strict=True)]
 
     def _added_pair(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
-        """The totals after inputs k and k + 1 of every row, whose weights are the upper and the lower halves of these
-        words."""
+        """Add the products of inputs k and k + 1 to every row's totals. A word has the weight of input k in its upper
+        half and that of k + 1 in its lower one."""
         build = self._in
         upper = [build.bitcast(build.and_(word, WORDS([0xFFFF0000] * LANES)), VECTOR) for word in words]
         lower = [build.bitcast(build.shl(word, WORDS([16] * LANES)), VECTOR) for word in words]

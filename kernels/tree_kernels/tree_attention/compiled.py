@@ -143,7 +143,7 @@ def compiled_step(step: TreeRows, threads: int = 1) -> CompiledStep:
 
 
 def _blocks(part: FarRows, place: int) -> list[tuple[int, ...]]:
-    """The blocks of a part's rows, whose first page is at this place."""
+    """Divide the rows of a part into blocks. place: index of the part's first page"""
     return [
         (start, min(start + BLOCK_ROWS, part.stop), place, len(part.pages), part.first)
         for start in range(part.start, part.stop, BLOCK_ROWS)
