@@ -352,6 +352,10 @@ class ClientPort(Section):
     share_port: bool = True
     """Whether routers on one machine listen on the same port, and the kernel divides connections among them. Else each
     takes the first free port from `port` on, one for each of `router.replicas`."""
+    max_connections: int = Field(default=4096, ge=8)
+    """Connections of clients that a router has open at this port, at most also a quarter of the files that its process
+    may open (`ulimit -n`); further ones are closed at once. Over HTTP the last eighth is kept for addresses that have
+    less than an equal share."""
 
     def client_ports(self, routers: int) -> range:
         """The ports of which a router takes the first that is free, where `routers` of them run."""

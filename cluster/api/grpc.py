@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import resource
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import aclosing
 from functools import partial
@@ -40,13 +41,18 @@ Response = TypeVar("Response")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
+HANDSHAKE_S = 10.0
+"""Seconds that a new connection may take to begin, TLS included."""
 CONNECTION_AGE = "grpc.max_connection_age_ms"
-"""A connection so old takes no more calls, and its client looks the router's name up again; its streams run to their
+"""A connection so old takes no more calls, and its client looks the router's name up again; its answers run to their
 ends. Clients of other languages so call routers that were added behind a name."""
+CONNECTION_GRACE = "grpc.max_connection_age_grace_ms"
+"""Milliseconds after that age in which all answers have ended. Streams that never end, as of health, end then."""
 SERVER_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     (CONNECTION_AGE, 300_000),
+    ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_S * 1000)),
     *KEEPALIVE_OPTIONS,
 )
 """Options of a server that clients call."""
@@ -276,7 +282,13 @@ async def serve_router(
     callers = callers or Callers(ingress.config)
     if certificates is None and ingress.config.tls.clients is not None:
         certificates = ingress.config.tls.clients.files()
-    server = grpc.aio.server(options=(*SERVER_OPTIONS, ("grpc.so_reuseport", int(share_port))))
+    longest_s = ingress.config.router.request_timeout_s + SEND_S + 2 * READ_GRACE_S
+    options = (
+        ("grpc.so_reuseport", int(share_port)),
+        ("grpc.max_allowed_incoming_connections", most_connections(ingress.config.grpc.max_connections)),
+        (CONNECTION_GRACE, int(longest_s * 1000)),
+    )
+    server = grpc.aio.server(options=(*SERVER_OPTIONS, *options))
     requests = RunningRequests(ingress.config.router.max_requests)
     server.add_generic_rpc_handlers((GenerationServicer(ingress, requests, callers).handlers(),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
@@ -297,6 +309,12 @@ def _bind(server: grpc.aio.Server, host: str, ports: tuple[int, ...], certificat
                 return address_of(host, server.add_insecure_port(wanted))
             return address_of(host, server.add_secure_port(wanted, certificates.server_credentials()))
     raise EngineFailed(f"grpc.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
+
+
+def most_connections(configured: int) -> int:
+    """Connections of one port that may be open: a process's peers, files and other port need descriptors, too."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return min(configured, files // 4) if files > 0 else configured
 
 
 def port_of(address: str) -> int:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ipaddress
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import h11
 import uvicorn
-from dendro.errors import EngineFailed
+from dendro.errors import EngineFailed, Overloaded
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.api.callers import Callers
-from cluster.api.grpc import address_of
+from cluster.api.grpc import HANDSHAKE_S, READ_GRACE_S, address_of, most_connections
 from cluster.api.openai.app import application
+from cluster.api.openai.bodies import BODY_S
 from cluster.api.openai.serving import BREAK_CONNECTION
+from cluster.api.places import Places
 from cluster.api.requests import CUT_S, RunningRequests
 from cluster.router.ingress import Ingress
 
@@ -30,6 +33,10 @@ MOST_CHUNKS = 1 << 12
 """Chunks of a body: of one byte or of a thousand, each takes as long to read, and nothing else runs meanwhile."""
 ENDS = frozenset({b"content-length", b"transfer-encoding"})
 """Headers that name a body's end."""
+WAITING = 2048
+"""Connections that the system holds for a server which has not accepted them yet."""
+ACCEPT_AGAIN_S = 0.1
+"""Seconds after which a server accepts connections again, as when its process had no file descriptor left."""
 
 
 class _Requests(h11.Connection):
@@ -49,13 +56,16 @@ class _Requests(h11.Connection):
 
 
 class _Connection(H11Protocol):
-    """A connection whose requests can break it, and which ends where none comes in time. (h11, as it bounds the
-    headers.)"""
+    """A connection whose requests can break it, and which ends where none comes in time, or one takes too long. (h11,
+    as it bounds the headers.)"""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, request_s: float, *args: Any, **options: Any) -> None:
+        """request_s: seconds that a request may take until its answer is written, its body's included"""
         super().__init__(*args, **options)
         self.conn = _Requests(h11.SERVER, HEADER_BYTES)
         self.app_state = {BREAK_CONNECTION: self.abort}
+        self.lost = self.loop.create_future()
+        self._request_s = request_s
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,6 +73,8 @@ class _Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waiting.cancel()
+        if not self.lost.done():  # a stopped server has cancelled it
+            self.lost.set_result(None)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -71,9 +83,11 @@ class _Connection(H11Protocol):
                 super().data_received(data[start : start + PART_BYTES])
 
     def handle_events(self) -> None:
+        before = self.cycle
         super().handle_events()
-        if self.cycle is not None and not self.cycle.response_complete:  # the time of a request has its own limits
+        if self.cycle is not before and not self.cycle.response_complete:
             self._waiting.cancel()
+            self._waiting = self.loop.call_later(self._request_s, self.abort)
             if {name for name, _ in self.headers} >= ENDS:  # what follows may be a body's rest to a proxy before us
                 self.shutdown()  # it ends the connection after the answer
 
@@ -99,12 +113,58 @@ class _Connection(H11Protocol):
 
 
 class _EmbeddedServer(uvicorn.Server):
-    """A server in a loop and a process that are not its own: it leaves signals alone."""
+    """A server in a loop and a process that are not its own: it leaves signals alone. It bounds its connections from
+    the moment that they are accepted, before TLS: uvicorn knows them from their first byte of HTTP."""
 
-    async def open(self, listening: socket.socket) -> None:
+    def __init__(self, config: uvicorn.Config, request_s: float, places: Places, refused: Callable[[], None]) -> None:
+        """request_s: see `_Connection`   places: for connections, by their clients' addresses   refused: called for a
+        connection that has none"""
+        super().__init__(config)
+        self._request_s = request_s
+        self._places = places
+        self._refused = refused
+        self._served: set[asyncio.Task[None]] = set()
+
+    def open(self, listening: socket.socket) -> None:
         self.config.load()
-        self.lifespan = self.config.lifespan_class(self.config)
-        await self.startup([listening])
+        listening.listen(WAITING)
+        self._listening = listening
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, peer = await loop.sock_accept(self._listening)
+            except OSError:  # no file descriptor is left, or the client has gone
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            address = network_of(peer[0])
+            try:
+                self._places.take(address, 1)
+            except Overloaded:
+                accepted.close()
+                self._refused()
+                continue
+            task = asyncio.create_task(self._converse(accepted, address))
+            self._served.add(task)
+            task.add_done_callback(self._served.discard)
+
+    async def _converse(self, accepted: socket.socket, address: str) -> None:
+        """Serve a connection until it ends."""
+        connection = _Connection(self._request_s, self.config, self.server_state, {})
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=self.config.ssl,
+                ssl_handshake_timeout=HANDSHAKE_S if self.config.ssl else None,
+            )
+            await connection.lost
+        except OSError:  # no TLS, or none in time
+            accepted.close()
+        finally:
+            self._places.leave(address, 1)
 
     async def main_loop(self) -> None:
         """Renew the date in responses, until cancelled."""
@@ -114,8 +174,8 @@ class _EmbeddedServer(uvicorn.Server):
 
     def close(self) -> None:
         """Accept no more connections, and close each when its answer ends."""
-        for server in self.servers:
-            server.close()
+        self._accepting.cancel()
+        self._listening.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
 
@@ -123,6 +183,8 @@ class _EmbeddedServer(uvicorn.Server):
         """Break the connections that are left, whose clients do not read."""
         for connection in list(self.server_state.connections):
             connection.transport.abort()
+        for task in self._served:
+            task.cancel()
 
 
 class HttpServer:
@@ -167,12 +229,12 @@ async def serve_http(
     share_port: see `serve_router`
     Raises EngineFailed where no port is free, and BadRequest for a certificate that cannot be used.
     """
-    tls = ingress.config.tls.clients
+    settings = ingress.config
+    tls = settings.tls.clients
     files = tls.files() if tls is not None else None
     listening = bind(host, tuple(ports), share_port)
     config = uvicorn.Config(
         application(ingress, requests, callers, healthy),
-        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,
@@ -182,8 +244,13 @@ async def serve_http(
         ssl_context_factory=(lambda *_: files.ssl_context()) if files is not None else None,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server = _EmbeddedServer(config)
-    await server.open(listening)
+    server = _EmbeddedServer(
+        config,
+        BODY_S + settings.router.request_timeout_s + 2 * READ_GRACE_S,
+        Places(most_connections(settings.http.max_connections)),
+        lambda: ingress.totals.failed(Overloaded("connection: too many are open")),
+    )
+    server.open(listening)
     return HttpServer(server, requests, address_of(host, int(listening.getsockname()[1])))
 
 
@@ -202,3 +269,11 @@ def bind(host: str, ports: tuple[int, ...], share_port: bool) -> socket.socket:
         listening.setblocking(False)
         return listening
     raise EngineFailed(f"http.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
+
+
+def network_of(host: str) -> str:
+    """What one client may have of the network: an address of IPv4, or all of IPv6 with the same first 64 bits."""
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
