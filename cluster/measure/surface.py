@@ -315,7 +315,7 @@ def _process(config: Config, way: str) -> ContenderProcess:
 
 def _serve(config: Config) -> None:
     """Run a cluster until the end of standard input; its calls are answered by the router's counters."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the cluster is stopped first
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends after it has stopped the cluster
     with asyncio.Runner() as runner:
         cluster = running_cluster(config)
 

@@ -251,7 +251,7 @@ class _Program:
         for below in range(1, depths + 1):
             starts = depths + 1 - below  # depths from which so many levels fit
             under = self.emitted[below - 1][1 : starts + 1]  # [starts, y]
-            forest = np.full((starts, max_rows + 1), NEVER)  # H without children left to place
+            forest = np.full((starts, max_rows + 1), NEVER)  # H of a row to which no child is left to be added
             forest[:, 0] = 0.0
             taken = []
             for child in reversed(range(children)):
