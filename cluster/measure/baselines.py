@@ -23,7 +23,6 @@ from cluster.measure.measurement import (
     BATCH,
     BEST_ASSISTED,
     BEST_LOOKUP,
-    CONTINUOUS,
     GENERATE,
     GRIDS,
     LOOKUP,
@@ -112,28 +111,19 @@ class Baselines:
     def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
         """Greedy answers of `tokens` tokens to all prompts at once: the total `tokens` and the `seconds` taken.
 
-        Shorter prompts are padded on the left; `generate_batch` needs no padding.
+        Shorter prompts are padded on the left.
         """
+        if row != BATCH:
+            raise BadRequest("row", f"{row!r} is not {BATCH}")
         torch, longest = self._torch, max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=self.device)
         mask = torch.tensor([[at >= longest - len(prompt) for at in range(longest)] for prompt in prompts]).long()
         started = time.perf_counter()
-        if row == BATCH:
-            with torch.inference_mode():
-                found = self.target.generate(
-                    ids, attention_mask=mask.to(self.device), max_new_tokens=tokens, do_sample=False
-                )
-            count = found[:, ids.shape[1] :].numel()
-        elif row == CONTINUOUS:
-            from transformers import GenerationConfig
-
-            config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-            answers = self.target.generate_batch(
-                inputs=list(map(list, prompts)), generation_config=config, progress_bar=False
+        with torch.inference_mode():
+            found = self.target.generate(
+                ids, attention_mask=mask.to(self.device), max_new_tokens=tokens, do_sample=False
             )
-            count = sum(len(each.generated_tokens) for each in answers.values())
-        else:
-            raise BadRequest("row", f"{row!r} is none of {BATCH}, {CONTINUOUS}")
+        count = found[:, ids.shape[1] :].numel()
         seconds = time.perf_counter() - started
         if count != tokens * len(prompts):
             raise EngineFailed(f"{row}: {count} tokens instead of {tokens * len(prompts)}")

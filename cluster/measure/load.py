@@ -19,7 +19,7 @@ from dendro.answer import collect_stream
 from dendro.client import Asking
 from dendro.errors import EngineFailed
 
-from cluster.measure.measurement import AUTO, BATCH, CONTINUOUS, OFF, Step
+from cluster.measure.measurement import AUTO, BATCH, OFF, Step
 from cluster.measure.ours import TenantClients, TenantRule
 from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
@@ -30,8 +30,6 @@ from cluster.measure.turns import estimate
 FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)
 PERCENTILES = (50, 95, 99)
-CONTINUOUS_REPETITIONS = 1
-"""Repetitions of the library's `generate_batch`: a tenth as fast as the others, more would take most of the time."""
 FIRST_SAMPLE_S, SAMPLE_S = 0.5, 1.0
 """First time and interval of sampling the pages in use; rare, as each sample is a call that loads the machine."""
 
@@ -200,8 +198,7 @@ class LoadPlan:
     @property
     def blocks(self) -> int:
         ours = (len(self.clients) + len(self.arrivals)) * len(self.ways)
-        continuous = min(CONTINUOUS_REPETITIONS, self.repetitions)
-        return (ours + len(self.clients)) * self.repetitions + len(self.clients) * continuous
+        return (ours + len(self.clients)) * self.repetitions
 
 
 async def measure_load(
@@ -217,7 +214,7 @@ async def measure_load(
         await loader.closed(LoadBlock(AUTO, "warm-up", 0), clients, 1)
     for repetition in range(plan.repetitions):
         for clients in order.sample(plan.clients, len(plan.clients)):
-            ways = (*plan.ways, BATCH, *((CONTINUOUS,) if repetition < CONTINUOUS_REPETITIONS else ()))
+            ways = (*plan.ways, BATCH)
             hop_us = await hop_time(clients)
             for way in order.sample(ways, len(ways)):
                 block = LoadBlock(way, closed_load(clients), repetition, hop_us=hop_us)
@@ -272,7 +269,7 @@ def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str
         rates = {way: [block.rate for block in here if block.way == way] for way in ways if way != AUTO}
         best = max((way for way in rates if rates[way]), key=lambda way: median(rates[way]))
         arriving, number = _load_order(here[0])
-        for way in (*ways, BATCH, CONTINUOUS):
+        for way in (*ways, BATCH):
             mine = [block for block in here if block.way == way]
             if not mine:
                 continue

@@ -24,7 +24,7 @@ from cluster.measure.load import (
     rows_of,
 )
 from cluster.measure.load_command import BUNDLED, LOAD, LoadOptions
-from cluster.measure.measurement import BATCH, CONTINUOUS
+from cluster.measure.measurement import BATCH
 from cluster.measure.ours import TenantRule
 from cluster.measure.speed import OWN
 from cluster.measure.targets import Which
@@ -138,11 +138,7 @@ async def test_every_way_is_measured_at_every_load_and_every_block_is_counted(tm
         counts[each.way, each.load] += 1
     ours = ("off", "(3,2,1)", "auto")
     loads = ("1 client", "16 clients", "0.5 of capacity", "1 of capacity")
-    assert counts == (
-        {(way, load): 5 for way in ours for load in loads}
-        | {(BATCH, load): 5 for load in loads[:2]}
-        | {(CONTINUOUS, load): 1 for load in loads[:2]}
-    )
+    assert counts == {(way, load): 5 for way in ours for load in loads} | {(BATCH, load): 5 for load in loads[:2]}
     assert {each.tokens for each in blocks if each.way == BATCH} == {8, 8 * 8 + 7 * 8}, "up to each answer's own end"
     rows = rows_of(blocks)
     assert rows[0]["shapes"] == {"off": 0.75, "(1,1)": 0.25}
