@@ -450,6 +450,12 @@ class StepScheduler:
                 self._restoring.append((session, saved))
                 session.restored = saved.length
                 continue
+            self._adopt(session)
+
+    def _adopt(self, session: VerifierText) -> None:
+        """Give an admitted text without pages, new or preempted, those of its text that others have published. They may
+        be all that its opening lacks."""
+        if session.admitted and not session.memory.pages:
             session.restored = self.memory.adopt(session.memory, session.shareable)
             self._settle_opening(session)
 
@@ -491,12 +497,12 @@ class StepScheduler:
         share the remaining rows."""
         ready = []
         for session in self.sessions.values():
+            if session.opening is not None:
+                self._adopt(session)
             if session.opening is None and session.masked and (ask := self._followed(session)) is not None:
                 ready.append((ask.ticket.arrived_s, session, ask))
-        for session in self.sessions.values():
-            if session.waits and session.admitted and not session.memory.pages:
-                # Preempted: adopt the pages of its text that others have published.
-                self.memory.adopt(session.memory, session.shareable)
+            if session.asks:
+                self._adopt(session)
         ready.sort(key=lambda each: each[0])
         step_rows, prefill_rows = self.capacity.step_rows, self.capacity.prefill_rows
         # Texts that need rows of prompts: being opened, or preempted and too long for one step.

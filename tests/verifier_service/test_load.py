@@ -435,6 +435,24 @@ def test_a_lone_text_never_waits():
     assert turns.now - began == pytest.approx(10 * turns.STEP_S + 9 * 0.002)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["alone", "first round announced"])
+def test_a_text_that_waits_while_another_publishes_all_that_it_lacks_is_opened(ahead):
+    """Two equal prompts of a page and a root, of which the first takes all rows of a step."""
+    scheduler = scheduler_of(max_length=2 * PAGE, step_rows=PAGE)
+    openings, calls = [], 0
+    for _ in range(2):
+        router = RoundByRound(None, range(PAGE + 1), count=9)
+        openings.append(Ticket(0.0))
+        call = OpenCall(router.update(), router.parameters, ahead=ahead)
+        scheduler.submit(PendingCall(call, openings[-1]))
+    while (plan := scheduler.next()) is not None:
+        calls += 1
+        scheduler.apply(StepOutcome(tuple(Walk((0,), (7,), ()) for _ in plan.draws), 1, 1))
+    assert [ticket.settled for ticket in openings] == [True, True]
+    assert [ticket.value.restored for ticket in openings] == [0, PAGE]
+    assert calls == (2 if ahead else 1), "the announced rounds share a step"
+
+
 def test_no_step_has_more_rows_than_step_rows_though_a_text_was_preempted():
     scheduler = scheduler_of(step_rows=32, prefill_rows=8)
     routers = [
