@@ -88,7 +88,11 @@ class Capacity:
         check_choice(parameters.sampling, parameters.limits, self.vocabulary, self.end_ids, parameters.structure)
         needed = self.pages_of(longest + self.max_depth)
         if needed > self.pages:
-            raise BadRequest("limits.max_length", f"needs {needed} pages of {PAGE} tokens; there are {self.pages}")
+            raise BadRequest(
+                "max_new_tokens",
+                f"makes a text of up to {longest} tokens, which needs {needed} pages of {PAGE} tokens; there are "
+                f"{self.pages} in the target's memory",
+            )
 
     def check_tree(self, tree: DraftTree, ids: Sequence[int], sampling: Sampling) -> None:
         """Raise BadRequest for a tree that does not begin with the last token of the text `ids`, exceeds a limit, or

@@ -110,7 +110,8 @@ async def test_a_text_that_can_never_fit_is_refused_at_once_with_the_numbers(fol
     engine = engine_of(folder, pool_tokens=2 * PAGE)
     await engine.start()
     try:
-        with pytest.raises(BadRequest, match="needs 4 pages of 64 tokens; there are 2"):
+        message = "max_new_tokens: makes a text of up to 200 tokens, which needs 4 pages of 64 tokens; there are 2 in"
+        with pytest.raises(BadRequest, match=message):
             await RoundByRound(engine, [1] * 100, count=100).open()
     finally:
         await engine.stop()
