@@ -65,4 +65,5 @@ def _at(figures: RankFigures, needs: Mapping[TreeShape, float]) -> str:
     if best not in needs:
         return text
     ratio = emitted[best] / needs[best]
-    return f"{text}, which needs {needs[best]:.2f} here: " + (f"{ratio:.2f} of off" if ratio >= 1 else "cannot pay")
+    bound = f"at most {ratio:.2f} of off" if ratio >= 1 else "cannot pay"
+    return f"{text}, which needs {needs[best]:.2f} here: {bound}"

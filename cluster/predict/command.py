@@ -11,11 +11,13 @@ from typing import Annotated, Any
 
 import typer
 from dendro.errors import BadRequest
+from dendro.tree import RANKED
 
 from cluster.arms import OFF_ARM
 from cluster.checkpoints import pairs_of, read_cluster
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
+from cluster.drafter_figures import figures_of, write_figures
 from cluster.hub import fetched, pinned
 from cluster.measure.bench import Aim, ReportTable, cells_of
 from cluster.measure.machine import report_head
@@ -67,13 +69,22 @@ def ranked_drafters(config: Config, target: str) -> list[str]:
 
 
 async def run_predict(
-    config: Config, plan: PredictPlan, source: str, temperatures: tuple[float, ...], local: bool, begin: Begin
+    config: Config,
+    plan: PredictPlan,
+    source: str,
+    temperatures: tuple[float, ...],
+    local: bool,
+    begin: Begin,
+    figures: bool = False,
 ) -> dict[str, Any]:
-    """Run the whole measurement; returns the report as JSON values."""
+    """Run the whole measurement; returns the report as JSON values.
+
+    figures: write the figures of the drafters' ranks into their checkpoints
+    """
     from cluster.engines import device_of
 
     started = time.monotonic()
-    width = widest(plan.arms)
+    width = max(widest(plan.arms), RANKED)
     makers = {arm.maker for arm in plan.arms}
     rankers = {
         name: Ranker(config.drafters[name], device_of(config.drafters[name]), width)
@@ -83,6 +94,10 @@ async def run_predict(
     async with running(config, local) as address:
         predicting = Predicting(plan, Strangers(address), rankers, begin)
         found = [await predicting.at(temperature) for temperature in temperatures]
+    if figures:
+        for name in rankers:
+            ranks = {each.temperature: each.ranks[name] for each in found}
+            write_figures(config.drafters[name].checkpoint, figures_of(plan.target, ranks))
     names = {arm: arm.name(config.names_drafters(plan.target)) for arm in plan.arms}
     rows = [row for each in found for row in sorted(_rows(each, names), key=lambda row: -row["over_off"]["median"])]
     return {
@@ -179,6 +194,14 @@ def predict(
     prompt_file: PromptFile = None,
     prompts: Annotated[int | None, PROMPTS.option("Prompts to predict on.", least=1)] = None,
     timed: Annotated[int | None, TIMED.option("Prompts of these to time rounds on.", least=1)] = None,
+    figures: Annotated[
+        bool,
+        typer.Option(
+            "--figures",
+            help="Write how often each drafter guessed right into its checkpoint: `dendro check` and new routers then "
+            "expect this of it, instead of what its training measured.",
+        ),
+    ] = False,
     held_out: Annotated[int, typer.Option(min=0, help="Other prompts to measure on, beside the predictions.")] = 0,
     tokens: Annotated[int | None, TOKENS.option("Tokens of an answer, at most.", least=2)] = None,
     seed: Annotated[int, seed_option("sampling and of the order of runs")] = 0,
@@ -203,7 +226,7 @@ def predict(
         seed,
     )
     levels = parse_temperatures(temperatures)
-    report = with_bars(lambda begin: asyncio.run(run_predict(checked, plan, source, levels, local, begin)))
+    report = with_bars(lambda begin: asyncio.run(run_predict(checked, plan, source, levels, local, begin, figures)))
     present(report, facts_of(report), cells_of((TABLE,), report), json, markdown, differences=report["differences"])
 
 

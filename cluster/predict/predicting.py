@@ -44,6 +44,7 @@ class Predicted:
     predictions: list[Prediction]
     unknown: list[Arm]  # arms whose answers have no second round
     held_out: dict[Arm, dict[int, RunAnswer]]  # `off` included
+    ranks: dict[str, list[list[int]]]  # by drafter: of each answer's tokens
     differences: list[str] = field(default_factory=list)
 
 
@@ -81,7 +82,8 @@ class Predicting:
             arm: {prompt: each for prompt, each in found.items() if prompt >= len(plan.prompts)}
             for arm, found in answers.items()
         }
-        return Predicted(temperature, parts, predictions, unknown, held_out, self._differences(temperature, answers))
+        differences = self._differences(temperature, answers)
+        return Predicted(temperature, parts, predictions, unknown, held_out, ranks, differences)
 
     def _by_ranks(self, arm: Arm) -> bool:
         return arm.maker in self._rankers and ranks_determine(arm)

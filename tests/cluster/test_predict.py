@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.arms import Arm
 from cluster.config import Config
+from cluster.drafter_figures import read_figures
 from cluster.measure.bench import cells_of
 from cluster.predict.command import TABLE, facts_of, plan_of, run_predict
 from cluster.predict.prediction import (
@@ -151,3 +153,15 @@ def test_the_command_prints_and_writes_its_report(pair, tmp_path):
     assert done.exit_code == 0, done.output
     assert (tmp_path / "p.md").read_text().startswith("# dendro predict\n")
     assert json.loads((tmp_path / "p.json").read_text())["bench"] == "predict"
+
+
+def test_figures_of_the_given_prompts_replace_those_of_the_drafters_training(pair, tmp_path):
+    drafter = Path(shutil.copytree(pair[1], tmp_path / "drafter"))
+    config = configured((pair[0], drafter), tmp_path)
+    words = ["predict", str(config), "--local", "--quick", "--temperatures", "0,1", "--prompts", "2", "--timed", "1"]
+    done = CliRunner().invoke(cli.app, [*words, "--tokens", "8", "--figures"], env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.output
+    figures = read_figures(drafter)
+    assert figures is not None and figures.target == "tiny"
+    assert [each.temperature for each in figures.by_temperature] == [0.0, 1.0]
+    assert all(2 <= sum(each.ranks) <= 2 * 8 for each in figures.by_temperature)  # answers may end early

@@ -23,7 +23,7 @@ def test_a_tree_needs_the_tokens_that_its_draft_and_step_take_over_a_step_of_one
 @pytest.mark.parametrize(
     ("figures", "timed", "words"),
     [
-        (RIGHT, True, "temperature 0: 5.00 tokens a round of (1,1,1,1), which needs 1.60 here: 3.12 of off"),
+        (RIGHT, True, "temperature 0: 5.00 tokens a round of (1,1,1,1), which needs 1.60 here: at most 3.12 of off"),
         (WRONG, True, "temperature 0: 1.00 tokens a round of (1), which needs 1.10 here: cannot pay"),
         (RIGHT, False, "by its checkpoint alone: nothing was timed"),
         (
