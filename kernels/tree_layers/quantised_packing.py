@@ -26,7 +26,7 @@ from tree_layers.awq_settings import AWQ
 from tree_layers.checkpoint import Facts
 from tree_layers.gguf_blocks import QuantisedTensors
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Numbers of rows that are timed, the fewest first, until unpacked weights are as fast at LOSSES of them in a row."""
 LOSSES = 2
 TRIALS = 9
