@@ -35,6 +35,14 @@ def with_schemas(grammar: str, enforced: Callable[[str], str]) -> str:
     return "".join([*parts, grammar[place:]])
 
 
+def schema_at(grammar: str, line: int) -> str | None:
+    """The first schema that begins on a line of a grammar; None where there is none."""
+    for found in _tokens(grammar):
+        if found.group() == "%json" and _line(grammar, found.start()) == line:
+            return grammar[found.end() : _end_of_json(grammar, found.end())]
+    return None
+
+
 def _tokens(grammar: str) -> Iterator[re.Match[str]]:
     place = 0
     while found := TOKEN.search(grammar, place):

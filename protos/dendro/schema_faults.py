@@ -1,4 +1,5 @@
-"""Finds the place in a JSON schema of what llguidance refuses: its message names what it is, not where."""
+"""Finds the place in a structure of what llguidance refuses: of a JSON schema its message names what it is, not where,
+and of all it quotes the grammar, which for a schema or an expression is not the client's."""
 
 from __future__ import annotations
 
@@ -8,15 +9,37 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from dendro.lark_text import schema_at
 from dendro.patterns import translated
 from dendro.schema_refs import Json, References, Schema, inner, pointer
 
+REFUSED = "failed to compile JSON schema: "
 MESSAGE = re.compile(
-    r"(?P<head>.*?): at \d+\(\d+\): failed to compile JSON schema: (?P<reason>.*?)"
+    rf"(?P<head>.*?): at \d+\(\d+\): {REFUSED}(?P<reason>.*?)"
     r"(?: while processing \S*#(?P<within>\S*))?(?: 1 \| %llguidance.*)?"
 )
+QUOTING = re.compile(r"(?P<head>.*?): (?:at )?(?P<line>\d+)\(\d+\): (?P<reason>.*?)(?: \d+ \| .*)?")
+"""A fault of a grammar, of which llguidance quotes the line and those around it."""
 KINDS = {"null", "boolean", "number", "string", "array", "object"}
 OVERLAP = "alternatives that may overlap cannot be enforced; use anyOf, or give them different types or constants"
+
+
+def located(fault: str, form: str, text: str) -> str:
+    """Rewrite llguidance's fault of a structure: with its place, and without what llguidance quotes. form: a value of
+    StructureForm   text: of the structure, as the client gave it"""
+    if form == "json_schema":
+        return placed(fault, text)
+    message = QUOTING.fullmatch(fault)
+    if message is None:
+        return fault
+    head, reason = message["head"], message["reason"]
+    if form != "grammar":
+        return f"{head}: {reason}"
+    line = int(message["line"]) - 1  # the first is the server's own
+    schema = schema_at(text, line) if reason.startswith(REFUSED) else None
+    if schema is None:
+        return f"line {line}: {head}: {reason}"
+    return f"line {line}, %json: " + placed(f"{head}: at {line}(1): {reason}", schema)
 
 
 def placed(fault: str, text: str) -> str:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from dendro.guidance import StructureLimits, TokenTexts, fault_of_grammar
 from dendro.lark_forms import lark_of
-from dendro.schema_faults import placed
+from dendro.schema_faults import located
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -157,7 +157,7 @@ def _compiled(tokenizer: LLTokenizer, message: dict[str, Any]) -> dict[str, str]
             found.append({"fault": str(error)})
             return
         fault = fault_of_grammar(tokenizer, lark, limits, held_s)
-        found.append({"fault": placed(fault, texts[0]) if fault and form == "json_schema" else fault, "lark": lark})
+        found.append({"fault": located(fault, form, texts[0]), "lark": lark})
 
     thread = threading.Thread(target=work)
     signal.setitimer(signal.ITIMER_PROF, message["cpu_s"])

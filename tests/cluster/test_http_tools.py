@@ -185,10 +185,18 @@ async def refused_templates(client) -> None:
         answer = await client.chat.completions.create(**ASKED, model=name, tools=TOOLS, tool_choice="none", seed=1)
         plain = await client.chat.completions.create(**ASKED, model=name, seed=1)
         assert answer.choices[0].message.content == plain.choices[0].message.content, "the template describes none"
-    unenforced = tool("f", {"a": {"type": "string", "pattern": "(?=x)"}})
-    with pytest.raises(openai.BadRequestError) as refused:
-        await client.chat.completions.create(**ASKED, model="llama", tools=[unenforced], tool_choice="required")
-    assert refused.value.param == "tools"
+    fine, place = tool("g", {}), "tools[1].function.parameters"
+    for schema, fault in (
+        ({"type": "string", "pattern": "(?=x)"}, "cannot be enforced: /properties/a/pattern: look-around"),
+        ({"type": "string", "contains": {}}, "does not compile: /properties/a/contains: Unimplemented keys"),
+    ):
+        given = [fine, tool("f", {"a": schema})]
+        for choice in ("required", {"type": "function", "function": {"name": "f"}}):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**ASKED, model="llama", tools=given, tool_choice=choice)
+            found = refused.value
+            assert found.param == place and found.body["message"].startswith(f"{place}: {fault}")
+            assert not any(internal in str(found) for internal in ("%json", "arguments_", "line", "guidance"))
 
 
 async def later_turns(client) -> None:

@@ -72,3 +72,25 @@ def test_a_fault_whose_place_is_not_found_is_told_without_the_schema():
 def test_any_json_can_be_searched_for_a_fault(schema, reason):
     assert placed(f"refused: at 2(8): failed to compile JSON schema: {reason}", schema) == f"refused: {reason}"
     assert "may overlap" in placed("refused: at 2(8): failed to compile JSON schema: oneOf constraints are not", schema)
+
+
+GRAMMARS = {
+    'start: "x" | foo': 'line 1: does not compile: unknown name: "foo"',
+    "start: a\na: /b": "line 3: does not compile: lexer error",
+    'start: a b\na: "x"\nb: %json {"properties": {"c": {"not": {}}}}': (
+        'line 3, %json: does not compile: /properties/c/not: Unimplemented keys: ["not"]'
+    ),
+}
+
+
+@pytest.mark.parametrize(("rules", "fault"), GRAMMARS.items(), ids=["rule", "token", "schema"])
+def test_a_fault_of_a_grammar_has_its_line_and_nothing_that_the_client_did_not_send(rules, fault):
+    with pytest.raises(BadRequest) as refused:
+        asyncio.run(BYTES.compiled(Structure.grammar(rules)))
+    assert str(refused.value) == f"structure.grammar: {fault}"
+
+
+def test_a_fault_of_an_expression_is_told_without_the_grammar_around_it():
+    with pytest.raises(BadRequest) as refused:
+        asyncio.run(BYTES.compiled(Structure.regex("a[")))
+    assert "unclosed" in str(refused.value) and "%llguidance" not in str(refused.value)

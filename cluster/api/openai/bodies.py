@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -87,15 +87,25 @@ def _too_long() -> HttpRefused:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        value = json.loads(body.decode(), parse_constant=no_constant, object_pairs_hook=_distinct)
-    except RecursionError:
-        raise HttpRefused(400, "the body is not JSON: it has too many objects and arrays in each other") from None
+        value = json_of(body.decode(), _distinct)
     except ValueError as error:  # an encoding's error is a ValueError
-        reason = "a number has too many digits" if "set_int_max_str_digits" in str(error) else error
-        raise HttpRefused(400, f"the body is not JSON: {reason}") from None
+        raise HttpRefused(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise HttpRefused(400, "the body must be a JSON object")
     return value
+
+
+def json_of(text: str, object_of: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict) -> Any:
+    """The value of a JSON text. Raises ValueError for any other, in words that say nothing of this program. object_of:
+    makes an object of its keys and values"""
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=object_of)
+    except RecursionError:
+        raise ValueError("it has too many objects and arrays in each other") from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):
+            raise ValueError("a number has too many digits") from None
+        raise
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -109,6 +119,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def no_constant(name: str) -> NoReturn:
+def _no_constant(name: str) -> NoReturn:
     """Refuse NaN and the infinities, which Python reads."""
     raise ValueError(f"{name} is no number of JSON")

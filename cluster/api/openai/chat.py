@@ -51,8 +51,8 @@ def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) 
     if calls is not None and tools.required:
         chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
         made = calls.structure_of_several if tools.parallel else calls.structure
-        options["structure"] = made(tools.schemas)
-        names = NAMES | {"structure": "tools", "structure.grammar": "tools"}
+        structure = options["structure"] = made(tools.schemas)
+        names = NAMES | {"structure": "tools", "structure.grammar": "tools"} | tools.fields_at(structure.texts[0])
         asked = http_request(fields, chat, options, request_id, names)
         if markers is not None and _place(asked.message, markers, tokenizer, calls.marker) is ReasoningPlace.BEGUN:
             asked.message.chat.MergeFrom(pb.Chat(answer_start=markers.closing + calls.marker))

@@ -39,6 +39,8 @@ STATUSES: Mapping[type[DendroError], int] = {
 """HTTP status of an error. All others are 500."""
 RETRY_AFTER_S = 1
 """Seconds in `Retry-After`, of an error after which the same request may be sent again."""
+LINE = re.compile(r"line (\d+), %json: ")
+"""Beginning of the fault of a schema in a grammar."""
 RETRIED = (Overloaded, PeerLost)
 
 
@@ -90,9 +92,17 @@ def failure_of(error: BaseException, request_id: str, names: Mapping[str, str] |
     elif isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, BadRequest):
-        param = one_line(renamed(error.field, names or {}))
-        return Failure(status, one_line(f"{param}: {error.reason}"), param, reason, headers)
+        field, fault = error.field, error.reason
+        if (found := LINE.match(fault)) and (named := line_field(field, int(found[1]))) in (names or {}):
+            field, fault = named, fault[found.end() :]
+        param = one_line(renamed(field, names or {}))
+        return Failure(status, one_line(f"{param}: {fault}"), param, reason, headers)
     return Failure(status, details, None, reason, headers)
+
+
+def line_field(field: str, line: int) -> str:
+    """Name of a line of a grammar's field, among HTTP's names of our fields."""
+    return f"{field}.{line}"
 
 
 def renamed(field: str, names: Mapping[str, str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from dendro.arguments import shown
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
 
-from cluster.api.openai.bodies import no_constant
+from cluster.api.openai.bodies import json_of
+from cluster.api.openai.errors import line_field
 from cluster.api.openai.fields import Fields, typed
 
 MAX_TOOLS = 128
@@ -29,6 +29,15 @@ class Tools:
     schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of those that can be called
     required: bool = False  # whether the answer must be a call
     parallel: bool = True  # whether an answer may have several calls
+
+    def fields_at(self, rules: str) -> dict[str, str]:
+        """The fields of the schemas in a grammar of calls, by their lines as `line_field` names them."""
+        at = {each["function"]["name"]: f"tools[{index}]" for index, each in enumerate(self.described)}
+        lines = (line for line, rule in enumerate(rules.split("\n"), 1) if "%json" in rule.partition('"')[0])
+        return {
+            line_field("structure.grammar", line): f"{at[name]}.function.parameters"
+            for line, name in zip(lines, self.schemas, strict=True)
+        }
 
 
 def read_tools(fields: Fields) -> Tools:
@@ -118,7 +127,8 @@ def read_calls(field: str, given: Sequence[Any]) -> list[dict[str, Any]]:
 
 def _arguments(field: str, text: str) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = typed(field, json.loads(text, parse_constant=no_constant), JsonType.OBJECT)
-    except (ValueError, RecursionError) as error:
+        found = json_of(text)
+    except ValueError as error:
         raise BadRequest(field, f"is not JSON: {error}") from None
-    return found
+    arguments: dict[str, Any] = typed(field, found, JsonType.OBJECT)
+    return arguments
