@@ -32,6 +32,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from cluster.api.callers import CallerIdentity, Callers
+from cluster.api.keyless import KeylessStreams
 from cluster.api.reading import SHORT_BYTES, Request, read_request
 from cluster.api.requests import CUT_S, RunningRequests, identified
 from cluster.router.admission import MAX_REQUEST_ID
@@ -288,7 +289,7 @@ async def serve_router(
         ("grpc.max_allowed_incoming_connections", most_connections(ingress.config.grpc.max_connections)),
         (CONNECTION_GRACE, int(longest_s * 1000)),
     )
-    server = grpc.aio.server(options=(*SERVER_OPTIONS, *options))
+    server = grpc.aio.server(interceptors=(KeylessStreams(SERVICE),), options=(*SERVER_OPTIONS, *options))
     requests = RunningRequests(ingress.config.router.max_requests)
     server.add_generic_rpc_handlers((GenerationServicer(ingress, requests, callers).handlers(),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it

@@ -1,7 +1,8 @@
-"""The places for answers at a router, and which tenant may take them."""
+"""Places at a router, and which tenant, or which address, may take them."""
 
 from __future__ import annotations
 
+import ipaddress
 from collections import Counter
 
 from dendro.errors import BadRequest, Overloaded
@@ -48,3 +49,11 @@ class Places:
         self._taken[tenant] -= answers
         if not self._taken[tenant]:
             del self._taken[tenant]
+
+
+def network_of(host: str) -> str:
+    """What one client may have of the network: an address of IPv4, or all of IPv6 with the same first 64 bits."""
+    address = ipaddress.ip_address(host)
+    if isinstance(address, ipaddress.IPv4Address):
+        return host
+    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))

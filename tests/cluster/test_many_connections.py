@@ -12,12 +12,17 @@ from contextlib import asynccontextmanager
 import grpc.aio
 import pytest
 import uvloop
+from dendro.v1 import generation_pb2 as pb
+from dendro.v1 import generation_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cluster.api import grpc as grpc_server
+from cluster.api import keyless
 from cluster.api.grpc import HANDSHAKE_S, most_connections, serve_router
+from cluster.api.keyless import network_of_peer
 from cluster.api.openai import server as http_server
-from cluster.api.openai.server import network_of
+from cluster.api.places import network_of
 from tests.support.certificates import Authority
 from tests.support.edge import EdgePeers, ingress
 from tests.support.http_api import http_at
@@ -221,3 +226,44 @@ async def test_streams_that_would_never_end_do_so_after_the_longest_answer(monke
         async with asyncio.timeout(20):
             with pytest.raises(grpc.aio.AioRpcError):
                 await watched.read()
+
+
+async def test_streams_that_need_no_key_are_bounded_and_calls_go_on(monkeypatch):
+    monkeypatch.setattr(keyless, "MOST_STREAMS", MOST)
+    async with grpc_at() as server, grpc.aio.insecure_channel(server.address) as channel:
+        stub, found = health_pb2_grpc.HealthStub(channel), reflection_pb2_grpc.ServerReflectionStub(channel)
+
+        async def begins(call) -> bool:
+            try:
+                return bool(await call.read())  # false at the end of a stream
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                return False
+
+        watched = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MOST // 2)]
+        asked = [found.ServerReflectionInfo() for _ in range(MOST)]
+        for each in asked:
+            await each.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        begun = [await begins(each) for each in (*watched, *asked)]
+        assert sum(begun) == MOST - MOST // 8
+        assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+        own = generation_pb2_grpc.GenerationServiceStub(channel)
+        assert (await own.GetServerInfo(pb.GetServerInfoRequest())).models
+        for call in (*watched, *asked):
+            call.cancel()
+        async with asyncio.timeout(20):
+            while not await begins(stub.Watch(health_pb2.HealthCheckRequest())):
+                pass  # the server has not seen the end of the others yet
+
+
+async def test_a_watched_name_is_short():
+    async with grpc_at() as server, grpc.aio.insecure_channel(server.address) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service="a" * 1_000_000))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_the_address_of_a_peer_of_grpc_is_known():
+    assert network_of_peer("ipv4:192.0.2.1:5000") == "192.0.2.1"
+    assert network_of_peer("ipv6:%5B2001:db8::1%5D:5000") == "2001:db8::/64"

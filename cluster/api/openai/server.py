@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,7 +18,7 @@ from cluster.api.grpc import HANDSHAKE_S, READ_GRACE_S, address_of, most_connect
 from cluster.api.openai.app import application
 from cluster.api.openai.bodies import BODY_S
 from cluster.api.openai.serving import BREAK_CONNECTION
-from cluster.api.places import Places
+from cluster.api.places import Places, network_of
 from cluster.api.requests import CUT_S, RunningRequests
 from cluster.router.ingress import Ingress
 
@@ -269,11 +268,3 @@ def bind(host: str, ports: tuple[int, ...], share_port: bool) -> socket.socket:
         listening.setblocking(False)
         return listening
     raise EngineFailed(f"http.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
-
-
-def network_of(host: str) -> str:
-    """What one client may have of the network: an address of IPv4, or all of IPv6 with the same first 64 bits."""
-    address = ipaddress.ip_address(host)
-    if isinstance(address, ipaddress.IPv4Address):
-        return host
-    return str(address.ipv4_mapped or ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))
