@@ -187,16 +187,20 @@ async def refused_templates(client) -> None:
         assert answer.choices[0].message.content == plain.choices[0].message.content, "the template describes none"
     fine, place = tool("g", {}), "tools[1].function.parameters"
     for schema, fault in (
-        ({"type": "string", "pattern": "(?=x)"}, "cannot be enforced: /properties/a/pattern: look-around"),
+        ({"type": "string", "pattern": "(?=x)"}, "does not compile: /properties/a/pattern: regex parse error"),
         ({"type": "string", "contains": {}}, "does not compile: /properties/a/contains: Unimplemented keys"),
     ):
         given = [fine, tool("f", {"a": schema})]
         for choice in ("required", {"type": "function", "function": {"name": "f"}}):
             with pytest.raises(openai.BadRequestError) as refused:
                 await client.chat.completions.create(**ASKED, model="llama", tools=given, tool_choice=choice)
-            found = refused.value
-            assert found.param == place and found.body["message"].startswith(f"{place}: {fault}")
-            assert not any(internal in str(found) for internal in ("%json", "arguments_", "line", "guidance"))
+            found, body = refused.value, str(refused.value.body)
+            assert found.param == place and f"{place}: {fault}" in body
+            assert not any(internal in body for internal in ("%json", "arguments_", "line", "guidance"))
+    large = [tool(f"f{each}", {"a": {"const": "a" * 1000}}) for each in range(99)]
+    with pytest.raises(openai.BadRequestError, match="tools: has .* characters") as refused:
+        await client.chat.completions.create(**ASKED, model="llama", tools=large, tool_choice="required")
+    assert refused.value.param == "tools"
 
 
 async def later_turns(client) -> None:
@@ -214,6 +218,10 @@ async def later_turns(client) -> None:
     prompt = f"{written}tool {call.id}: rain\nassistant: "
     plain = await client.completions.create(model="hermes", prompt=prompt, max_tokens=8, seed=1, temperature=1.0)
     assert answer.choices[0].message.content == plain.choices[0].text
+
+
+def call_of(arguments: str) -> dict[str, Any]:
+    return {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
@@ -238,6 +246,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "two structures": (
         {"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}},
         "response_format",
+    ),
+    "many values in the arguments of calls": (
+        {"messages": [{"role": "assistant", "tool_calls": [call_of('{"a": [' + "[]," * 4_000 + "[]]}")] * 3}]},
+        "messages[0].tool_calls[2].function.arguments",
     ),
     "old arguments": (
         {

@@ -20,7 +20,7 @@ from cluster.api.openai.errors import renamed
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
 from cluster.api.openai.mixed import MixedForm, MixedParts
 from cluster.api.openai.reasoning import ReasoningMarkers, ReasoningPlace, markers_of
-from cluster.api.openai.tools import read_calls, read_tools
+from cluster.api.openai.tools import ArgumentsBudget, read_calls, read_tools
 from cluster.router.prompts import check_messages, special_tokens_of, text_of_chat
 from cluster.router.tokenizer import Tokenizer
 
@@ -51,7 +51,10 @@ def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) 
     if calls is not None and tools.required:
         chat = dataclasses.replace(chat, tools=tools.described, answer_start=calls.marker)
         made = calls.structure_of_several if tools.parallel else calls.structure
-        structure = options["structure"] = made(tools.schemas)
+        try:
+            structure = options["structure"] = made(tools.schemas)
+        except BadRequest as error:  # the schemas are too long together
+            raise BadRequest(error.field if error.field == "parallel_tool_calls" else "tools", error.reason) from None
         names = NAMES | {"structure": "tools", "structure.grammar": "tools"} | tools.fields_at(structure.texts[0])
         asked = http_request(fields, chat, options, request_id, names)
         if markers is not None and _place(asked.message, markers, tokenizer, calls.marker) is ReasoningPlace.BEGUN:
@@ -129,10 +132,11 @@ def chat_of(fields: Fields) -> Chat:
     """The conversation in the fields `messages` and `chat_template_kwargs`."""
     messages = fields.take("messages", JsonType.ARRAY) or []
     names = fields.take("chat_template_kwargs", JsonType.OBJECT) or {}
-    return Chat([_message(f"messages[{index}]", each) for index, each in enumerate(messages)], names)
+    budget = ArgumentsBudget()
+    return Chat([_message(f"messages[{index}]", each, budget) for index, each in enumerate(messages)], names)
 
 
-def _message(field: str, given: Any) -> dict[str, Any]:
+def _message(field: str, given: Any, budget: ArgumentsBudget) -> dict[str, Any]:
     parts = Fields(typed(field, given, JsonType.OBJECT), f"{field}.")
     role = parts.take("role", JsonType.STRING)
     if role is None:
@@ -143,7 +147,7 @@ def _message(field: str, given: Any) -> dict[str, Any]:
             raise BadRequest(f"{field}.{name}", f"is not supported by this server; got {shown(value)}")
     made: dict[str, Any] = {"role": role, "content": content}
     if calls := parts.take("tool_calls", JsonType.ARRAY):
-        made["tool_calls"] = read_calls(f"{field}.tool_calls", calls)
+        made["tool_calls"] = read_calls(f"{field}.tool_calls", calls, budget)
     for name in ("tool_call_id", "reasoning_content"):
         if text := parts.take(name, JsonType.STRING):
             made[name] = text

@@ -11,9 +11,10 @@ from dendro.arguments import shown
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
 
-from cluster.api.openai.bodies import json_of
+from cluster.api.openai.bodies import json_of, values_of
 from cluster.api.openai.errors import line_field
 from cluster.api.openai.fields import Fields, typed
+from cluster.api.reading import MOST_FIELDS
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
@@ -106,7 +107,21 @@ def _named(choice: Any) -> Any:
     return name
 
 
-def read_calls(field: str, given: Sequence[Any]) -> list[dict[str, Any]]:
+class ArgumentsBudget:
+    """How many more values the arguments of a request's calls may have. They are JSON in a string, which a body's own
+    limit of values does not see."""
+
+    def __init__(self) -> None:
+        self._left = MOST_FIELDS
+
+    def take(self, field: str, text: str) -> None:
+        """Count a text before it is parsed. Raises BadRequest past the limit."""
+        self._left -= values_of(text.encode(errors="replace"))
+        if self._left < 0:
+            raise BadRequest(field, f"has too many values; all calls' arguments together have at most {MOST_FIELDS}")
+
+
+def read_calls(field: str, given: Sequence[Any], budget: ArgumentsBudget) -> list[dict[str, Any]]:
     """The calls in an assistant's message. Their arguments are a JSON object's text, which templates read as values."""
     calls = []
     for index, each in enumerate(given):
@@ -118,7 +133,9 @@ def read_calls(field: str, given: Sequence[Any]) -> list[dict[str, Any]]:
         name = function.take("name", JsonType.STRING)
         if name is None or not NAME.fullmatch(name):
             raise BadRequest(f"{at}.function.name", f"is {shown(name)}; must be 1 to 64 letters, digits, _ and -")
-        arguments = _arguments(f"{at}.function.arguments", function.take("arguments", JsonType.STRING) or "{}")
+        text = function.take("arguments", JsonType.STRING) or "{}"
+        budget.take(f"{at}.function.arguments", text)
+        arguments = _arguments(f"{at}.function.arguments", text)
         for left in (function, parts):
             left.finish()
         calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
