@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from verifier_service.shards import Invitation
 
 log = logging.getLogger("dendro.engines")
+
+ROUTER_THREADS = 1
 
 
 def engine_environment(threads: int) -> dict[str, str]:
@@ -62,7 +66,8 @@ def load_drafter(
     drafter = fetched_model(f"drafters.{name}", drafter)
     folder = drafter.tokenizer_folder
     token_bytes = (lambda: token_bytes_of(load_tokenizer(folder))) if _follows_structures(name, drafter) else None
-    options = drafter_options(name, drafter)
+    ahead = drafts_ahead(drafter, targets.values(), usable_cores())
+    options = replace(drafter_options(name, drafter), draft_ahead=ahead)
     engine = DrafterEngine.load(drafter.checkpoint, options, states=states, token_bytes=token_bytes, limits=limits)
     bridges = {}
     for of in drafter.targets or targets:
@@ -110,6 +115,23 @@ def _tokens_of(where: str, model: ModelConfig) -> tuple[str, Path, Facts]:
         return field, here.tokenizer_folder, read_facts(here.checkpoint, here.tokenizer)
     except CheckpointError as error:
         raise BadRequest(field, str(error)) from error
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def drafts_ahead(drafter: DrafterConfig, targets: Iterable[TargetConfig], cores: int) -> bool:
+    """Whether a drafter prepares trees (`DrafterConfig.draft_ahead`). cores: of its machine, on which all targets of
+    the cluster are taken to run"""
+    if drafter.draft_ahead != "auto":
+        return drafter.draft_ahead == "on"
+    if drafter.resources.gpu:
+        return drafter.resources.gpu >= 1
+    threads = drafter.threads * drafter.most_replicas + ROUTER_THREADS
+    threads += sum(target.threads * target.tensor_parallel * target.most_replicas for target in targets)
+    return cores > threads
 
 
 def drafter_options(name: str, drafter: DrafterConfig) -> DrafterOptions:

@@ -34,6 +34,7 @@ from drafter_service.grow import most_processed
 from drafter_service.models import described_form, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import DraftPlan, DraftStep
+from drafter_service.prepared import PreparedCounters
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.structures import DraftStructures
@@ -94,6 +95,7 @@ class DrafterEngine:
         self._options = options
         self._text_slots = text_slots(options.max_sessions)
         self._node_slots = node_slots(hello.max_rows, hello.max_depth)
+        self._prepared = PreparedCounters()
         self._scheduler = self._fresh()
         self._thread = EngineThread(
             f"drafter {hello.model}",
@@ -176,7 +178,7 @@ class DrafterEngine:
             "nodes": self._node_slots - 1,
             "places": self._options.max_sessions,
         }
-        return asdict(self.counters) | kept | {"sessions": self.sessions} | free
+        return asdict(self.counters) | asdict(self._prepared) | kept | {"sessions": self.sessions} | free
 
     def steps_by_rows(self) -> Mapping[int, StepTotals]:
         return self._by_rows
@@ -213,7 +215,9 @@ class DrafterEngine:
         options, texts, nodes = self._options, SlotPool(self._text_slots), SlotPool(self._node_slots)
         limits = options.max_sessions, options.prefill_chunk
         runs_levels, wake = self._runner.runs_levels, lambda: self._thread.post(lambda ticket: None)
-        return DraftScheduler(options.name, texts, nodes, *limits, self._clock, runs_levels, wake)
+        longest = self._hello.max_length if options.draft_ahead else 0
+        prepared = longest, self._prepared
+        return DraftScheduler(options.name, texts, nodes, *limits, self._clock, runs_levels, wake, *prepared)
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 
@@ -330,8 +334,8 @@ class DrafterEngine:
 
     @torch.inference_mode()
     def _step(self) -> float | None:
-        """Run one step: folds, one forward, the answers; a row of noise while idle. Returns how many seconds to wait
-        for a call, None: until one comes."""
+        """Run one step: folds, one forward, the answers; a row of noise while idle, then levels of trees that may be
+        asked for next. Returns how many seconds to wait for a call, None: until one comes."""
         step = self._scheduler.next()
         if self._folded(step) and step.plan is not None:
             self._forward(step.plan)
@@ -354,7 +358,7 @@ class DrafterEngine:
         return True
 
     def _forward(self, plan: DraftPlan) -> None:
-        began_s = self._clock()
+        began_s, prepared = self._clock(), self._scheduler.planned_prepared
         try:
             self._scheduler.apply(self._runner.run(plan))
         except BaseException as error:  # a panic of a native library is no Exception
@@ -365,6 +369,9 @@ class DrafterEngine:
         self.counters.forwards += 1
         self.counters.forward_us += took_us
         self.counters.rows += rows
+        if prepared is not None:
+            self._prepared.prepared_us += took_us
+            prepared.spent_us += took_us
         self._by_rows[STEP_SIZES[min(bisect_left(STEP_SIZES, rows), len(STEP_SIZES) - 1)]].add(took_us)
 
     def _send_answers(self) -> None:
@@ -391,8 +398,9 @@ class DrafterEngine:
             return EngineFailed(f"drafter: {described(error)}")
 
     def _prepare_noise(self) -> bool:
-        """Compute one row of noise for later rounds, while idle; False if there is none to compute."""
+        """Compute one row of noise for later rounds, while idle; False if none was wanted."""
         wanted = self._scheduler.noise_wanted
+        waits = bool(wanted)
         for session in list(wanted):
             try:
                 if self._runner.prepare(session, wanted[session]):
@@ -400,7 +408,7 @@ class DrafterEngine:
             except BaseException as error:  # the round that needs this noise computes it then, or fails
                 log_failure(log, error, "noise could not be computed ahead")
             del wanted[session]
-        return False
+        return waits
 
 
 def text_slots(max_sessions: int) -> int:

@@ -100,6 +100,11 @@ class Growth(ABC):
         added: `first` and all after it."""
         return list(range(first, len(self.tokens)))
 
+    @property
+    def sent(self) -> Sequence[int]:
+        """Rows of the finished tree that are answered, ascending; the others were grown and are dropped."""
+        return range(len(self.tokens))
+
     def child(self, row: int, token: int) -> int | None:
         """Row of the child with this token below a processed row, or None."""
         place = self.place[row]
@@ -231,6 +236,11 @@ class DynamicGrowth(Growth):
     def _next(self, first: int) -> list[int]:
         bound, new = self._bound, self.values[first:]
         return sorted(first + at for at in greatest(new, self.largest.k) if new[at] > bound)
+
+    @property
+    def sent(self) -> Sequence[int]:
+        _, parents, values = super().arrays()
+        return [int(row) for row in rerank(values, parents, self.largest.total)]
 
     def arrays(self) -> tuple[IntArray, IntArray, FloatArray]:
         tokens, parents, values = super().arrays()

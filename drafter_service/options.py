@@ -33,6 +33,7 @@ class DrafterOptions:
     max_rows: int = MAX_ROWS  # most rows of a tree, the root included
     max_depth: int = DEFAULT_DEPTH  # most levels of a tree below the root
     prefill_chunk: int = LONGEST_TRACE  # tokens of a prompt per forward
+    draft_ahead: bool = False  # prepare trees that texts may ask for next, while nothing waits
     longest_step_s: float = LONGEST_STEP_S  # a longer step counts as hung
 
     def __post_init__(self) -> None:

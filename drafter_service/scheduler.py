@@ -7,6 +7,9 @@ A session's life:
 3. The round's nodes are kept until the next call. Those that the text went through are folded into its memory.
 4. `close` prefills all but the root and answers `MemoryComplete`, whose slot the engine saves.
 
+While nothing waits, trees are prepared that texts may ask for next (`drafter_service/prepared.py`), one level at a
+time. A call finds its tree prepared, or whatever is prepared of it, if it has the same text and shape.
+
 All sessions that wait for the same kind of forward share it, whatever their shapes; they join and leave between levels.
 One session alone gets all levels in one forward, where a call can run them (`Levels`).
 """
@@ -14,6 +17,7 @@ One session alone gets all levels in one forward, where a call can run them (`Le
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 
@@ -24,12 +28,14 @@ from dendro.engine import Ticket
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
 from dendro.failures import described, log_failure
 from dendro.grammars import Bits
+from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
+from drafter_service.prepared import NEXT_TOKEN, Outcome, Preparations, PreparedCounters, PreparedText
 from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
 from drafter_service.structures import DraftStructure, keep_allowed
 from drafter_service.texts import (
@@ -70,10 +76,13 @@ class DraftScheduler:
         clock: Clock = time.monotonic,
         runs_levels: Callable[[int], bool] = lambda session: False,
         wake: Callable[[], None] = lambda: None,
+        longest_prepared: int = 0,
+        counters: PreparedCounters | None = None,
     ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
         chunk: most tokens of a prompt per forward   runs_levels: True if a plan of this session may have `Levels`
         wake: called, from any thread, when a text that was left out of a forward has its masks
+        longest_prepared: most tokens of a text for which a tree is prepared; 0: none are   counters: of prepared trees
         """
         self.name = name
         self.texts = texts
@@ -88,6 +97,9 @@ class DraftScheduler:
         self.calibrations = {kind: Calibration() for kind in ("logits", "noise", "temperature")}  # key: `scored_by`
         self.noise_wanted: dict[int, range] = {}  # session -> positions to prepare noise for; drops earlier noise
         self._sessions: dict[bytes, DrafterText] = {}  # key: opening; least recently used first
+        self.longest_prepared = longest_prepared
+        self.counters = counters or PreparedCounters()
+        self._prepared: dict[DrafterText, Preparations] = {}  # of the open texts that have had a tree
         self._numbers = 0  # sessions opened so far
         self._turn = 0  # forwards planned so far
         self._folds: list[TextFold] = []  # folds of the next step
@@ -125,7 +137,7 @@ class DraftScheduler:
         check_tokens(session, call.update)
         session.text.follow(call.update)
         if restored:
-            (session.slot,), session.covers = self.texts.allocate(1), restored
+            session.slot, session.covers = self._text_slot(), restored
         session.opened = (ticket, restored)
         self._request_noise(session, range(session.base, session.base + CANDIDATES))
         self._sessions[session.opening] = session
@@ -146,6 +158,9 @@ class DraftScheduler:
         session = self._follow(call.update)
         session.ahead = ahead
         self._stop_round(session)
+        if (prepared := self._claim(session, call.shape)) is not None:
+            self._use(session, prepared, ticket)
+            return
         root, grown = session.text.ids[-1], growth_of
         if call.shape.off:
             self.answers.append((ticket, DraftTree.root_only(root, self.name)))
@@ -162,6 +177,7 @@ class DraftScheduler:
         """End a session once its memory has consumed the text up to its root."""
         session = self._follow(call.update)
         self._stop_round(session)
+        self._drop_prepared(session)
         if session.opened is not None:
             self.answers.append((session.opened[0], NotFound("opening: was closed before it was ready")))
             session.opened = None
@@ -178,6 +194,7 @@ class DraftScheduler:
             if self._sessions.get(session.opening) is session:
                 self._end(session, EngineFailed(reason))
         self._planned = []
+        self._drop_all_prepared()
 
     def fail_folds(self, reason: str) -> None:
         """End the sessions of the step's failed folds, as their memory may be wrong, and those of its forward."""
@@ -189,6 +206,11 @@ class DraftScheduler:
             self._end(session, error)
         self.fail(reason)
 
+    @property
+    def planned_prepared(self) -> PreparedText | None:
+        """The prepared text whose forward the current plan is, if it is one."""
+        return next((session for session, _ in self._planned if isinstance(session, PreparedText)), None)
+
     # -- forwards ------------------------------------------------------------------------------------------------
 
     def next(self) -> DraftStep:
@@ -199,7 +221,7 @@ class DraftScheduler:
             if session.closing is not None or (session.round is not None and not session.round.growth.processed):
                 self._fold_kept(session)
         self._answer_complete()
-        plan = self._plan() or self._catch_up()  # both may add folds
+        plan = self._plan() or self._catch_up() or self._plan_prepared()  # all may add folds
         return DraftStep(tuple(self._folds), plan)
 
     def _plan(self) -> DraftPlan | None:
@@ -268,9 +290,14 @@ class DraftScheduler:
             session.covers = rows.stop - 1
             for covered in range(rows.start + 1, rows.stop):
                 session.record_rank(covered, candidates.pop(0), scores.pop(0), self.calibrations)
+        draft_round.calibrated = given is None
         draft_round.extend(candidates, scores, chances[-len(scores) :])
-        if draft_round.growth.finished:
+        if not draft_round.growth.finished:
+            return
+        if not isinstance(session, PreparedText):
             self._finish(session, draft_round)
+        elif session.outcome.leaf:
+            self._go_on(session, draft_round)
 
     def _plan_prompts(self, sessions: list[DrafterText]) -> DraftPlan:
         self._kind = "prompt"
@@ -290,7 +317,7 @@ class DraftScheduler:
         source = [session.slot for session, _ in self._planned]
         for row, (session, span) in enumerate(self._planned):
             self._own_slot(session)
-            tokens[row, : len(span)] = session.text.ids[span.start : span.stop]
+            tokens[row, : len(span)] = session.tokens(span)
             if roots:
                 places += [row * tokens.shape[1] + time for time in range(len(span))]
                 numbers += [session.number] * len(span)
@@ -349,7 +376,9 @@ class DraftScheduler:
         if session.closing is not None or session.ended:
             raise NotFound("opening: is being closed")
         check_tokens(session, update)
-        common = session.text.follow(update)  # tokens shared by the old and new text
+        before, common = session.base, session.text.follow(update)  # tokens shared by the old and new text
+        if common < before:
+            self._drop_prepared(session)
         self._sessions[update.opening] = self._sessions.pop(update.opening)
         for draft_round in (session.kept, session.round):
             if draft_round is not None and common < draft_round.base:
@@ -379,7 +408,12 @@ class DraftScheduler:
 
     def _fold(self, session: DrafterText, draft_round: DraftRound) -> None:
         """Add a fold of the last tree's nodes that the text went through to the next step, and free all its nodes."""
-        path, growth = draft_round.path_of(session.text.ids), draft_round.growth
+        self._fold_path(session, draft_round)
+        self._drop_tree(session, draft_round)
+
+    def _fold_path(self, session: DrafterText, draft_round: DraftRound) -> None:
+        """Add a fold of a tree's nodes on the path of a text to the next step."""
+        path, growth = draft_round.path_of(session.tokens(range(draft_round.base, session.base))), draft_round.growth
         for position, place in enumerate(path, draft_round.base):
             session.record_rank(position, growth.candidates[place], growth.scores[place], self.calibrations)
         if path:
@@ -388,12 +422,17 @@ class DraftScheduler:
             slots = tuple(draft_round.slots[place] for place in path)
             self._folds.append(TextFold(session.covers, source, session.slot, slots))
             session.covers += len(path)
-        self._drop_tree(session, draft_round)
 
     def _own_slot(self, session: DrafterText) -> None:
         """Ensure that the session's slot is writable: neither slot 0 nor the slot kept from opening."""
         if session.slot in (EMPTY_TEXT, session.first_slot):
-            (session.slot,) = self.texts.allocate(1)
+            session.slot = self._text_slot()
+
+    def _text_slot(self) -> int:
+        """A free text slot. Open texts need two each at most, so only prepared ones can have taken the last."""
+        if not self.texts.free:
+            self._drop_all_prepared()
+        return self.texts.allocate(1)[0]
 
     def _release(self, session: DrafterText) -> None:
         if session.slot not in (EMPTY_TEXT, session.first_slot):
@@ -403,13 +442,15 @@ class DraftScheduler:
     def _reserve(self, session: DrafterText) -> bool:
         """Take all node slots that the round needs, so that a started round can finish; False if there are too few.
 
-        Evicts kept trees as needed, the least recently used session's first.
+        Drops prepared trees as needed, then kept ones, the least recently used session's first.
         """
         draft_round = session.round
         assert draft_round is not None
         if draft_round.slots:
             return True
         wanted = draft_round.shape.forwarded
+        if self.nodes.free < wanted:
+            self._drop_all_prepared()
         for other in list(self._sessions.values()):
             if self.nodes.free >= wanted:
                 break
@@ -430,6 +471,130 @@ class DraftScheduler:
         if session.parameters.sampling.shares_noise:
             self.noise_wanted[session.number] = positions
 
+    # -- prepared trees ------------------------------------------------------------------------------------------
+
+    def _plan_prepared(self) -> DraftPlan | None:
+        """The next forward of a tree that a text may ask for next; None if there is none, or too little memory.
+
+        Called only while nothing else waits, so a call waits for one such forward at most. Noise that a session's next
+        tree needs in any case is computed first.
+        """
+        if self.noise_wanted:
+            return None
+        for session in reversed(list(self._prepared)):
+            if (plan := self._plan_prepared_of(session, self._prepared[session])) is not None:
+                return plan
+        return None
+
+    def _plan_prepared_of(self, session: DrafterText, preparations: Preparations) -> DraftPlan | None:
+        if (prepared := preparations.growing) is None:
+            if (after := session.kept) is None or after is not preparations.after or not self.texts.free:
+                return None
+            if session.base + after.shape.depth + 1 > self.longest_prepared:
+                return None
+            if self.nodes.free < after.shape.forwarded or (outcome := preparations.next_outcome()) is None:
+                return None
+            prepared = self._begin(session, after, outcome)
+            preparations.texts.append(prepared)
+            try:
+                self._fold_path(prepared, after)
+            except BaseException as error:  # a panic of a native library is no Exception
+                self._fault(prepared, error)
+                return None
+        assert prepared.round is not None
+        if not prepared.round.slots:
+            if self.nodes.free < prepared.round.shape.forwarded:
+                return None
+            prepared.round.slots = self.nodes.allocate(prepared.round.shape.forwarded)
+        return self._plan_level([prepared]) if prepared.base - prepared.covers == 1 else self._plan_chains([prepared])
+
+    def _begin(self, session: DrafterText, after: DraftRound, outcome: Outcome) -> PreparedText:
+        """Begin to prepare the tree of a text after an outcome of the verification of its kept tree."""
+        prepared = PreparedText(
+            number=session.number,
+            opening=session.opening,
+            parameters=session.parameters,
+            vocabulary=session.vocabulary,
+            slot=session.slot,
+            covers=session.covers,
+            first_slot=session.slot,  # so that it is never written
+            ahead=session.ahead,
+            first=session.base,
+            of=session,
+            outcome=outcome,
+            guessed=list(outcome.tokens),
+        )
+        self.counters.prepared += 1
+        self._grow_prepared(prepared, NEXT_TOKEN if outcome.leaf else after.shape)
+        return prepared
+
+    def _grow_prepared(self, prepared: PreparedText, shape: TreeShape) -> None:
+        """Begin the tree of a prepared text."""
+        root, calibration = prepared.guessed[-1], self.calibrations[prepared.scored_by]
+        prepared.round = DraftRound(None, shape, prepared.base, growth_of(root, shape), calibration)
+
+    def _go_on(self, prepared: PreparedText, guessed: DraftRound) -> None:
+        """Go on from a leaf with the token guessed after it. Its tree then begins with the tokens after the path, as
+        that of a call would."""
+        preparations = self._prepared[prepared.of]
+        assert preparations.after is not None
+        growth, path, reached = guessed.growth, prepared.outcome.tokens, prepared.outcome.chance
+        chances = guessed.calibration.confidences(growth.scores)[0]
+        for token, chance in zip(growth.candidates[0][1:], chances[1:], strict=False):
+            preparations.put_back(Outcome(reached * math.exp(chance - chances[0]), (*path, token), False))
+        self._drop_tree(prepared, guessed)
+        prepared.guessed.append(growth.candidates[0][0])
+        prepared.outcome = Outcome(reached, tuple(prepared.guessed), False)
+        self._grow_prepared(prepared, preparations.after.shape)
+
+    def _claim(self, session: DrafterText, shape: TreeShape) -> PreparedText | None:
+        """The prepared text that is the session's text now, with its tree, if there is one; drops the others."""
+        preparations = self._prepared.get(session)
+        if preparations is None:
+            return None
+        calibration = self.calibrations[session.scored_by]
+        for place, prepared in enumerate(preparations.texts):
+            assert prepared.round is not None
+            if prepared.is_next(shape) and prepared.round.recalibrated(calibration):
+                del preparations.texts[place]
+                preparations.claimed(True)
+                self._drop_prepared(session)
+                return prepared
+        preparations.claimed(False)
+        self._drop_prepared(session)
+        return None
+
+    def _use(self, session: DrafterText, prepared: PreparedText, ticket: Ticket) -> None:
+        """Answer a call by a prepared tree, or go on with it if it is not complete."""
+        self.counters.prepared_used += 1
+        self.counters.prepared_used_us += prepared.spent_us
+        self._release(session)
+        if session.kept is not None:
+            self._drop_tree(session, session.kept)
+        session.slot, session.covers = prepared.slot, prepared.covers
+        for position, candidates, scores in prepared.seen:
+            session.record_rank(position, candidates, scores, self.calibrations)
+        draft_round = prepared.round
+        assert draft_round is not None
+        draft_round.ticket, session.round = ticket, draft_round
+        if draft_round.growth.finished:
+            self._finish(session, draft_round)
+
+    def _drop_prepared(self, session: DrafterText) -> None:
+        """Throw away what is prepared for a session's next call."""
+        if (preparations := self._prepared.get(session)) is None:
+            return
+        for prepared in preparations.texts:
+            assert prepared.round is not None
+            self.nodes.release(prepared.round.slots)
+            self._release(prepared)
+        self.counters.prepared_dropped += len(preparations.texts)
+        preparations.texts, preparations.after = [], None
+
+    def _drop_all_prepared(self) -> None:
+        for session in self._prepared:
+            self._drop_prepared(session)
+
     # -- ends ----------------------------------------------------------------------------------------------------
 
     def _finish(self, session: DrafterText, draft_round: DraftRound) -> None:
@@ -440,7 +605,8 @@ class DraftScheduler:
         assert draft_round.ticket is not None
         waited_us = microseconds(self.clock() - draft_round.ticket.arrived_s)
         laws = tuple(draft_round.draws.laws) if draft_round.draws is not None else ()
-        tree = DraftTree(tokens, parents, values, self.name, trace, waited_us, len(self._planned), laws=laws)
+        texts = max(1, len(self._planned))  # none are planned when a prepared tree answers a call
+        tree = DraftTree(tokens, parents, values, self.name, trace, waited_us, texts, laws=laws)
         self.answers.append((draft_round.ticket, tree))
         session.traced = draft_round.base
         session.ranks = {}
@@ -448,6 +614,9 @@ class DraftScheduler:
         # The next root is at most one token past this tree's leaves; its tree is assumed to be as deep.
         first = draft_round.base + session.ahead
         self._request_noise(session, range(first, first + 2 * draft_round.shape.depth + 1))
+        if self.longest_prepared and draft_round.draws is None and not session.structured:
+            self._prepared[session] = preparations = self._prepared.pop(session, None) or Preparations()
+            preparations.answered(draft_round)
 
     def _answer_complete(self) -> None:
         """Answer openings and closes whose memory is complete."""
@@ -484,6 +653,10 @@ class DraftScheduler:
 
     def _fault(self, session: DrafterText, error: BaseException) -> None:
         """End a session whose part of a step raised. The others go on."""
+        if isinstance(session, PreparedText):
+            log_failure(log, error, "drafter %s: a prepared tree failed", self.name)
+            self._drop_prepared(session.of)
+            return
         log_failure(log, error, "drafter %s: a text's part of a step failed; the others go on", self.name)
         self._end(session, EngineFailed(f"drafter {self.name}: {described(error)}"))
 
@@ -493,6 +666,8 @@ class DraftScheduler:
                 self._stop_round(session)
 
     def _end(self, session: DrafterText, reason: Exception) -> None:
+        self._drop_prepared(session)
+        self._prepared.pop(session, None)
         for draft_round in (session.kept, session.round):
             if draft_round is not None:
                 self._drop_tree(session, draft_round)

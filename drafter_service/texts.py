@@ -20,7 +20,7 @@ from dendro.shapes import TreeShape
 from dendro.tree import LAW_TOKENS, DraftTree
 
 from drafter_service.confidence import CANDIDATES, Calibration
-from drafter_service.grow import Growth, Numbers
+from drafter_service.grow import Growth, Numbers, growth_of
 from drafter_service.plan import EMPTY_TEXT, Level, Nodes
 from drafter_service.sampled import GuessDraws
 from drafter_service.structures import DraftStructure
@@ -64,6 +64,7 @@ class DraftRound:
     calibration: Calibration  # the calibration at the start of the round, for all its rows
     slots: list[int] = field(default_factory=list)  # node slots of the processed rows, in order
     draws: GuessDraws | None = None  # None: guesses are ranked, not drawn
+    calibrated: bool = True  # False if an acceptance head computes the chances
 
     @property
     def width(self) -> int:
@@ -75,11 +76,11 @@ class DraftRound:
         """Numbers, among the processed rows, of the rows that go through the model next."""
         return range(self.growth.processed, len(self.growth.above))
 
-    def path_of(self, ids: Sequence[int]) -> list[int]:
-        """Numbers of the processed rows on the path of the text `ids`, root first. Only rows whose next token the text
-        has are on the path."""
+    def path_of(self, following: Sequence[int]) -> list[int]:
+        """Numbers of the processed rows on the path of a text that goes on by `following` after the root, root first.
+        Only rows whose next token the text has are on the path."""
         growth, path, row = self.growth, list[int](), 0
-        for token in ids[self.base :]:
+        for token in following:
             if row not in growth.place:
                 break
             path.append(growth.place[row])
@@ -88,6 +89,23 @@ class DraftRound:
                 break
             row = child
         return path
+
+    def recalibrated(self, calibration: Calibration) -> bool:
+        """Give the rows so far the chances of another calibration. False, with the round unchanged, if with these
+        other rows would have gone through the model."""
+        if self.calibration == calibration or not self.calibrated:
+            return True
+        old, growth = self.growth, growth_of(self.growth.root, self.shape)
+        forwarded = [old.tokens[row] for row in old.place]  # token of each processed row
+        while growth.processed < old.processed:
+            level = slice(growth.processed, len(growth.above))
+            new = [growth.tokens[row] for row in growth.frontier]
+            if not new or forwarded[level] != new or old.above[level] != growth.above[level]:
+                return False
+            scores = old.scores[level]
+            growth.extend(old.candidates[level], scores, calibration.confidences(scores))
+        self.growth, self.calibration = growth, calibration
+        return True
 
     def extend(
         self, candidates: Sequence[Sequence[int]], scores: Sequence[Numbers], chances: Sequence[Numbers]
@@ -148,6 +166,10 @@ class DrafterText:
     @property
     def base(self) -> int:
         return len(self.text.tokens)
+
+    def tokens(self, span: range) -> list[int]:
+        """Tokens of the text at these positions."""
+        return self.text.ids[span.start : span.stop]
 
     def is_drafted(self, chunk: int) -> bool:
         """True if the tree can begin or go on in the next forward, once the text `has_masks`. chunk: most tokens of a

@@ -28,7 +28,8 @@ import grpc.aio
 import psutil
 from dendro.client import CHANNEL_OPTIONS
 
-from cluster.measure.machine import commit_of, processor_name, usable_cores
+from cluster.engines import usable_cores
+from cluster.measure.machine import commit_of, processor_name
 from cluster.running import descendants, running_cluster
 from tests.random_requests import WAYS, Cases, remote
 from tests.support.smollm2 import REAL_DRAFTER, pair

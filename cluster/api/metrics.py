@@ -385,6 +385,35 @@ VERIFIER_NUMBERS = (
 DRAFTER_NUMBERS = (
     *_replica("drafter"),
     _rated(f"{D}trees_total", "Trees that were sent.", "model", "model", "trees"),
+    _rated(
+        f"{D}prepared_total",
+        "Trees that were begun before they were asked for, for a likely outcome of a verification each.",
+        "model",
+        "model",
+        "prepared",
+    ),
+    _counter(
+        f"{D}prepared_used_total",
+        "Trees that were sent and had been prepared, or begun.",
+        f"{_rate(f'{D}prepared_used_total', 'model')} / {_rate(f'{D}trees_total', 'model')}",
+        "model",
+        "prepared_used",
+    ),
+    _counter(
+        f"{D}prepared_dropped_total",
+        "Prepared trees that were thrown away.",
+        f"{_rate(f'{D}prepared_dropped_total', 'model')} / {_rate(f'{D}prepared_total', 'model')}",
+        "model",
+        "prepared_dropped",
+    ),
+    _rated(f"{D}prepared_us_total", "Microseconds of forwards of prepared trees.", "model", "model", "prepared_us"),
+    _counter(
+        f"{D}prepared_used_us_total",
+        "Microseconds of those forwards whose trees were sent.",
+        f"{_rate(f'{D}prepared_used_us_total', 'model')} / {_rate(f'{D}prepared_us_total', 'model')}",
+        "model",
+        "prepared_used_us",
+    ),
     _gauge(f"{D}slots", "Slots for states of texts.", f"sum by (model) ({D}slots)", "model", "slots"),
     _gauge(
         f"{D}slots_free",

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from cluster.engines import usable_cores
+
 LIBRARIES = ("torch", "transformers", "ray", "grpcio", "redis", "numpy")
 NUMERICS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
 """Environment variables that change the speed or the bits of linear algebra."""
@@ -28,11 +30,6 @@ def processor_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _version(library: str) -> str | None:

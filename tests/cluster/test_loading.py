@@ -12,6 +12,7 @@ from dendro.speculation import Speculation
 from cluster.certify.checks import LibraryModel
 from cluster.checkpoints import check_checkpoints
 from cluster.config import Config, pair_config
+from cluster.engines import drafts_ahead
 from cluster.running import local_client
 from tests.support import tiny_mamba, tiny_models
 
@@ -56,3 +57,24 @@ def test_a_missing_tokenizer_is_refused_by_the_tokenizer_field(tmp_path: Path):
     with pytest.raises(BadRequest, match="nowhere: there is no tokenizer that can be read") as refused:
         check_checkpoints(Config.of(fields, tmp_path))
     assert refused.value.field == "targets.t.tokenizer"
+
+
+@pytest.mark.parametrize(
+    "cores, drafter, expected",
+    [
+        (3, {}, False),  # one thread each of target, drafter and router
+        (4, {}, True),
+        (4, {"threads": 2}, False),
+        (4, {"replicas": 2}, False),
+        (64, {"draft_ahead": "off"}, False),
+        (1, {"draft_ahead": "on"}, True),
+        (1, {"resources": {"gpu": 1}}, True),
+        (64, {"resources": {"gpu": 0.5}}, False),
+    ],
+)
+def test_a_drafter_drafts_ahead_where_its_machine_has_a_core_or_an_accelerator_to_spare(
+    tmp_path, cores, drafter, expected
+):
+    fields = {"targets": {"t": {"checkpoint": "t"}}, "drafters": {"d": {"checkpoint": "d", **drafter}}}
+    config = Config.of(fields, tmp_path)
+    assert drafts_ahead(config.drafters["d"], config.targets.values(), cores) is expected

@@ -108,6 +108,24 @@ async def test_answers_of_ordered_trees_are_those_without_and_nearly_every_tree_
             assert statistics.contradictions == ()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_answers_with_prepared_trees_are_those_without(config, temperature):
+    """A busy machine may leave a drafter no time to prepare trees, so answers are asked for until it has."""
+    drafters = {name: each.model_copy(update={"draft_ahead": "on"}) for name, each in config.drafters.items()}
+    async with served(config.model_copy(update={"drafters": drafters})) as cluster:
+        for seed in range(30):
+            off = await cluster.answer("off", temperature, seed=seed)
+            for way in (SHAPE, "dynamic(4,3,12)", "auto"):
+                assert (await cluster.answer(way, temperature, seed=seed)).token_ids == off.token_ids
+            if cluster.drafter.stats()["prepared_used"] >= 5:
+                break
+        await until(lambda: cluster.drafter.sessions == 0)
+        stats = cluster.drafter.stats()
+        assert stats["prepared_used"] >= 5
+        assert stats["prepared"] == stats["prepared_used"] + stats["prepared_dropped"]
+        assert (stats["free_slots"], stats["free_nodes"]) == (stats["slots"], stats["nodes"])
+
+
 DEMANDS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "top_p": 0.9},
     "log-probabilities": {"logprobs": 3},

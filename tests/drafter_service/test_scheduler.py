@@ -13,7 +13,9 @@ from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
+from drafter_service import prepared
 from drafter_service.plan import DraftOutcome, DraftPlan
+from drafter_service.prepared import PreparedText
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import DrafterText
 
@@ -135,3 +137,36 @@ def test_a_tree_whose_form_depends_on_its_guesses_grows_level_by_level():
         pass
     draft(scheduler, session, DynamicShape(2, 3, 7))
     assert [plan.groups for plan in forwards(scheduler)] == [[1], [2], [2]]
+
+
+def test_a_call_goes_before_prepared_trees_and_goes_on_with_what_is_prepared_of_its_own(monkeypatch):
+    monkeypatch.setattr(prepared, "LEAST", 0.0)
+    slots = SlotPool(1 + 2 * SESSIONS), SlotPool(1 + 8 * SMALL.rows)
+    scheduler = DraftScheduler("d", *slots, SESSIONS, 8, longest_prepared=100)
+    first, other = [opened(scheduler, name) for name in range(2)]
+    forwards(scheduler)
+    scheduler.answers.clear()
+    draft(scheduler, first, SMALL)
+    for _ in range(2):
+        forward(scheduler)  # the tree itself
+    assert scheduler.planned_prepared is None and len(scheduler.answers) == 1
+    forward(scheduler)  # the root of a prepared tree, or the token after a leaf
+    assert scheduler.counters.prepared == 1
+    draft(scheduler, other, SMALL)
+    assert [forward(scheduler).sessions for _ in range(2)] == [[other.number]] * 2
+    assert len(scheduler.answers) == 2
+    while not any(text.round.growth.processed and text.round.shape == SMALL for text in all_prepared(scheduler, first)):
+        forward(scheduler)
+    (growing,) = [text for text in all_prepared(scheduler, first) if not text.complete]
+    done = growing.round.growth.processed
+    update = TextUpdate.of(first.opening, Tokens((*PROMPT, *growing.guessed)), len(PROMPT))
+    scheduler.draft(Ticket(0.0), DraftCall(update, SMALL))
+    assert scheduler.counters.prepared_used == 1 and first.round.growth.processed == done
+    assert sum(len(plan.groups) for plan in (forward(scheduler),)) == 1 and len(scheduler.answers) == 3
+    for session in (first, other):
+        scheduler.forget(session.opening)
+    assert (scheduler.texts.free, scheduler.nodes.free) == (2 * SESSIONS, 8 * SMALL.rows)
+
+
+def all_prepared(scheduler: DraftScheduler, session: DrafterText) -> list[PreparedText]:
+    return scheduler._prepared[session].texts

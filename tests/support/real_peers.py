@@ -59,6 +59,8 @@ def config_of(folder: Path, draft_timeout_ms: float = 300) -> Config:
     shared = {"dtype": "float32", "max_sessions": 3}
     drafters = {"own": {"checkpoint": folder / "target"}, "other": {"checkpoint": folder / "permuted"}}
     drafters["other"]["bridge"] = "intersection"
+    for drafter in drafters.values():
+        drafter["draft_ahead"] = "on"
     return Config.of(
         {
             "targets": {"t": {"checkpoint": folder / "target", "max_length": 1024, **shared}},
