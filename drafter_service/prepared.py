@@ -140,7 +140,7 @@ class Preparations:
     def __init__(self) -> None:
         self.texts: list[PreparedText] = []  # the last may be growing
         self.after: DraftRound | None = None  # the answered tree from which outcomes follow; None: none are prepared
-        self._outcomes: list[Outcome] | None = None  # those yet to be prepared, the likeliest last; None: not computed
+        self._outcomes: list[Outcome] | None = None  # outcomes without a tree, the likeliest last; None: not computed
         self._misses = 0  # trees in a row of which no prepared one was used
         self._rest, self._next_rest = 0, MISSES  # trees after which nothing is prepared
 

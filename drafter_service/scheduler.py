@@ -99,7 +99,7 @@ class DraftScheduler:
         self._sessions: dict[bytes, DrafterText] = {}  # key: opening; least recently used first
         self.longest_prepared = longest_prepared
         self.counters = counters or PreparedCounters()
-        self._prepared: dict[DrafterText, Preparations] = {}  # of the open texts that have had a tree
+        self._prepared: dict[DrafterText, Preparations] = {}  # key: an open text that has had a tree
         self._numbers = 0  # sessions opened so far
         self._turn = 0  # forwards planned so far
         self._folds: list[TextFold] = []  # folds of the next step
@@ -205,6 +205,11 @@ class DraftScheduler:
         for session in [each for each in self._sessions.values() if each.slot in folded]:
             self._end(session, error)
         self.fail(reason)
+
+    def prepared_of(self, session: DrafterText) -> Sequence[PreparedText]:
+        """What is prepared for the next call of a session, in the order in which it was begun."""
+        preparations = self._prepared.get(session)
+        return () if preparations is None else preparations.texts
 
     @property
     def planned_prepared(self) -> PreparedText | None:

@@ -45,10 +45,13 @@ def verifier_of(
     return started(VerifierEngine.load(target.checkpoint, options))
 
 
-def drafter_of(checkpoint: Path, texts: int = 1) -> AbstractAsyncContextManager[DrafterEngine]:
+def drafter_of(
+    checkpoint: Path, texts: int = 1, draft_ahead: bool = False
+) -> AbstractAsyncContextManager[DrafterEngine]:
     """A drafter's engine for so many texts."""
+    dtype = getattr(torch, DRAFTER_DTYPE)
     options = DrafterOptions(
-        name=checkpoint.name, dtype=getattr(torch, DRAFTER_DTYPE), threads=THREADS, max_sessions=texts
+        name=checkpoint.name, dtype=dtype, threads=THREADS, max_sessions=texts, draft_ahead=draft_ahead
     )
     return started(DrafterEngine.load(checkpoint, options, states=NoStates()))
 

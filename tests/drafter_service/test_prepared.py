@@ -94,8 +94,7 @@ async def both_of(path: Path, **options: Any) -> AsyncIterator[tuple[DrafterEngi
 def outcomes_of(engine: DrafterEngine, text: OpenedText) -> list[list[int]]:
     """The tokens that a text may get for which the idle engine has prepared trees."""
     scheduler = engine._scheduler
-    held = scheduler._prepared.get(scheduler._sessions[text.opening])
-    return [] if held is None else [list(each.guessed) for each in held.texts]
+    return [list(each.guessed) for each in scheduler.prepared_of(scheduler._sessions[text.opening])]
 
 
 def check_same(one: DraftTree, other: DraftTree) -> None:

@@ -15,7 +15,6 @@ from tree_layers.states import SlotPool
 
 from drafter_service import prepared
 from drafter_service.plan import DraftOutcome, DraftPlan
-from drafter_service.prepared import PreparedText
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import DrafterText
 
@@ -155,9 +154,9 @@ def test_a_call_goes_before_prepared_trees_and_goes_on_with_what_is_prepared_of_
     draft(scheduler, other, SMALL)
     assert [forward(scheduler).sessions for _ in range(2)] == [[other.number]] * 2
     assert len(scheduler.answers) == 2
-    while not any(text.round.growth.processed and text.round.shape == SMALL for text in all_prepared(scheduler, first)):
+    while not any(text.round.growth.processed and text.round.shape == SMALL for text in scheduler.prepared_of(first)):
         forward(scheduler)
-    (growing,) = [text for text in all_prepared(scheduler, first) if not text.complete]
+    (growing,) = [text for text in scheduler.prepared_of(first) if not text.complete]
     done = growing.round.growth.processed
     update = TextUpdate.of(first.opening, Tokens((*PROMPT, *growing.guessed)), len(PROMPT))
     scheduler.draft(Ticket(0.0), DraftCall(update, SMALL))
@@ -166,7 +165,3 @@ def test_a_call_goes_before_prepared_trees_and_goes_on_with_what_is_prepared_of_
     for session in (first, other):
         scheduler.forget(session.opening)
     assert (scheduler.texts.free, scheduler.nodes.free) == (2 * SESSIONS, 8 * SMALL.rows)
-
-
-def all_prepared(scheduler: DraftScheduler, session: DrafterText) -> list[PreparedText]:
-    return scheduler._prepared[session].texts

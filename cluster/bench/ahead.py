@@ -1,0 +1,411 @@
+"""`dendro bench ahead`: drafting time that is hidden because a drafter prepares trees while a verifier works.
+
+Live, drafter and verifier are engines of this process. Simulated, the drafter has a machine of its own: what it takes
+to prepare each tree, to draft after a call and to verify is measured one after another, and the way between both
+machines is added. The verifier asks for each tree itself, so that a round has two messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from dendro.calls import DraftCall, DrafterPeer
+from dendro.engine import Ticket
+from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
+from dendro.text import Sampling
+from dendro.tree import LONGEST_TRACE, DraftTree
+from tokenizers import Tokenizer
+from tree_layers.states import SlotPool
+
+from cluster.config import TargetConfig
+from cluster.demo.kinds import KINDS, kind_prompts
+from cluster.demo.real_pair import REAL_DRAFTER, real_config
+from cluster.hub import fetched_model
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
+from cluster.measure.engine_times import measure_steps
+from cluster.measure.in_process import DRAFTER_DTYPE, EngineText, drafter_of, verifier_of
+from cluster.measure.measurement import Begin
+from cluster.measure.options import KIND_PROMPTS
+from cluster.measure.report import Row
+from cluster.measure.statistics import paired_ratio
+from cluster.measure.targets import COSTLY, target_config
+from cluster.training.acceptance import PROMPT_TOKENS
+from drafter_service.engine import node_slots, text_slots
+from drafter_service.models import load_model
+from drafter_service.prepared import PreparedText
+from drafter_service.runner import DraftRunner
+from drafter_service.scheduler import DraftScheduler
+from drafter_service.texts import DrafterText
+from verifier_service.engine import VerifierEngine
+
+SMOLLM2 = "smollm2"
+PAIRS = (COSTLY, SMOLLM2)
+DRAFTER = "mamba2"
+"""The drafter of the costly target, among the demo's models."""
+SHAPES = tuple(map(TreeShape.parse, ("(1,1,1,1)", "(3,2,1)")))
+WAYS_MS = (0.1, 0.5, 5.0, 50.0)
+TEXTS = 4
+"""Texts that drafters have room for. One is drafted; prepared trees need slots of others."""
+STEPS = 9
+"""Measurements of a step without guesses."""
+
+
+@dataclass(frozen=True, slots=True)
+class AheadOptions:
+    prompts: int = option(KIND_PROMPTS, 3, 1, least=1)
+    tokens: int = option("New tokens of every answer.", 64, 16, least=1)
+    pairs: tuple[str, ...] = option(f"Targets with their drafters: {', '.join(PAIRS)}.", PAIRS, (COSTLY,))
+    temperatures: tuple[float, ...] = temperatures()
+    seed: int = seed()
+    models: Path = models()
+
+
+# Measuring
+@dataclass(frozen=True, slots=True)
+class PreparedSpan:
+    """When a prepared tree was begun and complete, in microseconds since the answer before it."""
+
+    begin_us: float
+    end_us: float
+
+
+@dataclass(frozen=True, slots=True)
+class AheadRound:
+    """A round of a drafter that had the time to prepare all trees."""
+
+    emitted: int
+    verify_us: float
+    draft_us: float  # time of drafting the tree after its call
+    steps_us: tuple[float, ...]  # when each step of preparing ended, since the answer before it
+    spans: tuple[PreparedSpan, ...]
+    used: int | None  # place of the span whose tree is this round's; None: none is
+
+    def busy_us(self, free_us: float) -> float:
+        """The rest of the step that runs when the call comes, after so much time since the answer before it."""
+        return next((end for end in self.steps_us if end >= free_us), free_us) - free_us
+
+    def hits(self, free_us: float) -> bool:
+        """Whether the round's tree has been begun by then."""
+        return self.used is not None and self.spans[self.used].begin_us < free_us
+
+    def wait_us(self, free_us: float) -> float:
+        """How long the call then waits for its tree."""
+        busy_us = self.busy_us(free_us)
+        if self.used is None or not self.hits(free_us):
+            return busy_us + self.draft_us
+        return max(busy_us, self.spans[self.used].end_us - free_us)
+
+    def prepared_us(self, free_us: float) -> tuple[float, float]:
+        """Time spent on prepared trees by then, and that on the one that is used."""
+        spent = [max(0.0, min(span.end_us, free_us) - span.begin_us) for span in self.spans]
+        return sum(spent), spent[self.used] if self.used is not None else 0.0
+
+
+class SteppedDrafter:
+    """A drafter's scheduler and runner without a thread. Its steps are timed."""
+
+    def __init__(self, checkpoint: Path, prepares: bool) -> None:
+        model, read = load_model(checkpoint, getattr(torch, DRAFTER_DTYPE), torch.device("cpu"))
+        slots = text_slots(TEXTS), node_slots(MAX_ROWS, DEFAULT_DEPTH)
+        self._runner, self._vocabulary = DraftRunner(model, *slots, torch.device("cpu")), read.facts.vocabulary
+        self.scheduler = DraftScheduler(
+            checkpoint.name,
+            SlotPool(slots[0]),
+            SlotPool(slots[1]),
+            max_sessions=TEXTS,
+            chunk=LONGEST_TRACE,
+            runs_levels=self._runner.runs_levels,
+            longest_prepared=model.max_length if prepares else 0,
+        )
+
+    def open(self, text: EngineText, room: int) -> DrafterText:
+        call = text.open_call(room)
+        session = self.scheduler.open(Ticket(0.0), call, 0, self._vocabulary)
+        self._runner.admit(session.number, call.parameters.sampling, self._vocabulary)
+        while self._step():
+            pass
+        self.scheduler.answers.clear()
+        return session
+
+    def draft(self, call: DraftCall) -> tuple[DraftTree, float]:
+        """A tree, and the microseconds that it took."""
+        began_s = time.perf_counter()
+        self.scheduler.draft(Ticket(0.0), call)
+        while not self.scheduler.answers:
+            self._step()
+        ((_, tree),) = self.scheduler.answers
+        took_us = 1e6 * (time.perf_counter() - began_s)
+        self.scheduler.answers.clear()
+        assert isinstance(tree, DraftTree)
+        return tree, took_us
+
+    def prepare(self, session: DrafterText) -> tuple[list[float], dict[PreparedText, PreparedSpan]]:
+        """Prepare all trees. Returns when each step ended, and the span of each tree."""
+        began_s, ends, spans = time.perf_counter(), [0.0], dict[PreparedText, PreparedSpan]()
+        while self._step():
+            ends.append(1e6 * (time.perf_counter() - began_s))
+            for prepared in self.scheduler.prepared_of(session):
+                if prepared not in spans or spans[prepared].end_us == ends[-2]:
+                    begin_us = spans[prepared].begin_us if prepared in spans else ends[-2]
+                    spans[prepared] = PreparedSpan(begin_us, ends[-1])
+        return ends[1:], spans
+
+    def close(self, session: DrafterText) -> None:
+        self.scheduler.forget(session.opening)
+        self._runner.forget(session.number)
+        self.scheduler.closed.clear()
+
+    @torch.inference_mode()
+    def _step(self) -> bool:
+        """One step of a drafter's engine; False if there was nothing to do."""
+        step = self.scheduler.next()
+        if step.folds:
+            self._runner.fold(step.folds, step.plan)
+        if step.plan is not None:
+            self.scheduler.apply(self._runner.run(step.plan))
+            return True
+        wanted = self.scheduler.noise_wanted
+        waits = bool(wanted)
+        for session in list(wanted):
+            if self._runner.prepare(session, wanted[session]):
+                return True
+            del wanted[session]
+        return waits
+
+
+async def recorded(
+    verifier: VerifierEngine,
+    drafters: Sequence[SteppedDrafter],
+    ids: Sequence[int],
+    sampling: Sampling,
+    shape: TreeShape,
+    tokens: int,
+) -> list[AheadRound]:
+    """The rounds of one answer. drafters: one that prepares trees, one that does not. Raises RuntimeError where their
+    trees differ."""
+    text, begin = EngineText(ids, sampling), len(ids)
+    await text.open(verifier, tokens + MAX_ROWS)
+    sessions = [drafter.open(text, tokens + MAX_ROWS) for drafter in drafters]
+    found, before = [], (list[float](), dict[PreparedText, PreparedSpan]())
+    held = len(text.text)
+    while len(text.text) < begin + tokens:
+        steps, spans = before
+        call, of = DraftCall(text.update(held), shape), list(spans)
+        new = text.text.ids[held:]
+        used = next((place for place, each in enumerate(of) if each.guessed == new and each.complete), None)
+        (tree, _), (plain, draft_us) = [drafter.draft(call) for drafter in drafters]
+        if not (tree.tokens.tolist() == plain.tokens.tolist() and (tree.values == plain.values).all()):
+            raise RuntimeError("a prepared tree differs from that of its call")
+        before = drafters[0].prepare(sessions[0])
+        drafters[1].prepare(sessions[1])  # computes noise alone
+        verdict = await text.verify(verifier, tree, held)
+        if len(text.text) > begin:  # nothing is prepared before the first
+            own = tuple(spans[each] for each in of)
+            found.append(AheadRound(len(verdict.tokens), verdict.verify_us, draft_us, tuple(steps), own, used))
+        held = len(text.text)
+        text.text.extend(verdict.tokens)
+    await text.close(verifier, held)
+    for drafter, session in zip(drafters, sessions, strict=True):
+        drafter.close(session)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LiveAnswer:
+    """One answer of engines of this process."""
+
+    rounds: int
+    seconds: float  # time of all rounds
+    waited_s: float  # time of waiting for trees
+
+
+async def live(
+    verifier: VerifierEngine,
+    drafter: DrafterPeer,
+    ids: Sequence[int],
+    sampling: Sampling,
+    shape: TreeShape,
+    tokens: int,
+) -> LiveAnswer:
+    text, begin = EngineText(ids, sampling), len(ids)
+    await text.open(verifier, tokens + MAX_ROWS)
+    await text.open(drafter, tokens + MAX_ROWS)
+    held, rounds, waited_s, began_s = begin, 0, 0.0, time.perf_counter()
+    while len(text.text) < begin + tokens:
+        asked_s = time.perf_counter()
+        tree = await text.draft(drafter, shape, held)
+        waited_s += time.perf_counter() - asked_s
+        verdict = await text.verify(verifier, tree, held)
+        held, rounds = len(text.text), rounds + 1
+        text.text.extend(verdict.tokens)
+    took_s = time.perf_counter() - began_s
+    for engine in (verifier, drafter):
+        await text.close(engine, held)
+    return LiveAnswer(rounds, took_s, waited_s)
+
+
+# Rows of the report
+def simulated(rounds: Sequence[AheadRound], way_ms: float, off_us: float) -> Row:
+    """What rounds come to with a way of so many milliseconds between drafter and verifier.
+
+    The drafter is free from its answer to the next call: while the tree travels, is verified, and the call travels. The
+    time of the round before is taken for that. off_us: a round of plain decoding, which has no way
+    """
+    way_us, waits, plain, hits, spent, used = 1e3 * way_ms, 0.0, 0.0, 0, 0.0, 0.0
+    of_hits, hidden_us = [], 0.0
+    for before, each in zip(rounds, rounds[1:], strict=False):
+        free_us = before.verify_us + 2 * way_us
+        wait_us = each.wait_us(free_us)
+        waits, plain = waits + wait_us, plain + each.draft_us
+        hidden_us += each.draft_us - wait_us
+        prepared_us, used_us = each.prepared_us(free_us)
+        spent, used = spent + prepared_us, used + used_us
+        if each.hits(free_us):
+            hits += 1
+            of_hits.append(2 * way_us + each.verify_us + wait_us)
+    count = len(rounds) - 1
+    fixed = sum(2 * way_us + each.verify_us for each in rounds[1:])
+    emitted = sum(each.emitted for each in rounds[1:])
+    hit_rate, hidden = hits / count, hidden_us / plain
+    return {
+        "way_ms": way_ms,
+        "hit_rate": hit_rate,
+        "hidden": hidden,
+        "hidden_over_hits": hidden / hit_rate if hits else None,
+        "thrown_away": 1 - used / spent if spent else None,
+        "round_ms": (fixed + waits) / count / 1e3,
+        "hit_round_ms": sum(of_hits) / len(of_hits) / 1e3 if hits else None,
+        "without_ms": (fixed + plain) / count / 1e3,
+        "over_without": (fixed + plain) / (fixed + waits),
+        "over_off": emitted * off_us / (fixed + waits),
+    }
+
+
+def compared(
+    ahead: Mapping[tuple[int, int], LiveAnswer], plain: Mapping[tuple[int, int], LiveAnswer], stats: Mapping[str, int]
+) -> Row:
+    """Answers with prepared trees against the same ones without. stats: of the drafter that prepared trees"""
+    rounds = sum(each.rounds for each in ahead.values())
+    waited = [sum(each.waited_s for each in answers.values()) for answers in (ahead, plain)]
+    seconds = [{key: each.seconds / each.rounds for key, each in answers.items()} for answers in (ahead, plain)]
+    return {
+        "hit_rate": stats["prepared_used"] / rounds,
+        "hidden": 1 - waited[0] / waited[1],
+        "thrown_away": 1 - stats["prepared_used_us"] / stats["prepared_us"] if stats["prepared_us"] else None,
+        "wait_ms": 1e3 * waited[0] / rounds,
+        "wait_without_ms": 1e3 * waited[1] / rounds,
+        "round_over_without": paired_ratio(*seconds).as_json(),
+    }
+
+
+def pair_of(name: str, folder: Path) -> tuple[TargetConfig, Path, Tokenizer]:
+    """A target, its drafter's folder and its tokenizer. Raises CheckpointError where its package is not installed."""
+    if name == SMOLLM2:
+        config, drafter = real_config(), REAL_DRAFTER
+        target = config.targets[SMOLLM2]
+    else:
+        target, drafter = target_config(folder, name).targets[name], folder / DRAFTER
+    return fetched_model(f"targets.{name}", target), drafter, Tokenizer.from_file(str(drafter / "tokenizer.json"))
+
+
+@asynccontextmanager
+async def engines_of(target: TargetConfig, drafter: Path, tokens: int) -> AsyncIterator[tuple[Any, list[Any]]]:
+    """A verifier, and two engines of a drafter: one prepares trees."""
+    async with AsyncExitStack() as stack:
+        length = PROMPT_TOKENS + tokens + 2 * MAX_ROWS
+        verifier = await stack.enter_async_context(verifier_of(target.checkpoint.name, target, length))
+        made = [drafter_of(drafter, TEXTS, ahead) for ahead in (True, False)]
+        yield verifier, [await stack.enter_async_context(each) for each in made]
+
+
+async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
+    answers = len(KINDS) * options.prompts * len(options.temperatures) * len(SHAPES)
+    step = begin("answers", len(options.pairs) * answers * 3)
+    found: dict[str, list[Row]] = {"live": [], "simulated": []}
+    for name in options.pairs:
+        target, drafter, tokenizer = pair_of(name, options.models)
+        given = [kind_prompts(kind, options.prompts, PROMPT_TOKENS, tokenizer, options.models) for kind in KINDS]
+        ids = [prompt.token_ids for own in given for prompt in own]
+        stepped = [SteppedDrafter(drafter, prepares) for prepares in (True, False)]
+        async with engines_of(target, drafter, options.tokens) as (verifier, drafters):
+            for temperature in options.temperatures:
+                off = (await measure_steps(verifier, ids[0], temperature, [1], STEPS))[1]
+                for shape in SHAPES:
+                    head = {"pair": name, "temperature": temperature, "shape": str(shape)}
+                    rounds, both = list[AheadRound](), ({}, {})  # type: ignore[var-annotated]
+                    stats = drafters[0].stats()
+                    for place, prompt in enumerate(ids):
+                        sampling = Sampling(temperature=temperature, seed=options.seed + place)
+                        rounds += await recorded(verifier, stepped, prompt, sampling, shape, options.tokens)
+                        step()
+                        for which in ((0, 1), (1, 0))[place % 2]:
+                            given_ = prompt, sampling, shape, options.tokens
+                            both[which][place, 0] = await live(verifier, drafters[which], *given_)
+                            step()
+                    now = drafters[0].stats()
+                    found["live"].append(head | compared(*both, {key: now[key] - stats[key] for key in stats}))
+                    found["simulated"] += [head | simulated(rounds, way_ms, off) for way_ms in WAYS_MS]
+    return {"plan": {"tokens": options.tokens, "prompts": len(KINDS) * options.prompts}, "threads": 2, **found}
+
+
+AHEAD = Bench(
+    "ahead",
+    "Measure how much drafting time is hidden because a drafter prepares trees while a verifier works: live in this "
+    "process, and simulated from measured times for a drafter on a machine of its own.",
+    "Under a minute: one prompt of each kind, short answers, the bundled pair.",
+    AheadOptions,
+    measure,
+    facts=(
+        f"{{prompts}} held-out prompts of {PROMPT_TOKENS} tokens (code, prose, edits), answers of {{tokens}} tokens",
+        "Hit rate: rounds whose tree had been begun when it was asked for. Hidden: the share of drafting time that "
+        "calls do not wait for. Thrown away: the share of the time of prepared trees that were not used",
+        "Live: drafter and verifier share this process and its cores. Simulated: every step is measured with nothing "
+        "beside it; a round has two messages; plain decoding has no way to a drafter",
+    ),
+    tables=(
+        ReportTable(
+            "Live, in one process",
+            "live",
+            "pair; shape; T = temperature:g; hit rate = hit_rate:.2f; hidden = hidden:.2f; thrown away = "
+            "thrown_away:.2f; wait for a tree, ms = wait_ms:.2f; without = wait_without_ms:.2f; round over that "
+            "without = round_over_without:.3f",
+        ),
+        ReportTable(
+            "Simulated, {pair}: the drafter has a machine of its own",
+            "simulated",
+            "shape; T = temperature:g; way, ms = way_ms:g; hit rate = hit_rate:.2f; hidden = hidden:.2f; hidden over "
+            "hit rate = hidden_over_hits:.2f; thrown away = thrown_away:.2f; round, ms = round_ms:.2f; of hits = "
+            "hit_round_ms:.2f; without = without_ms:.2f; speed over without = over_without:.2f; over off = "
+            "over_off:.2f",
+        ),
+    ),
+    aims=(
+        Aim(
+            "drafting time hidden over the hit rate, {pair}, way of {way_ms:g} ms",
+            "simulated",
+            "hidden_over_hits",
+            least=0.8,
+            why="{shape}, temperature {temperature:g}",
+        ),
+    ),
+    plots=(
+        Plot(
+            "simulated",
+            "way, ms = way_ms",
+            "speed over without = over_without",
+            line="{shape}, T {temperature:g}",
+            panel="{pair}",
+            log="x",
+        ),
+    ),
+    code=("cluster/bench/ahead.py", "drafter_service/prepared.py", "drafter_service/scheduler.py"),
+)
+
+
+bench_ahead = AHEAD.command()

@@ -1,0 +1,86 @@
+"""`dendro bench ahead`: what a simulated round comes to, and rounds recorded of real engines."""
+
+from __future__ import annotations
+
+import pytest
+from dendro.shapes import TreeShape
+from dendro.text import Sampling
+
+from cluster.bench.ahead import (
+    TEXTS,
+    AheadRound,
+    LiveAnswer,
+    PreparedSpan,
+    SteppedDrafter,
+    compared,
+    recorded,
+    simulated,
+)
+from cluster.config import DEMO_MODELS
+from cluster.demo.prompts import held_out_prompts
+from cluster.measure.in_process import verifier_of
+from cluster.measure.targets import DEMO, target_config
+
+STEPS = (100.0, 200.0, 300.0, 400.0)
+SPANS = PreparedSpan(0, 200), PreparedSpan(200, 400)
+
+
+def round_of(used: int | None) -> AheadRound:
+    return AheadRound(2, 250.0, 180.0, STEPS, SPANS, used)
+
+
+@pytest.mark.parametrize(
+    "used, free_us, hits, wait_us, prepared_us",
+    [
+        (None, 1000, False, 180, (400, 0)),  # nothing runs, and nothing fits
+        (None, 150, False, 50 + 180, (150, 0)),  # after the step that runs
+        (0, 1000, True, 0, (400, 200)),
+        (0, 150, True, 50, (150, 150)),  # what is left of it
+        (1, 150, False, 50 + 180, (150, 0)),  # not begun
+        (1, 250, True, 150, (250, 50)),
+        (0, 250, True, 50, (250, 200)),  # complete, but another tree's step runs
+    ],
+)
+def test_a_call_waits_for_the_step_that_runs_and_for_what_is_left_of_its_tree(
+    used, free_us, hits, wait_us, prepared_us
+):
+    found = round_of(used)
+    assert (found.hits(free_us), found.wait_us(free_us), found.prepared_us(free_us)) == (hits, wait_us, prepared_us)
+
+
+def test_a_simulated_row_adds_the_way_to_rounds_and_gives_the_time_before_a_call_to_preparing():
+    rounds = [round_of(None), round_of(0), round_of(None)]
+    row = simulated(rounds, 0.05, off_us=300)  # a drafter is free for 250 + 2 * 50 us
+    assert row["hit_rate"] == 0.5
+    waits = (50, 50 + 180)  # the step up to 400 runs
+    assert row["hidden"] == pytest.approx(1 - sum(waits) / 360)
+    assert row["round_ms"] == pytest.approx((2 * 350 + sum(waits)) / 2 / 1e3)
+    assert row["hit_round_ms"] == pytest.approx(0.4)
+    assert row["over_off"] == pytest.approx(4 * 300 / (700 + sum(waits)))
+    assert row["thrown_away"] == pytest.approx(1 - 200 / 700)
+
+
+def test_a_live_row_compares_waits_and_rounds_of_the_same_answers():
+    answers = {(0, 0): LiveAnswer(10, 1.0, 0.1)}, {(0, 0): LiveAnswer(10, 1.1, 0.2)}
+    row = compared(*answers, {"prepared_used": 5, "prepared_us": 400, "prepared_used_us": 100})
+    assert (row["hit_rate"], row["hidden"], row["thrown_away"]) == (0.5, 0.5, 0.75)
+    assert row["round_over_without"]["median"] == pytest.approx(1 / 1.1, abs=1e-4)
+
+
+async def test_recorded_rounds_have_the_targets_tokens_and_the_trees_that_are_used():
+    (prompt,) = held_out_prompts(1, 64)
+    target, checkpoint = target_config(DEMO_MODELS, DEMO).targets[DEMO], DEMO_MODELS / "mamba2"
+    drafters = [SteppedDrafter(checkpoint, prepares) for prepares in (True, False)]
+    async with verifier_of(DEMO, target, 256) as verifier:
+        found = []
+        for seed in range(4):
+            given = prompt.token_ids, Sampling(temperature=1.0, seed=seed), TreeShape.parse("(3,2,1)"), 40
+            found += await recorded(verifier, drafters, *given)
+    assert drafters[0].scheduler.counters.prepared_used == sum(each.used is not None for each in found) > 0
+    for each in found:
+        assert all(span.begin_us < span.end_us for span in each.spans)
+        assert each.steps_us == tuple(sorted(each.steps_us)) and {span.end_us for span in each.spans} <= {
+            *each.steps_us
+        }
+    for drafter in drafters:
+        assert drafter.scheduler.texts.free == 2 * TEXTS and drafter.scheduler.sessions == 0
