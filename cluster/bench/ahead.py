@@ -28,7 +28,6 @@ from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.real_pair import REAL_DRAFTER, real_config
 from cluster.hub import fetched_model
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
-from cluster.measure.engine_times import measure_steps
 from cluster.measure.in_process import DRAFTER_DTYPE, EngineText, drafter_of, verifier_of
 from cluster.measure.measurement import Begin
 from cluster.measure.options import KIND_PROMPTS
@@ -52,8 +51,6 @@ SHAPES = tuple(map(TreeShape.parse, ("(1,1,1,1)", "(3,2,1)")))
 WAYS_MS = (0.1, 0.5, 5.0, 50.0)
 TEXTS = 4
 """Texts that drafters have room for. One is drafted; prepared trees need slots of others."""
-STEPS = 9
-"""Measurements of a step without guesses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +248,11 @@ async def live(
 
 
 # Rows of the report
-def simulated(rounds: Sequence[AheadRound], way_ms: float, off_us: float) -> Row:
+def simulated(rounds: Sequence[AheadRound], way_ms: float) -> Row:
     """What rounds come to with a way of so many milliseconds between drafter and verifier.
 
     The drafter is free from its answer to the next call: while the tree travels, is verified, and the call travels. The
-    time of the round before is taken for that. off_us: a round of plain decoding, which has no way
+    time of the round before is taken for that.
     """
     way_us, waits, plain, hits, spent, used = 1e3 * way_ms, 0.0, 0.0, 0, 0.0, 0.0
     of_hits, hidden_us = [], 0.0
@@ -271,7 +268,6 @@ def simulated(rounds: Sequence[AheadRound], way_ms: float, off_us: float) -> Row
             of_hits.append(2 * way_us + each.verify_us + wait_us)
     count = len(rounds) - 1
     fixed = sum(2 * way_us + each.verify_us for each in rounds[1:])
-    emitted = sum(each.emitted for each in rounds[1:])
     hit_rate, hidden = hits / count, hidden_us / plain
     return {
         "way_ms": way_ms,
@@ -283,7 +279,6 @@ def simulated(rounds: Sequence[AheadRound], way_ms: float, off_us: float) -> Row
         "hit_round_ms": sum(of_hits) / len(of_hits) / 1e3 if hits else None,
         "without_ms": (fixed + plain) / count / 1e3,
         "over_without": (fixed + plain) / (fixed + waits),
-        "over_off": emitted * off_us / (fixed + waits),
     }
 
 
@@ -335,7 +330,6 @@ async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
         stepped = [SteppedDrafter(drafter, prepares) for prepares in (True, False)]
         async with engines_of(target, drafter, options.tokens) as (verifier, drafters):
             for temperature in options.temperatures:
-                off = (await measure_steps(verifier, ids[0], temperature, [1], STEPS))[1]
                 for shape in SHAPES:
                     head = {"pair": name, "temperature": temperature, "shape": str(shape)}
                     rounds, both = list[AheadRound](), ({}, {})  # type: ignore[var-annotated]
@@ -350,7 +344,7 @@ async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
                             step()
                     now = drafters[0].stats()
                     found["live"].append(head | compared(*both, {key: now[key] - stats[key] for key in stats}))
-                    found["simulated"] += [head | simulated(rounds, way_ms, off) for way_ms in WAYS_MS]
+                    found["simulated"] += [head | simulated(rounds, way_ms) for way_ms in WAYS_MS]
     return {"plan": {"tokens": options.tokens, "prompts": len(KINDS) * options.prompts}, "threads": 2, **found}
 
 
@@ -366,7 +360,7 @@ AHEAD = Bench(
         "Hit rate: rounds whose tree had been begun when it was asked for. Hidden: the share of drafting time that "
         "calls do not wait for. Thrown away: the share of the time of prepared trees that were not used",
         "Live: drafter and verifier share this process and its cores. Simulated: every step is measured with nothing "
-        "beside it; a round has two messages; plain decoding has no way to a drafter",
+        "beside it; a round has two messages",
     ),
     tables=(
         ReportTable(
@@ -381,8 +375,7 @@ AHEAD = Bench(
             "simulated",
             "shape; T = temperature:g; way, ms = way_ms:g; hit rate = hit_rate:.2f; hidden = hidden:.2f; hidden over "
             "hit rate = hidden_over_hits:.2f; thrown away = thrown_away:.2f; round, ms = round_ms:.2f; of hits = "
-            "hit_round_ms:.2f; without = without_ms:.2f; speed over without = over_without:.2f; over off = "
-            "over_off:.2f",
+            "hit_round_ms:.2f; without = without_ms:.2f; speed over without = over_without:.2f",
         ),
     ),
     aims=(

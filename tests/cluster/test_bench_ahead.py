@@ -50,13 +50,12 @@ def test_a_call_waits_for_the_step_that_runs_and_for_what_is_left_of_its_tree(
 
 def test_a_simulated_row_adds_the_way_to_rounds_and_gives_the_time_before_a_call_to_preparing():
     rounds = [round_of(None), round_of(0), round_of(None)]
-    row = simulated(rounds, 0.05, off_us=300)  # a drafter is free for 250 + 2 * 50 us
+    row = simulated(rounds, 0.05)  # a drafter is free for 250 + 2 * 50 us
     assert row["hit_rate"] == 0.5
     waits = (50, 50 + 180)  # the step up to 400 runs
     assert row["hidden"] == pytest.approx(1 - sum(waits) / 360)
     assert row["round_ms"] == pytest.approx((2 * 350 + sum(waits)) / 2 / 1e3)
     assert row["hit_round_ms"] == pytest.approx(0.4)
-    assert row["over_off"] == pytest.approx(4 * 300 / (700 + sum(waits)))
     assert row["thrown_away"] == pytest.approx(1 - 200 / 700)
 
 
