@@ -42,6 +42,7 @@ GENERATED = tuple(
     f"docs/{name}.md"
     for name in (
         *(
+            "ahead",
             "benchmarks",
             "certify-llama-cpp",
             "drafter",
