@@ -166,8 +166,8 @@ class DrafterConfig(ModelConfig):
     """Guess only what the structure of an answer allows (docs/structured.md). Needs llguidance; without it, and through
     a bridge, guesses are of any tokens."""
     draft_ahead: Literal["auto", "on", "off"] = "auto"
-    """Prepare trees for the likely outcomes of a verification while it runs. auto: if the drafter has an accelerator of
-    its own, or its machine more cores than the threads of all targets, of the drafter and of a router."""
+    """Prepare trees for the likely outcomes of a verification while it runs. auto: if the drafter runs on a CPU
+    whose machine has more cores than the threads of all targets, of the drafter and of a router."""
 
 
 class Router(Replicated):

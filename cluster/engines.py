@@ -128,7 +128,7 @@ def drafts_ahead(drafter: DrafterConfig, targets: Iterable[TargetConfig], cores:
     if drafter.draft_ahead != "auto":
         return drafter.draft_ahead == "on"
     if drafter.resources.gpu:
-        return drafter.resources.gpu >= 1
+        return False  # no prepared tree was ever grown on an accelerator
     threads = drafter.threads * drafter.most_replicas + ROUTER_THREADS
     threads += sum(target.threads * target.tensor_parallel * target.most_replicas for target in targets)
     return cores > threads

@@ -68,13 +68,11 @@ def test_a_missing_tokenizer_is_refused_by_the_tokenizer_field(tmp_path: Path):
         (4, {"replicas": 2}, False),
         (64, {"draft_ahead": "off"}, False),
         (1, {"draft_ahead": "on"}, True),
-        (1, {"resources": {"gpu": 1}}, True),
-        (64, {"resources": {"gpu": 0.5}}, False),
+        (64, {"resources": {"gpu": 1}}, False),
+        (64, {"resources": {"gpu": 1}, "draft_ahead": "on"}, True),
     ],
 )
-def test_a_drafter_drafts_ahead_where_its_machine_has_a_core_or_an_accelerator_to_spare(
-    tmp_path, cores, drafter, expected
-):
+def test_a_drafter_drafts_ahead_where_its_machine_has_a_core_to_spare(tmp_path, cores, drafter, expected):
     fields = {"targets": {"t": {"checkpoint": "t"}}, "drafters": {"d": {"checkpoint": "d", **drafter}}}
     config = Config.of(fields, tmp_path)
     assert drafts_ahead(config.drafters["d"], config.targets.values(), cores) is expected
