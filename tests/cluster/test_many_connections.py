@@ -110,7 +110,7 @@ async def _keep_no_other_address_out(tmp_path, tls):
         for _ in range(20):
             await held.join(server.address, 100)
             await until(lambda: held.open <= MOST - MOST // 8)
-        assert open_files() <= before + 2 * MOST, "a closed connection keeps no descriptor"
+        await until(lambda: open_files() <= before + 2 * MOST)  # both ends of a connection are of this process
         assert await answer_at(server.address, context=context) == b"", "its address has all that it may have"
         assert await answer_at(server.address, OTHER, context) == b"HTTP/1.1 200"
         assert held.open == MOST - MOST // 8, "connections that were in time stay"
@@ -198,7 +198,7 @@ async def test_grpc_connections_without_a_call_are_bounded(first):
         before = open_files()
         await held.join(server.address, 10 * MOST, first)
         await until(lambda: held.open <= MOST, timeout_s=HANDSHAKE_S / 2)  # none is ended by its age
-        assert open_files() <= before + 3 * MOST
+        await until(lambda: open_files() <= before + 3 * MOST)  # both ends of a connection are of this process
 
 
 @SILENT
@@ -243,7 +243,8 @@ async def test_streams_that_need_no_key_are_bounded_and_calls_go_on(monkeypatch)
         watched = [stub.Watch(health_pb2.HealthCheckRequest()) for _ in range(MOST // 2)]
         asked = [found.ServerReflectionInfo() for _ in range(MOST)]
         for each in asked:
-            await each.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            with contextlib.suppress(asyncio.InvalidStateError):  # raised where the stream was refused before
+                await each.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         begun = [await begins(each) for each in (*watched, *asked)]
         assert sum(begun) == MOST - MOST // 8
         assert (await stub.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
