@@ -1,0 +1,180 @@
+"""`dendro bench edits`: answers of which a client sends a prediction, as of a file that is to be edited.
+
+A target as small as the demo's does not edit a file as asked. Its answer without a prediction therefore counts as the
+edited file, and the prediction, the file before the edit, is made from it by the opposite edit.
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dendro.answer import Completion, collect_stream
+from dendro.client import AsyncClient
+
+from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
+from cluster.measure.measurement import AUTO, OFF, Begin
+from cluster.measure.statistics import median_estimate, paired_ratio
+from cluster.measure.targets import COSTLY, target_config
+from cluster.running import running
+from cluster.training.acceptance import PROMPT_TOKENS
+
+GUESSING = "proposed(15)"
+"""The shape whose guesses are the prediction's and the lookup's alone."""
+WORD = re.compile(r"[A-Za-z_]\w{2,}")
+NONE = "none"
+
+
+def renamed(text: str) -> str:
+    """The text with another name in place of its most frequent identifier.
+
+    >>> renamed("total = 0\\nfor each in found:\\n    total += each")
+    'other_name = 0\\nfor each in found:\\n    other_name += each'
+    """
+    words = Counter(word for word in WORD.findall(text) if not keyword.iskeyword(word))
+    if not words:
+        return text
+    return re.sub(rf"\b{words.most_common(1)[0][0]}\b", "other_name", text)
+
+
+def changed_line(text: str) -> str:
+    """The text with another line in place of the one in the middle.
+
+    >>> changed_line("a = 1\\nb = 2\\nc = 3")
+    'a = 1\\nchanged = None\\nc = 3'
+    """
+    lines = text.split("\n")
+    lines[len(lines) // 2] = "changed = None"
+    return "\n".join(lines)
+
+
+EDITS: Mapping[str, Callable[[str], str]] = {
+    "the answer itself": lambda text: text,
+    "an identifier renamed": renamed,
+    "a line changed": changed_line,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EditsOptions:
+    prompts: int = option("Number of prompts.", 8, 1, least=1)
+    tokens: int = option("New tokens of every answer.", 200, 32, least=8)
+    temperatures: tuple[float, ...] = temperatures()
+    seed: int = seed()
+    models: Path = models()
+
+
+class Strangers:
+    """Sends every request as a tenant of its own, so that no answer is looked up in an earlier one."""
+
+    def __init__(self, client: AsyncClient, tokens: int) -> None:
+        self._client, self._tokens, self._tenants = client, tokens, 0
+
+    async def answer(
+        self, prompt: tuple[int, ...], temperature: float, seed: int, speculation: str, prediction: str = ""
+    ) -> tuple[Completion, float]:
+        """An answer and its seconds, from the request to the last token."""
+        self._tenants += 1
+        times, client = [time.perf_counter()], self._client.for_tenant(f"edits-{self._tenants}")
+        events = client.generate(
+            prompt,
+            temperature=temperature,
+            seed=seed,
+            max_new_tokens=self._tokens,
+            ignore_end=True,
+            speculation=speculation,
+            prediction=[prediction] if prediction else [],
+        )
+        done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
+        return done, times[-1] - times[0]
+
+
+async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
+    prompts = held_out_prompts(options.prompts, PROMPT_TOKENS, load_tokenizer(options.models), options.models)
+    ways = [(NONE, OFF), (NONE, GUESSING), (NONE, AUTO), *((name, row) for name in EDITS for row in (GUESSING, AUTO))]
+    step = begin("answers", len(options.temperatures) * len(prompts) * (1 + len(ways)))
+    rows, differences = [], []
+    async with (
+        running(target_config(options.models, COSTLY), True) as address,
+        AsyncClient(address, proxy=False) as client,
+    ):
+        strangers = Strangers(client, options.tokens)
+        for temperature in options.temperatures:
+            seconds: dict[tuple[str, str], dict[tuple[int, int], float]] = {way: {} for way in ways}
+            emitted: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+            for place, prompt in enumerate(prompts):
+                asked = prompt.token_ids, temperature, options.seed + place
+                truth, _ = await strangers.answer(*asked, OFF)
+                step()
+                for way in ways[place % len(ways) :] + ways[: place % len(ways)]:
+                    prediction = EDITS[way[0]](truth.text) if way[0] in EDITS else ""
+                    answer, took_s = await strangers.answer(*asked, way[1], prediction)
+                    step()
+                    seconds[way][place, 0] = took_s
+                    emitted[way].append(len(answer.token_ids) / len(answer.rounds))
+                    if answer.token_ids != truth.token_ids:
+                        differences.append(
+                            f"{way[1]}, prediction: {way[0]}, temperature {temperature:g}, {prompt.name}"
+                        )
+            for way in ways:
+                rates = [options.tokens / each for each in seconds[way].values()]
+                row = {"temperature": temperature, "prediction": way[0], "row": way[1]}
+                row |= {"rate": median_estimate(rates).as_json(), "emitted": median_estimate(emitted[way]).as_json()}
+                if way[1] != OFF:
+                    row["over_off"] = paired_ratio(seconds[NONE, OFF], seconds[way]).as_json()
+                rows.append(row)
+    plan = {"tokens": options.tokens, "prompts": len(prompts), "answers": len(rows) * len(prompts)}
+    return {"plan": plan, "rows": rows, "differences": differences}
+
+
+EDITS_BENCH = Bench(
+    "edits",
+    "Measure answers of which a client sends a prediction that differs from them by an edit, next to answers without "
+    "one. Exits with status 1 if an answer had other tokens than without speculation.",
+    "Under a minute: one prompt, short answers.",
+    EditsOptions,
+    measure,
+    facts=(
+        f"{{prompts}} held-out passages of {PROMPT_TOKENS} tokens, answers of {{tokens}} tokens of the costly target, "
+        "each of a tenant of its own; {answers} answers compared with those of off",
+        "A prediction is the answer without speculation, itself or edited: what a client sends that wants this edit",
+        f"{GUESSING} without a prediction has the guesses of prompt lookup alone",
+    ),
+    tables=(
+        ReportTable(
+            "Temperature {temperature:g}",
+            "rows",
+            "prediction; row; tokens/s = rate:.1f; over off = over_off:.2f; tokens a round = emitted:.2f",
+        ),
+    ),
+    aims=(
+        Aim(
+            "{row} with a prediction over off, temperature {temperature:g}",
+            "rows",
+            "over_off",
+            least=1.0,
+            where=lambda row: row["prediction"] in EDITS,
+            why="prediction: {prediction}",
+        ),
+    ),
+    plots=(
+        Plot(
+            "rows",
+            "prediction",
+            "over off = over_off",
+            line="{row}",
+            panel="Temperature {temperature:g}",
+            where=lambda row: "over_off" in row,
+        ),
+    ),
+    code=("cluster/bench/edits.py", "cluster/proposers"),
+)
+
+bench_edits = EDITS_BENCH.command()
