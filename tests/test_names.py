@@ -46,6 +46,7 @@ GENERATED = tuple(
             "benchmarks",
             "certify-llama-cpp",
             "drafter",
+            "edits",
             "families",
             "kernels",
             "load",

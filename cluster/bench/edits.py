@@ -71,7 +71,7 @@ class EditsOptions:
     models: Path = models()
 
 
-class Strangers:
+class EditsClient:
     """Sends every request as a tenant of its own, so that no answer is looked up in an earlier one."""
 
     def __init__(self, client: AsyncClient, tokens: int) -> None:
@@ -105,17 +105,17 @@ async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
         running(target_config(options.models, COSTLY), True) as address,
         AsyncClient(address, proxy=False) as client,
     ):
-        strangers = Strangers(client, options.tokens)
+        ours = EditsClient(client, options.tokens)
         for temperature in options.temperatures:
             seconds: dict[tuple[str, str], dict[tuple[int, int], float]] = {way: {} for way in ways}
             emitted: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
             for place, prompt in enumerate(prompts):
                 asked = prompt.token_ids, temperature, options.seed + place
-                truth, _ = await strangers.answer(*asked, OFF)
+                truth, _ = await ours.answer(*asked, OFF)
                 step()
                 for way in ways[place % len(ways) :] + ways[: place % len(ways)]:
                     prediction = EDITS[way[0]](truth.text) if way[0] in EDITS else ""
-                    answer, took_s = await strangers.answer(*asked, way[1], prediction)
+                    answer, took_s = await ours.answer(*asked, way[1], prediction)
                     step()
                     seconds[way][place, 0] = took_s
                     emitted[way].append(len(answer.token_ids) / len(answer.rounds))
