@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from dendro.calls import DraftCall, DrafterPeer
 from dendro.engine import Ticket
-from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
+from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Sampling
-from dendro.tree import LONGEST_TRACE, DraftTree
+from dendro.tree import DraftTree
 from tokenizers import Tokenizer
-from tree_layers.states import SlotPool
 
+from cluster.bench.drafter import CPU, InlineDrafter
 from cluster.config import TargetConfig
 from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.real_pair import REAL_DRAFTER, real_config
@@ -35,11 +35,8 @@ from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.training.acceptance import PROMPT_TOKENS
-from drafter_service.engine import node_slots, text_slots
 from drafter_service.models import load_model
 from drafter_service.prepared import PreparedText
-from drafter_service.runner import DraftRunner
-from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import DrafterText
 from verifier_service.engine import VerifierEngine
 
@@ -104,48 +101,31 @@ class AheadRound:
         return sum(spent), spent[self.used] if self.used is not None else 0.0
 
 
-class SteppedDrafter:
-    """A drafter's scheduler and runner without a thread. Its steps are timed."""
+class SteppedDrafter(InlineDrafter):
+    """A drafter whose steps between two calls are timed."""
 
     def __init__(self, checkpoint: Path, prepares: bool) -> None:
-        model, read = load_model(checkpoint, getattr(torch, DRAFTER_DTYPE), torch.device("cpu"))
-        slots = text_slots(TEXTS), node_slots(MAX_ROWS, DEFAULT_DEPTH)
-        self._runner, self._vocabulary = DraftRunner(model, *slots, torch.device("cpu")), read.facts.vocabulary
-        self.scheduler = DraftScheduler(
-            checkpoint.name,
-            SlotPool(slots[0]),
-            SlotPool(slots[1]),
-            max_sessions=TEXTS,
-            chunk=LONGEST_TRACE,
-            runs_levels=self._runner.runs_levels,
-            longest_prepared=model.max_length if prepares else 0,
-        )
+        model, _ = load_model(checkpoint, getattr(torch, DRAFTER_DTYPE), CPU)
+        super().__init__(model, TEXTS, prepares=prepares)
 
-    def open(self, text: EngineText, room: int) -> DrafterText:
-        call = text.open_call(room)
-        session = self.scheduler.open(Ticket(0.0), call, 0, self._vocabulary)
-        self._runner.admit(session.number, call.parameters.sampling, self._vocabulary)
-        while self._step():
-            pass
-        self.scheduler.answers.clear()
-        return session
-
-    def draft(self, call: DraftCall) -> tuple[DraftTree, float]:
+    @torch.inference_mode()
+    def answer(self, call: DraftCall) -> tuple[DraftTree, float]:
         """A tree, and the microseconds that it took."""
         began_s = time.perf_counter()
         self.scheduler.draft(Ticket(0.0), call)
         while not self.scheduler.answers:
-            self._step()
+            self.step()
         ((_, tree),) = self.scheduler.answers
         took_us = 1e6 * (time.perf_counter() - began_s)
         self.scheduler.answers.clear()
         assert isinstance(tree, DraftTree)
         return tree, took_us
 
+    @torch.inference_mode()
     def prepare(self, session: DrafterText) -> tuple[list[float], dict[PreparedText, PreparedSpan]]:
         """Prepare all trees. Returns when each step ended, and the span of each tree."""
         began_s, ends, spans = time.perf_counter(), [0.0], dict[PreparedText, PreparedSpan]()
-        while self._step():
+        while self._works():
             ends.append(1e6 * (time.perf_counter() - began_s))
             for prepared in self.scheduler.prepared_of(session):
                 if prepared not in spans or spans[prepared].end_us == ends[-2]:
@@ -155,22 +135,17 @@ class SteppedDrafter:
 
     def close(self, session: DrafterText) -> None:
         self.scheduler.forget(session.opening)
-        self._runner.forget(session.number)
+        self.runner.forget(session.number)
         self.scheduler.closed.clear()
 
-    @torch.inference_mode()
-    def _step(self) -> bool:
-        """One step of a drafter's engine; False if there was nothing to do."""
-        step = self.scheduler.next()
-        if step.folds:
-            self._runner.fold(step.folds, step.plan)
-        if step.plan is not None:
-            self.scheduler.apply(self._runner.run(step.plan))
+    def _works(self) -> bool:
+        """One step of an idle engine, with noise that is wanted before trees are; False if there was nothing to do."""
+        if self.step() is not None:
             return True
         wanted = self.scheduler.noise_wanted
         waits = bool(wanted)
         for session in list(wanted):
-            if self._runner.prepare(session, wanted[session]):
+            if self.runner.prepare(session, wanted[session]):
                 return True
             del wanted[session]
         return waits
@@ -188,7 +163,7 @@ async def recorded(
     trees differ."""
     text, begin = EngineText(ids, sampling), len(ids)
     await text.open(verifier, tokens + MAX_ROWS)
-    sessions = [drafter.open(text, tokens + MAX_ROWS) for drafter in drafters]
+    sessions = [drafter.open(text) for drafter in drafters]
     found, before = [], (list[float](), dict[PreparedText, PreparedSpan]())
     held = len(text.text)
     while len(text.text) < begin + tokens:
@@ -196,7 +171,7 @@ async def recorded(
         call, of = DraftCall(text.update(held), shape), list(spans)
         new = text.text.ids[held:]
         used = next((place for place, each in enumerate(of) if each.guessed == new and each.complete), None)
-        (tree, _), (plain, draft_us) = [drafter.draft(call) for drafter in drafters]
+        (tree, _), (plain, draft_us) = [drafter.answer(call) for drafter in drafters]
         if not (tree.tokens.tolist() == plain.tokens.tolist() and (tree.values == plain.values).all()):
             raise RuntimeError("a prepared tree differs from that of its call")
         before = drafters[0].prepare(sessions[0])

@@ -112,13 +112,18 @@ class TimedDraft:
 class InlineDrafter:
     """A scheduler and a runner, used as the engine uses them, in the caller's thread."""
 
-    def __init__(self, model: DrafterModel, texts: int, *, by_level: bool = False) -> None:
-        """texts: the most that are open   by_level: every level is a forward of its own"""
+    def __init__(self, model: DrafterModel, texts: int, *, by_level: bool = False, prepares: bool = False) -> None:
+        """texts: the most that are open   by_level: every level is a forward of its own
+        prepares: while no call waits, steps prepare trees that texts may ask for next
+        """
         slots, nodes = text_slots(texts), node_slots(MAX_ROWS, DEFAULT_DEPTH)
         self.runner = DraftRunner(model, slots, nodes, CPU)
         pools = SlotPool(slots), SlotPool(nodes)
         at_once = (lambda session: False) if by_level else self.runner.runs_levels
-        self._scheduler = DraftScheduler("bench", *pools, texts, LONGEST_TRACE, runs_levels=at_once)
+        longest = model.max_length if prepares else 0
+        self.scheduler = DraftScheduler(
+            "bench", *pools, texts, LONGEST_TRACE, runs_levels=at_once, longest_prepared=longest
+        )
         self._lengths: dict[EngineText, int] = {}  # tokens of each text at the last call
         self._last: DraftPlan | None = None  # the last draft's last level
 
@@ -126,19 +131,28 @@ class InlineDrafter:
     def open(self, text: EngineText) -> DrafterText:
         """Open a text and prefill all of it but the root."""
         call = text.open_call(ROOM)
-        session = self._scheduler.open(Ticket(0.0), call, 0, self.runner.vocabulary)
+        session = self.scheduler.open(Ticket(0.0), call, 0, self.runner.vocabulary)
         self.runner.admit(session.number, call.parameters.sampling, self.runner.vocabulary)
-        while (plan := self._scheduler.next().plan) is not None:
-            self._scheduler.apply(self.runner.run(plan))
-        self._scheduler.answers.clear()
+        while self.step() is not None:
+            pass
+        self.scheduler.answers.clear()
         self._lengths[text] = len(text.text)
         return session
+
+    def step(self) -> DraftPlan | None:
+        """The next folds and forward; returns the forward's plan, if there is one."""
+        step = self.scheduler.next()
+        if step.folds:
+            self.runner.fold(step.folds, step.plan)
+        if step.plan is not None:
+            self.scheduler.apply(self.runner.run(step.plan))
+        return step.plan
 
     @torch.inference_mode()
     def draft(self, texts: Sequence[EngineText], shape: TreeShape) -> TimedDraft:
         """Draft a tree of each text, all at once. Before the time starts, calls and noise are prepared, and the last
         draft's last level runs again: the model is then in the processor's caches."""
-        scheduler, runner = self._scheduler, self.runner
+        scheduler, runner = self.scheduler, self.runner
         if self._last is not None:
             runner.run(self._last)
         calls = [DraftCall(text.update(self._lengths[text]), shape) for text in texts]
@@ -149,12 +163,9 @@ class InlineDrafter:
         for ticket, call in zip(tickets, calls, strict=True):
             scheduler.draft(ticket, call)
         while len(scheduler.answers) < len(calls):
-            step = scheduler.next()
-            if step.folds:
-                runner.fold(step.folds)
-            assert step.plan is not None
-            scheduler.apply(runner.run(step.plan))
-            plans.append(step.plan)
+            plan = self.step()
+            assert plan is not None
+            plans.append(plan)
         seconds = time.perf_counter() - started
         trees = {ticket: answer for ticket, answer in scheduler.answers if isinstance(answer, DraftTree)}
         if len(trees) < len(calls):
@@ -167,7 +178,7 @@ class InlineDrafter:
 
     def _prepare_noise(self) -> None:
         """Compute all noise that the scheduler expects to need, as an idle engine does."""
-        wanted = self._scheduler.noise_wanted
+        wanted = self.scheduler.noise_wanted
         for session, positions in wanted.items():
             while self.runner.prepare(session, positions):
                 pass
