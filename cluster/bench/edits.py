@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import keyword
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dendro.answer import Completion, collect_stream
 from dendro.client import AsyncClient
 
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
-from cluster.measure.measurement import AUTO, OFF, Begin
+from cluster.measure.measurement import AUTO, OFF, Begin, TimedAnswer
+from cluster.measure.ours import ClusterClient, TenantRule
 from cluster.measure.statistics import median_estimate, paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.running import running
@@ -71,66 +70,45 @@ class EditsOptions:
     models: Path = models()
 
 
-class EditsClient:
-    """Sends every request as a tenant of its own, so that no answer is looked up in an earlier one."""
-
-    def __init__(self, client: AsyncClient, tokens: int) -> None:
-        self._client, self._tokens, self._tenants = client, tokens, 0
-
-    async def answer(
-        self, prompt: tuple[int, ...], temperature: float, seed: int, speculation: str, prediction: str = ""
-    ) -> tuple[Completion, float]:
-        """An answer and its seconds, from the request to the last token."""
-        self._tenants += 1
-        times, client = [time.perf_counter()], self._client.for_tenant(f"edits-{self._tenants}")
-        events = client.generate(
-            prompt,
-            temperature=temperature,
-            seed=seed,
-            max_new_tokens=self._tokens,
-            ignore_end=True,
-            speculation=speculation,
-            prediction=[prediction] if prediction else [],
-        )
-        done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
-        return done, times[-1] - times[0]
-
-
 async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
     prompts = held_out_prompts(options.prompts, PROMPT_TOKENS, load_tokenizer(options.models), options.models)
     ways = [(NONE, OFF), (NONE, GUESSING), (NONE, AUTO), *((name, row) for name in EDITS for row in (GUESSING, AUTO))]
     step = begin("answers", len(options.temperatures) * len(prompts) * (1 + len(ways)))
-    rows, differences = [], []
+    rows, differences = [], list[str]()
     async with (
         running(target_config(options.models, COSTLY), True) as address,
         AsyncClient(address, proxy=False) as client,
     ):
-        ours = EditsClient(client, options.tokens)
+        ours = ClusterClient(client, TenantRule.ANSWERS)
         for temperature in options.temperatures:
-            seconds: dict[tuple[str, str], dict[tuple[int, int], float]] = {way: {} for way in ways}
-            emitted: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
+            answers: dict[tuple[str, str], dict[tuple[int, int], TimedAnswer]] = {way: {} for way in ways}
             for place, prompt in enumerate(prompts):
-                asked = prompt.token_ids, temperature, options.seed + place
-                truth, _ = await ours.answer(*asked, OFF)
+                asked = prompt.token_ids, temperature, options.seed + place, options.tokens
+                truth = await ours.text(*asked)
                 step()
                 for way in ways[place % len(ways) :] + ways[: place % len(ways)]:
-                    prediction = EDITS[way[0]](truth.text) if way[0] in EDITS else ""
-                    answer, took_s = await ours.answer(*asked, way[1], prediction)
+                    prediction = [EDITS[way[0]](truth)] if way[0] in EDITS else []
+                    answers[way][place, 0] = await ours.answer(way[1], *asked, prediction)
                     step()
-                    seconds[way][place, 0] = took_s
-                    emitted[way].append(len(answer.token_ids) / len(answer.rounds))
-                    if answer.token_ids != truth.token_ids:
-                        differences.append(
-                            f"{way[1]}, prediction: {way[0]}, temperature {temperature:g}, {prompt.name}"
-                        )
+            seconds = {way: {key: each.seconds for key, each in found.items()} for way, found in answers.items()}
             for way in ways:
                 rates = [options.tokens / each for each in seconds[way].values()]
                 row = {"temperature": temperature, "prediction": way[0], "row": way[1]}
-                row |= {"rate": median_estimate(rates).as_json(), "emitted": median_estimate(emitted[way]).as_json()}
+                emitted = [options.tokens / each.round_count for each in answers[way].values()]
+                row |= {"rate": median_estimate(rates).as_json(), "emitted": median_estimate(emitted).as_json()}
                 if way[1] != OFF:
                     row["over_off"] = paired_ratio(seconds[NONE, OFF], seconds[way]).as_json()
                 rows.append(row)
-    plan = {"tokens": options.tokens, "prompts": len(prompts), "answers": len(rows) * len(prompts)}
+                differences += [
+                    f"{way[1]}, {way[0]}, temperature {temperature:g}, {prompts[place].name}"
+                    for (place, _), each in answers[way].items()
+                    if each.tokens != answers[NONE, OFF][place, 0].tokens
+                ]
+    plan = {
+        "tokens": options.tokens,
+        "prompts": len(prompts),
+        "answers": (len(ways) - 1) * len(options.temperatures) * len(prompts),
+    }
     return {"plan": plan, "rows": rows, "differences": differences}
 
 

@@ -68,7 +68,23 @@ class ClusterClient:
         )
         return len(done.token_ids)
 
-    async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
+    async def text(self, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> str:
+        """The text of an answer without speculation."""
+        request = (tuple(prompt), temperature, seed)
+        done = await self._clients.client_for("text", request).generate_text(
+            prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_end=True, speculation=OFF
+        )
+        return done.text
+
+    async def answer(
+        self,
+        row: str,
+        prompt: Sequence[int],
+        temperature: float,
+        seed: int,
+        tokens: int,
+        prediction: Sequence[str] = (),
+    ) -> TimedAnswer:
         """`tokens` tokens after a prompt; `row` is the request's `speculation`.
 
         Timed from the request to the last tokens. Returns at the stream's end, when the cluster is idle again. Raises
@@ -78,7 +94,13 @@ class ClusterClient:
         client = self._clients.client_for(row, (tuple(prompt), temperature, seed))
         started = time.perf_counter()
         events = client.generate(
-            prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_end=True, speculation=row
+            prompt,
+            temperature=temperature,
+            seed=seed,
+            max_new_tokens=tokens,
+            ignore_end=True,
+            speculation=row,
+            prediction=list(prediction),
         )
         done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
         if len(done.token_ids) != tokens:

@@ -19,7 +19,7 @@ def test_an_edit_changes_one_name_or_one_line_and_a_text_without_names_stays():
 async def test_every_way_is_compared_with_off_and_a_right_prediction_saves_rounds(monkeypatch):
     monkeypatch.setattr(edits, "COSTLY", DEMO)
     found = await edits.measure(EditsOptions(prompts=1, tokens=48, temperatures=(0.0, 1.0)), lambda *_: lambda: None)
-    assert found["differences"] == [] and found["plan"]["answers"] == 2 * (3 + 2 * len(EDITS))
+    assert found["differences"] == [] and found["plan"]["answers"] == 2 * (2 + 2 * len(EDITS))
     rows = {(row["temperature"], row["prediction"], row["row"]): row for row in found["rows"]}
     for temperature in (0.0, 1.0):
         assert rows[temperature, "the answer itself", edits.GUESSING]["emitted"]["median"] > 4
