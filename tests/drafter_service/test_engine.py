@@ -33,7 +33,7 @@ from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.texts import DraftRound
 from tests.support.opened_texts import drafter_of
-from tests.support.tiny_drafters import FAMILIES, PADDED, VOCABULARY, WITH_HYBRID, Family, make_drafter
+from tests.support.tiny_drafters import PADDED, VOCABULARY
 
 CPU = torch.device("cpu")
 CHAIN, TREE, WIDE = LevelShape((1, 1, 1, 1)), LevelShape((3, 2, 2, 1, 1)), LevelShape((12, 2))
@@ -54,19 +54,6 @@ def fixed_calibrations(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 @pytest.fixture
 def learning() -> None:
     """Calibrations are fitted while the test runs."""
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
-    folders = {family: tmp_path_factory.mktemp(family) for family in WITH_HYBRID}
-    for family, folder in folders.items():
-        make_drafter(folder, family)
-    return folders
-
-
-@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("granitemoehybrid", marks=pytest.mark.long)])
-def path(request: pytest.FixtureRequest, paths: dict[Family, Path]) -> Path:
-    return paths[request.param]
 
 
 @pytest.fixture(scope="module")

@@ -26,24 +26,11 @@ from drafter_service.engine import DrafterEngine
 from drafter_service.grow import growth_of
 from drafter_service.prepared import LONGEST_REST, MISSES, MOST, Outcome, Preparations, likely_outcomes
 from tests.support.opened_texts import OpenedText, drafter_of
-from tests.support.tiny_drafters import FAMILIES, VOCABULARY, WITH_HYBRID, Family, make_drafter
+from tests.support.tiny_drafters import FAMILIES, VOCABULARY
 
 CHAIN, TREE = LevelShape((1, 1, 1)), LevelShape((3, 2, 1))
 SHAPES = TREE, CHAIN, NodeShape((3, 2, 0, 1, 0, 2, 1)), BeamShape(4, 3), DynamicShape(3, 4, 7)
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.8, seed=99, sample_index=1)
-
-
-@pytest.fixture(scope="module")
-def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
-    folders = {family: tmp_path_factory.mktemp(family) for family in WITH_HYBRID}
-    for family, folder in folders.items():
-        make_drafter(folder, family)
-    return folders
-
-
-@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("granitemoehybrid", marks=pytest.mark.long)])
-def path(request: pytest.FixtureRequest, paths: dict[Family, Path]) -> Path:
-    return paths[request.param]
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
