@@ -4,6 +4,7 @@ anything was drafted here."""
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Self
@@ -103,6 +104,13 @@ def prior_of(cards: Mapping[str, DrafterFigures], temperature: str) -> Prior:
         deeper = accepted[np.minimum(np.arange(PRIOR_DEPTHS), len(accepted) - 1)]
         ranks[name] = KEPT_ROUNDS * np.column_stack([deeper, np.maximum(1 - deeper.sum(1), 0)])
     return Prior(ranks=ranks)
+
+
+def check_writable(folder: Path) -> None:
+    """Raise BadRequest for a checkpoint into which `write_figures` cannot write."""
+    file = folder / FIGURES
+    if file.is_dir() or not os.access(file if file.exists() else folder, os.W_OK):
+        raise BadRequest("figures", f"{file} cannot be written")
 
 
 def write_figures(folder: Path, figures: DrafterFigures) -> None:

@@ -17,7 +17,7 @@ from cluster.arms import OFF_ARM
 from cluster.checkpoints import pairs_of, read_cluster
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
-from cluster.drafter_figures import figures_of, write_figures
+from cluster.drafter_figures import check_writable, figures_of, write_figures
 from cluster.hub import fetched, pinned
 from cluster.measure.bench import Aim, ReportTable, cells_of
 from cluster.measure.machine import report_head
@@ -84,20 +84,23 @@ async def run_predict(
     from cluster.engines import device_of
 
     started = time.monotonic()
-    width = max(widest(plan.arms), RANKED)
     makers = {arm.maker for arm in plan.arms}
-    rankers = {
-        name: Ranker(config.drafters[name], device_of(config.drafters[name]), width)
-        for name in ranked_drafters(config, plan.target)
-        if name in makers
-    }
+    drafters = {name: config.drafters[name] for name in ranked_drafters(config, plan.target) if name in makers}
+    width = widest(plan.arms)
+    if figures:
+        width = max(width, RANKED)
+        if not drafters:
+            raise BadRequest("figures", f"no arm of {plan.target} has a drafter with the target's tokens")
+        for drafter in drafters.values():
+            check_writable(drafter.checkpoint)
+    rankers = {name: Ranker(drafter, device_of(drafter), width) for name, drafter in drafters.items()}
     async with running(config, local) as address:
         predicting = Predicting(plan, Strangers(address), rankers, begin)
         found = [await predicting.at(temperature) for temperature in temperatures]
     if figures:
-        for name in rankers:
+        for name, drafter in drafters.items():
             ranks = {each.temperature: each.ranks[name] for each in found}
-            write_figures(config.drafters[name].checkpoint, figures_of(plan.target, ranks))
+            write_figures(drafter.checkpoint, figures_of(plan.target, ranks))
     names = {arm: arm.name(config.names_drafters(plan.target)) for arm in plan.arms}
     rows = [row for each in found for row in sorted(_rows(each, names), key=lambda row: -row["over_off"]["median"])]
     return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -165,3 +166,20 @@ def test_figures_of_the_given_prompts_replace_those_of_the_drafters_training(pai
     assert figures is not None and figures.target == "tiny"
     assert [each.temperature for each in figures.by_temperature] == [0.0, 1.0]
     assert all(2 <= sum(each.ranks) <= 2 * 8 for each in figures.by_temperature)  # answers may end early
+
+
+@pytest.mark.parametrize(("arms", "fault"), [("(1,1)", "acceptance.json cannot be written"), ("proposed(3)", "no arm")])
+def test_figures_that_cannot_be_written_are_refused_before_anything_is_measured(pair, tmp_path, arms, fault):
+    drafter = Path(shutil.copytree(pair[1], tmp_path / "drafter"))
+    (drafter / "acceptance.json").unlink(missing_ok=True)
+    (drafter / "acceptance.json").mkdir()
+    config = Config.load(configured((pair[0], drafter), tmp_path))
+    changed = config.speculation.model_copy(update={"arms": ("off", arms), "proposers": ("lookup",)})
+    config = config.model_copy(update={"speculation": changed})
+    plan, source = plan_of(config, "tiny", None, 1, 1, 0, 8, 0)
+    with pytest.raises(BadRequest, match=f"figures: .*{fault}"):
+        asyncio.run(run_predict(config, plan, source, (0.0,), True, no_step, figures=True))
+
+
+def no_step(title: str, count: int):
+    pytest.fail(f"{title} began")
