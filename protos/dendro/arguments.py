@@ -10,11 +10,13 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from dendro.errors import BadRequest, one_line
 
 SHOWN_CHARACTERS = 60
+UNSIGNED_BITS = {FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_UINT64: 64}
 
 
 def shown(value: object) -> str:
@@ -98,4 +100,6 @@ def fill_number(message: Message, name: str, value: float, field: str = "") -> N
     try:
         setattr(message, name, value)
     except Exception:  # protobuf's, or of the value's own class
-        raise BadRequest(field or name, f"{shown(value)} is out of the field's range") from None
+        bits = UNSIGNED_BITS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type)
+        kind = f"an unsigned {bits}-bit number" if bits else "a finite number"
+        raise BadRequest(field or name, f"must be {kind}; got {shown(value)}") from None

@@ -94,6 +94,25 @@ def test_a_wrong_argument_is_refused_by_its_name(field: str, arguments: dict):
     assert refused.value.field == field
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"seed": -1}, "seed: must be an unsigned 64-bit number; got -1"),
+        ({"n": 1 << 32}, "n: must be an unsigned 32-bit number; got 4294967296"),
+        ({"top_p": "half"}, "top_p: must be a finite number; got 'half'"),
+        (
+            {"speculation": Speculation(max_nodes=-1)},
+            "speculation.max_nodes: must be an unsigned 32-bit number; got -1",
+        ),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_number_that_its_field_cannot_hold_is_refused_with_what_it_holds(arguments: dict, words: str):
+    with pytest.raises(BadRequest) as refused:
+        build_request(**{"prompt": "p", **arguments})
+    assert str(refused.value) == words
+
+
 @pytest.mark.parametrize("kind", [AsyncClient, Client])
 @pytest.mark.parametrize(
     "field, address, options",
