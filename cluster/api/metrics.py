@@ -105,7 +105,12 @@ ANSWERS = _rated(
     "target outcome",
     "outcome",
 )
-ERRORS = _rated(f"{R}errors_total", "Requests that ended with an error, by gRPC code.", "code", "code")
+ERRORS = _rated(
+    f"{R}errors_total",
+    "Requests that ended with an error, by gRPC code, and refused connections of HTTP, as UNAVAILABLE.",
+    "code",
+    "code",
+)
 PROMPT_TOKENS = _rated(f"{R}prompt_tokens_total", "Tokens of prompts.", "target", "target")
 FIRST_TOKEN = _histogram(
     f"{R}first_token_seconds", "From a request's arrival to its answer's first round.", "target", 0.95

@@ -120,12 +120,12 @@ async def _keep_no_other_address_out(tmp_path, tls):
                 pass  # the server has not seen the end of the others yet
 
 
-async def test_a_refused_connection_is_counted_as_an_error():
+async def test_a_refused_connection_is_counted_as_an_error_that_the_alert_of_errors_sees():
     peers = ingress(EdgePeers(), http={"max_connections": MOST})
     async with http_at(served_ingress=peers) as (server, _), idle_connections() as held:
         await held.join(server.address, MOST)
         await until(lambda: held.open <= MOST - MOST // 8)
-        assert peers.totals.errors == {"RESOURCE_EXHAUSTED": MOST // 8}
+        assert peers.totals.errors == {"UNAVAILABLE": MOST // 8}
 
 
 async def test_a_connection_whose_tls_does_not_begin_is_ended(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from typing import Any
 
 import h11
 import uvicorn
-from dendro.errors import EngineFailed, Overloaded
+from dendro.errors import EngineFailed, Overloaded, PeerLost
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.api.callers import Callers
@@ -247,7 +247,7 @@ async def serve_http(
         config,
         BODY_S + settings.router.request_timeout_s + 2 * READ_GRACE_S,
         Places(most_connections(settings.http.max_connections)),
-        lambda: ingress.totals.failed(Overloaded("connection: too many are open")),
+        lambda: ingress.totals.failed(PeerLost("connection: too many are open")),
     )
     server.open(listening)
     return HttpServer(server, requests, address_of(host, int(listening.getsockname()[1])))
