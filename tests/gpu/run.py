@@ -103,6 +103,7 @@ STEPS = (
     GpuStep("scan", 60, script="scan.py", alone=True),
     GpuStep("ceilings", 60, script="ceilings.py", alone=True),
     GpuStep("profile", 120, script="profile_steps.py", alone=True),
+    GpuStep("pair", 240, script="pair.py", alone=True),
 )
 
 

@@ -1,0 +1,32 @@
+"""The large target of `make gpu` computes the function of the small one that it is made from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.gpu.deep_target import write_deep
+from tests.support.tiny_models import make_checkpoint
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (6, 2)])
+def test_a_larger_target_has_the_smaller_ones_logits(heads, tmp_path):
+    queries, keys = heads
+    small = make_checkpoint(
+        tmp_path / "small",
+        hidden_size=16 * queries,
+        num_attention_heads=queries,
+        num_key_value_heads=keys,
+        head_dim=16,
+        tie_word_embeddings=True,
+    )
+    written = write_deep(tmp_path / "small", tmp_path / "large", hidden=192, intermediate=160, layers=8, key_heads=4)
+    large = AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32)
+    assert written > 2 * sum(each.numel() for each in small.parameters())
+    tokens = torch.arange(3, 27)[None]
+    with torch.no_grad():
+        expected, found = small(tokens).logits, large(tokens).logits
+    # Weights are rounded to bfloat16, those of norms after another factor.
+    assert (found - expected).norm() / expected.norm() < 0.02
+    assert (found - expected.roll(1, 1)).norm() / expected.norm() > 0.5
