@@ -66,14 +66,8 @@ OWN = {
 }
 """Module and help of each bench that also measures a configuration's own models."""
 BUNDLED = {
-    "trees": ("cluster.bench.trees", "Compare ways to guess on recorded answers."),
-    "stopping": (
-        "cluster.bench.stopping",
-        "Compare when drafts stop: fixed lengths, fixed h, and the marginal rule.",
-    ),
     "edits": ("cluster.bench.edits", "Measure answers that a client's prediction speeds up."),
     "ahead": ("cluster.bench.ahead", "Measure the drafting time that prepared trees hide."),
-    "tree-scan": ("cluster.bench.tree_scan", "Measure what a tree costs a state-space layer."),
     "kernels": ("cluster.bench.kernels", "Measure this processor's products of few rows, next to torch's."),
     "drafter": ("cluster.bench.drafter", "Measure drafters: levels, drafts, sessions, and long texts."),
 }

@@ -165,7 +165,6 @@ CONFIG: dict[str, Any] = {
 RUN = ("generate", "check", "config", "--version")
 """Commands that take a second in their shortest form."""
 SHORTEST = {
-    "tree-scan": ("--quick", "--repetitions", "1"),
     "kernels": ("--quick", "--rows", "1,8", "--repetitions", "1"),
 }
 """Benches that take less than half a minute, and the options of that."""

@@ -61,9 +61,8 @@ GENERATED = tuple(
             "speed-mamba2",
             "speed-smollm2",
             "speed-temperature-1",
-            "stopping",
+            "tuning",
         ),
-        *("targets", "tree-scan", "trees", "tuning"),
     )
 )
 """Pages that benches and tests write; their lines are what was printed."""

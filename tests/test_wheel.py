@@ -89,11 +89,9 @@ def test_a_package_of_the_wheel_has_what_users_measure_with_and_says_where_the_l
 @pytest.mark.parametrize("option", [[], ["--help"]], ids=" ".join)
 def test_a_bench_of_the_laboratory_says_without_it_how_to_get_it(option: list[str], monkeypatch):
     monkeypatch.setitem(sys.modules, slow_commands.LABORATORY, None)  # as if there was no such package
-    done = CliRunner().invoke(cli.app, ["bench", "tree-scan", *option])
-    assert isinstance(done.exception, BadRequest) and str(done.exception).startswith("bench tree-scan: ")
-    assert "clone the repository, run `make setup` there, then `.venv/bin/dendro bench tree-scan`" in str(
-        done.exception
-    )
+    done = CliRunner().invoke(cli.app, ["bench", "kernels", *option])
+    assert isinstance(done.exception, BadRequest) and str(done.exception).startswith("bench kernels: ")
+    assert "clone the repository, run `make setup` there, then `.venv/bin/dendro bench kernels`" in str(done.exception)
 
 
 def test_help_names_the_benches_of_ones_own_pair_before_the_others():

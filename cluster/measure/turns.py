@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from statistics import median
 from typing import TypeVar
 
-from cluster.measure.measurement import Step
 from cluster.measure.report import Row
 from cluster.measure.statistics import median_estimate
 
@@ -15,7 +14,7 @@ Way = TypeVar("Way")
 
 
 async def by_turns(
-    ways: Sequence[Way], call: Callable[[Way], Awaitable[object]], repetitions: int, step: Step | None = None
+    ways: Sequence[Way], call: Callable[[Way], Awaitable[object]], repetitions: int
 ) -> dict[Way, list[float]]:
     """Seconds of a call in each way, `repetitions` of them. The ways take turns; the first turn of each is warm-up."""
     times: dict[Way, list[float]] = {way: [] for way in ways}
@@ -25,8 +24,6 @@ async def by_turns(
             began = time.perf_counter()
             await made
             taken.append(time.perf_counter() - began)
-        if step is not None:
-            step()
     return {way: taken[1:] for way, taken in times.items()}
 
 

@@ -16,6 +16,7 @@ from dendro.tree import DraftTree
 from tree_kernels.noise import rows as noise_rows
 
 from cluster.bench import drafter
+from cluster.bench.allocations import peak_bytes
 from cluster.bench.drafter import (
     DRAFT_BARS,
     DRAFTER,
@@ -249,3 +250,14 @@ def test_a_small_run_measures_every_part(tmp_path, forms):
     assert len(list(DRAFTER.all_tables({**found, "aims": []}))) == 4
     draw(DRAFTER.plots, found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_peak_counts_tensors_held_at_the_same_time():
+    def run():
+        first = torch.ones(1 << 18)  # 1 MiB
+        del first
+        second = torch.ones(1 << 19)
+        return second + 1
+
+    run()
+    assert peak_bytes(run) == pytest.approx(4 << 20, rel=0.01)

@@ -25,6 +25,7 @@ from cluster.demo.architectures import (
 )
 from cluster.demo.corpus import END_OF_TEXT, END_OF_TEXT_ID, HELD_OUT, VOCABULARY, source_files, train_tokenizer
 from cluster.demo.growth import grow
+from cluster.demo.kinds import BLOCK_TOKENS, EDITS, KINDS, PROSE, kind_prompts
 from cluster.demo.measure import answers_to, repeated_4grams
 from cluster.demo.passages import candidate_passages
 from cluster.demo.prompts import held_out_prompts, load_passages, load_tokenizer
@@ -228,3 +229,37 @@ def test_one_model_is_trained_alone_for_all_minutes_with_the_vocabulary_of_the_f
     assert ran == [("target_mamba2", 120)]
     tokenizer = Tokenizer.from_file(str(tmp_path / "out" / ".train" / "tokenizer.json"))
     assert tokenizer.to_str() == load_tokenizer().to_str()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_of_each_kind_are_held_out_of_the_right_length_and_always_the_same(kind):
+    prompts = kind_prompts(kind, 8, 128)
+    assert prompts == kind_prompts(kind, 8, 128)
+    assert [len(prompt.token_ids) for prompt in prompts] == [128] * 8
+    assert len({prompt.token_ids for prompt in prompts}) == 8
+    modules = {prompt.name.rpartition(":")[0] for prompt in prompts}
+    assert modules <= set(HELD_OUT)
+
+
+def test_prose_ends_inside_a_docstring_and_edits_repeat_a_block_under_other_names():
+    texts = {passage.name: passage.text for passage in load_passages()}
+    for prompt in kind_prompts(PROSE, 8, 128):
+        prose = prompt.text.removeprefix('"""')
+        assert prose != prompt.text and '"""' not in prose
+        assert prose.strip() in texts[prompt.name], "unchanged from the passage"
+    tokenizer = load_tokenizer()
+    for prompt in kind_prompts(EDITS, 8, 128):
+        name = texts[prompt.name].split("(")[0].split(":")[0].split()[1]
+        copies = [f"{name}_{letter}" for letter in "abc"]
+        assert all(copy in prompt.text for copy in copies)
+        blocks = prompt.text.replace("_a", "").replace("_b", "").replace("_c", "")
+        first = texts[prompt.name].splitlines()[0]
+        assert blocks.count(first) >= 3, "nothing but the name differs"
+        assert len(tokenizer.encode(prompt.text.split(copies[1])[0]).ids) <= BLOCK_TOKENS + 10
+
+
+def test_more_prompts_than_there_are_and_unknown_kinds_are_refused():
+    with pytest.raises(ValueError, match="prompts of prose"):
+        kind_prompts(PROSE, 50, 128)
+    with pytest.raises(ValueError, match="is not one of code, prose, edits"):
+        kind_prompts("poetry", 1, 128)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.shapes import LevelShape, NodeShape, TreeShape
+from dendro.shapes import OFF, BeamShape, LevelShape, NodeShape, TreeShape, child_counts
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import LONGEST_TRACE, RANKED, DraftTree
 
@@ -19,7 +19,7 @@ from cluster.policies import ConservativeUCB, Experience, Static
 from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior
-from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed
+from cluster.policies.replay import WINDOW, RankTrace, Replay, replayed, static_path
 from cluster.policies.trial import SpeculationTrial
 from cluster.router.rounds import Policy, rounds
 from drafter_service.options import DrafterOptions
@@ -168,6 +168,17 @@ def test_a_level_shapes_round_emits_one_more_than_the_levels_that_its_ranks_pass
         for start in range(len(ranks) - shape.depth - 1):
             passed = [ranks[start + i] < width for i, width in enumerate(shape.widths)]
             assert emitted(shape, ranks, start) == 1 + (passed + [False]).index(False)
+
+
+def test_ranks_determine_the_path_through_a_static_tree():
+    shape = NodeShape((2, 0, 2, 1))
+    assert child_counts(shape) == (2, 0, 2, 1, 0, 0)
+    assert static_path(shape, [1, 0, 0, 0]) == (0, 2, 3, 5)
+    assert static_path(shape, [1, 1, 0]) == (0, 2, 4)
+    assert static_path(shape, [0, 0]) == (0, 1)
+    assert static_path(OFF, [0, 0]) == (0,)
+    with pytest.raises(ValueError, match="is not static"):
+        child_counts(BeamShape(2, 2))
 
 
 # -- the replay -------------------------------------------------------------------------------------------------------

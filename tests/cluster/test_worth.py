@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 from dendro.shapes import TreeShape
+from dendro.state import NoStates
 
 from cluster.drafter_figures import figures_of
+from cluster.measure.engine_times import ROWS, WorthTimer
 from cluster.worth import SHAPES, needed, worth_of
+from drafter_service.engine import DrafterEngine
+from drafter_service.options import DrafterOptions
+from tests.support.tuned_pair import make_pair
+from verifier_service.engine import VerifierEngine
+from verifier_service.options import VerifierOptions
 
 CHAIN = TreeShape.parse("(1,1,1,1)")
 STEPS = {1: 1000.0, 2: 1000.0, 3: 1100.0, 5: 1200.0, 16: 2000.0}
@@ -37,3 +47,14 @@ def test_a_tree_needs_the_tokens_that_its_draft_and_step_take_over_a_step_of_one
 def test_what_a_drafter_is_worth_follows_from_what_is_known(figures, timed: bool, words: str):
     drafts = {shape: 100.0 * shape.depth for shape in SHAPES} if timed else {}
     assert words in worth_of(figures, STEPS if timed else {}, drafts)
+
+
+async def test_every_shape_and_every_number_of_rows_within_the_limit_is_timed_and_no_text_stays(tmp_path: Path):
+    target, path = make_pair(tmp_path)
+    options = VerifierOptions(name="t", dtype=torch.float32, max_length=256, max_sessions=1)
+    verifier = VerifierEngine.load(target, options)
+    drafter = DrafterEngine.load(path, DrafterOptions(name="d", max_sessions=1), states=NoStates())
+    steps, drafts = await WorthTimer().steps(verifier, 5), await WorthTimer().drafts(drafter)
+    assert set(steps) == {rows for rows in ROWS if rows <= 5} and set(drafts) == set(SHAPES)
+    assert min(*steps.values(), *drafts.values()) > 0
+    assert verifier.stats()["sessions"] == drafter.sessions == 0
