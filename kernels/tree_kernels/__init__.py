@@ -10,10 +10,3 @@ ROW_MULTIPLE = 8
 library's: libraries use other kernels for other numbers of rows."""
 FEW_ROWS = (1, 2, 3, 4, 5, 6, 10, 12)
 """Other numbers of rows that a step may have, where its products are this project's own."""
-
-
-def step_size(rows: int) -> int:
-    """Number of rows to which a step is padded, by its rows, if its products are this project's own. A verifier's
-    hello has the sizes of its own steps."""
-    multiple = -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
-    return min(multiple, *(few for few in FEW_ROWS if few >= rows), multiple)

@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 from dendro.shapes import BeamShape, LevelShape, NodeShape, TreeShape, child_counts
-from tree_kernels import step_size
+from dendro.step_sizes import StepSizes
 
 from cluster.policies.sequoia import (
     best_tree,
@@ -21,6 +21,7 @@ from cluster.policies.sequoia import (
 from cluster.tune import leviathan
 
 FLAT = (0.5, 0.2, 0.1)
+PADDED = StepSizes((1, 2, 3, 4, 5, 6, 8)).padded
 DEEPENING = ((0.4, 0.25, 0.1), (0.55, 0.15, 0.05), (0.3, 0.3, 0.3), (0.8, 0.1, 0.0))
 Nested = tuple["Nested", ...]
 """A tree as the tuple of its subtrees."""
@@ -113,9 +114,9 @@ def test_no_tree_takes_less_time_per_token(accept, level):
     """Among all 625 trees of 2 to 8 rows, whose steps are padded to one size."""
 
     def time_of(tree: Nested) -> float:
-        return 50 + level * height(tree) + 600 + 10 * step_size(rows_of(tree))
+        return 50 + level * height(tree) + 600 + 10 * PADDED(rows_of(tree))
 
-    step_us = lambda rows: 600 + 10 * step_size(rows)  # noqa: E731
+    step_us = lambda rows: 600 + 10 * PADDED(rows)  # noqa: E731
     found = best_tree(accept, lambda _: level, step_us, fixed_us=50, max_rows=8, max_children=3)
     least = min(time_of(tree) / emitted(tree, table(accept)) for tree in fitting(8, 7, 3))
     assert found.round_us / found.emitted == pytest.approx(least, rel=1e-12)
