@@ -40,6 +40,9 @@ from cluster.command_options import (
     JsonFile,
     KeyFile,
     Local,
+    Routers,
+    TargetName,
+    Timeout,
     given_config,
     given_credentials,
     given_key,
@@ -282,7 +285,7 @@ def chat(
         ),
     ] = "",
     local: Local = False,
-    model: Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)] = "",
+    model: TargetName = "",
     system: Annotated[str, typer.Option(help="A message of the role `system` before the first one.")] = "",
     session: Annotated[str, typer.Option(help="Continue this session.", show_default=False)] = "",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -331,13 +334,13 @@ def chat(
 @app.command()
 def tokenize(
     text: Annotated[str, typer.Argument(help="A prompt that begins a text.")],
-    address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas.")],
-    model: Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)] = "",
+    address: Routers,
+    model: TargetName = "",
     message: Annotated[bool, typer.Option("--message", help="The text is a user's message of a conversation.")] = False,
     literal_prompt: Annotated[
         bool, typer.Option("--literal-prompt", help="The text of a special token is ordinary text.")
     ] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    timeout: Timeout = 30.0,
     key_file: KeyFile = None,
     ca: Authority = None,
 ) -> None:
@@ -354,12 +357,12 @@ def tokenize(
 @app.command()
 def detokenize(
     tokens: Annotated[list[int], typer.Argument(metavar="ID...", help="Token ids.")],
-    address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas.")],
-    model: Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)] = "",
+    address: Routers,
+    model: TargetName = "",
     show_special_tokens: Annotated[
         bool, typer.Option("--show-special-tokens", help="Special tokens have their text.")
     ] = False,
-    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    timeout: Timeout = 30.0,
     key_file: KeyFile = None,
     ca: Authority = None,
 ) -> None:
@@ -377,7 +380,7 @@ def detokenize(
 def abort(
     request: Annotated[str, typer.Argument(help="The id of a request: an answer's `request_id`, or `x-request-id`.")],
     address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas; each is asked.")],
-    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    timeout: Timeout = 30.0,
     key_file: KeyFile = None,
     ca: Authority = None,
 ) -> None:
@@ -401,9 +404,9 @@ def abort(
 @app.command()
 def explain(
     request: Annotated[str, typer.Argument(help="The id of a request: an answer's `request_id`, or `x-request-id`.")],
-    address: Annotated[str, typer.Option(help="The routers, host:port, separated by commas.")],
+    address: Routers,
     output: Annotated[Path, typer.Option("--output", "-o", help="The page.")] = Path("explained.html"),
-    timeout: Annotated[float, typer.Option(metavar="SECONDS")] = 30.0,
+    timeout: Timeout = 30.0,
     key_file: KeyFile = None,
     ca: Authority = None,
 ) -> None:

@@ -20,6 +20,8 @@ _CONFIG = "A cluster's YAML file. Default: the bundled demo."
 ConfigArgument = Annotated[Path | None, typer.Argument(help=_CONFIG, show_default=False)]
 ConfigOption = Annotated[Path | None, typer.Option("--config", help=_CONFIG, show_default=False)]
 TargetName = Annotated[str, typer.Option(help="The target's name. Default: the first.", show_default=False)]
+Routers = Annotated[str, typer.Option("--address", help="The routers, host:port, separated by commas.")]
+Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS")]
 Local = Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", show_default=False)]
 

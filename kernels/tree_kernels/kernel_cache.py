@@ -67,6 +67,17 @@ def load_kernels(module: str) -> Kernels:
 
 
 @cache
+def why_missing(*modules: str) -> str:
+    """Reason why the kernels of these modules cannot be had here; empty if they can."""
+    try:
+        for module in modules:
+            load_kernels(module)
+    except NoKernelsError as error:
+        return str(error)
+    return ""
+
+
+@cache
 def _loaded(module: str) -> Kernels:
     key = _key(module)
     from tree_kernels.machine_code import link

@@ -486,32 +486,33 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
 
 def drafter_answer_message(number: int, answer: Opened | DraftTree | Closed | Exception) -> drafter_pb2.DrafterAnswer:
     message = drafter_pb2.DrafterAnswer(call=number)
-    match answer:
-        case Opened():
-            message.opened.CopyFrom(_opened_message(answer))
-        case DraftTree():
-            message.tree.CopyFrom(tree_message(answer))
-        case Closed():
-            message.closed.saved = answer.saved
-            message.closed.SetInParent()
-        case Exception():
-            message.error.CopyFrom(_error_message(answer))
+    if isinstance(answer, DraftTree):
+        message.tree.CopyFrom(tree_message(answer))
+    else:
+        _fill_answer(message, answer)
     return message
 
 
 def verifier_answer_message(number: int, answer: Opened | Verdict | Closed | Exception) -> verifier_pb2.VerifierAnswer:
     message = verifier_pb2.VerifierAnswer(call=number)
+    if isinstance(answer, Verdict):
+        message.verdict.CopyFrom(verdict_message(answer))
+    else:
+        _fill_answer(message, answer)
+    return message
+
+
+def _fill_answer(
+    message: drafter_pb2.DrafterAnswer | verifier_pb2.VerifierAnswer, answer: Opened | Closed | Exception
+) -> None:
     match answer:
         case Opened():
             message.opened.CopyFrom(_opened_message(answer))
-        case Verdict():
-            message.verdict.CopyFrom(verdict_message(answer))
         case Closed():
             message.closed.saved = answer.saved
             message.closed.SetInParent()
         case Exception():
             message.error.CopyFrom(_error_message(answer))
-    return message
 
 
 def answer_from(message: drafter_pb2.DrafterAnswer | verifier_pb2.VerifierAnswer) -> Answer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 from tree_kernels.acceptance_head import shapes
 from tree_kernels.acceptance_head.reference import HeadWeights
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.mamba_level.cpu import Product, Table
 
 if TYPE_CHECKING:
@@ -20,23 +19,19 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
+MODULE = "tree_kernels.acceptance_head.loops"
 LEAST_ROOM = 64
 """Rows for which there is room at first."""
 
 
-@cache
 def why_not_compiled() -> str:
     """Reason why the acceptance head cannot be compiled here; empty if it can."""
-    try:
-        head_kernels()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    return why_missing(MODULE)
 
 
 def head_kernels() -> Kernels:
     """The kernel `chances`, called with the address of its words. Raises NoKernelsError."""
-    return load_kernels("tree_kernels.acceptance_head.loops")
+    return load_kernels(MODULE)
 
 
 class HeadCalls:

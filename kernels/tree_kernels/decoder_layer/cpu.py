@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, Operation
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
 from tree_kernels.matmul.shapes import SCRATCH, Argument, Precision, float_bits
@@ -32,6 +31,7 @@ from tree_kernels.tree_attention.shapes import BLOCK_ROWS, AttentionArgument, sc
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
+MODULE = "tree_kernels.decoder_layer.loops"
 Words = npt.NDArray[np.int64]
 LINE = 64
 """Bytes of a cache line; every array of the workspace begins at one."""
@@ -41,18 +41,13 @@ OPERATIONS = 13
 """Operations of a layer."""
 
 
-@cache
 def why_not_compiled() -> str:
     """Reason why layers cannot be compiled here; empty if they can."""
-    try:
-        _kernels()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    return why_missing(MODULE)
 
 
 def _kernels() -> Kernels:
-    return load_kernels("tree_kernels.decoder_layer.loops")
+    return load_kernels(MODULE)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

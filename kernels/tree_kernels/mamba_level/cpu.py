@@ -12,15 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.mamba_level import shapes
 from tree_kernels.matmul.cpu import PRECISIONS, tile_table
 from tree_kernels.matmul.packing import pack
-from tree_kernels.matmul.shapes import Precision
 from tree_kernels.processor import panel
 
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
+
+MODULES = {"mamba": "tree_kernels.mamba_level.mamba1", "mamba2": "tree_kernels.mamba_level.mamba2"}
 
 Ints = npt.NDArray[np.int64]
 FEW_ROWS = 64
@@ -29,22 +30,16 @@ LINE = 64
 """Bytes of a cache line."""
 
 
-@cache
 def why_not_compiled(kind: str) -> str:
     """Reason why the kernels of this kind cannot be compiled here; empty if they can."""
-    try:
-        tile_table(Precision.BF16)  # most weights fit; the tiles of other weights are compiled when a model has them
-        kernels(kind)
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    # Most weights fit the tiles of bfloat16; those of other weights are compiled when a model has them.
+    return why_missing("tree_kernels.matmul.bf16", MODULES[kind])
 
 
 @cache
 def kernels(kind: str) -> Kernels:
     """The kernels of Mamba-1, "mamba", or Mamba-2, "mamba2". Raises NoKernelsError."""
-    module = {"mamba": "mamba1", "mamba2": "mamba2"}[kind]
-    return load_kernels(f"tree_kernels.mamba_level.{module}")
+    return load_kernels(MODULES[kind])
 
 
 class Table:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.shapes import (
     PANELS,
@@ -27,6 +27,7 @@ from tree_kernels.matmul.shapes import (
 )
 from tree_kernels.processor import has_dots, panel
 
+MODULE = "tree_kernels.matmul.loops"
 PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.F16, torch.float32: Precision.F32}
 X_BYTES = {Precision.F32: 4, Precision.PAIRS: 2}
 THREADED = 1 << 18
@@ -34,18 +35,13 @@ THREADED = 1 << 18
 MOST_HELPERS = 63
 
 
-@cache
 def why_not_packed() -> str:
     """Reason why products with packed weights cannot be computed here; empty if they can."""
-    try:
-        _kernels()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    return why_missing(MODULE)
 
 
 def _kernels() -> Any:
-    return load_kernels("tree_kernels.matmul.loops")
+    return load_kernels(MODULE)
 
 
 @cache

@@ -15,6 +15,8 @@ from tree_kernels.ranking import shapes
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
+MODULE = "tree_kernels.ranking.loops"
+
 Ids = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.float32]
 
@@ -29,7 +31,7 @@ class Orders(NamedTuple):
 
 def ranking_kernels() -> Kernels:
     """The kernel `ranking`, called with the address of its words. Raises NoKernelsError."""
-    return load_kernels("tree_kernels.ranking.loops")
+    return load_kernels(MODULE)
 
 
 class RankingRows:

@@ -9,14 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.matmul.cpu import PRECISIONS
 from tree_kernels.matmul.shapes import float_bits
 from tree_kernels.row_functions.shapes import UNIT, norm_scratch
 
+MODULE = "tree_kernels.row_functions.loops"
+
 
 def _kernels() -> Any:
-    return load_kernels("tree_kernels.row_functions.loops")
+    return load_kernels(MODULE)
 
 
 @cache
@@ -28,11 +30,7 @@ def row_kernels() -> tuple[int, int, int]:
 
 def why_not_compiled() -> str:
     """Reason why the functions cannot be compiled here; empty if they can."""
-    try:
-        _kernels()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    return why_missing(MODULE)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
 from tree_kernels.matmul.shapes import Precision, float_bits
 from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, TreeRows
@@ -30,18 +30,14 @@ from tree_kernels.tree_attention.shapes import (
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
+MODULE = "tree_kernels.tree_attention.loops"
 THREADED = 1 << 20
 """A call that reads fewer bytes of keys and values runs in one thread: waking a second one takes longer."""
 
 
-@cache
 def why_not_compiled() -> str:
     """Reason why attention cannot be compiled here; empty if it can."""
-    try:
-        _kernels()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    return why_missing(MODULE)
 
 
 def why_not_for(layout: Layout) -> str:
@@ -52,7 +48,7 @@ def why_not_for(layout: Layout) -> str:
 
 
 def _kernels() -> Kernels:
-    return load_kernels("tree_kernels.tree_attention.loops")
+    return load_kernels(MODULE)
 
 
 @cache

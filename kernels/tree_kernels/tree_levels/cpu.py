@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from tree_kernels.acceptance_head.cpu import Chances, HeadCalls, head_kernels
-from tree_kernels.kernel_cache import NoKernelsError, load_kernels
+from tree_kernels.kernel_cache import load_kernels, why_missing
+from tree_kernels.ranking import cpu as ranking
 from tree_kernels.ranking.cpu import Ids, Orders, RankingRows, Scores, ranking_kernels
 from tree_kernels.tree_levels import shapes
 
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
+
+MODULE = "tree_kernels.tree_levels.loops"
 
 Ints = npt.NDArray[np.int64]
 LEAST_ROOM = 64
@@ -24,21 +27,15 @@ GUESSES = 16
 """Guesses of a row for which there is room at first."""
 
 
-@cache
 def why_not_compiled() -> str:
     """Reason why the kernels of levels and of their ranking cannot be compiled here; empty if they can."""
-    try:
-        _kernel()
-        ranking_kernels()
-    except NoKernelsError as error:
-        return str(error)
-    return ""
+    return why_missing(MODULE, ranking.MODULE)
 
 
 @cache
 def _kernel() -> Any:
     """Raises NoKernelsError."""
-    return load_kernels("tree_kernels.tree_levels.loops").functions["levels"]
+    return load_kernels(MODULE).functions["levels"]
 
 
 class LevelCalls:
