@@ -72,7 +72,7 @@ EVERY_ADDRESS = frozenset({"", "0.0.0.0", "::"})
 
 
 class _Shell:
-    """What the deployments of engines share. Serve calls `lease`; routers call the replica's own gRPC server."""
+    """Base of the deployments of engines. Serve calls `lease`; routers call the replica's own gRPC server."""
 
     _kind: ReplicaKind
     _role: str
@@ -295,7 +295,7 @@ class RouterShell:
 
 
 async def abort_at_all_routers(tenant: str, ids: tuple[str, ...]) -> int:
-    """An `EndAtAll` in a router's process. Serve knows the routers, which know nothing of each other."""
+    """End requests at whichever routers run them: an `EndAtAll`. Serve knows all routers, a router no other."""
     from ray import serve
 
     handle = serve.get_deployment_handle("router", serve.get_replica_context().app_name)

@@ -179,7 +179,7 @@ def _examine_access(config: Config, report: Report) -> None:
 
 
 def _why(config: Config, drafter: str, target: str, pairing: Pairing) -> str:
-    """How the tokens of a pair compare. Raises BadRequest for a bridge that cannot be made."""
+    """Difference of the tokens of a pair, in words. Raises BadRequest for a bridge that cannot be made."""
     from cluster.engines import load_bridge
 
     fit = pairing.fit

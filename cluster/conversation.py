@@ -59,7 +59,7 @@ class TerminalChat:
         return self.last
 
     def command(self, line: str) -> str | None:
-        """What a command answers; None: it ends the conversation."""
+        """Text that a command prints; None: it ends the conversation."""
         name, _, given = line.partition(" ")
         match name:
             case "/quit":

@@ -98,7 +98,7 @@ def _write(file: Path, folder: Path) -> None:
     except Exception as error:  # a damaged file may raise anything
         raise CheckpointError(f"{file}: transformers cannot read it: {type(error).__name__}: {error}"[:400]) from error
     tokenizer.save_pretrained(folder)
-    config.save_pretrained(folder)  # last: a folder with it is complete
+    config.save_pretrained(folder)  # written last: a folder with a config is complete
 
 
 def _remove_former(root: Path, key: list[Any]) -> None:

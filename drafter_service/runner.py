@@ -79,7 +79,7 @@ class DraftLaw:
         """
         warp = Warp.of(sampling)
         shift = shift_of(sampling, noise_ids.clip(0))
-        if not sampling.shares_noise:  # logits plus a mask: the order of the logits, among ids that may be guessed
+        if not sampling.shares_noise:  # logits order the ids that may be guessed; the mask excludes all others
             return cls(Warp(sampling.temperature or 1.0), len(noise_ids), MappedNoise(None, noise_ids), shift)
         rows = NoiseRows(sampling.seed, int(noise_ids.max()) + 1, sampling.sample_index)
         return cls(warp, len(noise_ids), MappedNoise(rows, noise_ids), shift)

@@ -72,7 +72,7 @@ class DraftStructure:
         self._text = text
         self._prompt_length = prompt_length
         self._lost = False  # True once the structure does not allow the text, or masks take too long
-        self._slow_s = 0.0  # processor time beyond SLOW_ROW_S a row
+        self._slow_s = 0.0  # sum of the processor time by which rows exceeded SLOW_ROW_S
         self._spent_s = 0.0  # processor time of the last rows' masks
         self._places: dict[int, GrammarPlace | None] = {}  # key: row of the tree; None: nothing may follow it
 

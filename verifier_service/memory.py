@@ -157,7 +157,7 @@ class PageTable:
             return
         published = length < len(text.names) * PAGE
         if published:
-            length -= length % PAGE  # the first row that is computed again is here, and sees further back
+            length -= length % PAGE  # rows from here on are computed again
         if self._seen_from(length) < text.unseen or (text.place is not None and not text.place.can_cut(length)):
             self.release(text)
         elif published:

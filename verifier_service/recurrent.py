@@ -165,7 +165,7 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FoldOf:
-    """Computation of a checkpoint from the one a block earlier."""
+    """Computation of a checkpoint from the checkpoint one block earlier."""
 
     source: int  # slot of the states; -1 - f for the result of the step's fold f
     columns: Ints  # [block] slots of the block's inputs

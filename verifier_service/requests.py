@@ -170,7 +170,7 @@ class VerifierText:
     restored: int = 0  # tokens that were restored or shared on admission
     saved: Saved | None = None  # the stored memory, until admission
     history: History | None = None  # history for parameters that change logits before the temperature; None: none do
-    structure: GrammarText | None = None  # the answer's structure, kept at the text's end or a verdict ahead of it
+    structure: GrammarText | None = None  # the answer's structure; follows the text, or is one verdict ahead of it
     masks: Future[Any] | None = None  # late masks; until they are done, the text takes part in no step
     echoed: dict[int, TokenLogprobs] = field(default_factory=dict)  # by position: log-probabilities from `echo_from` on
 

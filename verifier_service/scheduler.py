@@ -609,7 +609,7 @@ class StepScheduler:
             raise walked
         session = share.session
         walked = session.before_stuck(walked)
-        path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may be a part of the one sent
+        path, ranks = path_in(ask.call.tree, walked.tokens[:-1])  # the step's tree may be a part of the call's tree
         verdict = Verdict(
             tokens=walked.tokens,
             path=path,

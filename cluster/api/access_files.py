@@ -13,7 +13,7 @@ from cluster.config import Config
 
 
 def access_problems(config: Config) -> list[BadRequest]:
-    """What is wrong with the files of `auth` and `tls`, each by its field."""
+    """Faults of the files of `auth` and `tls`, each by its field."""
     reads: list[Callable[[], object]] = []
     if config.auth.keys is not None:
         reads.append(partial(read_keys, config.auth.keys))

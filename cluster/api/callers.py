@@ -98,7 +98,7 @@ class KeyRing:
             self._held[key.id] = _HeldKey(key, CallerIdentity(key.tenant, allowance))
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """What changes when the file does; None where it is missing."""
+        """A value that changes when the file changes; None if there is no file."""
         try:
             found = self._path.stat()
         except OSError:
@@ -129,7 +129,7 @@ class Callers:
         if self._ring is None:
             if tenant and not self._believes:
                 raise BadRequest(TENANT_KEY, "is refused: a server that other machines reach takes tenants from keys")
-            if len(tenants) > 1:  # a gateway may have added its own to what its client sent
+            if len(tenants) > 1:  # a gateway may have added its tenant to the metadata that its client sent
                 raise BadRequest(TENANT_KEY, "is given more than once")
             return CallerIdentity(tenant, traceparent=traceparent)
         given = keys[0] if len(keys) == 1 else ""

@@ -127,7 +127,7 @@ class ReplicaMetrics:
 
     def collect(self) -> Iterator[Metric]:
         calls, engine = self._calls(), self._engine.stats()
-        # Both have refused calls: those of the stream with any error, those of the scheduler because it was full.
+        # The stream counts calls refused with any error, the scheduler those refused because it was full.
         found = {
             **engine,
             **calls,

@@ -1,4 +1,4 @@
-"""What a router depends on, and whether it still serves."""
+"""Checks of what a router depends on, and whether the router still serves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PERIOD_S = 2.0
 """Seconds between two checks."""
 
 WITHOUT_STORE = "requests with a session fail; others are served"
-"""What the loss of Redis means, which is added to its reason."""
+"""Consequence of the loss of Redis, added to the reason of that fault."""
 
 Probe = Callable[[], Awaitable[str]]
 """Returns why a part does not answer; empty where it does. Never raises, and answers within seconds."""

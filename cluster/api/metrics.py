@@ -17,7 +17,7 @@ RATE = "[5m]"
 
 
 class MetricType(StrEnum):
-    """What Prometheus makes of a metric."""
+    """Prometheus's type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -76,7 +76,7 @@ class AheadRound:
     emitted: int
     verify_us: float
     draft_us: float  # time of drafting the tree after its call
-    steps_us: tuple[float, ...]  # when each step of preparing ended, since the answer before it
+    steps_us: tuple[float, ...]  # microseconds from the last answer to the end of each step of preparing
     spans: tuple[PreparedSpan, ...]
     used: int | None  # place of the span whose tree is this round's; None: none is
 
@@ -96,7 +96,7 @@ class AheadRound:
         return max(busy_us, self.spans[self.used].end_us - free_us)
 
     def prepared_us(self, free_us: float) -> tuple[float, float]:
-        """Time spent on prepared trees by then, and that on the one that is used."""
+        """Time spent on all prepared trees by then, and time spent on the tree that is used."""
         spent = [max(0.0, min(span.end_us, free_us) - span.begin_us) for span in self.spans]
         return sum(spent), spent[self.used] if self.used is not None else 0.0
 

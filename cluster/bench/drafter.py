@@ -263,7 +263,7 @@ class DraftCase:
         """prompts: one for each session"""
         self.name, self.shape, self.sessions = forms.name, TreeShape.parse(shape), len(prompts)
         self.times: dict[str, list[float]] = {form: [] for form in forms.models}
-        self.trees = self.equal = 0  # trees, and those that all forms drafted alike
+        self.trees = self.equal = 0  # trees in all; trees that all forms drafted alike
         self._prompts, self._rounds = prompts, 0
         self._drafted: dict[str, tuple[DraftTree, ...]] = {}
         self._texts = [

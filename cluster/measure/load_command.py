@@ -125,7 +125,7 @@ class LoadSubject:
     config: Config
     prompts: tuple[tuple[int, ...], ...]
     rule: TenantRule | None = None  # None: all answers are of one tenant
-    to_end: bool = False  # whether answers stop at their ends
+    to_end: bool = False  # True if an end-of-text token ends an answer
     facts: Mapping[str, Any] = field(default_factory=lambda: {"prompt_tokens": PROMPT_TOKENS})
 
     @property

@@ -119,7 +119,7 @@ class MeasuredPair:
     assistant: Path | None = None  # folder of the library's assistant
     own_file: Path | None = None  # the target's GGUF file
     rule: TenantRule | None = None  # None: all answers are of one tenant
-    to_end: bool = False  # whether answers stop at their ends
+    to_end: bool = False  # True if an end-of-text token ends an answer
     until_s: float = math.inf  # seconds since the run began at which it ends
     facts: Mapping[str, Any] = field(default_factory=dict)  # facts of the prompts, for the report
 

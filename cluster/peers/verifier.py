@@ -77,7 +77,7 @@ class CallLimit:
         if self._call is None:
             return
         loop = asyncio.get_running_loop()
-        if loop.time() < self._due_s:  # a later call than the one that the timer was set for
+        if loop.time() < self._due_s:  # the timer was set for an earlier call
             self._timer = loop.call_at(self._due_s, self._check)
             return
         self._expired = True
@@ -393,7 +393,7 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello, 
             )
         if (tree.tokens >= hello.vocabulary).any():
             raise BadAnswer(f"verifier: its verdict's tree has tokens past the vocabulary of {hello.vocabulary}")
-    guesses = verdict.length - 1  # accepted, those past a cut among them
+    guesses = verdict.length - 1  # accepted guesses, also those past the verdict's cut
     if len(verdict.ranks) != min(guesses, len(verdict.tokens)) or guesses + verdict.trimmed > tree.guesses:
         raise BadAnswer(
             f"verifier: its verdict has N = {verdict.length}, {len(verdict.ranks)} ranks and {verdict.trimmed} guesses "

@@ -149,7 +149,7 @@ class ConservativeUCB:
         self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
         self._tokens = 0  # tokens emitted by the text's rounds so far
         self._lost_us = 0.0  # D
-        self._promised = self._came = 0.0  # tokens that played proposals promised, and those of them that came
+        self._promised = self._came = 0.0  # tokens that played proposals promised; promised tokens that came
         self._place = experience.concurrency.next_place()
         self._charged = set[str]()  # drafters whose opening is counted in D
         self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds that may still not count

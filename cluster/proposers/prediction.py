@@ -30,7 +30,7 @@ class Place:
     """Where an answer may be in a predicted text."""
 
     next: int  # position of the predicted token that would follow
-    matched: int  # tokens before it that are the answer's last ones; 0: a guess, right after a difference
+    matched: int  # tokens before the place that equal the answer's last ones; 0: a guess, right after a difference
 
     @property
     def hope(self) -> float:

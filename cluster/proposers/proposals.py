@@ -284,8 +284,8 @@ class _Guess:
 
     token: int
     depth: int
-    chance: float = -np.inf  # log, given its parent: the greatest of the trees that have it
-    by: int = 0  # bit i: the i-th tree has it
+    chance: float = -np.inf  # log-chance given the parent: the greatest of the trees that have this guess
+    by: int = 0  # bit i is set if the i-th tree has this guess
     below: dict[int, _Guess] = field(default_factory=dict)
 
 

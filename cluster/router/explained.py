@@ -37,7 +37,7 @@ class ExplainedRequest:
         if kind == "prompt":
             return
         if kind == "chunk" and (self._cut or size > self._left):
-            self._cut = True  # nothing after a chunk that is missing: a reader would take it for the next one
+            self._cut = True  # chunks after a missing one are left out: a reader would take them for the next ones
             return
         self._left -= size
         self._events.append(event)

@@ -183,7 +183,7 @@ async def close_within(tracer: Tracer, limit_s: float) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended before
             loop.call_soon_threadsafe(closed.set)
 
-    # No thread of the loop's executor: the process would wait for it when it ends.
+    # A thread of its own: a process that ends waits for the threads of the loop's executor.
     Thread(target=close, name="close-tracer", daemon=True).start()
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(closed.wait(), limit_s)

@@ -76,7 +76,7 @@ class PromptOrder:
     given: Sequence[np.ndarray]  # tokens of each
     frame: ChatFrame | None  # None: the target asks nothing itself
     seed: int
-    most: int = PROMPT_TOKENS  # tokens of a prompt; more than those of the frame and of an opening
+    most: int = PROMPT_TOKENS  # most tokens of a prompt; greater than those of the frame and of an opening together
     openings: Sequence[tuple[int, ...]] = ()  # beginnings of the target's own questions
 
     @classmethod

@@ -43,7 +43,7 @@ def shown(report: Report) -> Callable[[TrainingProgress], None]:
 
 def _line_printer(name: str) -> Report:
     started = printed = time.monotonic()
-    first: float | None = None  # the fraction that an earlier run had done, and the first part of this one
+    first: float | None = None  # fraction that was done when this run reported first; None: it has not reported
 
     def report(fraction: float, words: str) -> None:
         nonlocal printed, started, first

@@ -26,7 +26,7 @@ HELD_OUT_EVERY = 20
 """Every so many documents one is held out, as long as these have fewer than HELD_OUT_MOST tokens."""
 HELD_OUT_MOST = 100_000
 HELD_OUT_SHARE = 0.05
-"""Where the documents held out have a smaller share of the tokens, as of a single text, the end of the stream is."""
+"""Least share of the tokens that is held out. Where whole documents give less, the end of the stream is held out."""
 SAVE_EVERY_S = 30.0
 
 

@@ -164,7 +164,7 @@ class Start:
     facts: Facts
 
     def transplant(self, target: Facts, target_tokenizer: Path) -> Transplant | None:
-        """How its rows become those of the target's tokens; None where it has the target's tokenizer. Raises
+        """Map from its rows to those of the target's tokens; None if it has the target's tokenizer. Raises
         BadRequest, naming the option."""
         if fit_of(target, self.facts).fits:
             return None

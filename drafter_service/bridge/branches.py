@@ -36,7 +36,7 @@ class Branch:
 class _Node:
     """A row of the target's tree."""
 
-    rows: set[int] = field(default_factory=set)  # drafted rows that reach it; none of them is below another
+    rows: set[int] = field(default_factory=set)  # drafted rows that reach this row; none of them is below another
     below: dict[int, _Node] = field(default_factory=dict)
 
     def chance(self, values: Sequence[float], most: float) -> float:

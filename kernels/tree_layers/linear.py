@@ -471,7 +471,7 @@ def _smallest_unit(choice: _Choice, weight: Tensor, bias: Tensor | None, buckets
 
 
 def _checked_outputs(weight: Tensor) -> int:
-    """Outputs of the weight that stands for this one in a check."""
+    """Number of outputs of the smaller weight that is checked in place of a large one."""
     outputs, inputs = weight.shape
     return outputs if weight.device.type != "cpu" else min(outputs, max(TILE, MOST_CHECKED // inputs))
 

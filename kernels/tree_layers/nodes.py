@@ -54,7 +54,7 @@ class LevelStep:
 
     slots: Slots  # [rows] node slots that are written
     raw: Slots  # [rows] the nodes' slots among the raw inputs
-    taps: Tensor  # [rows, W] slots of each row's last raw inputs, its own last
+    taps: Tensor  # [rows, W] slots of each row's last W raw inputs, the row's own input last
     nodes: Slots  # [trees * most] node slots of the trees so far
     trees: int
     lines: Lines

@@ -1,4 +1,4 @@
-"""What is reported of the products of a model."""
+"""Report of a model's products: their forms, and whether rows are independent."""
 
 from __future__ import annotations
 

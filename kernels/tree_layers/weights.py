@@ -26,7 +26,7 @@ Named = TypeVar("Named")
 class DraftVocabulary:
     """The tokens of a target of which a drafter guesses some."""
 
-    ids: Tensor  # [N] int64, ascending: the target's ids of those that are guessed
+    ids: Tensor  # [N] int64, ascending: the target's ids of the tokens that are guessed
     others: Tensor  # [V - N, d] float32: the embedding of the others, ascending by id
 
 

@@ -12,7 +12,7 @@ WIDENING = {"cuda"}
 
 
 def may_widen(weight: Tensor) -> bool:
-    """Whether there may be such a product with this weight; it may still fail the check of rows."""
+    """True if a product with this weight may have wide results; it may still fail the check of rows."""
     return weight.device.type in WIDENING and weight.dtype in (torch.bfloat16, torch.float16)
 
 

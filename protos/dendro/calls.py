@@ -45,7 +45,7 @@ class RequestParameters:
     prompt_length: int = 0  # tokens of the text before the answer
     logprobs: int | None = None  # number of likeliest tokens with log-probabilities; None: none. Drafters ignore it
     echo_from: int | None = None  # position of the first token whose log-probability the opening reports; None: none
-    structure: Structure | None = None  # structure of the answer's text; a drafter only guesses by it
+    structure: Structure | None = None  # structure of the answer's text; a drafter only guesses what it allows
 
     def __post_init__(self) -> None:
         check_logprobs(self.logprobs)

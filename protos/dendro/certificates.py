@@ -118,7 +118,7 @@ class CertificateFiles:
         return [each for each in (self._certificate, self._key, self._authority) if each is not None]
 
     def _stamp(self) -> list[tuple[int, int, int] | None]:
-        """What changes when a file does; None for one that is missing."""
+        """A value that changes when a file changes; None if there is no file."""
         found: list[tuple[int, int, int] | None] = []
         for path in self._paths:
             try:

@@ -87,7 +87,7 @@ def _is_no(schema: Schema, match: re.Match[str]) -> Iterator[str]:
 
 
 def _names(keyword: str) -> Callable[[Schema, re.Match[str]], Iterator[str]]:
-    """That a keyword's value is, or has, or ends with, what the first group says."""
+    """Match a keyword whose value is, has, or ends with the text of the pattern's first group."""
 
     def rule(schema: Schema, match: re.Match[str]) -> Iterator[str]:
         value, wanted = schema.get(keyword), next(filter(None, match.groups()))

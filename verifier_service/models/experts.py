@@ -50,7 +50,7 @@ class _Experts:
 
     first: tuple[Form, ...]
     down: tuple[Form, ...]
-    unit: int  # each expert's rows are padded to a multiple of it
+    unit: int  # each expert's rows are padded to a multiple of this number
 
 
 def _weights_of(module: Any, name: str) -> tuple[Tensor, list[Tensor | None]]:

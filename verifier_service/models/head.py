@@ -114,7 +114,7 @@ class Logits:
         self._blocks = hidden.split(HEAD_ROWS)
         self._head = head
         self._block = -1
-        self._held = hidden  # replaced by logits before it is read
+        self._held = hidden  # a placeholder: logits replace it before it is read
         self.took_s = 0.0
 
     @classmethod

@@ -26,7 +26,7 @@ FINISHES = {
 
 @dataclass
 class Choice:
-    """One answer, as far as it has come."""
+    """An answer as far as it has arrived."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -57,19 +57,19 @@ class AnswerForm(Protocol):
     part: str  # the type of a part of one
 
     def beginning(self) -> dict[str, Any] | None:
-        """What a stream's first part of a choice has; None: there is no such part."""
+        """Fields of a choice in its first part of a stream; None: it has no first part of its own."""
         ...
 
     def piece(self, choice: Choice, text: str) -> dict[str, Any]:
-        """What a part with more of the text has, which is the choice's last."""
+        """Fields of a choice in a part with more text."""
         ...
 
     def end(self, choice: Choice) -> dict[str, Any]:
-        """What the last part of a choice has."""
+        """Fields of a choice in its last part of a stream."""
         ...
 
     def message(self, choice: Choice) -> dict[str, Any]:
-        """What a whole choice has."""
+        """Fields of a whole choice, outside streams."""
         ...
 
     def finish(self, choice: Choice) -> str:
@@ -262,7 +262,7 @@ class ObjectWriter:
         }
 
     def _extension(self, choices: Sequence[Choice]) -> dict[str, Any]:
-        """What OpenAI's API has no place for: seed, session, and the statistics of the rounds."""
+        """Fields that OpenAI's API lacks: seed, session, and the statistics of the rounds."""
         found = []
         for each in choices:
             assert each.complete is not None
@@ -280,7 +280,7 @@ class ObjectWriter:
 
 
 def _round(choice: Choice, chunk: pb.GenerateChunk) -> dict[str, Any]:
-    """What a part has of its round, where the request asks for trees. A round's text may come with a later part."""
+    """Fields of a part's round, if the request asks for trees. A round's text may be in a later part."""
     return {EXTENSION: {"round": {"index": choice.index, **round_fields(chunk)}}}
 
 

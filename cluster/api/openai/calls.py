@@ -64,7 +64,7 @@ ID_CHARACTERS = 9
 class CallFormat:
     """The texts around the name and the arguments of a call."""
 
-    marker: str  # may be a special token, which no structure has; the prompt ends with it
+    marker: str  # ends the prompt; may be a special token, which no structure has
     opening: str  # text from the marker to the name in its quotes
     middle: str  # text between the name and the arguments
     closing: str  # text after the arguments

@@ -31,7 +31,7 @@ UNUSED = ("name", "refusal", "annotations", "audio", "function_call")
 
 
 def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) -> tuple[HttpRequest, AnswerForm]:
-    """What is asked for, and the form of its answer. Raises BadRequest naming the field."""
+    """Read a chat's body: the request, and the form of its answer. Raises BadRequest naming the field."""
     fields = Fields(body)
     options: dict[str, Any] = {}
     top = fields.take("top_logprobs", JsonType.INTEGER)

@@ -13,7 +13,7 @@ from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_requ
 
 
 def read_completion(body: Mapping[str, Any], request_id: str, _: Tokenizers) -> tuple[HttpRequest, AnswerForm]:
-    """What is asked for, and the form of its answer. Raises BadRequest naming the field."""
+    """Read a completion's body: the request, and the form of its answer. Raises BadRequest naming the field."""
     fields = Fields(body)
     options: dict[str, Any] = {}
     for name, kind in (("logprobs", JsonType.INTEGER), ("echo", JsonType.BOOLEAN)):

@@ -77,7 +77,10 @@ class Failure:
 
 
 def failure_of(error: BaseException, request_id: str, names: Mapping[str, str] | None = None) -> Failure:
-    """How an error is sent. An internal one is logged, and sent without details. names: HTTP's names of our fields"""
+    """The status and body with which an error is sent. An internal error is logged, and sent without details.
+
+    names: HTTP's names of our fields
+    """
     if isinstance(error, HttpRefused):
         closing = {"connection": "close"} if error.status in (408, 413) else {}  # the body was not read
         return Failure(error.status, error.reason, error.param, error.word, closing)

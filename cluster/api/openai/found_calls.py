@@ -107,14 +107,14 @@ class CallFinder:
         self._json: list[str] = []
 
     def push(self, text: str) -> list[str | FoundCall]:
-        """What the answer's next text adds."""
+        """Take the answer's next text; return the parts that it completes."""
         found: list[str | FoundCall] = []
         while text:
             text = self._outside(text, found) if self._scanner is None else self._inside(self._scanner, text, found)
         return found
 
     def end(self) -> list[str | FoundCall]:
-        """What is left at the answer's end. A whole call may lack its end marker."""
+        """Return the parts that are left at the answer's end. A whole call may lack its end marker."""
         if self._scanner is None:
             held, self._held = self._held, ""
             return [held] if held else []
@@ -183,7 +183,7 @@ class CallFinder:
         self._scanner, self._fresh = None, True
 
     def _reject(self, found: list[str | FoundCall]) -> None:
-        """What began as a call is text."""
+        """Turn what began as a call into text."""
         self._scanner = None
         self._say("".join([*self._parts, *self._json, self._after]), found)
 

@@ -19,7 +19,7 @@ WINDOW = 256
 
 @dataclass(frozen=True, slots=True)
 class MixedParts:
-    """What an answer may have beside text."""
+    """Kinds of parts that an answer may have beside text."""
 
     markers: ReasoningMarkers | None  # around reasoning; None: it has none
     begun: bool  # whether the prompt began the reasoning
@@ -32,7 +32,7 @@ class MixedParts:
 
 @dataclass
 class Added:
-    """What a part of an answer adds."""
+    """Text, reasoning and calls that a part of an answer adds."""
 
     reasoning: str
     content: str
@@ -75,17 +75,17 @@ class AnswerParts:
         return self._reader is not None and self._reader.found
 
     def push(self, text: str) -> Added:
-        """What the answer's next text adds."""
+        """Take the answer's next text; return what it adds to text, reasoning and calls."""
         reasoning = ""
         if self._reader is not None:
             reasoning, text = self._reader.push(text)
         return self._added(reasoning, self._found(text))
 
     def end(self) -> Added:
-        """What is left at the answer's end."""
+        """Return the text, reasoning and calls that are left at the answer's end."""
         reasoning, text = self._reader.end() if self._reader is not None else ("", "")
         added = self._added(reasoning, self._found(text) + (self._finder.end() if self._finder is not None else []))
-        if not self.calls:  # whitespace at the end of a text is a part of it
+        if not self.calls:  # whitespace at the end belongs to the text
             self._contents.append(self._blank)
             added.content += self._blank
         return added

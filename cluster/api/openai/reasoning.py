@@ -49,7 +49,7 @@ class ReasoningMarkers:
 
     @property
     def closing(self) -> str:
-        """What ends reasoning that the prompt began, as it is written where there is none."""
+        """The end of reasoning that the prompt began, as templates write it for an answer without any."""
         return f"\n{self.end}\n\n"
 
     def structure(self, structure: Structure, begun: bool, tokenizer: Tokenizer) -> Structure | None:
@@ -137,7 +137,7 @@ class Trimmed:
         self._blank = ""  # whitespace that may be at the end
 
     def push(self, text: str) -> str:
-        """What the next part adds."""
+        """Take the text's next part; return what it adds to the trimmed text."""
         text = self._blank + text
         text = text if self._begun else text.lstrip()
         words = text.rstrip()
@@ -170,7 +170,7 @@ class ReasoningReader:
         return self._state is ReasoningState.INSIDE
 
     def push(self, text: str) -> tuple[str, str]:
-        """The reasoning, and what follows it, that the answer's next text adds."""
+        """Take the answer's next text; return what it adds to the reasoning, and to the text after it."""
         text, self._held = self._held + text, ""
         reasoning = ""
         if self._state is ReasoningState.BEFORE:
@@ -183,7 +183,7 @@ class ReasoningReader:
         return reasoning, text
 
     def end(self) -> tuple[str, str]:
-        """What is left at the answer's end."""
+        """Return the reasoning and the text that are left at the answer's end."""
         held, self._held = self._held, ""
         return (self._reasoning.push(held), "") if self._state is ReasoningState.INSIDE else ("", held)
 

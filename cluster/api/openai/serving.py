@@ -73,7 +73,7 @@ class AnswerResponse(Response):
                 places.enter_context(
                     self._requests.run(self._caller.tenant, message.request_id, count_of_answers(message))
                 )
-            except DendroError as error:  # the ingress counts its own
+            except DendroError as error:  # the ingress counts its own errors
                 self._ingress.totals.failed(error)
                 raise
             if self._asked.stream:

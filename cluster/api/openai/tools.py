@@ -27,7 +27,7 @@ class Tools:
     """The functions that an answer can call; without any, an answer is text."""
 
     described: Sequence[Mapping[str, Any]]  # all functions, for the chat template, as they were sent
-    schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of those that can be called
+    schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of the functions that can be called
     required: bool = False  # whether the answer must be a call
     parallel: bool = True  # whether an answer may have several calls
 
@@ -128,7 +128,7 @@ def read_calls(field: str, given: Sequence[Any], budget: ArgumentsBudget) -> lis
         at = f"{field}[{index}]"
         parts = Fields(typed(at, each, JsonType.OBJECT), f"{at}.")
         call_id = parts.take("id", JsonType.STRING) or ""
-        parts.take("index", JsonType.INTEGER)  # parts of a stream have it
+        parts.take("index", JsonType.INTEGER)  # calls in a stream's parts have an index
         function = _typed_function(parts, at)
         name = function.take("name", JsonType.STRING)
         if name is None or not NAME.fullmatch(name):

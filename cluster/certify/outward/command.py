@@ -69,7 +69,7 @@ FURTHER = 16
 """Draws at temperature 1 for each draw of another law, of which there are up to three at each of two places."""
 LEAST_SAMPLES, MOST_SAMPLES = 100, 1_000_000
 DTYPE, AT_ONCE, LIMIT_S = "bfloat16", 8, 3600.0
-"""What is taken where an option is not given."""
+"""Defaults of options."""
 MOST_BROKEN = 8
 """Broken findings of a promise that are shown."""
 

@@ -55,7 +55,7 @@ def nearest_law(shares: Law, chances: Law, tolerance: float) -> Law:
     array([0.6, 0.4])
     """
     least, most = chances * math.exp(-tolerance), np.minimum(chances * math.exp(tolerance), 1.0)
-    low, high = -60.0, 60.0  # bounds of the multiplier's logarithm; the sum grows with it
+    low, high = -60.0, 60.0  # bounds of the multiplier's logarithm; the sum of chances grows with the multiplier
     for _ in range(200):
         middle = (low + high) / 2
         if np.clip(shares * math.exp(middle), least, most).sum() < 1:

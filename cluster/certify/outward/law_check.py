@@ -65,7 +65,7 @@ class PlaceDraws:
     counts: list[int]  # draws of each cell; the last is that of all other tokens
     reports: int = 0  # draws that came with log-probabilities
     reported: list[int] = field(default_factory=list)  # by cell: log-probabilities of its token
-    sums: list[float] = field(default_factory=list)  # by cell: their probabilities of it, added up
+    sums: list[float] = field(default_factory=list)  # by cell: sum of the laws' probabilities of the cell
 
     @classmethod
     def after(cls, reference: Reference, ids: Sequence[int], logprobs: torch.Tensor) -> PlaceDraws:

@@ -31,7 +31,7 @@ class Reference:
         self._checkpoint = checkpoint
         self._models = {torch.float32: LibraryModel(checkpoint, torch.float32)}
         self._texts = VocabularyTexts(self.tokenizer)
-        self._ids: dict[str, int | None] = {}  # by text: the token that has it; None where several do
+        self._ids: dict[str, int | None] = {}  # by text: the token with this text; None where several have it
         for token in range(facts.known):
             text = self._texts.text(token)
             self._ids[text] = None if text in self._ids or INCOMPLETE in text or not text else token

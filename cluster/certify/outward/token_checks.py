@@ -24,7 +24,7 @@ WIDER = "the tolerance is that of --dtype; where the server's arithmetic is anot
 
 @dataclass(slots=True)
 class GreedyCount:
-    """What was found in greedy answers."""
+    """Findings in greedy answers."""
 
     positions: int = 0  # tokens, and ends of answers, that were compared
     ties: int = 0  # positions where the reference's two best are within the tolerance

@@ -12,7 +12,7 @@ MOST_UNSEEN = 12.0
 WIDEST_GAP, LEAST_LOG_PROB = 16.0, -16.0
 """Gaps of scores above and log-probabilities below these are read as these."""
 GAP_UNIT, LAW_UNIT, DEPTH_UNIT = 4.0, 4.0, 8.0
-"""What gaps, entropies and log-probabilities, and depths are divided by before the head reads them."""
+"""Divisors of gaps, of entropies and log-probabilities, and of depths, before the head reads them."""
 DEEPEST = 16
 """Greater depths are read as this one."""
 LAW_NUMBERS = 5

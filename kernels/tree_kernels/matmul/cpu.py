@@ -116,7 +116,7 @@ _helpers = Helpers()
 
 
 def helpers() -> Helpers:
-    """This process's."""
+    """The helper threads of this process."""
     return _helpers
 
 
@@ -190,7 +190,7 @@ class PackedWeight:
 
     @property
     def limit(self) -> RowLimit | None:
-        """What `call` depends on beside its arguments; None: nothing."""
+        """Further input that `call` depends on; None: there is none."""
         return None
 
     def x_kind(self, rows: int) -> Precision:

@@ -56,7 +56,7 @@ class QuantisedTile(Tile):
         raise NotImplementedError
 
     def _blocks(self, block: Any) -> list[Any]:
-        """Where the block is in each panel."""
+        """Address of the block in each panel."""
         build = self._in
         return [build.add(begin, build.mul(block, I64(self._form.block_bytes(PANEL)))) for begin in self._weights]
 

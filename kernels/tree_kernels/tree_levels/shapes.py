@@ -7,10 +7,10 @@ from __future__ import annotations
     LOGITS,
     RANKING,  # a kernel, called with the address of RANKED
     MODEL,  # words of a model's forward and logits
-    RANKED,  # words of the ranking, whose rows are those of all levels
+    RANKED,  # words of the ranking; its rows are the rows of all levels
     LEVELS,
     COUNTS,  # [levels] rows of each level
-    TOKENS,  # [rows]; those of the second level and below are written
+    TOKENS,  # [rows]; tokens of the second level and below are written here
     ABOVE,  # [rows] each row's parent, as a row; unused for the first level
     RANKS,  # [rows] which of its parent's guesses the row is; unused for the first level
     ROWS_AT,  # the word of MODEL with the number of rows
@@ -20,7 +20,7 @@ from __future__ import annotations
     TABLE,  # [rows] entries of all rows
     ENTRY,  # bytes of an entry
     HEAD,  # a kernel, called with the address of HEAD_WORDS after each ranking; 0: none
-    HEAD_WORDS,  # words of the acceptance head, whose rows are those of all levels
+    HEAD_WORDS,  # words of the acceptance head; its rows are the rows of all levels
     FOLD,  # a kernel, called with the address of MODEL before the first level if there are folds; 0: none
     FOLDS_AT,  # the word of MODEL with the number of folds, set to 0 when they are done
 ) = range(20)
