@@ -42,6 +42,8 @@ CALL_BUDGET_S = 1.0
 """Seconds for both attempts of a call."""
 WRITES = 3
 """Number of times that a write, interrupted by another one or a broken connection, looks whether it may be made."""
+CHECKSUM = "checksum"
+"""Field of a stored record. Records of releases without it are read too."""
 TOKEN_BYTES = 6
 """Approximate bytes of a stored token: base64 of 4 bytes."""
 RECORD_FORMAT = 3
@@ -149,17 +151,29 @@ def pack_record(record: Record) -> bytes:
         if turn["sample_index"] == record.sample_index:
             del turn["sample_index"]
     stored["tokens"] = base64.b64encode(packed_ids(record.tokens)).decode()
-    return json.dumps({"format": RECORD_FORMAT, **stored}, sort_keys=True).encode()
+    stored["format"] = RECORD_FORMAT
+    return _json_of(stored | {CHECKSUM: _checksum(stored)})
+
+
+def _json_of(stored: dict[str, Any]) -> bytes:
+    return json.dumps(stored, sort_keys=True).encode()
+
+
+def _checksum(stored: dict[str, Any]) -> str:
+    """The checksum of all other fields, those of a later release included."""
+    return hashlib.blake2b(_json_of(stored), digest_size=16).hexdigest()
 
 
 def unpack_record(blob: bytes) -> Record:
-    """The record of a blob, without fields that this release does not know. Raises NotFound for one that cannot be
-    read, as for one that does not exist, and PeerLost for a format of a later release, whose routers read it."""
+    """The record of a blob, without fields that this release does not know. Raises NotFound for one that is damaged, as
+    for one that does not exist, and PeerLost for a format of a later release, whose routers read it."""
     try:
         stored = json.loads(blob)
         if (written := stored["format"]) not in READ_FORMATS:
             if written > max(READ_FORMATS):
                 raise PeerLost(f"session: its record has format {written}, which routers of a later release read")
+            raise unknown_session()
+        if CHECKSUM in stored and stored.pop(CHECKSUM) != _checksum(stored):
             raise unknown_session()
         tokens = np.frombuffer(base64.b64decode(stored["tokens"], validate=True), "<u4")
         marks = tuple(int(mark) for mark in stored["marks"])
@@ -167,7 +181,7 @@ def unpack_record(blob: bytes) -> Record:
         turns = tuple(Turn(**_known(Turn, {"sample_index": index, **turn})) for turn in stored["turns"])
         whole = stored | {"tokens": tuple(tokens.tolist()), "marks": marks, "turns": turns}
         return Record(**_known(Record, whole))
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise unknown_session() from None
 
 
