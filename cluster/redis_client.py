@@ -19,7 +19,8 @@ from redis.backoff import ExponentialBackoff
 from cluster.redis_address import SeveralNodes, has_several_nodes
 from cluster.redis_cluster import RedisClusterClient
 
-REDIS_FAULTS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TimeoutError)
+REDIS_FAULTS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TimeoutError, ValueError)
+"""ValueError: what redis-py raises where an answer has something else than a number."""
 RENEWALS = 2
 """How often a command whose connection breaks is sent again, over a new one. So all commands may be sent twice."""
 RENEWED_AFTER = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
@@ -126,7 +127,7 @@ async def eviction_warning(client: AnyClient) -> str:
     Raises one of REDIS_FAULTS where the server does not answer."""
     try:
         found = await client.config_get("maxmemory-policy")
-    except redis.exceptions.ResponseError:  # managed servers forbid it
+    except (redis.exceptions.ResponseError, AttributeError):  # managed servers forbid it, or the answer is no map
         return ""
     policy = found.get("maxmemory-policy")
     if not policy or policy in STATES_FIRST:

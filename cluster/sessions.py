@@ -323,9 +323,10 @@ class RedisSessions:
             raise PeerLost(f"session: the store fails: {reason_of(error)}") from error
 
 
-def _bytes(answer: bytes | str) -> bytes:
-    """Narrows the type of an answer: the client does not decode, so it is bytes."""
-    assert isinstance(answer, bytes)
+def _bytes(answer: object) -> bytes:
+    """A stored value: the client does not decode. Raises PeerLost for an answer that is none."""
+    if not isinstance(answer, bytes):
+        raise PeerLost(f"session: the store answers with {type(answer).__name__}, which is not a stored value")
     return answer
 
 

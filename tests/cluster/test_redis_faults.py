@@ -149,6 +149,28 @@ async def test_a_connection_that_a_load_balancer_dropped_silently_costs_half_a_b
         assert states.counters.errors == 0 and sessions.breaker.allows()
 
 
+@pytest.mark.parametrize(
+    "answer", [b"$x\r\n", b":x\r\n", b"*x\r\n", b",x\r\n", b"$-5\r\n", b":5\r\n", b"*0\r\n", b"HTTP/1.1\r\n"]
+)
+async def test_what_answers_as_no_redis_does_is_a_miss_and_the_reason_of_an_error(answer: bytes):
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while await reader.read(1 << 16):
+                writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        sessions, states = RedisSessions(url, 60, BUDGET_S), RedisStates(url, 60, BUDGET_S)
+        assert await states.load("a", MOST) is None and not await states.save("a", b"x")
+        with pytest.raises(PeerLost, match="session: the store (fails|answers)"):
+            await sessions.read("a.b", "")
+        await sessions.fault()
+        await sessions.warning()
+        await sessions.close()
+        await states.close()
+
+
 async def test_after_a_failover_the_old_primary_is_left(server: RedisServer):
     """The address leads to the new primary; the connections that there are still lead to the old one, which refuses
     writes from now on."""
