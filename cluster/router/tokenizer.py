@@ -45,6 +45,8 @@ class Tokenizer(Protocol):
     """The part of a tokenizer that the router uses. `fingerprint` differs where the meaning of token ids may differ."""
 
     fingerprint: str
+    rewrites: bool
+    """True if the text of a token may change the characters before it."""
 
     def encode(self, text: str, begins: bool) -> list[int]:
         """Called for each prompt. Returns token ids: with the checkpoint's special tokens at the start if the text
@@ -108,6 +110,7 @@ class CheckpointTokenizer:
         form = {} if self._backend is None else json.loads(self._backend.to_str())
         self._bytes = _byte_tokens(form, self._backend)
         self._spelt = _spelt_tokens(form)
+        self.rewrites = _rewrites(form.get("decoder"))
         self._unknown = unknown_token(form) if form else self._tokenizer.unk_token
 
     @property
@@ -230,6 +233,14 @@ def _spelt_tokens(form: Mapping[str, Any]) -> dict[int, str]:
         return {}
     texts = {each["id"]: each["content"] for each in form.get("added_tokens") or ()}
     return {token: text for token, text in texts.items() if bytes_of_text(text, "byte-level") != text.encode()}
+
+
+def _rewrites(decoder: Mapping[str, Any] | None) -> bool:
+    """True if a decoder replaces more than single characters in the text of several tokens."""
+    parts: Sequence[Mapping[str, Any]] = (decoder or {}).get("decoders") or ()
+    joined = next((at for at, part in enumerate(parts) if part["type"] in ("Fuse", "ByteLevel")), len(parts))
+    replaced = [part["pattern"] for part in parts[joined:] if part["type"] == "Replace"]
+    return any(len(pattern.get("String", "..")) > 1 for pattern in replaced)
 
 
 # Prompts
@@ -391,6 +402,8 @@ class TextStream:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that these tokens add."""
+        if self._tokenizer.rewrites and len(ids) > 1:
+            return "".join(self.push([token]) for token in ids)
         visible = self._tokenizer.visible(ids)
         if not visible:
             return ""

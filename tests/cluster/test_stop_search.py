@@ -66,6 +66,7 @@ class PieceTokenizer:
     """Tokens of several letters, so that stop strings begin and end inside of tokens."""
 
     fingerprint = "pieces"
+    rewrites = False
     pieces = ("a", "b", "ab", "bba", "")
 
     def encode(self, text: str, begins: bool) -> list[int]:

@@ -9,7 +9,7 @@ import pytest
 from dendro.errors import BadRequest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from cluster.checkpoint_tokenizer import decoder_of
 from cluster.router.tokenizer import WINDOW_TOKENS, CheckpointTokenizer, TextStream
@@ -39,6 +39,18 @@ def test_the_text_so_far_depends_only_on_the_tokens_so_far(ids: list[int], cut: 
     one, many = TextStream(ByteTokenizer()), TextStream(ByteTokenizer())
     assert one.push(ids[:cut]) == "".join(many.push([token]) for token in ids[:cut])
     assert one.push(ids[cut:]) + one.flush() == many.push(ids[cut:]) + many.flush()
+
+
+@pytest.mark.parametrize("replaced", ["ab", Regex("a ?b")], ids=["text", "pattern"])
+def test_the_text_of_a_decoder_that_changes_earlier_characters_does_not_depend_on_the_rounds(tmp_path, replaced):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0, "b": 1, "c": 2}, unk_token="c"))
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(replaced, "xyz")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    ids, texts = [0, 1, 2, 0, 1], set()
+    for cut in range(len(ids)):
+        stream = TextStream(CheckpointTokenizer(tmp_path, ""))
+        texts.add(stream.push(ids[:cut]) + stream.push(ids[cut:]) + stream.flush())
+    assert len(texts) == 1
 
 
 def test_a_character_is_returned_with_its_last_byte():

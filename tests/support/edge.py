@@ -34,6 +34,7 @@ class ByteTokenizer:
     """One token a byte, and one more that ends a text."""
 
     fingerprint = "bytes"
+    rewrites = False
     size = 257
 
     def encode(self, text: str, begins: bool) -> list[int]:
