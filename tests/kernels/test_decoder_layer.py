@@ -8,8 +8,8 @@ from tree_kernels.decoder_layer import DecoderLayers, LayerWeights, Workspace, r
 from tree_kernels.matmul import PackedWeight
 from tree_kernels.processor import has_dots
 from tree_kernels.row_functions import gated_silu, rms_norm
-from tree_kernels.tree_attention import Layout, TreeRows
-from tree_kernels.tree_attention.compiled import RowRotation, attend_compiled, compiled_step
+from tree_kernels.tree_attention import Layout, RowRotation, TreeRows
+from tree_kernels.tree_attention.compiled import attend_compiled, compiled_step
 
 pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from dendro.tree import DraftTree
-from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows
+from tree_kernels.tree_attention import PAGE, FarRows, Layout, RowRotation, TreeRows
 from tree_kernels.tree_attention import reference as plain_attention
 from tree_kernels.tree_attention.splits import (
     GROWTH,
@@ -31,6 +31,7 @@ from verifier_service.rows import NO_ROWS, Far, pack, text_rows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.tree_attention import tensor_cores  # noqa: E402
+from tree_kernels.tree_attention.rotation import rotate_and_write  # noqa: E402
 from tree_kernels.tree_attention.tensor_cores import SplitRows, attend_pages, write_pages  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -235,6 +236,39 @@ def test_keys_and_values_are_written_to_their_slots_and_those_of_padding_nowhere
     assert torch.equal(found.cpu(), expected)
 
 
+def turned(x, cos, sin):
+    """transformers' rotary embedding of the leading numbers of x [heads, rows, dim]."""
+    turning, rest = x[..., : cos.shape[1]], x[..., cos.shape[1] :]
+    low, high = turning.chunk(2, -1)
+    return torch.cat([turning * cos + torch.cat([-high, low], -1) * sin, rest], -1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "kv_heads, group, key_dim, value_dim, count",
+    [(2, 4, 32, 32, 32), (3, 1, 48, 32, 12), (1, 7, 80, 80, 80), (8, 4, 128, 128, 128)],
+)
+def test_queries_and_keys_are_rotated_with_torchs_bits_and_written(kv_heads, group, key_dim, value_dim, count, dtype):
+    """Some heads are strided, as those of one product for queries, keys and values are."""
+    layout, generator = Layout(kv_heads, key_dim, value_dim, dtype), torch.Generator().manual_seed(count)
+
+    def random(*shape):
+        return (torch.randn(shape, generator=generator) * 3).to(dtype)
+
+    pages, query = random(20, kv_heads, layout.width), random(kv_heads * group, 5, key_dim)
+    key, value = random(5, kv_heads, key_dim + value_dim).transpose(0, 1).split([key_dim, value_dim], 2)
+    cos, sin = random(5, count), random(5, count)
+    expected, found, on = pages.clone(), pages.to(DEVICE), [each.to(DEVICE) for each in (query, key, value, cos, sin)]
+    for row, slot in ((0, 7), (2, 3), (3, 19)):
+        expected[slot, :, : key_dim + value_dim] = torch.cat([turned(key, cos, sin), value], 2)[:, row]
+    slots = torch.tensor([7, 0, 3, 19, 0]).to(DEVICE)
+    made = rotate_and_write(found, on[0], on[1], on[2], slots, layout, RowRotation(on[3], on[4]))
+    assert torch.equal(made.cpu(), turned(query, cos, sin))
+    assert torch.equal(found.cpu(), expected)
+    if DEVICE.type == "cuda":
+        assert torch.equal(made, turned(on[0], *on[3:]))
+
+
 # What runs on tensor cores, and its items
 
 
@@ -311,6 +345,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from tree_kernels.tree_attention import Layout
+from tree_kernels.tree_attention.rotation import _rotate_write
 from tree_kernels.tree_attention.splits import ITEM, LINES
 from tree_kernels.tree_attention.tensor_cores import (
     NEAR_KEYS, NEAR_LINES, PROGRAMS, SUMMED_AT_ONCE, _far, _near, _write, stages_of, warps_of
@@ -352,6 +387,10 @@ attention(8, 4, 128, 16)
 attention(8, 8, 80, 16, windowed=True, sinks=True)
 attention(8, 2, 256, 64, capped=True, windowed=True)
 compiled(_write, [*["*bf16"] * 3, "*i64", *["i32"] * 4], dict(KV_HEADS=8, KEY=128, VALUE=128, PAD=128, WIDTH=256))
+heads = dict(KV_HEADS=8, KEY=128, KEY_PAD=128, VALUE=128, VALUE_PAD=128, WIDTH=256)
+for group, count in ((4, 128), (16, 32)):
+    types = [*["*bf16"] * 5, "*i64", *["*bf16"] * 2, *["i32"] * 6]
+    compiled(_rotate_write, types, heads | dict(GROUP=group, GROUP_PAD=group, TURNED=count), num_warps=1)
 """
 SHARED_BYTES = 232_448
 """Of an H100's multiprocessor, for one program."""
@@ -360,7 +399,7 @@ SHARED_BYTES = 232_448
 @pytest.mark.slow
 def test_the_kernels_compile_for_sm_90_without_spilling_and_use_its_tensor_cores():
     lines = printed_by(COMPILED)
-    assert len(lines) == 7
+    assert len(lines) == 9
     for line in lines:
         assert "STACK:0" in line and "LOCAL:0" in line, line
         assert int(re.search(r"SHARED (\d+)", line)[1]) <= SHARED_BYTES, line

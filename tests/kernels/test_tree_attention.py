@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from tree_kernels.commit import commit
-from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows, near_window, reference
+from tree_kernels.tree_attention import PAGE, FarRows, Layout, RowRotation, TreeRows, near_window, reference
 from tree_kernels.tree_attention.compiled import (
-    RowRotation,
     attend_compiled,
     compiled_step,
     why_not_compiled,

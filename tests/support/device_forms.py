@@ -14,6 +14,8 @@ CPU = torch.device("cpu")
 
 def load_as_on_a_gpu(folder, buckets, monkeypatch, dtype=torch.bfloat16):
     from verifier_service.models import load_target
+    from verifier_service.models.attention_layers import use_attention_layers
+    from verifier_service.models.device_attention import PagedAttention
     from verifier_service.models.device_norms import use_norm_kernel
     from verifier_service.models.device_pages import device_layouts
 
@@ -35,4 +37,5 @@ def load_as_on_a_gpu(folder, buckets, monkeypatch, dtype=torch.bfloat16):
 
     monkeypatch.setattr(torch, "mm", mm)
     target = load_target(folder, dtype, CPU, buckets)
+    use_attention_layers(target.model, target.run, target.max_positions, PagedAttention())
     return replace(target, layouts=device_layouts(target.run.probed))

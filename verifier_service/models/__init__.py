@@ -40,9 +40,10 @@ from tree_layers.tree_mixers import MixerLayout
 
 from verifier_service.collectives import Collectives
 from verifier_service.models.activations import make_activations_safe
-from verifier_service.models.attention_layers import use_attention_layers
+from verifier_service.models.attention_layers import CompiledAttention, use_attention_layers
 from verifier_service.models.comparing import check_logits, short_text
 from verifier_service.models.decoder_layers import use_decoder_layers
+from verifier_service.models.device_attention import PagedAttention
 from verifier_service.models.device_norms import use_norm_kernel
 from verifier_service.models.device_pages import attention_on_device, device_layouts
 from verifier_service.models.experts import seat_experts
@@ -267,8 +268,10 @@ def _load(
     attention = _choose_attention(run, device, by_kernels)
     layouts = device_layouts(run.probed) if by_kernels else tuple(layer.layout for layer in run.probed)
     if run.compiled and group is None:
-        use_attention_layers(model, run, positions)
+        use_attention_layers(model, run, positions, CompiledAttention())
         use_decoder_layers(model, run, positions)
+    if by_kernels and group is None:
+        use_attention_layers(model, run, positions, PagedAttention())
     check_logits(folder, model, seated, run, mixers, short_text(vocabulary, positions), library)
     if not mixers:
         check_layer_types(folder, model)

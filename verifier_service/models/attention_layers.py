@@ -1,7 +1,7 @@
-"""Gives attention layers of a target on a CPU a forward of few calls: products, one compiled call, a product.
+"""Gives attention layers of a target a forward of few calls: products, an attention that rotates, a product.
 
-A layer qualifies by what it computes: what it passes to the attention must be, bit for bit, what the compiled call's
-rotary embedding makes of the layer's products, and what it returns must be its output layer's product of the results.
+A layer qualifies by what it computes: what it passes to the attention must be, bit for bit, what the rotary embedding
+of our attention makes of the layer's products, and what it returns must be its output layer's product of the results.
 Products of several sizes are compared: a layer may clamp large ones.
 """
 
@@ -10,22 +10,26 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from tree_kernels.tree_attention import Layout, TreeRows
-from tree_kernels.tree_attention.compiled import CompiledStep, RowRotation, attend_compiled, compiled_step
+from tree_kernels.tree_attention import Layout, RowRotation, TreeRows
+from tree_kernels.tree_attention.compiled import CompiledStep, attend_compiled, compiled_step
 
 from verifier_service.models.families import attending_by
 from verifier_service.models.scaled_rows import SCALES, same_bits, scaled_results
-from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
+from verifier_service.models.seats import ATTENTION, ForwardContext, ProbedLayer, Seat
 
 RECORDING = "dendro_recording"
 """The attention that records its arguments and returns random rows."""
-PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")
-"""A layer's modules that our forward calls; the norms may be absent."""
+PROJECTIONS, OUTPUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
+"""A layer's products."""
+TOGETHER, ITS_OUTPUT = "query_key_value", "dense"
+"""Products of a layer that has one for queries, keys and values, a head's beside each other."""
+NORMS = ("q_norm", "k_norm")
+"""Norms of heads; a layer may have none."""
 ROWS = 8
 """Rows of the recorded forward."""
 FARTHEST = 1 << 20
@@ -44,11 +48,54 @@ class Attends:
     sinks: Tensor | None
 
 
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values [heads, rows, dim], before their rotation."""
+
+
+class AttentionForm(Protocol):
+    """An attention of ours that rotates queries and keys and writes keys and values to pages."""
+
+    def layout_of(self, layer: ProbedLayer) -> Layout | None:
+        """The layout of a layer's pages; None if this form does not attend it."""
+
+    def serves(self, run: ForwardContext, attends: Attends) -> bool:
+        """True if the rows and pages of the current forward are this form's."""
+
+    def attend(self, heads: Heads, run: ForwardContext, attends: Attends, rotation: RowRotation) -> Tensor:
+        """Attention [rows, heads, dim] of the rows of the current forward."""
+
+    def passes(self, heads: Heads, given: Heads, layout: Layout, scaling: float, rotation: RowRotation) -> bool:
+        """True if this form's rotation of these heads gives, bit for bit, those that were given to an attention."""
+
+
+class CompiledAttention:
+    """The compiled call, on a CPU."""
+
+    def layout_of(self, layer: ProbedLayer) -> Layout | None:
+        return layer.layout
+
+    def serves(self, run: ForwardContext, attends: Attends) -> bool:
+        # Rows of other types are those of an accelerator's kernels, which attend by the model's interface.
+        return isinstance(run.step, TreeRows)
+
+    def attend(self, heads: Heads, run: ForwardContext, attends: Attends, rotation: RowRotation) -> Tensor:
+        assert run.pages is not None
+        pool, how = run.pages.layers[attends.layer], (attends.window, attends.softcap, attends.sinks)
+        return attend_compiled(*heads, pool, run.compiled_step, attends.layout, attends.scaling, *how, rotation)
+
+    def passes(self, heads: Heads, given: Heads, layout: Layout, scaling: float, rotation: RowRotation) -> bool:
+        step, pools = recorded_step(), [layout.pool(1 + ROWS, rotation.cos.device) for _ in range(2)]
+        ours = attend_compiled(*heads, pools[0], step, layout, scaling, rotation=rotation)
+        theirs = attend_compiled(*given, pools[1], step, layout, scaling)
+        return ours.dtype == theirs.dtype and same_bits(*pools) and same_bits(ours, theirs)
+
+
 @dataclass(slots=True)
 class _Recorded:
     """Inputs and result of a layer, and the arguments that it passed to the attention."""
 
     scale: float = 1.0  # factor on the attention's results
+    args: tuple[Any, ...] = ()
     given: dict[str, Any] = field(default_factory=dict)
     query: Tensor | None = None
     key: Tensor | None = None
@@ -81,20 +128,20 @@ def _recording_attention(
     found.scaling, found.window, found.softcap, found.sinks = scaling, sliding_window, softcap, s_aux
     shape = 1, query.shape[2], query.shape[1], value.shape[3]
     rows = torch.randn(shape, generator=torch.Generator().manual_seed(query.shape[1]))
-    found.attended = rows.to(query.dtype) * found.scale
+    found.attended = rows.to(query) * found.scale
     return found.attended, None
 
 
 AttentionInterface.register(RECORDING, _recording_attention)
 
 
-def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions: int) -> int:
+def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions: int, form: AttentionForm) -> int:
     """Replace the forwards of the attention layers that compute what ours do; returns their number.
 
     positions: that the model has. Rows are recorded at positions up to the last, as some layers scale far queries.
-    Called when the layers' attention is compiled, and their products have their forms.
+    Called when the products of the layers have their forms.
     """
-    layers = [module for module in model.modules() if _has_parts(module)]
+    layers = [module for module in model.modules() if _has_parts(module, form)]
     with_hooks = []
     try:
         for layer in layers:
@@ -103,7 +150,7 @@ def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions:
             count = 0
             for layer in layers:
                 found = _recorded.get(id(layer))
-                if found is not None and (forward := _agreeing_forward(layer, run, found)) is not None:
+                if found is not None and (forward := _agreeing_forward(layer, run, found, form)) is not None:
                     layer.forward = forward
                     count += 1
             return count
@@ -115,7 +162,7 @@ def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions:
 @contextmanager
 def recording(model: PreTrainedModel, positions: int) -> Iterator[None]:
     """Context after a forward of ROWS rows, at positions up to the last, whose attention returned random rows."""
-    rows = torch.arange(ROWS)
+    rows = torch.arange(ROWS, device=model.device)
     tokens = rows * 7 % model.config.get_text_config().vocab_size
     places = rows * (min(positions, FARTHEST) - 1) // (ROWS - 1)
     try:
@@ -129,12 +176,26 @@ def recording(model: PreTrainedModel, positions: int) -> Iterator[None]:
 
 def _note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
     found = _recorded.setdefault(id(module), _Recorded())
-    found.given = {} if given else named
+    found.args, found.given = given, named
     found.made = made[0] if isinstance(made, tuple) and len(made) == 2 and made[1] is None else None
 
 
-def _has_parts(module: Any) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Linear) for name in PARTS[:4])
+def _has_parts(module: Any, form: AttentionForm) -> bool:
+    def has(*names: str) -> bool:
+        return all(isinstance(getattr(module, name, None), nn.Linear) for name in names)
+
+    return has(*PROJECTIONS, OUTPUT) or (has(TOGETHER, ITS_OUTPUT) and not isinstance(form, CompiledAttention))
+
+
+def _output(layer: Any) -> nn.Module:
+    made: nn.Module = layer.o_proj if hasattr(layer, OUTPUT) else layer.dense
+    return made
+
+
+def _hidden(args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
+    """The rows [1, rows, D] with which a layer is called."""
+    found = args[0] if len(args) == 1 else None if args else named.get("hidden_states")
+    return found if isinstance(found, Tensor) else None
 
 
 def rotation_of(given: dict[str, Any]) -> RowRotation | None:
@@ -145,8 +206,12 @@ def rotation_of(given: dict[str, Any]) -> RowRotation | None:
     return None
 
 
-def projected(layer: Any, hidden: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [heads, rows, dim] of hidden rows [1, rows, D], before their rotation."""
+def projected(layer: Any, hidden: Tensor, layout: Layout) -> Heads:
+    """Queries, keys and values of hidden rows [1, rows, D]."""
+    if hasattr(layer, TOGETHER):
+        heads = layer.query_key_value(hidden).view(hidden.shape[1], layout.kv_heads, -1).transpose(0, 1)
+        query, key, value = heads.split([layout.key_dim, layout.key_dim, layout.value_dim], 2)
+        return query, key, value
     query = layer.q_proj(hidden).view(hidden.shape[1], -1, layout.key_dim)
     key = layer.k_proj(hidden).view(hidden.shape[1], -1, layout.key_dim)
     value = layer.v_proj(hidden).view(hidden.shape[1], -1, layout.value_dim)
@@ -163,54 +228,55 @@ def recorded_step() -> CompiledStep:
     return compiled_step(TreeRows(rows, slots, near, [], ROWS))
 
 
-def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded) -> bool:
+def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded, form: AttentionForm) -> bool:
     """True if our forward gives the recorded arguments of the attention, and the recorded result, for the same rows."""
-    rotation, hidden = rotation_of(found.given), found.given.get("hidden_states")
-    if rotation is None or not isinstance(hidden, Tensor) or rotation.cos.dtype != hidden.dtype or found.made is None:
+    rotation, hidden = rotation_of(found.given), _hidden(found.args, found.given)
+    if rotation is None or hidden is None or rotation.cos.dtype != hidden.dtype or found.made is None:
         return False
     if found.query is None or found.key is None or found.value is None or found.attended is None:
         return False
-    step, pools = recorded_step(), [layout.pool(1 + ROWS, hidden.device) for _ in range(2)]
-    parts = projected(layer, hidden, layout)
-    ours = attend_compiled(*parts, pools[0], step, layout, scale, rotation=rotation)
-    theirs = attend_compiled(found.query[0], found.key[0], found.value[0], pools[1], step, layout, scale)
-    if ours.dtype != theirs.dtype or not same_bits(*pools) or not same_bits(ours, theirs):
+    given = found.query[0], found.key[0], found.value[0]
+    if not form.passes(projected(layer, hidden, layout), given, layout, scale, rotation):
         return False
-    return same_bits(layer.o_proj(found.attended.reshape(1, ROWS, -1)), found.made)
+    return same_bits(_output(layer)(found.attended.reshape(1, ROWS, -1)), found.made)
 
 
-def _agreeing_forward(layer: Any, run: ForwardContext, found: _Recorded) -> Callable[..., Any] | None:
+def _agreeing_forward(
+    layer: Any, run: ForwardContext, found: _Recorded, form: AttentionForm
+) -> Callable[..., Any] | None:
     """Our forward of a layer; None where its results are not the recorded, or others at another scale."""
     seat: Seat = layer.dendro_seat
-    layout, library = run.probed[seat.index].layout, layer.forward
+    layout, library = form.layout_of(run.probed[seat.index]), layer.forward
+    if layout is None:
+        return None
     scale = layout.key_dim**-0.5 if found.scaling is None else found.scaling
-    parts = [getattr(layer, name) for name in PARTS if isinstance(getattr(layer, name, None), nn.Module)]
+    names = (*PROJECTIONS, OUTPUT, TOGETHER, ITS_OUTPUT, *NORMS)
+    parts = [getattr(layer, name) for name in names if isinstance(getattr(layer, name, None), nn.Module)]
     try:
         with torch.inference_mode():
-            if not _agrees(layer, layout, scale, found):
+            if not _agrees(layer, layout, scale, found, form):
                 return None
             for factor in SCALES[1:]:
                 with scaled_results(parts, factor):
                     again = _recorded[id(layer)] = _Recorded(factor)
-                    layer(**found.given)
-                    if not _agrees(layer, layout, scale, again):
+                    layer(*found.args, **found.given)
+                    if not _agrees(layer, layout, scale, again, form):
                         return None
     except Exception:  # a layer of these parts may use them in any way
         return None
-    window, softcap, sinks = found.window, found.softcap, found.sinks
-    layer.dendro_attends = Attends(seat.index, layout, scale, window, softcap, sinks)
-    expected = found.given.keys()
+    attends = Attends(seat.index, layout, scale, found.window, found.softcap, found.sinks)
+    layer.dendro_attends = attends
+    expected, output = (len(found.args), found.given.keys()), _output(layer)
 
     def forward(*args: Any, **named: Any) -> Any:
-        rotation = None if args or named.keys() != expected else rotation_of(named)
+        rotation = rotation_of(named) if (len(args), named.keys()) == expected else None
         if rotation is None or run.pages is None or layer.config._attn_implementation != ATTENTION:
             return library(*args, **named)
-        if not isinstance(run.step, TreeRows):  # an accelerator's kernels run, which attend by the model's interface
+        if not form.serves(run, attends):
             return library(*args, **named)
-        hidden = named["hidden_states"]
-        query, key, value = projected(layer, hidden, layout)
-        pool, step = run.pages.layers[seat.index], run.compiled_step
-        made = attend_compiled(query, key, value, pool, step, layout, scale, window, softcap, sinks, rotation)
-        return layer.o_proj(made.view(1, len(made), -1)), None
+        hidden = _hidden(args, named)
+        assert hidden is not None
+        made = form.attend(projected(layer, hidden, layout), run, attends, rotation)
+        return output(made.view(1, len(made), -1)), None
 
     return forward

@@ -21,11 +21,10 @@ from tree_kernels.row_functions.shapes import UNIT, GateArgument, NormArgument, 
 from tree_kernels.tree_attention.compiled import (
     CompiledStep,
     HeadRows,
-    RowRotation,
     attention_kernels,
     layer_words,
 )
-from tree_kernels.tree_attention.rows import LOG2_E, Layout
+from tree_kernels.tree_attention.rows import LOG2_E, Layout, RowRotation
 from tree_kernels.tree_attention.shapes import BLOCK_ROWS, AttentionArgument, scratch_floats
 
 if TYPE_CHECKING:

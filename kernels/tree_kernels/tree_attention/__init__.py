@@ -5,7 +5,7 @@ CPU, and `triton.py`, whose import needs Triton, an accelerator's.
 """
 
 from tree_kernels.tree_attention.cpu import Prepared, attend, prepare, write
-from tree_kernels.tree_attention.rows import NEAR_CHOICES, PAGE, FarRows, Layout, TreeRows, near_window
+from tree_kernels.tree_attention.rows import NEAR_CHOICES, PAGE, FarRows, Layout, RowRotation, TreeRows, near_window
 
 __all__ = [
     "NEAR_CHOICES",
@@ -13,6 +13,7 @@ __all__ = [
     "FarRows",
     "Layout",
     "Prepared",
+    "RowRotation",
     "TreeRows",
     "attend",
     "near_window",

@@ -14,7 +14,7 @@ from torch import Tensor
 from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, helpers
 from tree_kernels.matmul.shapes import Precision, float_bits
-from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, TreeRows
+from tree_kernels.tree_attention.rows import LOG2_E, PAGE, FarRows, Layout, RowRotation, TreeRows
 from tree_kernels.tree_attention.shapes import (
     BLOCK_ROWS,
     TILE_LINES,
@@ -64,18 +64,6 @@ def _tiles() -> npt.NDArray[np.int64]:
     every = range(1, TILE_LINES + 1)
     names = [*map(scores_symbol, every), *map(sums_symbol, every), WEIGHTS_SYMBOL]
     return np.array([addresses[name] for name in names], np.int64)
-
-
-@dataclass(frozen=True, slots=True)
-class RowRotation:
-    """A step's rotary embedding: cosines and sines [padded, rotated] by which leading numbers of queries and keys turn.
-
-    x * cos + turned(x) * sin, where x's second half turned is its first, and its first half the second, negated; each
-    product and sum is rounded to the dtype of x.
-    """
-
-    cos: Tensor
-    sin: Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,3 +77,15 @@ class TreeRows:
     near: Tensor
     far: Sequence[FarRows]
     padded: int
+
+
+@dataclass(frozen=True, slots=True)
+class RowRotation:
+    """A step's rotary embedding: cosines and sines [padded, rotated] by which leading numbers of queries and keys turn.
+
+    x * cos + turned(x) * sin, where x's second half turned is its first, and its first half the second, negated; each
+    product and sum is rounded to the dtype of x.
+    """
+
+    cos: Tensor
+    sin: Tensor
