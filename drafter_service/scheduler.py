@@ -403,18 +403,15 @@ class DraftScheduler:
         return session
 
     def _fold_kept(self, session: DrafterText) -> None:
-        """Fold the last tree into the text's memory, if there is one. A fault ends this session alone."""
+        """Fold the last tree into the text's memory, if there is one, and free its nodes. A fault ends this session
+        alone."""
         if session.kept is None:
             return
         try:
-            self._fold(session, session.kept)
+            self._fold_path(session, session.kept)
+            self._drop_tree(session, session.kept)
         except BaseException as error:  # a panic of a native library is no Exception
             self._fault(session, error)
-
-    def _fold(self, session: DrafterText, draft_round: DraftRound) -> None:
-        """Add a fold of the last tree's nodes that the text went through to the next step, and free all its nodes."""
-        self._fold_path(session, draft_round)
-        self._drop_tree(session, draft_round)
 
     def _fold_path(self, session: DrafterText, draft_round: DraftRound) -> None:
         """Add a fold of a tree's nodes on the path of a text to the next step."""

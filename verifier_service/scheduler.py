@@ -534,9 +534,8 @@ class StepScheduler:
             if rows <= 0 or session.number in taken or not session.admitted or not session.waits:
                 continue
             first = session.opening is not None and rows == session.lacking < room
-            ask = (
-                self._followed(session) if first and session.masked else None
-            )  # the round that the opening announced, if it did
+            # The round that the opening announced, if it did.
+            ask = self._followed(session) if first and session.masked else None
             if self._hold(session, len(session.memory.consumed) + rows + (ask is not None), taken):
                 shares.append(StepShare(session, rows, ask, DraftTree.root_only(session.text.ids[-1]) if ask else None))
                 taken.add(session.number)

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -421,28 +420,3 @@ def _has_form(tree: DraftTree, shape: TreeShape) -> bool:
 def _levels(tree: DraftTree, shape: TreeShape) -> int:
     """Number of levels that were drafted."""
     return tree.depth if shape.stops else shape.depth
-
-
-class NoDrafter:
-    """The handle of a target that has no drafter."""
-
-    openings: Mapping[str, Opened] = MappingProxyType({})
-    fallbacks: Mapping[tuple[str, str], int] = MappingProxyType({})
-
-    def strike(self, arm: Arm) -> None:
-        return
-
-    async def prepare(self, text: Text, arm: Arm) -> None:
-        return
-
-    def order(self, text: Text, arm: Arm) -> Order | str:
-        return "no drafter"
-
-    def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
-        return
-
-    async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        return DraftTree.root_only(text.root)
-
-    async def close(self, text: Text) -> None:
-        return

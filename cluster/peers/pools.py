@@ -22,7 +22,7 @@ from dendro.text import Text
 
 from cluster.checkpoints import ClusterFacts
 from cluster.config import Config
-from cluster.peers.drafter import DrafterHandle, DrafterHandles, NoDrafter, SpeculationGate
+from cluster.peers.drafter import DrafterHandle, DrafterHandles, SpeculationGate
 from cluster.peers.opening import Leased, Pace, Pool
 from cluster.peers.stream import DRAFTER, VERIFIER, PeerStream, RemoteDrafter, RemoteVerifier, Streams
 from cluster.peers.verifier import PATIENCE_S, VerifierHandle
@@ -180,12 +180,10 @@ class Peers:
 
     def drafters(
         self, target: str, text: Text, gate: SpeculationGate, deadline_s: float = math.inf, adaptive: bool = True
-    ) -> DrafterHandles | NoDrafter:
+    ) -> DrafterHandles:
         """The drafters for a text, each leased when its first tree is requested and `gate.speculates`. `verifier` must
         have been called with the text before: trees keep that handle's limits. Arguments: as of
         `PeersPort.drafters`."""
-        if not self._config.drafters_of(target):
-            return NoDrafter()
         verifier, facts = self._verifiers[text], self._facts
 
         def make(name: str) -> DrafterHandle:

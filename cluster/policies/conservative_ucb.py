@@ -51,7 +51,6 @@ from cluster.policies.offers import Offer
 from cluster.policies.prices import Prices
 from cluster.policies.prior import NO_PRIOR, Prior, promised_tokens
 from cluster.policies.replay import Ranked, RankTrace, Replay, replayed
-from cluster.policies.trial import SpeculationTrial
 
 BETA = 0.2
 """Factor of the bonus b_k."""
@@ -201,9 +200,10 @@ class ConservativeUCB:
         return chosen
 
     def _choice(self, offer: Offer | None) -> Arm:
-        trial = self.experience.concurrency.trial if self._may_be_off else None
+        concurrency = self.experience.concurrency
+        trial = concurrency.trial if self._may_be_off else None
         self._resting = trial is not None and trial.resting
-        self._excluded = trial is not None and not (self._trees and self._may_guess(trial))
+        self._excluded = trial is not None and not (self._trees and concurrency.may_guess(trial, self._place))
         if self._excluded:
             return OFF_ARM
         self._paused = {drafter: left - 1 for drafter, left in self._paused.items() if left > 1}
@@ -418,6 +418,3 @@ class ConservativeUCB:
             return
         rounds = self._pauses.get(drafter, 1)
         self._paused[drafter], self._pauses[drafter] = 1 + rounds, PAUSE_GROWTH * rounds
-
-    def _may_guess(self, trial: SpeculationTrial) -> bool:
-        return self.experience.concurrency.may_guess(trial, self._place)

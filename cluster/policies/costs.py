@@ -58,6 +58,10 @@ class Cost:
         """True after TRIED measurements."""
         return self.count >= TRIED
 
+    def at_most(self, count: int) -> Cost:
+        """A copy that weighs as at most `count` measurements."""
+        return Cost(self.us, min(self.count, count))
+
     def learn(self, us: float) -> None:
         """Record a measurement in microseconds; 0 if no draft came."""
         self.count += 1
@@ -274,11 +278,11 @@ class Costs:
         PRIOR_ROUNDS."""
         most = int(PRIOR_ROUNDS)
         return Costs(
-            hop=Cost(self.hop.us, min(self.hop.count, most)),
-            plain_hop=Cost(self.plain_hop.us, min(self.plain_hop.count, most)),
-            ahead=Cost(self.ahead.us, min(self.ahead.count, most)),
-            opening=Cost(self.opening.us, min(self.opening.count, most)),
-            draft={arm: Cost(cost.us, min(cost.count, most)) for arm, cost in self.draft.items()},
+            hop=self.hop.at_most(most),
+            plain_hop=self.plain_hop.at_most(most),
+            ahead=self.ahead.at_most(most),
+            opening=self.opening.at_most(most),
+            draft={arm: cost.at_most(most) for arm, cost in self.draft.items()},
             step=self.step.at_most(PRIOR_ROUNDS),
             texts=self.texts,
             tried=Counter({rows: min(count, most) for rows, count in self.tried.items()}),

@@ -237,7 +237,8 @@ class Admission:
         written = record.turn_of(request_id) if record is not None else None
         earlier = record.tokens if record is not None else ()
         before = list(earlier[: written.start] if written is not None else earlier)
-        prompt = await self._prompt(request, served, before)
+        ids = await ids_of_prompt(request, served, self._config.router.max_prompt_bytes, before)
+        prompt = before + ids if before else ids
         allowance.check_prompt(len(prompt))
         if request.echo:
             check_echo("echo", len(prompt) - len(before), logprobs)
@@ -319,11 +320,6 @@ class Admission:
         if served.tokenizer.fingerprint != record.tokenizer:
             raise BadRequest("session", f"was written with another tokenizer than {served.name!r} has now")
         return served
-
-    async def _prompt(self, request: pb.GenerateRequest, served: Served, earlier: list[int]) -> list[int]:
-        """The text before the answer: the session's `earlier` text and this request's prompt."""
-        ids = await ids_of_prompt(request, served, self._config.router.max_prompt_bytes, earlier)
-        return earlier + ids if earlier else ids
 
     def _new_tokens(
         self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int], allowance: Allowance

@@ -89,7 +89,7 @@ class Priors:
             if found is not None:
                 prior = self._remember(key)
                 found.add(prior)  # requests that ended here during the read are newer
-                prior.lengths, prior.ranks, prior.promises = found.lengths, found.ranks, found.promises
+                prior.replace_rounds(found)
                 experience.take(found.costs)
                 experience.concurrency.begin_trials(found.gains)
                 prior.costs = experience.hints()

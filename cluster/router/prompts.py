@@ -140,25 +140,24 @@ def _message(field: str, given: pb.ChatMessage) -> dict[str, Any]:
 
 def _objects(field: str, text: str) -> list[dict[str, Any]]:
     """The objects of a JSON array; none of an empty text."""
-    try:
-        found = json.loads(text or "[]")
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(field, f"is not JSON: {error}") from None
+    found = _parsed(field, text or "[]")
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise BadRequest(field, "must be a JSON array of objects")
     return found
 
 
 def _template_names(text: str) -> Mapping[str, Any]:
-    if not text:
-        return {}
-    try:
-        names = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest("chat_template_kwargs", f"is not JSON: {error}") from None
+    names = _parsed("chat_template_kwargs", text or "{}")
     if not isinstance(names, dict):
         raise BadRequest("chat_template_kwargs", "must be a JSON object")
     return names
+
+
+def _parsed(field: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(field, f"is not JSON: {error}") from None
 
 
 def _in_vocabulary(ids: list[int], served: Served) -> list[int]:

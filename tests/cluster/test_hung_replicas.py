@@ -31,7 +31,6 @@ from cluster import deploy
 from cluster.app import VerifierShell
 from cluster.arms import OFF_ARM
 from cluster.config import Config
-from cluster.peers.drafter import NoDrafter
 from cluster.peers.opening import Opening, Pace
 from cluster.peers.verifier import VerifierHandle
 from cluster.policies import Static
@@ -39,7 +38,7 @@ from cluster.redis_server import RedisServer
 from cluster.router.rounds import rounds
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
-from tests.support.fakes import FakeVerifier, RemotePool, new_text, plain
+from tests.support.fakes import FakeVerifier, NoDrafter, RemotePool, new_text, plain
 from tests.support.sockets import until, verifier_at
 from tests.support.tiny_drafters import make_drafter
 from tests.support.tiny_models import make_checkpoint

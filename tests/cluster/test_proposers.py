@@ -16,7 +16,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.arms import Arm
-from cluster.peers.drafter import NoDrafter
 from cluster.policies import Experience, Static
 from cluster.policies.experience import Concurrency
 from cluster.proposers import lookup, suffix
@@ -26,6 +25,7 @@ from cluster.proposers.proposals import TENANTS, Chances, ProposalLibrary, Propo
 from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan
+from tests.support.fakes import NoDrafter
 
 STRINGS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 """With so few different tokens that most substrings recur."""

@@ -20,7 +20,6 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
-from cluster.peers.drafter import NoDrafter
 from cluster.peers.pools import Peers
 from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, RunningRequest, Static
 from cluster.router.ingress import Ingress
@@ -29,6 +28,7 @@ from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.sessions import MemorySessions
 from tests.support import fakes
 from tests.support.edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
+from tests.support.fakes import NoDrafter
 from tests.support.virtual_time import SetClock
 
 PROMPT = "walk the "

@@ -13,7 +13,6 @@ from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm
-from cluster.peers.drafter import NoDrafter
 from cluster.policies import Experience, Static
 from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
 from cluster.policies.experience import Concurrency
@@ -21,6 +20,7 @@ from cluster.policies.prices import Marginal
 from cluster.policies.stopping import FIRST_H, StopRule
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan
+from tests.support.fakes import NoDrafter
 
 CHAIN = MarginalShape(DynamicShape(1, 8, 8))
 ARM = Arm("mamba", CHAIN)

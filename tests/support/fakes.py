@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from dendro.calls import (
     PROTOCOL_VERSION,
@@ -24,10 +25,12 @@ from dendro.calls import (
 )
 from dendro.errors import BadRequest, NotFound, Overloaded, PeerLost
 from dendro.measured import StepTotals
+from dendro.order import Order
 from dendro.shapes import DEFAULT_DEPTH, LevelShape
 from dendro.text import Limits, Sampling, Text, Verdict, cut_verdict
 from dendro.tree import DraftTree, full_tree
 
+from cluster.arms import Arm
 from cluster.peers.opening import Leased
 from cluster.peers.stream import DRAFTER, VERIFIER, RemoteDrafter, RemoteVerifier, Streams
 
@@ -272,3 +275,28 @@ class RemotePool:
             token = await self.lease_at(address) if self.lease_at else ""
             return Leased(self.far(stream), stream.hello, token, address)
         raise error or PeerLost("no addresses")
+
+
+class NoDrafter:
+    """Drafters of a request that make no tree, whatever the arm."""
+
+    openings: Mapping[str, Opened] = MappingProxyType({})
+    fallbacks: Mapping[tuple[str, str], int] = MappingProxyType({})
+
+    def strike(self, arm: Arm) -> None:
+        return
+
+    async def prepare(self, text: Text, arm: Arm) -> None:
+        return
+
+    def order(self, text: Text, arm: Arm) -> Order | str:
+        return "no drafter"
+
+    def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
+        return
+
+    async def draft(self, text: Text, arm: Arm) -> DraftTree:
+        return DraftTree.root_only(text.root)
+
+    async def close(self, text: Text) -> None:
+        return
