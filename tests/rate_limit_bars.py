@@ -156,7 +156,7 @@ def report(idle: list[float], beside: list[float], flood: dict) -> None:
     print(f"| answered with 429 | {rest} | |")
     print(f"| other ends | {flood['requests'] - given - rest} | 0 |")
     print(f"| first token of the other key, median of {len(idle)}, idle cluster | {first:.1f} ms | |")
-    print(f"| the same beside the flood, of {len(beside)} | {second:.1f} ms | |")
+    print(f"| first token of the other key, median of {len(beside)}, beside the flood | {second:.1f} ms | |")
     print(f"| ratio | {second / first:.2f} | at most {MOST} |")
 
 

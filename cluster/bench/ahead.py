@@ -177,7 +177,7 @@ async def recorded(
         before = drafters[0].prepare(sessions[0])
         drafters[1].prepare(sessions[1])  # computes noise alone
         verdict = await text.verify(verifier, tree, held)
-        if len(text.text) > begin:  # nothing is prepared before the first
+        if len(text.text) > begin:  # no tree is prepared before the first round
             own = tuple(spans[each] for each in of)
             found.append(AheadRound(len(verdict.tokens), verdict.verify_us, draft_us, tuple(steps), own, used))
         held = len(text.text)

@@ -100,7 +100,7 @@ class LibraryModel:
         return logits
 
     def margin(self, ids: Sequence[int], scores_of: ScoresOf = torch.Tensor.float) -> float:
-        """The difference of the two best scores after `ids`. scores_of: makes scores of logits; by default the same"""
+        """The difference of the two best scores after `ids`. scores_of: turns logits into scores; default: no change"""
         best = scores_of(self.logits(ids)).topk(2).values
         return float(best[0] - best[1])
 

@@ -200,7 +200,7 @@ class CheckpointTokenizer:
             return self._by_library(list(ids))
         tokens: list[str] = []
         for is_byte, run in groupby(self.visible(ids), self._bytes.__contains__):
-            if is_byte:  # one token per character: text that spells a byte token is not one
+            if is_byte:  # joined characters count as text, even if they spell the name of a byte token
                 tokens += bytes(map(self._bytes.__getitem__, run)).decode(errors="replace")
             else:
                 tokens += filter(None, map(self._backend.id_to_token, run))

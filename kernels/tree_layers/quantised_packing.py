@@ -58,7 +58,7 @@ def seconds_of(weight: PackedWeight, rows: Tensor) -> float:
 
 
 def random_blocks(form: QuantisedForm, outputs: int, inputs: int, generator: torch.Generator) -> QuantisedBlocks:
-    """Blocks that fit, for measurements."""
+    """Random blocks of a weight [outputs, inputs], for measurements."""
     its = FORMS[form]
     scales = torch.rand(outputs, inputs // its.block, generator=generator).half() / 64
     kind = torch.float32 if its.wide else torch.float16

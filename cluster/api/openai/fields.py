@@ -191,7 +191,7 @@ def _format(fields: Fields) -> Structure | None:
             made = Structure.json_schema({"type": "object"})
         case "json_schema":
             given = Fields(fields.take("json_schema", JsonType.OBJECT) or {}, "response_format.json_schema.")
-            for name in ("name", "description"):  # described to no model: the structure is enforced
+            for name in ("name", "description"):  # unused: no model reads them
                 given.take(name, JsonType.STRING)
             given.take("strict", JsonType.BOOLEAN)  # a structure is always enforced
             made = Structure.json_schema(given.take("schema", JsonType.OBJECT) or {})
