@@ -115,17 +115,15 @@ async def test_a_killed_router_leaves_no_lease_behind():
 @pytest.mark.timeout(300)  # starting Ray alone may take more than 100 s beside another test's Ray
 def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_changes_no_token(monkeypatch):
     """One test for all that needs Ray, whose start takes 15 s on two cores."""
-    import psutil
     import ray  # noqa: F401 - before the cluster starts, as a program may have done
     from dendro.answer import Round
     from dendro.client import AsyncClient
 
     from cluster import deploy
-    from cluster.redis_server import RedisServer
+    from tests.support.deployed import no_process_left, use_deployed
     from tests.support.toy_cluster import LOADERS, toy_config
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    before = set(psutil.Process().children(recursive=True))
 
     async def use(address: str) -> None:
         async with AsyncClient(address) as client:
@@ -155,14 +153,8 @@ def test_on_serve_a_request_is_one_call_per_replica_and_a_killed_replica_changes
             with pytest.raises(NotFound):
                 await client.generate_text([5, 6, 7], session="unknown")
 
-    with RedisServer() as server:
-        address = deploy.start(toy_config(), server.url, **LOADERS)
-        try:
-            asyncio.run(use(address))
-        finally:
-            deploy.stop()
-    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
-    assert left == []
+    with no_process_left():
+        use_deployed(toy_config(), use, **LOADERS)
 
 
 def test_replicas_start_with_the_environment_that_row_independence_needs():

@@ -15,9 +15,8 @@ import pytest
 from dendro.client import AsyncClient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from cluster import deploy
-from cluster.redis_server import RedisServer
 from cluster.serve_config import APPLICATION
+from tests.support.deployed import no_process_left, use_deployed
 from tests.support.fakes import plain, slow_verifier
 from tests.support.scraped import total
 from tests.support.toy_cluster import LOADERS, toy_config
@@ -79,7 +78,6 @@ def test_on_serve_clients_call_routers_at_their_own_ports_and_the_death_of_one_f
         for each in (name, name.upper()):
             monkeypatch.setenv(each, "http://127.0.0.1:1")
     config = toy_config(router={"resources": {"cpu": 0.1}, "replicas": 2}, grpc={"share_port": False})
-    before = set(psutil.Process().children(recursive=True))
 
     async def use(addresses: str) -> None:
         routers = await all_healthy(2)
@@ -109,14 +107,8 @@ def test_on_serve_clients_call_routers_at_their_own_ports_and_the_death_of_one_f
         assert stats[0]["pid"] not in {each["pid"] for each in await asyncio.to_thread(each_router, "stats")}
         await all_healthy(2)
 
-    with RedisServer() as server:
-        addresses = deploy.start(config, server.url, **LOADERS | {"verifier": slow_verifier})
-        try:
-            asyncio.run(use(addresses))
-        finally:
-            deploy.stop()
-    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
-    assert left == []
+    with no_process_left():
+        use_deployed(config, use, **LOADERS | {"verifier": slow_verifier})
 
 
 @pytest.mark.cluster
@@ -161,9 +153,4 @@ def test_an_abort_behind_one_address_of_two_routers_ends_a_request_at_either(mon
             assert await client.abort(names[0]) == 0
         assert not any(each["running"] for each in await asyncio.to_thread(each_router, "stats"))
 
-    with RedisServer() as server:
-        address = deploy.start(config, server.url, **LOADERS | {"verifier": slow_verifier})
-        try:
-            asyncio.run(use(address))
-        finally:
-            deploy.stop()
+    use_deployed(config, use, **LOADERS | {"verifier": slow_verifier})

@@ -8,18 +8,16 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
 from ray.serve.config import AutoscalingConfig
 
-from cluster import deploy
 from cluster.app import build
 from cluster.config import Config
-from cluster.redis_server import RedisServer
 from cluster.scaling import LOAD, by_answers, by_load, replicas_for
 from cluster.serve_config import APPLICATION
+from tests.support.deployed import no_process_left, use_deployed
 from tests.support.fakes import plain, slow_verifier
 from tests.support.toy_cluster import LOADERS, toy_config
 
@@ -101,7 +99,6 @@ def test_on_serve_routers_are_added_and_removed_by_their_requests_and_no_stream_
     """A removed router's streams outlast its drain: their clients resume them at the one that stays."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     config = toy_config(router={"resources": {"cpu": 0.1}, "autoscaling": SCALING, "drain_s": 0.5})
-    before = set(psutil.Process().children(recursive=True))
 
     async def use(address: str) -> None:
         async def stream(client: AsyncClient, first: int, count: int) -> None:
@@ -127,11 +124,5 @@ def test_on_serve_routers_are_added_and_removed_by_their_requests_and_no_stream_
         for client in clients:
             await client.close()
 
-    with RedisServer() as server:
-        address = deploy.start(config, server.url, **LOADERS | {"verifier": slow_verifier})
-        try:
-            asyncio.run(use(address))
-        finally:
-            deploy.stop()
-    left = [child for child in psutil.Process().children(recursive=True) if child not in before]
-    assert left == []
+    with no_process_left():
+        use_deployed(config, use, **LOADERS | {"verifier": slow_verifier})

@@ -14,10 +14,9 @@ from dendro.answer import Round
 from dendro.client import AsyncClient
 from dendro.text import Sampling
 
-from cluster import deploy
 from cluster.config import Config
-from cluster.redis_server import RedisServer
 from tests.support import tiny_models
+from tests.support.deployed import use_deployed
 from tests.support.routers import RoundByRound
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
@@ -74,10 +73,5 @@ def test_a_sharded_replica_on_serve_gives_the_tokens_of_its_degree_and_survives_
                 assert ids == expected
             assert worker_pids() and worker_pids() != first, "another replica, with its own worker"
 
-    with RedisServer() as server:
-        address = deploy.start(config, server.url)
-        try:
-            asyncio.run(use(address))
-        finally:
-            deploy.stop()
+    use_deployed(config, use)
     assert worker_pids() == []

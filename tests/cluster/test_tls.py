@@ -16,17 +16,16 @@ from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest, PeerLost, Unauthenticated
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 
-from cluster import deploy
 from cluster.api.access_files import access_problems
 from cluster.api.callers import Callers
 from cluster.api.grpc import serve_router
 from cluster.api.keys import ApiKeys, new_key, write_keys
 from cluster.config import Config
 from cluster.peers.stream import DRAFTER, VERIFIER, PeerStream
-from cluster.redis_server import RedisServer
 from cluster.router.allowance import KeyLimits
 from cluster.serve_config import APPLICATION
 from tests.support.certificates import Authority
+from tests.support.deployed import use_deployed
 from tests.support.edge import EdgePeers, config, ingress
 from tests.support.fakes import FakeDrafter, FakeVerifier, plain
 from tests.support.toy_cluster import LOADERS, toy_config
@@ -222,9 +221,4 @@ def test_a_cluster_on_serve_has_keys_and_tls_between_all_of_its_parts(tmp_path, 
             assert not await greets(where, kind, None)
             assert await greets(where, kind, files_of(authority, "router"))
 
-    with RedisServer() as server:
-        address = deploy.start(checked, server.url, **LOADERS)
-        try:
-            asyncio.run(use(address))
-        finally:
-            deploy.stop()
+    use_deployed(checked, use, **LOADERS)

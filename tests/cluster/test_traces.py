@@ -21,15 +21,14 @@ from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1.generation_pb2_grpc import GenerationServiceStub
 
-from cluster import deploy
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
 from cluster.peers.opening import Opening
-from cluster.redis_server import RedisServer
 from cluster.router.ingress import Ingress
 from cluster.router.traces import MOST_EVENTS, OpenTelemetryTracer
 from cluster.sections import TraceExport
 from cluster.sessions import MemorySessions
+from tests.support.deployed import use_deployed
 from tests.support.edge import SERVED, EdgePeers, config
 from tests.support.fakes import FakeDrafter, FakeVerifier, new_text
 from tests.support.http_api import HELLO, HELLO_TEXT, http_at, post
@@ -228,13 +227,8 @@ def test_a_router_on_serve_that_stops_sends_its_last_spans(monkeypatch, tmp_path
             for first in range(3):
                 await client.generate_text([first, 6, 7], max_new_tokens=4)
 
-    with RedisServer() as server:
-        ingress = partial(toy_ingress, tracer=WrittenTracer(str(tmp_path / "spans")))
-        address = deploy.start(toy_config(), server.url, **LOADERS | {"ingress": ingress})
-        try:
-            asyncio.run(ask(address))
-        finally:
-            deploy.stop()
+    ingress = partial(toy_ingress, tracer=WrittenTracer(str(tmp_path / "spans")))
+    use_deployed(toy_config(), ask, **LOADERS | {"ingress": ingress})
     assert (tmp_path / "spans").read_text() == "3"
 
 
