@@ -108,11 +108,6 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._pause_s = FIRST_BACKOFF_S
         self._not_before_s = 0.0
 
-    @property
-    def openings(self) -> dict[str, Opened]:
-        """The first opening, where there was one."""
-        return {} if self.opened is None else {self.name: self.opened}
-
     def strike(self) -> None:
         """Count a malformed tree; after STRIKES of them no more are requested."""
         self._strikes += 1
@@ -391,13 +386,11 @@ class DrafterHandles:
                 handle.skip(text)
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        if arm.drafted:
-            self._handle(arm.maker)
-        tree = DraftTree.root_only(text.root)
-        for name, handle in self.handles.items():  # handles that are not asked count the round as idle
-            made = await handle.draft(text, arm)
-            tree = made if name == arm.maker else tree
-        return tree
+        asked = self._handle(arm.maker) if arm.drafted else None
+        for handle in self.handles.values():
+            if handle is not asked:  # it counts the round as idle
+                handle.skip(text)
+        return DraftTree.root_only(text.root) if asked is None else await asked.draft(text, arm)
 
     def _handle(self, name: str) -> DrafterHandle:
         if name not in self.handles:
