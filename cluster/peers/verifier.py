@@ -163,7 +163,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         give_up_s = self._clock() + self._patience_s
         forgotten, refused = 0, False
         while True:
-            opening = await self._current_opening(text)
+            opening = await self._current_opening()
             began_s = self._clock()
             call = VerifyCall(opening.update(text), tree, tree.ahead, tree.order, tree.ordered)
             try:
@@ -213,7 +213,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         leased = old.leased if same else None
         self._opening_task = self._background.start(self._lease_and_open(text, old, leased))
 
-    async def _current_opening(self, text: Text) -> Opening[VerifierPeer]:
+    async def _current_opening(self) -> Opening[VerifierPeer]:
         if self._opening is None and self._opening_task is not None:
             await asyncio.shield(self._opening_task)
         if self._opening is None:
