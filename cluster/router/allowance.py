@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from dendro.clock import Clock
 from dendro.errors import BadRequest, LimitReached
@@ -40,13 +40,11 @@ class KeyLimits:
         def part(limit: int | None) -> int | None:
             return None if limit is None else max(1, limit // routers)
 
-        return KeyLimits(
-            part(self.requests_per_minute),
-            part(self.tokens_per_minute),
-            part(self.answers),
-            self.prompt_tokens,
-            self.new_tokens,
-            self.structures,
+        return replace(
+            self,
+            requests_per_minute=part(self.requests_per_minute),
+            tokens_per_minute=part(self.tokens_per_minute),
+            answers=part(self.answers),
         )
 
 
