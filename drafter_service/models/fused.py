@@ -394,7 +394,7 @@ class FusedStateMemory(OneCallLevels, StateSlots):
         self.fold(folds)
 
     def fold_rest(self) -> None:
-        pass  # `fold_first` leaves nothing
+        pass  # `fold_first` has folded all texts
 
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
         table[:, shapes.SOURCE] = np.where(parents == NO_NODE, texts, self.first_node + parents)
