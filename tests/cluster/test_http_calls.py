@@ -242,11 +242,19 @@ async def test_log_probabilities_are_of_all_tokens_and_special_tokens_other_than
         assert tokens.count("[TOOL_CALLS]") == 1 and tokens.count(TAG) == 2
 
 
-@pytest.mark.parametrize("fields", [{"response_format": {"type": "json_object"}}, {"structure": {"regex": "a+"}}])
-async def test_a_structure_is_refused_by_name_beside_tools_that_an_answer_may_call(tmp_path, fields):
-    async with scripted(scripted_tokenizer(tmp_path, HERMES)) as target:
+@pytest.mark.parametrize(
+    ("style", "fields", "reason"),
+    [
+        ("mistral", {"response_format": {"type": "json_object"}}, r"the special token \[TOOL_CALLS\]"),
+        ("mistral", {"structure": {"regex": "a+"}}, r"the special token \[TOOL_CALLS\]"),
+        ("hermes", {"structure": {"grammar": 'start: "a"'}}, "a grammar has no calls"),
+    ],
+    ids=["format", "structure", "grammar"],
+)
+async def test_a_structure_that_cannot_also_have_calls_is_refused_by_name_beside_tools(tmp_path, style, fields, reason):
+    async with scripted(scripted_tokenizer(tmp_path, TEMPLATES[style], SPECIAL)) as target:
         asked = {"model": "demo", "messages": HELLO, "tools": [TIME], "extra_body": fields}
-        with pytest.raises(openai.BadRequestError, match="beside tools") as refused:
+        with pytest.raises(openai.BadRequestError, match=f"beside tools.*{reason}") as refused:
             await target.client.chat.completions.create(**asked)
         assert refused.value.param == next(iter(fields))
 

@@ -165,6 +165,54 @@ async def several_calls(client, model, seed) -> int:
     return len(calls)
 
 
+CITY = tool("city", {"name": {"enum": ["Oslo", "Rome"]}, "large": {"type": "boolean"}})["function"]["parameters"]
+
+
+@pytest.mark.slow
+async def test_an_answer_beside_tools_is_calls_or_has_the_form_that_is_asked_for(tmp_path):
+    async with calling(tmp_path) as client:
+        for model in ("hermes", "llama", "lonely"):
+            found = set()
+            for seed in range(40):
+                found.add(await call_or_city(client, model, seed))
+                if found >= {"tool_calls", "stop"}:
+                    break
+            assert found >= {"tool_calls", "stop"}, f"{model}: either can be the answer"
+        broken = {"json_schema": {"name": "city", "schema": {"pattern": "(?=x)", "type": "string"}}}
+        for fields, param in (
+            ({"response_format": {"type": "json_schema"} | broken}, "response_format.json_schema"),
+            ({"tools": [TIME, tool("f", {"a": {"contains": {}}})]}, "tools[1].function.parameters"),
+            ({"tools": [tool(f"f{each}", {"a": {"const": "a" * 1000}}) for each in range(99)]}, "tools"),
+        ):
+            with pytest.raises(openai.BadRequestError) as refused:
+                await client.chat.completions.create(**form_beside_tools("hermes", 1) | fields)
+            assert refused.value.param == param, refused.value
+
+
+def form_beside_tools(model, seed) -> dict[str, Any]:
+    form = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY}}
+    asked = ASKED | {"model": model, "tools": TOOLS, "response_format": form, "seed": seed, "max_tokens": 200}
+    return asked | {"parallel_tool_calls": model == "llama"}
+
+
+async def call_or_city(client, model, seed) -> str:
+    """Why an answer that is one of both ended; it is the same whole and streamed."""
+    asked = form_beside_tools(model, seed) | {"extra_headers": {"Idempotency-Key": f"{model}-{seed}"}}
+    whole = (await client.chat.completions.create(**asked)).choices[0]
+    if whole.message.tool_calls:
+        for each in whole.message.tool_calls:
+            described = next(one["function"] for one in TOOLS if one["function"]["name"] == each.function.name)
+            assert [*json.loads(each.function.arguments)] == described["parameters"]["required"]
+    elif whole.finish_reason == "stop":
+        assert [*json.loads(whole.message.content)] == CITY["required"]
+    parts = [part.choices[0] async for part in await client.chat.completions.create(**asked, stream=True)]
+    assert "".join(part.delta.content or "" for part in parts) == (whole.message.content or "")
+    assert [each.id for part in parts for each in part.delta.tool_calls or []] == [
+        each.id for each in whole.message.tool_calls or []
+    ]
+    return whole.finish_reason
+
+
 async def cut_off(client) -> None:
     """A call that the length cuts off is no finished one."""
     asked = ASKED | {"model": "hermes", "tools": [WEATHER], "tool_choice": "required", "temperature": 0}

@@ -128,6 +128,14 @@ class CallFormat:
             rules += [f"call_{index}: {before} arguments_{index}", f"arguments_{index}: %json {json.dumps(schema)}"]
         return Structure.grammar("\n".join(rules))
 
+    def structure_or(self, schemas: Mapping[str, Mapping[str, Any]], several: bool, answer: str) -> Structure:
+        """A call of one of these functions with its marker, or several where the template writes them, or an answer.
+        answer: the right side of its rule, which comes last"""
+        made = self.structure_of_several if several and self.between is not None else self.structure
+        start, *rules = made(schemas).texts[0].split("\n")
+        called = f"{json.dumps(self.marker) if self.marks.marker else ''} ({start.removeprefix('start: ')})"
+        return Structure.grammar("\n".join([f"start: answer | {called}", *rules, f"answer: {answer}"]))
+
     def parsed(self, text: str) -> Call | None:
         """The call in the text of an answer so far; None before its name is whole."""
         found = re.match(re.escape(self.opening) + r'"([\w-]+)"' + re.escape(self.middle), text)

@@ -16,11 +16,11 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.openai.answers import AnswerForm, ChatForm
 from cluster.api.openai.calls import CallForm, CallFormat
-from cluster.api.openai.errors import renamed
+from cluster.api.openai.errors import line_field, renamed
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
 from cluster.api.openai.mixed import MixedForm, MixedParts
-from cluster.api.openai.reasoning import ReasoningMarkers, ReasoningPlace, markers_of
-from cluster.api.openai.tools import ArgumentsBudget, read_calls, read_tools
+from cluster.api.openai.reasoning import ReasoningMarkers, ReasoningPlace, is_plain, markers_of, rule_of
+from cluster.api.openai.tools import ArgumentsBudget, Tools, read_calls, read_tools
 from cluster.router.prompts import check_messages, special_tokens_of, text_of_chat
 from cluster.router.tokenizer import Tokenizer
 
@@ -68,9 +68,8 @@ def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) 
     shown += [markers.begin, markers.end] if markers is not None else []
     chat = dataclasses.replace(chat, tools=tools.described, shown_tokens=shown)
     asked = http_request(fields, chat, options, request_id, NAMES)
-    if marks is not None and asked.message.HasField("structure"):
-        name = "structure" if "structure" in body else "response_format"
-        raise BadRequest(name, "is given beside tools that the answer may call; give one of them")
+    if calls is not None and asked.message.HasField("structure"):
+        asked = _or_calls(asked, calls, tools, tokenizer)
     place = ReasoningPlace.ENDED
     if markers is not None:
         place = _place(asked.message, markers, tokenizer)
@@ -96,6 +95,27 @@ def _place(
     prompt has after the template's text"""
     check_messages(message.chat.messages, MAX_MESSAGE_BYTES)
     return markers.place(text_of_chat(message.chat, tokenizer, bool(message.session)).removesuffix(marker))
+
+
+def _or_calls(asked: HttpRequest, calls: CallFormat, tools: Tools, tokenizer: Tokenizer) -> HttpRequest:
+    """Let the answer be calls, or text of the request's structure. Raises BadRequest where no structure has both."""
+    structure = structure_from(asked.message)
+    assert structure is not None
+    answer, named = rule_of(structure), renamed(structure.field, asked.names)
+    if answer is None or not is_plain(calls.marks.marker, tokenizer):
+        raise BadRequest(
+            named.partition(".")[0],
+            "is given beside tools that the answer may call; give one of them, as "
+            + ("a grammar has no calls" if answer is None else f"no structure has the special token {calls.marker}"),
+        )
+    try:
+        either = calls.structure_or(tools.schemas, tools.parallel, answer)
+    except BadRequest as error:  # the schemas are too long together
+        raise BadRequest("tools", error.reason) from None
+    fill_structure(asked.message.structure, either)
+    text = either.texts[0]
+    names = {line_field(either.field, text.count("\n") + 1): named} | tools.fields_at(text)
+    return dataclasses.replace(asked, names={**asked.names, either.field: named, **names})
 
 
 def _after_reasoning(

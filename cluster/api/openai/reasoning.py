@@ -55,8 +55,7 @@ class ReasoningMarkers:
     def structure(self, structure: Structure, begun: bool, tokenizer: Tokenizer) -> Structure | None:
         """A structure that begins after the reasoning, which an answer has if it was `begun`, and else may have. None
         where there is no such structure: a marker is a special token, which no structure has, or it is a grammar."""
-        markers = [token for each in (self.begin, self.end) for token in tokenizer.encode(each, begins=False)]
-        if tokenizer.visible(markers) != markers or (answer := _rule(structure)) is None:
+        if not is_plain(self.begin + self.end, tokenizer) or (answer := rule_of(structure)) is None:
             return None
         begin, end = rf"\s*{literal(self.begin)}", literal(self.end)
         rules = [
@@ -67,7 +66,13 @@ class ReasoningMarkers:
         return Structure.grammar("\n".join(rules))
 
 
-def _rule(structure: Structure) -> str | None:
+def is_plain(text: str, tokenizer: Tokenizer) -> bool:
+    """Whether a text has no special token, which no structure has either."""
+    tokens = tokenizer.encode(text, begins=False)
+    return tokenizer.visible(tokens) == tokens
+
+
+def rule_of(structure: Structure) -> str | None:
     """A structure as the right side of a rule; None for a grammar, which has several."""
     match structure.form:
         case StructureForm.JSON_SCHEMA:

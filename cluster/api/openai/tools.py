@@ -32,12 +32,13 @@ class Tools:
     parallel: bool = True  # whether an answer may have several calls
 
     def fields_at(self, rules: str) -> dict[str, str]:
-        """The fields of the schemas in a grammar of calls, by their lines as `line_field` names them."""
+        """The fields of the schemas in a grammar of calls, by their lines as `line_field` names them. A line after
+        theirs is of an answer that is no call."""
         at = {each["function"]["name"]: f"tools[{index}]" for index, each in enumerate(self.described)}
         lines = (line for line, rule in enumerate(rules.split("\n"), 1) if "%json" in rule.partition('"')[0])
         return {
             line_field("structure.grammar", line): f"{at[name]}.function.parameters"
-            for line, name in zip(lines, self.schemas, strict=True)
+            for line, name in zip(lines, self.schemas, strict=False)
         }
 
 
