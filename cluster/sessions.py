@@ -84,6 +84,7 @@ class Record:
     model: str  # the target's name
     tokenizer: str  # the fingerprint of its tokenizer, which decides what the tokens mean
     turns: tuple[Turn, ...]  # the last KEPT_TURNS, in order
+    tools: str | None = None  # digest of the tools that the text describes, empty without any; None: not known
 
     def turn_of(self, request: str) -> Turn | None:
         """The turn that a request wrote; None where it is not among those kept."""

@@ -27,7 +27,7 @@ from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
 from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.priors import Priors
-from cluster.router.prompts import checked_ids, ids_of_prediction, ids_of_prompt, special_tokens_of
+from cluster.router.prompts import checked_ids, ids_of_prediction, ids_of_prompt, special_tokens_of, tools_digest
 from cluster.router.served import Served
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import Tokenizer
@@ -70,6 +70,7 @@ class Job:
     began_s: float  # time of admission on the router's clock
     prediction: list[list[int]] = field(default_factory=list)  # tokens of each predicted text
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
+    tools: str | None = None  # `Record.tools` of the session after this turn
 
     def of_sample(self, sample: int) -> Job:
         """Job of another answer of this request, with another sample index and no echo. Nothing is checked again."""
@@ -237,7 +238,8 @@ class Admission:
         written = record.turn_of(request_id) if record is not None else None
         earlier = record.tokens if record is not None else ()
         before = list(earlier[: written.start] if written is not None else earlier)
-        ids = await ids_of_prompt(request, served, self._config.router.max_prompt_bytes, before)
+        described = record.tools if record is not None else ""
+        ids = await ids_of_prompt(request, served, self._config.router.max_prompt_bytes, before, described)
         prompt = before + ids if before else ids
         allowance.check_prompt(len(prompt))
         if request.echo:
@@ -297,6 +299,7 @@ class Admission:
             began_s=began_s,
             prediction=await ids_of_prediction(request, served, self._config.router.max_prompt_bytes),
             written=written,
+            tools=tools_digest(request.chat.tools) or described,
         )
 
     async def _record(self, request: pb.GenerateRequest, tenant: str) -> Record | None:

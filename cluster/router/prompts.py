@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from cluster.router.served import Served
 from cluster.router.tokenizer import Tokenizer
 
 MAX_MESSAGES = 4096
+DIGEST_DIGITS = 32
 MAX_SHOWN, MAX_SHOWN_BYTES = 16, 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 QUESTION, ANSWER = "A question.", "The answer so far."
@@ -23,10 +25,15 @@ answer."""
 
 
 async def ids_of_prompt(
-    request: pb.GenerateRequest | pb.TokenizeRequest, served: Served, most_bytes: int, earlier: Sequence[int] = ()
+    request: pb.GenerateRequest | pb.TokenizeRequest,
+    served: Served,
+    most_bytes: int,
+    earlier: Sequence[int] = (),
+    described: str | None = None,
 ) -> list[int]:
     """The ids of a prompt that follows `earlier` tokens; empty for an empty prompt. Raises BadRequest naming the field.
-    most_bytes: of a text, or of all messages together"""
+    most_bytes: of a text, or of all messages together   described: `tools_digest` of what the earlier tokens describe;
+    None: not known"""
     kind = request.WhichOneof("prompt")
     if request.literal_prompt and kind != "text":
         raise BadRequest("literal_prompt", "is about a prompt's text; token ids and conversations are used unchanged")
@@ -36,7 +43,9 @@ async def ids_of_prompt(
         check_messages(request.chat.messages, most_bytes)
         _size("tools", request.chat.tools, most_bytes)
         _size("answer_start", request.chat.answer_start, most_bytes)
-        return await off_loop(LONG, lambda: _in_vocabulary(_ids_of_chat(request.chat, served, earlier), served))
+        return await off_loop(
+            LONG, lambda: _in_vocabulary(_ids_of_chat(request.chat, served, earlier, described), served)
+        )
     if kind != "text" or not request.text:
         return []
     size = _size("prompt", request.text, most_bytes)
@@ -100,7 +109,12 @@ def _texts_of(message: pb.ChatMessage) -> tuple[str, ...]:
     return message.content, message.tool_calls, message.tool_call_id, message.reasoning_content
 
 
-def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int]) -> list[int]:
+def tools_digest(tools: str) -> str:
+    """What tells the tools of one request from those of another; empty without any."""
+    return hashlib.sha256(tools.encode()).hexdigest()[:DIGEST_DIGITS] if tools else ""
+
+
+def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int], described: str | None) -> list[int]:
     tokenizer = served.tokenizer
     text = text_of_chat(chat, tokenizer, bool(earlier))
     if not earlier:
@@ -108,6 +122,15 @@ def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int]) -> list[
     _, found, rest = text.partition(ANSWER)
     if not found:
         raise BadRequest("messages", "cannot continue a session: the chat template leaves earlier answers out")
+    if chat.tools and described not in (None, tools_digest(chat.tools)):
+        plain = pb.Chat()
+        plain.CopyFrom(chat)
+        plain.ClearField("tools")
+        if text_of_chat(plain, tokenizer, True).partition(ANSWER)[2] == rest:
+            raise BadRequest(
+                "tools",
+                "are not those of the session, and the target's chat template writes them at its beginning alone",
+            )
     last = earlier[-1]
     if last in served.end_ids or not tokenizer.visible([last]):  # the template writes it, too; Llama 2's after a space
         end, written = tokenizer.showing().decode([last]), rest.lstrip()

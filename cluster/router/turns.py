@@ -46,6 +46,7 @@ class TurnWriter:
             model=job.served.name,
             tokenizer=job.served.tokenizer.fingerprint,
             turns=(*(earlier.turns if earlier else ()), turn)[-KEPT_TURNS:],
+            tools=job.tools,
         )
         try:
             session = await self._write(job, record)

@@ -14,7 +14,7 @@ import pytest
 from cluster.api.openai.found_calls import MOST_DEPTH, CallFinder, CallMarks, FoundCall, JsonScanner
 from cluster.gguf_files import file_of_package, folder_of
 from cluster.router.tokenizer import CheckpointTokenizer
-from tests.cluster.test_http_tools import HERMES, LLAMA, MISTRAL, OTHER, TIME, TOOLS
+from tests.cluster.test_http_tools import HERMES, LLAMA, MISTRAL, OTHER, TIME, TOOLS, tool
 from tests.support.http_api import HELLO
 from tests.support.scripted import scripted, scripted_tokenizer
 from tests.support.smollm2 import SMOLLM2, installed
@@ -231,6 +231,56 @@ async def test_the_template_describes_the_tools_and_a_later_turn_has_the_call_an
             f"{begun} : I look.\n<tool_call>\n{call}\n</tool_call>\ntool {result['tool_call_id']}: noon\nassistant: "
         )
         assert tokenizer.decode(peers.texts[-1].ids[: len(peers.texts[-1].ids)]).startswith(turns)
+
+
+LATE = (
+    "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}{% for m in messages %}"
+    "{% if tools and m is sameas last %}tools: {{ tools | tojson }}\n{% endif %}"
+    + HERMES.partition("{% for m in messages %}")[2]
+)
+"""Describes tools before the last message of the user, as Mistral's templates do."""
+
+
+def session_turns(target):
+    """Makes a turn with tools, of a new session or of the one that is named; returns the session."""
+
+    async def turn(tools, session="", role="user"):
+        target.peers.will_say("So.")
+        message = HELLO[0] if role == "user" else {"role": "tool", "tool_call_id": "a", "content": "noon"}
+        named = {"session": session} if session else {"keep_session": True}
+        answer = await target.client.chat.completions.create(
+            model="demo", messages=[message], tools=tools, extra_body={"dendro": named}
+        )
+        return answer.dendro["choices"][0]["session"]
+
+    return turn
+
+
+async def test_tools_of_a_later_turn_are_those_of_the_session_where_the_template_writes_them_at_its_beginning(tmp_path):
+    async with scripted(scripted_tokenizer(tmp_path, HERMES)) as target:
+        turn = session_turns(target)
+        begun = await turn(TOOLS)
+        assert await turn(TOOLS, begun) == begun
+        for other in ([TIME], [*TOOLS, tool("more", {})]):
+            with pytest.raises(openai.BadRequestError, match="not those of the session") as refused:
+                await turn(other, begun)
+            assert refused.value.param == "tools"
+        assert await turn(openai.omit, begun) == begun, "a turn without tools"
+        assert await turn(TOOLS, begun) == begun, "the text still describes the first ones"
+        plain = await turn(openai.omit)
+        with pytest.raises(openai.BadRequestError, match="not those of the session"):
+            await turn(TOOLS, plain)
+
+
+async def test_tools_of_a_later_turn_may_be_others_where_the_template_writes_them_there(tmp_path):
+    async with scripted(scripted_tokenizer(tmp_path, LATE)) as target:
+        turn = session_turns(target)
+        begun = await turn(openai.omit)
+        assert await turn([TIME], begun) == begun
+        assert target.prompt().count('"local_time"') == 1
+        assert await turn([TIME], begun, role="tool") == begun, "the turn before described them"
+        with pytest.raises(openai.BadRequestError, match="not those of the session"):
+            await turn(TOOLS, begun, role="tool")
 
 
 async def test_log_probabilities_are_of_all_tokens_and_special_tokens_other_than_the_marker_give_no_text(tmp_path):

@@ -92,6 +92,7 @@ class Chat(_message.Message):
     tools: _builtins.str
     """tools is a JSON array of the functions that the template describes to the model, each as in OpenAI's API:
     {"type": "function", "function": {"name": ..., "description": ..., "parameters": a JSON schema}}. Empty: none.
+    Where the template writes them at a conversation's beginning alone, a session's later request has the same or none.
     """
     answer_start: _builtins.str
     """answer_start is text that the prompt has after what the template opens an answer with, such as the marker of a call.
