@@ -510,7 +510,14 @@ async def test_a_prompt_of_as_many_commas_as_bytes_is_no_large_structure():
 
 @pytest.mark.parametrize(
     "request_, status",
-    [(b"GET /none", 404), (b"GET /v1/completions", 405), (b"POST /health", 405), (b"GET /metrics", 404)],
+    [
+        (b"GET /none", 404),
+        (b"GET /v1/completions", 405),
+        (b"POST /health", 405),
+        (b"GET /metrics", 404),
+        (b"GET /health/", 404),
+        (b"POST /v1/chat/completions/", 404),
+    ],
 )
 async def test_another_path_or_method_is_refused_in_openais_shape(request_, status):
     async with one_server() as server:

@@ -66,7 +66,7 @@ def application(
         },
         "GET": {"/": api.page, "/v1/models": api.models, "/v1/models/{model:path}": api.model, "/health": api.health},
     }
-    return Starlette(
+    made = Starlette(
         routes=[
             Route(path, api.guarded(endpoint), methods=[method])
             for method, found in routes.items()
@@ -74,6 +74,8 @@ def application(
         ],
         exception_handlers={HTTPException: _not_routed},
     )
+    made.router.redirect_slashes = False  # A redirect names plain HTTP where a proxy ends TLS.
+    return made
 
 
 def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
