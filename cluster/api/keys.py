@@ -5,10 +5,12 @@ A key is `dendro-ID-SECRET`: the id finds its entry, and the secret has 256 rand
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import secrets
+import stat
 import tempfile
 from dataclasses import fields
 from pathlib import Path
@@ -103,7 +105,9 @@ def digest_of(text: str) -> str:
 def read_keys(path: Path) -> ApiKeys:
     """The keys of a file. Raises BadRequest naming the file, or the field of a key in it."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_without_waiting) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError(errno.EINVAL, "it is no regular file")
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise BadRequest("auth.keys", f"{path} cannot be read: {error.strerror}") from None
@@ -114,6 +118,11 @@ def read_keys(path: Path) -> ApiKeys:
     except ValidationError as error:
         field, reason = first_fault(error)
         raise BadRequest("auth.keys", f"{path}: {field + ': ' if field else ''}{reason}") from None
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Open a file; a pipe without waiting for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def write_keys(path: Path, keys: ApiKeys) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import os
 import random
 import stat
 from contextlib import asynccontextmanager
@@ -312,6 +313,23 @@ async def test_keys_follow_their_file_and_one_that_stays_keeps_what_it_used(keys
         await ring.reload()
         assert ring.caller_of(bob) is not None and "the last 1 keys stay" in caplog.text
     keys.path.unlink()
+    await ring.reload()
+    assert ring.caller_of(bob) is not None
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+async def test_what_is_no_file_is_not_waited_for_and_the_keys_stay_until_there_is_one(keys, caplog, make):
+    alice = keys.add("alice")
+    ring = KeyRing(keys.path)
+    keys.path.rename(kept := keys.path.with_suffix(".kept"))
+    make(keys.path)
+    with pytest.raises(BadRequest, match=r"auth\.keys: .*cannot be read"):
+        read_keys(keys.path)
+    await ring.reload()
+    assert ring.caller_of(alice) is not None and "the last 1 keys stay" in caplog.text
+    (keys.path.rmdir if make is os.mkdir else keys.path.unlink)()
+    kept.rename(keys.path)
+    bob = keys.add("bob")
     await ring.reload()
     assert ring.caller_of(bob) is not None
 
