@@ -143,7 +143,7 @@ class CertificateFiles:
     def _context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.load_cert_chain(self._certificate, self._key)
+        context.load_cert_chain(self._certificate, self._key, password="")  # else an encrypted key is asked for one
         if self._authority is not None:
             context.load_verify_locations(self._authority)
             context.verify_mode = ssl.CERT_REQUIRED

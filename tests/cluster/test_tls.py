@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import os
 import shutil
 import ssl
@@ -101,8 +102,8 @@ async def replica(role, certificates):
         await running.stop()
 
 
-def files_of(authority, role, name=""):
-    pair = authority.issue(f"{role}-{name}", name or f"{role}.dendro")
+def files_of(authority, role, **dates):
+    pair = authority.issue("-".join((authority.path.stem, role, *dates)), f"{role}.dendro", **dates)
     return CertificateFiles(f"tls.peers.{role}", pair["certificate"], pair["key"], authority.path)
 
 
@@ -127,6 +128,28 @@ async def test_peers_know_each_other_by_the_role_in_their_certificate(tmp_path, 
         assert not await greets(address, kind, files_of(other, "router"))
         for own in ("drafter", "verifier"):
             assert await greets(address, kind, files_of(authority, own)) is (role == "drafter" and own == "verifier")
+
+
+PAST, FUTURE = datetime.datetime(2020, 1, 2), datetime.datetime(2098, 1, 1)
+
+
+@pytest.mark.parametrize("role", ["drafter", "verifier"])
+@pytest.mark.parametrize("dates", [{"end": PAST}, {"begin": FUTURE}], ids=["expired", "not yet valid"])
+async def test_a_certificate_of_another_time_is_taken_from_no_peer(tmp_path, role, dates):
+    authority, kind = Authority(tmp_path), KINDS[role][0]
+    good, bad = files_of(authority, "router"), files_of(authority, "router", **dates)
+    async with replica(role, files_of(authority, role)) as address:
+        assert await greets(address, kind, good) and not await greets(address, kind, bad)
+    async with replica(role, files_of(authority, role, **dates)) as address:
+        assert not await greets(address, kind, good)
+
+
+@pytest.mark.parametrize("role", ["drafter", "verifier"])
+async def test_a_router_with_a_certificate_sends_nothing_to_a_peer_without_one_or_of_another_authority(tmp_path, role):
+    authority, kind = Authority(tmp_path), KINDS[role][0]
+    for certificates in (None, files_of(Authority(tmp_path, "other"), role)):
+        async with replica(role, certificates) as address:
+            assert not await greets(address, kind, files_of(authority, "router"))
 
 
 @pytest.mark.parametrize(("role", "poses_as"), [("drafter", "verifier"), ("verifier", "drafter")])
@@ -177,6 +200,21 @@ def test_files_that_cannot_be_used_are_refused_by_their_field(tmp_path):
     assert [str(each) for each in access_problems(found)] == [
         f"tls.peers.verifier: there is no file {tmp_path / 'gone'}"
     ]
+
+
+def test_nobody_is_asked_for_the_password_of_a_key(tmp_path):
+    """A router that reads a new key would wait for the answer."""
+    locked = Authority(tmp_path).issue("locked", "x", password="secret")
+    terminal, kept = os.pipe(), os.dup(0)
+    os.write(terminal[1], b"secret\n")
+    os.dup2(terminal[0], 0)
+    try:
+        with pytest.raises(BadRequest, match=r"tls\.clients: .*locked\.crt cannot be used"):
+            CertificateFiles("tls.clients", locked["certificate"], locked["key"])
+    finally:
+        os.dup2(kept, 0)
+        for each in (*terminal, kept):
+            os.close(each)
 
 
 def test_gateways_and_keys_exclude_each_other(tmp_path):
