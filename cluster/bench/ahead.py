@@ -30,7 +30,6 @@ from cluster.hub import fetched_model
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
 from cluster.measure.in_process import DRAFTER_DTYPE, EngineText, drafter_of, verifier_of
 from cluster.measure.measurement import Begin
-from cluster.measure.options import KIND_PROMPTS
 from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
 from cluster.measure.targets import COSTLY, target_config
@@ -52,7 +51,7 @@ TEXTS = 4
 
 @dataclass(frozen=True, slots=True)
 class AheadOptions:
-    prompts: int = option(KIND_PROMPTS, 3, 1, least=1)
+    prompts: int = option("Prompts of each kind: code, prose, edits; at most 9.", 3, 1, least=1)
     tokens: int = option("New tokens of every answer.", 64, 16, least=1)
     pairs: tuple[str, ...] = option(f"Targets with their drafters: {', '.join(PAIRS)}.", PAIRS, (COSTLY,))
     temperatures: tuple[float, ...] = temperatures()

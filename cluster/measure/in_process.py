@@ -37,11 +37,9 @@ DRAFTER_DTYPE = "float32"
 also depends on how the text was split into forwards. On a CPU both cost the same."""
 
 
-def verifier_of(
-    name: str, target: TargetConfig, max_length: int, texts: int = 1
-) -> AbstractAsyncContextManager[VerifierEngine]:
-    """A target's engine for so many texts, on the CPU."""
-    options = replace(verifier_options(name, target), max_length=max_length, max_sessions=texts, device="cpu")
+def verifier_of(name: str, target: TargetConfig, max_length: int) -> AbstractAsyncContextManager[VerifierEngine]:
+    """A target's engine for one text, on the CPU."""
+    options = replace(verifier_options(name, target), max_length=max_length, max_sessions=1, device="cpu")
     return started(VerifierEngine.load(target.checkpoint, options))
 
 

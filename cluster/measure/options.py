@@ -62,9 +62,6 @@ def seed_option(of: str) -> OptionInfo:
     return option
 
 
-KIND_PROMPTS = "Prompts of each kind: code, prose, edits; at most 9."
-
-
 def numbers_in(field: str, text: str, kind: Callable[[str], Number], least: Number, count: int = 1) -> list[Number]:
     """Parse `1,4,16`: at least `count` distinct finite numbers, none below `least`."""
     try:
