@@ -16,7 +16,7 @@ from tests.support.compiled import printed_by
 from tests.support.nearest_casts import round_casts
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
-from tree_kernels.norm.triton import norm_rows  # noqa: E402
+from tree_kernels.norm.triton import add_and_norm_rows, norm_rows  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # A device compiles the kernel for each width, kind and type.
@@ -182,6 +182,19 @@ def test_rows_times_a_wider_weight_are_as_wide():
     assert torch.equal(rows.kernel(), norm(rows.x, rows.form))
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("kind", ["llama", "layer-norm"])
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_residuals_are_added_and_normed_with_the_bits_of_torchs_sums_and_the_norm(kind, dtype, count):
+    case = case_of(kind, 576, dtype, rows=7, bias=kind == "layer-norm")
+    generator = torch.Generator().manual_seed(count)
+    others = [torch.randn(7, 600, generator=generator).to(dtype)[:, :576] for _ in range(count)]
+    total = case.x if not others else case.x + (others[0] if count == 1 else others[0] + others[1])
+    form = replace(case.form, **{name: getattr(case.form, name).to(DEVICE) for name in case.tensors})
+    found = add_and_norm_rows(case.x.to(DEVICE), [each.to(DEVICE) for each in others], form)
+    assert torch.equal(found[0].cpu(), total) and torch.equal(found[1].cpu(), norm(total, case.form))
+
+
 def test_no_rows_give_none():
     assert case_of("llama", 64, torch.float32).kernel(slice(0, 0)).shape == (0, 64)
 
@@ -201,9 +214,9 @@ from tree_kernels.norm.triton import _norm, warps_of
 TOOL = Path(next(iter(nvidia.__path__)), "bin", "cuobjdump")
 
 def compiled(capability, x, weight, width, **constants):
-    types = [x, x, weight, weight, x, "i32", "i32", "fp32"]
+    types = [x, x, weight, weight, x, x, x, x, "i32", "i32", "i32", "i32", "fp32"]
     block = padded_width(width)
-    constants = {"WIDTH": width, "BLOCK": block, **constants}
+    constants = {"WIDTH": width, "BLOCK": block, "ADDED": 0, **constants}
     names = _norm.arg_names
     signature = dict(zip(names, types)) | {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind != "fp32"}
@@ -223,13 +236,15 @@ for capability in (90, 80):
     compiled(capability, "*bf16", "*bf16", 4096, **llama)
     compiled(capability, "*fp32", "*bf16", 16384, **mamba2)
 compiled(90, "*bf16", "*bf16", 16384, **layer_norm)
+compiled(90, "*bf16", "*bf16", 4096, **llama, ADDED=1)
+compiled(90, "*bf16", "*bf16", 16384, **layer_norm, ADDED=2)
 """
 
 
 @pytest.mark.slow
 def test_the_kernel_compiles_for_sm_90_and_sm_80_without_spilling():
     lines = printed_by(COMPILED)
-    assert len(lines) == 5
+    assert len(lines) == 7
     for line in lines:
         assert "STACK:0" in line and "LOCAL:0" in line, line
         assert int(re.search(r"REG:(\d+)", line)[1]) <= 128, line

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,16 +17,33 @@ def norm_rows(x: Tensor, form: RowNorm, gate: Tensor | None = None) -> Tensor:
     gate: as x, of any floating type; None where `form.gate` is NO_GATE
     """
     assert (gate is None) == (form.gate == NO_GATE)
-    rows = _in_rows(x)
+    return _normed(x, form, (), gate)[1]
+
+
+def add_and_norm_rows(x: Tensor, others: Sequence[Tensor], form: RowNorm) -> tuple[Tensor, Tensor]:
+    """Add one other tensor to x [..., width], or the sum of two, and norm the sum. Returns the sum and its norm, with
+    the bits of torch's additions and of `norm_rows`.
+
+    others: of x's shape and type; none: x itself is normed
+    """
+    assert form.gate == NO_GATE and form.groups == 1 and len(others) <= 2
+    assert all(each.shape == x.shape and each.dtype == x.dtype for each in others)
+    return _normed(x, form, others)
+
+
+def _normed(x: Tensor, form: RowNorm, others: Sequence[Tensor], gate: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    rows, *added = map(_in_rows, (x, *others))
     gates = rows if gate is None else _in_rows(gate)
     assert gates.shape == rows.shape
     width = rows.shape[1] // form.groups
+    first, last = (added[0], added[-1]) if added else (rows, rows)  # not read without
+    total = rows.new_empty(x.shape) if added else x
     assert width <= WIDEST and width * form.groups == rows.shape[1]
     for each in (form.weight, form.bias):
         assert each is None or len(each) == rows.shape[1]
     y = rows.new_empty(x.shape, dtype=form.result_type(x.dtype))
     if not y.numel():
-        return y
+        return total, y
     block = padded_width(width)
     _norm[(len(rows), form.groups)](
         rows,
@@ -32,8 +51,13 @@ def norm_rows(x: Tensor, form: RowNorm, gate: Tensor | None = None) -> Tensor:
         rows if form.weight is None else form.weight,  # not read without
         rows if form.bias is None else form.bias,
         y,
+        first,
+        last,
+        total,
         rows.stride(0),
         gates.stride(0),
+        first.stride(0),
+        last.stride(0),
         form.eps,
         WIDTH=width,
         BLOCK=block,
@@ -42,10 +66,11 @@ def norm_rows(x: Tensor, form: RowNorm, gate: Tensor | None = None) -> Tensor:
         WEIGHTED=form.weight is not None,
         BIASED=form.bias is not None,
         GATE=form.gate,
+        ADDED=len(added),
         num_warps=warps_of(block),
         enable_fp_fusion=False,
     )
-    return y
+    return total, y
 
 
 def warps_of(block: int) -> int:
@@ -82,8 +107,13 @@ def _norm(
     weight,  # [groups * WIDTH]
     bias,  # [groups * WIDTH]
     y,  # [rows, groups * WIDTH]; written here
+    first,  # [rows, WIDTH], added to x with 1 added, as is `last` with 2
+    last,  # [rows, WIDTH]
+    total,  # [rows, WIDTH]; written here, where something is added
     x_row,
     gate_row,
+    first_row,
+    last_row,
     eps,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,12 +122,21 @@ def _norm(
     WEIGHTED: tl.constexpr,
     BIASED: tl.constexpr,
     GATE: tl.constexpr,
+    ADDED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     within = tl.arange(0, BLOCK)
     inside = within < WIDTH
     columns = tl.program_id(1) * WIDTH + within
     values = tl.load(x + row * x_row + columns, mask=inside, other=0.0).to(tl.float32)
+    if ADDED != 0:
+        more = tl.load(first + row * first_row + columns, mask=inside, other=0.0).to(tl.float32)
+        if ADDED == 2:
+            more += tl.load(last + row * last_row + columns, mask=inside, other=0.0).to(tl.float32)
+            more = more.to(x.dtype.element_ty).to(tl.float32)
+        summed = (values + more).to(x.dtype.element_ty)
+        tl.store(total + row * WIDTH + columns, summed, mask=inside)
+        values = summed.to(tl.float32)
     if GATE != 0:
         g = tl.load(gate + row * gate_row + columns, mask=inside, other=0.0).to(tl.float32)
         g = tl.div_rn(g, 1.0 + tl.exp(-g))
