@@ -287,6 +287,15 @@ class RowForms:
 
         return _MadeLater(make)
 
+    def joined(self, weight: Tensor, bias: Tensor | None, layers: Sequence[nn.Linear]) -> Form | None:
+        """The product with a weight that has those of several layers one after another; None where it fails the check,
+        or passes it in another form than each of theirs."""
+        choice = self._choice(weight, bias, may_pack=False)
+        if choice is None or any(self._choice(each.weight, each.bias, may_pack=False) != choice for each in layers):
+            return None
+        self._counts[f"{choice.name}, joined"] += 1
+        return self._form(weight, bias, may_pack=False)
+
     def in_float32(self, weight: Tensor, bias: Tensor | None = None) -> Form:
         """The product of rows of the weight's dtype with its sums in float32, not rounded to that dtype. The form holds
         a packed copy, in the weight's dtype where it is this project's own (`kept_dtype`), else in float32; or none, on

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import torch
+from tree_layers.row_weights import make_rows_independent as library_rows
 
 from tests.support.tensor_core_products import multiply_as_tensor_cores
 
@@ -14,10 +16,10 @@ CPU = torch.device("cpu")
 
 def load_as_on_a_gpu(folder, buckets, monkeypatch, dtype=torch.bfloat16):
     from verifier_service.models import load_target
-    from verifier_service.models.attention_layers import use_attention_layers
-    from verifier_service.models.device_attention import PagedAttention
+    from verifier_service.models.device_layers import use_device_layers
     from verifier_service.models.device_norms import use_norm_kernel
     from verifier_service.models.device_pages import device_layouts
+    from verifier_service.models.joined_products import join_weights
 
     multiply_as_tensor_cores(monkeypatch)
     monkeypatch.setattr("tree_layers.linear.why_not_packed", lambda: "planted")
@@ -36,6 +38,15 @@ def load_as_on_a_gpu(folder, buckets, monkeypatch, dtype=torch.bfloat16):
         )
 
     monkeypatch.setattr(torch, "mm", mm)
+    made = []
+
+    def make_rows_independent(model, forms):
+        join_weights(model)
+        library_rows(model, forms)
+        made.append(forms)
+
+    monkeypatch.setattr("verifier_service.models.make_rows_independent", make_rows_independent)
     target = load_target(folder, dtype, CPU, buckets)
-    use_attention_layers(target.model, target.run, target.max_positions, PagedAttention())
-    return replace(target, layouts=device_layouts(target.run.probed))
+    with np.errstate(over="ignore"):
+        use_device_layers(target.model, target.run, target.max_positions, made[0])
+    return replace(target, layouts=device_layouts(target.run.probed), linear=made[0].report())

@@ -32,7 +32,7 @@ DRAWS = {
     "sampled": (Warp(1.0), Sampling(temperature=1.0), Warp(0.5), Sampling(temperature=0.5, seed=9)),
     "filtered": (Warp(1.0, 50, 0.9), Sampling(temperature=1.0), Warp(0.7, 3, 0.5), Sampling(temperature=0.7, seed=9)),
 }
-LAUNCHES_A_LAYER = {"llama": 16, "neox": 12}
+LAUNCHES_A_LAYER = {"llama": 10, "neox": 10}
 """Of a small step."""
 
 

@@ -43,7 +43,7 @@ from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.attention_layers import CompiledAttention, use_attention_layers
 from verifier_service.models.comparing import check_logits, short_text
 from verifier_service.models.decoder_layers import use_decoder_layers
-from verifier_service.models.device_attention import PagedAttention
+from verifier_service.models.device_layers import use_device_layers
 from verifier_service.models.device_norms import use_norm_kernel
 from verifier_service.models.device_pages import attention_on_device, device_layouts
 from verifier_service.models.experts import seat_experts
@@ -59,6 +59,7 @@ from verifier_service.models.families import (
 from verifier_service.models.gpu_products import settle_products
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import plan_shards
+from verifier_service.models.joined_products import join_weights
 from verifier_service.models.last_layer import LastLayer, use_last_layer
 from verifier_service.models.library_logits import library_logits
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
@@ -254,6 +255,8 @@ def _load(
     make_activations_safe(model)
     forms = RowForms(buckets, run.threads, packing or PackedWeight)
     seat_experts(model, forms)
+    if device.type != "cpu" and group is None:
+        join_weights(model)
     make_rows_independent(model, forms)
     if join is not None and group is not None:
         join(group)
@@ -271,7 +274,7 @@ def _load(
         use_attention_layers(model, run, positions, CompiledAttention())
         use_decoder_layers(model, run, positions)
     if by_kernels and group is None:
-        use_attention_layers(model, run, positions, PagedAttention())
+        use_device_layers(model, run, positions, forms)
     check_logits(folder, model, seated, run, mixers, short_text(vocabulary, positions), library)
     if not mixers:
         check_layer_types(folder, model)

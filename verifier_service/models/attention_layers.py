@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -58,6 +59,9 @@ class AttentionForm(Protocol):
     def layout_of(self, layer: ProbedLayer) -> Layout | None:
         """The layout of a layer's pages; None if this form does not attend it."""
 
+    def projections(self, layer: Any, layout: Layout) -> Callable[[Tensor], Heads]:
+        """The products of a layer that has our forward, with rows [1, rows, D]."""
+
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
         """True if the rows and pages of the current forward are this form's."""
 
@@ -73,6 +77,9 @@ class CompiledAttention:
 
     def layout_of(self, layer: ProbedLayer) -> Layout | None:
         return layer.layout
+
+    def projections(self, layer: Any, layout: Layout) -> Callable[[Tensor], Heads]:
+        return partial(projected, layer, layout)
 
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
         # Rows of other types are those of an accelerator's kernels, which attend by the model's interface.
@@ -192,7 +199,7 @@ def _output(layer: Any) -> nn.Module:
     return made
 
 
-def _hidden(args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
+def hidden_of(args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
     """The rows [1, rows, D] with which a layer is called."""
     found = args[0] if len(args) == 1 else None if args else named.get("hidden_states")
     return found if isinstance(found, Tensor) else None
@@ -206,15 +213,19 @@ def rotation_of(given: dict[str, Any]) -> RowRotation | None:
     return None
 
 
-def projected(layer: Any, hidden: Tensor, layout: Layout) -> Heads:
+def projected(layer: Any, layout: Layout, hidden: Tensor) -> Heads:
     """Queries, keys and values of hidden rows [1, rows, D]."""
     if hasattr(layer, TOGETHER):
         heads = layer.query_key_value(hidden).view(hidden.shape[1], layout.kv_heads, -1).transpose(0, 1)
         query, key, value = heads.split([layout.key_dim, layout.key_dim, layout.value_dim], 2)
         return query, key, value
-    query = layer.q_proj(hidden).view(hidden.shape[1], -1, layout.key_dim)
-    key = layer.k_proj(hidden).view(hidden.shape[1], -1, layout.key_dim)
-    value = layer.v_proj(hidden).view(hidden.shape[1], -1, layout.value_dim)
+    return in_heads(layer, layout, *(getattr(layer, name)(hidden) for name in PROJECTIONS))
+
+
+def in_heads(layer: Any, layout: Layout, query: Tensor, key: Tensor, value: Tensor) -> Heads:
+    """The results [1, rows, heads * dim] of a layer's products."""
+    query, key = (each[0].unflatten(1, (-1, layout.key_dim)) for each in (query, key))
+    value = value[0].unflatten(1, (-1, layout.value_dim))
     if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
     return query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1)
@@ -230,13 +241,13 @@ def recorded_step() -> CompiledStep:
 
 def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded, form: AttentionForm) -> bool:
     """True if our forward gives the recorded arguments of the attention, and the recorded result, for the same rows."""
-    rotation, hidden = rotation_of(found.given), _hidden(found.args, found.given)
+    rotation, hidden = rotation_of(found.given), hidden_of(found.args, found.given)
     if rotation is None or hidden is None or rotation.cos.dtype != hidden.dtype or found.made is None:
         return False
     if found.query is None or found.key is None or found.value is None or found.attended is None:
         return False
     given = found.query[0], found.key[0], found.value[0]
-    if not form.passes(projected(layer, hidden, layout), given, layout, scale, rotation):
+    if not form.passes(projected(layer, layout, hidden), given, layout, scale, rotation):
         return False
     return same_bits(_output(layer)(found.attended.reshape(1, ROWS, -1)), found.made)
 
@@ -265,8 +276,18 @@ def _agreeing_forward(
     except Exception:  # a layer of these parts may use them in any way
         return None
     attends = Attends(seat.index, layout, scale, found.window, found.softcap, found.sinks)
-    layer.dendro_attends = attends
-    expected, output = (len(found.args), found.given.keys()), _output(layer)
+    expected, output, projections = (
+        (len(found.args), found.given.keys()),
+        _output(layer),
+        form.projections(layer, layout),
+    )
+
+    def ours(hidden: Tensor, rotation: RowRotation) -> Tensor:
+        rows = form.attend(projections(hidden), run, attends, rotation)
+        made: Tensor = output(rows.view(1, len(rows), -1))
+        return made
+
+    layer.dendro_attends, layer.dendro_attention = attends, ours
 
     def forward(*args: Any, **named: Any) -> Any:
         rotation = rotation_of(named) if (len(args), named.keys()) == expected else None
@@ -274,9 +295,8 @@ def _agreeing_forward(
             return library(*args, **named)
         if not form.serves(run, attends):
             return library(*args, **named)
-        hidden = _hidden(args, named)
+        hidden = hidden_of(args, named)
         assert hidden is not None
-        made = form.attend(projected(layer, hidden, layout), run, attends, rotation)
-        return output(made.view(1, len(made), -1)), None
+        return ours(hidden, rotation), None
 
     return forward

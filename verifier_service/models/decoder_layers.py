@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from tree_kernels.decoder_layer import DecoderLayers, LayerWeights, Workspace, why_not_compiled
-from tree_kernels.tree_attention import TreeRows
+from tree_kernels.tree_attention import RowRotation, TreeRows
 from tree_kernels.tree_attention.compiled import attend_compiled
 from tree_layers.linear import packed_weight
 
@@ -29,6 +29,7 @@ from verifier_service.models.attention_layers import (
     RECORDING,
     ROWS,
     Attends,
+    hidden_of,
     projected,
     recorded_step,
     recording,
@@ -41,7 +42,7 @@ from verifier_service.models.seats import ATTENTION, ForwardContext
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class NotedCall:
     """A module, and the inputs and result of its call."""
 
     module: nn.Module
@@ -50,13 +51,17 @@ class _Call:
     made: Any
 
 
+def attention_of(layer: Any) -> Any:
+    return layer.self_attn if hasattr(layer, "self_attn") else layer.attention
+
+
 @contextmanager
-def _noted(modules: Iterable[nn.Module]) -> Iterator[list[_Call]]:
+def noted(modules: Iterable[nn.Module]) -> Iterator[list[NotedCall]]:
     """Context that notes every call of these modules, in order."""
-    calls: list[_Call] = []
+    calls: list[NotedCall] = []
 
     def note(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], made: Any) -> None:
-        calls.append(_Call(module, given, named, made))
+        calls.append(NotedCall(module, given, named, made))
 
     with ExitStack() as hooks:
         for each in modules:
@@ -73,11 +78,11 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
     if not layers or why_not_compiled():
         return 0
     with (
-        _noted(module for layer in layers for module in (layer, layer.self_attn)) as noted,
+        noted(module for layer in layers for module in (layer, layer.self_attn)) as found,
         recording(model, positions),
     ):
         pass
-    calls = {id(call.module): call for call in noted}
+    calls = {id(call.module): call for call in found}
     workspace, weights = Workspace(), list[LayerWeights]()
     for layer in layers:
         whole, attention = calls.get(id(layer)), calls.get(id(layer.self_attn))
@@ -89,7 +94,18 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
             weights += ours.weights
             layer.forward = _forward_of(layer, run, ours, whole)
     if len(weights) == len(layers):
-        use_decoder_stack(model, run, layers, DecoderLayers(weights, workspace, run.threads), positions)
+        own, numbers = (
+            DecoderLayers(weights, workspace, run.threads),
+            [attention_of(layer).dendro_attends.layer for layer in layers],
+        )
+
+        def run_all(x: Tensor, rotation: RowRotation, norm: nn.Module) -> Tensor:
+            assert run.pages is not None
+            pools = run.pages.layers
+            made: Tensor = norm(own(x[0], [pools[number] for number in numbers], run.compiled_step, rotation)[None])
+            return made
+
+        use_decoder_stack(model, run, layers, run_all, lambda: isinstance(run.step, TreeRows), positions)
     return len(weights)
 
 
@@ -136,7 +152,7 @@ def _weights(layer: Any) -> LayerWeights | None:
 
 
 def _agreeing_layer(
-    layer: Any, run: ForwardContext, workspace: Workspace, whole: _Call, attention: _Call
+    layer: Any, run: ForwardContext, workspace: Workspace, whole: NotedCall, attention: NotedCall
 ) -> DecoderLayers | None:
     """Our call of a layer; None where the recorded calls are not what ours computes, or its bits are others."""
     match whole.given, attention.made:
@@ -152,7 +168,7 @@ def _agreeing_layer(
         return None
     if not isinstance(whole.made, Tensor) or not torch.equal(whole.made, _after_attention(layer, x, attended)):
         return None
-    if not all(_agrees_at(factor, layer, x, whole.named) for factor in SCALES[1:]):
+    if not all(agrees_at(factor, layer, x, whole.named, _after_attention) for factor in SCALES[1:]):
         return None
     weights = _weights(layer)
     if weights is None:
@@ -161,7 +177,7 @@ def _agreeing_layer(
         ours = DecoderLayers([weights], workspace, run.threads)
         step, pools = recorded_step(), [weights.layout.pool(1 + ROWS, x.device) for _ in range(2)]
         rows = attend_compiled(
-            *projected(layer.self_attn, normed, weights.layout),
+            *projected(layer.self_attn, weights.layout, normed),
             pools[0],
             step,
             weights.layout,
@@ -180,7 +196,7 @@ def _agreeing_layer(
     return ours
 
 
-def _forward_of(layer: Any, run: ForwardContext, ours: DecoderLayers, whole: _Call) -> Callable[..., Any]:
+def _forward_of(layer: Any, run: ForwardContext, ours: DecoderLayers, whole: NotedCall) -> Callable[..., Any]:
     """A layer's forward by our call; any call unlike the recorded one is the library's."""
     library, keys, number = layer.forward, whole.named.keys(), layer.self_attn.dendro_attends.layer
 
@@ -195,14 +211,20 @@ def _forward_of(layer: Any, run: ForwardContext, ours: DecoderLayers, whole: _Ca
     return forward
 
 
-def _agrees_at(factor: float, layer: Any, x: Tensor, named: dict[str, Any]) -> bool:
-    """True if a layer and our forward agree on rows, and results of parts, that are `factor` times as large."""
-    rows = x * factor
-    with scaled_results((layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp), factor):
-        with _noted([layer.self_attn]) as calls:
+def agrees_at(
+    factor: float, layer: Any, x: Tensor, named: dict[str, Any], after: Callable[[Any, Tensor, Tensor], Tensor]
+) -> bool:
+    """True if a layer and our forward agree on rows, and results of parts, that are `factor` times as large.
+
+    after: a layer's result for rows, given what its attention returns
+    """
+    rows, attention = x * factor, attention_of(layer)
+    with scaled_results((layer.input_layernorm, attention, layer.post_attention_layernorm, layer.mlp), factor):
+        with noted([attention]) as calls:
             made = layer(rows, **named)
-        same = same_bits(calls[0].named["hidden_states"], layer.input_layernorm(rows))
-        return same and same_bits(made, _after_attention(layer, rows, calls[0].made[0]))
+        given = hidden_of(calls[0].given, calls[0].named)
+        same = given is not None and same_bits(given, layer.input_layernorm(rows))
+        return same and same_bits(made, after(layer, rows, calls[0].made[0]))
 
 
 def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
@@ -232,25 +254,24 @@ def use_decoder_stack(
     model: PreTrainedModel,
     run: ForwardContext,
     layers: Sequence[Any],
-    own: DecoderLayers,
+    whole: Callable[[Tensor, RowRotation, nn.Module], Tensor],
+    serves: Callable[[], bool],
     positions: int,
 ) -> bool:
     """Replace the forward of the model below the head, if it computes what ours does. Returns whether it was replaced.
 
-    layers: all that have our forward (`use_decoder_layers`), in order   own: one call of all of them
+    layers: all that have our forward, in order   whole: runs them on rows [1, rows, D], and a norm on their result
+    serves: True if it can run the rows of the current forward
     """
-    with _noted(model.modules()) as calls, recording(model, positions):
+    with noted(model.modules()) as calls, recording(model, positions):
         pass
     inner = next((call for call in reversed(calls) if _is_below(call.module, model)), None)
     parts = inner and _parts_of(inner, calls, layers)
     if not inner or not parts:
         return False
-    forwards, numbers = (
-        [layer.forward for layer in layers],
-        [layer.self_attn.dendro_attends.layer for layer in layers],
-    )
+    forwards = [layer.forward for layer in layers]
     module: Any = inner.module
-    library, config = module.forward, layers[0].self_attn.config
+    library, config = module.forward, attention_of(layers[0]).config
     fixed = {name: value for name, value in parts.given.items() if name not in (TOKENS, PLACES)}
 
     def runs(named: dict[str, Any]) -> bool:
@@ -261,23 +282,20 @@ def use_decoder_stack(
             and all(named[name] is value for name, value in fixed.items())
             and run.pages is not None
             and config._attn_implementation == ATTENTION
-            and isinstance(run.step, TreeRows)
+            and serves()
             and all(
-                layer.forward is forward and not layer._forward_hooks
+                layer.forward == forward and not layer._forward_hooks
                 for layer, forward in zip(layers, forwards, strict=True)
             )
         )
 
     def forward(*args: Any, **named: Any) -> Any:
-        if args or not runs(named):
+        if len(args) != len(inner.given) or not runs(named):
             return library(*args, **named)
-        assert run.pages is not None
-        x = parts.embed(named[TOKENS])
+        x = parts.embed(args[0] if args else named[TOKENS])
         rotation = rotation_of({"position_embeddings": parts.rotate(x, named[PLACES])})
         assert rotation is not None
-        pools = run.pages.layers
-        made = own(x[0], [pools[number] for number in numbers], run.compiled_step, rotation)
-        return parts.answer(last_hidden_state=parts.norm(made[None]))
+        return parts.answer(last_hidden_state=whole(x, rotation, parts.norm))
 
     module.forward = forward
     return True
@@ -287,12 +305,12 @@ def _is_below(module: nn.Module, model: nn.Module) -> bool:
     return module is not model and isinstance(module, PreTrainedModel)
 
 
-def _parts_of(inner: _Call, calls: Sequence[_Call], layers: Sequence[nn.Module]) -> _Parts | None:
+def _parts_of(inner: NotedCall, calls: Sequence[NotedCall], layers: Sequence[nn.Module]) -> _Parts | None:
     """The parts of the model below the head; None where it computes anything else."""
     of_layers = [call for call in calls if any(call.module is layer for layer in layers)]
-    if inner.given or [call.module for call in of_layers] != [*layers]:
+    if len(inner.given) > 1 or [call.module for call in of_layers] != [*layers]:
         return None
-    tokens, places = inner.named.get(TOKENS), inner.named.get(PLACES)
+    tokens, places = inner.given[0] if inner.given else inner.named.get(TOKENS), inner.named.get(PLACES)
     first, last = of_layers[0], of_layers[-1]
     turned = first.named.get("position_embeddings")
     in_order = all(
@@ -316,7 +334,7 @@ def _parts_of(inner: _Call, calls: Sequence[_Call], layers: Sequence[nn.Module])
     return _Parts(embed, rotate, norm, inner.named, type(inner.made))
 
 
-def _made_from(calls: Sequence[_Call], is_made: Callable[[Any], bool], *given: Any) -> nn.Module | None:
+def _made_from(calls: Sequence[NotedCall], is_made: Callable[[Any], bool], *given: Any) -> nn.Module | None:
     """The module that made a result from these very inputs; None where there is none."""
     for call in calls:
         values = (*call.given, *call.named.values())

@@ -3,14 +3,19 @@ two attend."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from tree_kernels.tree_attention import Layout, RowRotation, TreeRows
+from tree_layers.linear import RowForms
 
-from verifier_service.models.attention_layers import ROWS, Attends, Heads
+from verifier_service.models.attention_layers import PROJECTIONS, ROWS, Attends, Heads, in_heads, projected
 from verifier_service.models.device_pages import why_not_of
+from verifier_service.models.joined_products import joined_product
 from verifier_service.models.scaled_rows import same_bits
 from verifier_service.models.seats import ForwardContext, ProbedLayer
 
@@ -18,8 +23,18 @@ from verifier_service.models.seats import ForwardContext, ProbedLayer
 class PagedAttention:
     """Attention on tensor cores, from pages in the model's dtype."""
 
+    def __init__(self, forms: RowForms) -> None:
+        self._forms = forms
+
     def layout_of(self, layer: ProbedLayer) -> Layout | None:
         return None if why_not_of(layer) else replace(layer.layout, dtype=layer.dtypes[0])
+
+    def projections(self, layer: Any, layout: Layout) -> Callable[[Tensor], Heads]:
+        product = joined_product(layer, PROJECTIONS[0], self._forms)
+        if product is None:
+            return partial(projected, layer, layout)
+        widths = [getattr(layer, name).out_features for name in PROJECTIONS]
+        return lambda hidden: in_heads(layer, layout, *product(hidden).split(widths, 2))
 
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
         # The model's interface attends from other pages, such as those of the checks of a load.

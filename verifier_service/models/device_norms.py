@@ -48,7 +48,7 @@ def use_norm_kernel(model: nn.Module, dtype: torch.dtype, device: torch.device) 
         if found is None:
             left.add(type(module).__name__)
         else:
-            module.forward = found
+            module.forward, module.dendro_norm = found
             count += 1
     beside = f"; the library's: {', '.join(sorted(left))}" if left else ""
     log.info("verifier: norms: %d by the kernel%s", count, beside)
@@ -62,8 +62,14 @@ def _may_be_norm(module: Any) -> bool:
     return named and own <= {"weight", "bias"} and "forward" not in vars(module) and not list(module.children())
 
 
-def _kernel_of(module: Any, dtype: torch.dtype, device: torch.device) -> Forward | None:
-    """The kernel with the formula that is nearest to a module; None where none agrees with it."""
+def norm_of(module: Any) -> RowNorm | None:
+    """The formula of a norm that has our kernel, norms whole rows and has no gate."""
+    form = getattr(module, "dendro_norm", None)
+    return form if isinstance(form, RowNorm) and form.groups == 1 and form.gate == NO_GATE else None
+
+
+def _kernel_of(module: Any, dtype: torch.dtype, device: torch.device) -> tuple[Forward, RowNorm] | None:
+    """The kernel with the formula that is nearest to a module, and the formula; None where none agrees with it."""
     from tree_kernels.norm.triton import norm_rows  # a CPU may have no triton
 
     try:
@@ -84,7 +90,7 @@ def _kernel_of(module: Any, dtype: torch.dtype, device: torch.device) -> Forward
             if best is None or given[0][0].shape[-1] // (1 if by_heads else best.groups) > WIDEST:
                 return None
             run = _over(norm_rows, best, by_heads)
-            return run if differing(run) is not None else None
+            return (run, best) if differing(run) is not None else None
     except torch.OutOfMemoryError:
         raise
     except Exception:  # a module of this name may compute anything, of any arguments

@@ -34,7 +34,7 @@ def use_row_functions(model: nn.Module) -> int:
     module: Any
     for module in model.modules():
         width, ours = _norm(module) or _gated_mlp(module) or (0, None)
-        if ours is not None and _agrees(module, ours, width):
+        if ours is not None and agrees(module, ours, width):
             module.forward = module.dendro_row_function = ours
             count += 1
     return count
@@ -65,14 +65,21 @@ def _norm(module: Any) -> tuple[int, Callable[[Tensor], Tensor]] | None:
 
 def _gated_mlp(module: Any) -> tuple[int, Callable[[Tensor], Tensor]] | None:
     """The width and the function of an MLP of three linear layers."""
+    parts = gated_parts(module)
+    if parts is None or not _served(parts[0].weight):
+        return None
+    gate, up, down = parts
+    return gate.in_features, lambda x: down(gated_silu(gate(x), up(x)))
+
+
+def gated_parts(module: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear] | None:
+    """The layers of an MLP that may be gated by SiLU: those for gates, for the numbers, and for the result."""
     gate, up, down = (getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj"))
     if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear) and isinstance(down, nn.Linear)):
         return None
-    if len(signature(module.forward).parameters) != 1:
+    if len(signature(module.forward).parameters) != 1 or not _is_silu(getattr(module, "act_fn", None)):
         return None
-    if not _served(gate.weight) or not _is_silu(getattr(module, "act_fn", None)):
-        return None
-    return gate.in_features, lambda x: down(gated_silu(gate(x), up(x)))
+    return gate, up, down
 
 
 def _served(weight: Tensor) -> bool:
@@ -88,10 +95,10 @@ def _is_silu(function: Any) -> bool:
         return False
 
 
-def _agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int) -> bool:
+def agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int, device: torch.device | None = None) -> bool:
     """True if our function's results for random rows, of several sizes, are the module's."""
     dtype = next(module.parameters()).dtype
-    x = torch.randn(1, ROWS, width, generator=torch.Generator().manual_seed(0)).to(dtype)
+    x = torch.randn(1, ROWS, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     parts = _linears(module)
     for scale in SCALES if parts else (SMALL, *SCALES):
         inside: AbstractContextManager[None] = scaled_results(parts, scale) if parts else nullcontext()
