@@ -43,7 +43,8 @@ CALL_BUDGET_S = 1.0
 WRITES = 3
 """Number of times that a write, interrupted by another one or a broken connection, looks whether it may be made."""
 CHECKSUM = "checksum"
-"""Field of a stored record. Records of releases without it are read too."""
+"""Field of a stored record: over the others and the session's id, so that no session gets another's text. Records of
+releases without it are read too."""
 TOKEN_BYTES = 6
 """Approximate bytes of a stored token: base64 of 4 bytes."""
 RECORD_FORMAT = 3
@@ -142,9 +143,10 @@ def _spell(name: bytes, tag: bytes) -> str:
     return ".".join(base64.urlsafe_b64encode(part).rstrip(b"=").decode() for part in (name, tag))
 
 
-def pack_record(record: Record) -> bytes:
-    """A record as JSON; the tokens are base64 of little-endian uint32. A turn's mode is left out where it is the
-    default, and its sample index where it is the record's, so that routers of releases without them can read it."""
+def pack_record(record: Record, name: str) -> bytes:
+    """The record of the session with this id, as JSON; the tokens are base64 of little-endian uint32. A turn's mode is
+    left out where it is the default, and its sample index where it is the record's, so that routers of releases without
+    them can read it."""
     stored = asdict(replace(record, tokens=()))  # asdict would copy each token by itself
     for turn in stored["turns"]:
         if turn["mode"] == VerificationMode.COUPLED:
@@ -153,28 +155,29 @@ def pack_record(record: Record) -> bytes:
             del turn["sample_index"]
     stored["tokens"] = base64.b64encode(packed_ids(record.tokens)).decode()
     stored["format"] = RECORD_FORMAT
-    return _json_of(stored | {CHECKSUM: _checksum(stored)})
+    return _json_of(stored | {CHECKSUM: _checksum(stored, name)})
 
 
 def _json_of(stored: dict[str, Any]) -> bytes:
     return json.dumps(stored, sort_keys=True).encode()
 
 
-def _checksum(stored: dict[str, Any]) -> str:
+def _checksum(stored: dict[str, Any], name: str) -> str:
     """The checksum of all other fields, those of a later release included."""
-    return hashlib.blake2b(_json_of(stored), digest_size=16).hexdigest()
+    return hashlib.blake2b(_json_of(stored), digest_size=16, key=name.encode()).hexdigest()
 
 
-def unpack_record(blob: bytes) -> Record:
-    """The record of a blob, without fields that this release does not know. Raises NotFound for one that is damaged, as
-    for one that does not exist, and PeerLost for a format of a later release, whose routers read it."""
+def unpack_record(blob: bytes, name: str) -> Record:
+    """The record of the session with this id, without fields that this release does not know. Raises NotFound for one
+    that is damaged or another session's, as for one that does not exist, and PeerLost for a format of a later release,
+    whose routers read it."""
     try:
         stored = json.loads(blob)
         if (written := stored["format"]) not in READ_FORMATS:
             if written > max(READ_FORMATS):
                 raise PeerLost(f"session: its record has format {written}, which routers of a later release read")
             raise unknown_session()
-        if CHECKSUM in stored and stored.pop(CHECKSUM) != _checksum(stored):
+        if CHECKSUM in stored and stored.pop(CHECKSUM) != _checksum(stored, name):
             raise unknown_session()
         tokens = np.frombuffer(base64.b64decode(stored["tokens"], validate=True), "<u4")
         marks = tuple(int(mark) for mark in stored["marks"])
@@ -204,16 +207,17 @@ class MemorySessions:
         return make_token(tenant, self._secret)
 
     async def read(self, token: str, tenant: str) -> Record:
-        blob, until = self._records.get(check_token(token, tenant, self._secret), (b"", 0.0))
+        name = check_token(token, tenant, self._secret)
+        blob, until = self._records.get(name, (b"", 0.0))
         if until <= self.clock():
             raise unknown_session()
-        return await off_loop(len(blob) // TOKEN_BYTES, lambda: unpack_record(blob))
+        return await off_loop(len(blob) // TOKEN_BYTES, lambda: unpack_record(blob, name))
 
     async def write(self, token: str, tenant: str, record: Record) -> None:
         name = check_token(token, tenant, self._secret)
         blob, until = self._records.get(name, (b"", 0.0))
-        check_version(blob if until > self.clock() else b"", record.version)
-        self._records[name] = (pack_record(record), self.clock() + self.ttl_s)
+        check_version(blob if until > self.clock() else b"", record.version, name)
+        self._records[name] = (pack_record(record, name), self.clock() + self.ttl_s)
 
 
 class RedisSessions:
@@ -261,22 +265,27 @@ class RedisSessions:
             raise PeerLost(f"session: the store does not answer within {self.budget_s:g} s") from None
 
     async def _read(self, token: str, tenant: str) -> Record:
-        key = self._key(tenant, check_token(token, tenant, await self._secret()))
+        name = check_token(token, tenant, await self._secret())
+        key = self._key(tenant, name)
         blob = await self._ask(lambda: self._redis.get(key))
         if blob is None:
             raise unknown_session()
         found = _bytes(blob)
-        return await off_loop(len(found) // TOKEN_BYTES, lambda: unpack_record(found))
+        return await off_loop(len(found) // TOKEN_BYTES, lambda: unpack_record(found, name))
 
     async def _write(self, token: str, tenant: str, record: Record, sent: asyncio.Event) -> None:
-        key = self._key(tenant, check_token(token, tenant, await self._secret()))
-        blob = await off_loop(len(record.tokens), lambda: pack_record(record))
-        await self._ask(lambda: self._compare_and_set(key, blob, record.version, sent))
+        name = check_token(token, tenant, await self._secret())
+        key = self._key(tenant, name)
+        blob = await off_loop(len(record.tokens), lambda: pack_record(record, name))
+        check = partial(check_version, version=record.version, name=name)
+        await self._ask(lambda: self._compare_and_set(key, blob, check, sent))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _compare_and_set(self, key: str, blob: bytes, version: int, sent: asyncio.Event) -> None:
+    async def _compare_and_set(
+        self, key: str, blob: bytes, check: Callable[[bytes], None], sent: asyncio.Event
+    ) -> None:
         """WATCH, compare, MULTI: prevents two turns that read the same version from both being written. (Without EVAL,
         which the Redis user may not be allowed to call.)
 
@@ -291,7 +300,7 @@ class RedisSessions:
                     found = await pipe.get(key) or b""
                     if sent.is_set() and found == blob:
                         return
-                    await off_loop(len(found) // TOKEN_BYTES, partial(check_version, _bytes(found), version))
+                    await off_loop(len(found) // TOKEN_BYTES, partial(check, _bytes(found)))
                     pipe.multi()
                     pipe.set(key, blob, ex=self.ttl_s)
                     sent.set()
@@ -331,11 +340,11 @@ def _bytes(answer: object) -> bytes:
     return answer
 
 
-def check_version(blob: bytes, version: int) -> None:
-    """Raise Conflict where `blob`, the record in the store, is not the one before `version`. Without a blob there is no
-    conflict: the record has expired or was lost."""
+def check_version(blob: bytes, version: int, name: str) -> None:
+    """Raise Conflict where `blob`, the session's record in the store, is not the one before `version`. Without a blob
+    there is no conflict: the record has expired or was lost."""
     if not blob:
         return
-    found = unpack_record(blob).version
+    found = unpack_record(blob, name).version
     if found != version - 1:
         raise Conflict(f"session: it is at version {found}, this turn began at {version - 1}")

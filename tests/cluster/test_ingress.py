@@ -902,8 +902,8 @@ async def test_a_turn_is_kept_if_the_connection_breaks_between_compare_and_set(m
     with RedisServer(memory_mb=16) as server:
         store, compare, breaks = RedisSessions(server.url, ttl_s=60), sessions_module.check_version, [False, True]
 
-        def compare_and_break(blob: bytes, version: int) -> None:
-            compare(blob, version)
+        def compare_and_break(*given: Any, **named: Any) -> None:
+            compare(*given, **named)
             if breaks.pop():
                 with redis.Redis.from_url(server.url) as raw:
                     if lost:

@@ -79,8 +79,8 @@ async def test_the_loop_runs_while_a_router_reads_hashes_and_stores_long_texts(m
     watch.add(prompts, "_below_vocabulary", lambda name, raw, vocabulary: len(raw))
     watch.add(ByteTokenizer, "encode", lambda tokenizer, text, begins: len(text))
     watch.add(text_module, "packed_ids", len)
-    watch.add(sessions_module, "pack_record", lambda record: len(record.tokens))
-    watch.add(sessions_module, "unpack_record", lambda blob: len(blob) // sessions_module.TOKEN_BYTES)
+    watch.add(sessions_module, "pack_record", lambda record, name: len(record.tokens))
+    watch.add(sessions_module, "unpack_record", lambda blob, name: len(blob) // sessions_module.TOKEN_BYTES)
     with RedisServer(memory_mb=64) as server:
         store = RedisSessions(server.url, ttl_s=60, budget_s=30)
         router = Ingress(config(router={"max_prompt_bytes": TOKENS}), EdgePeers(), store, SERVED)

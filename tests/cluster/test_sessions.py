@@ -11,9 +11,19 @@ import redis.asyncio
 from dendro.errors import Conflict, NotFound, PeerLost
 
 from cluster.redis_server import RedisServer
-from cluster.sessions import MemorySessions, Record, RedisSessions, Sessions, Turn, pack_record, unpack_record
+from cluster.sessions import (
+    MemorySessions,
+    Record,
+    RedisSessions,
+    Sessions,
+    Turn,
+    check_token,
+    pack_record,
+    unpack_record,
+)
 
 TURN = Turn("request", start=0, prompt=1, end=3, seed=2**64 - 1, finish="length", target="target")
+NAME = "1f" * 16
 RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (3,), 1, "demo", "bytes", (TURN,))
 
 
@@ -47,11 +57,11 @@ async def test_a_written_record_is_read_back(make):
 
 
 def test_a_turn_in_the_default_mode_is_stored_as_by_releases_without_modes() -> None:
-    packed = pack_record(RECORD)
+    packed = pack_record(RECORD, NAME)
     assert b'"mode"' not in packed
-    assert unpack_record(packed) == RECORD and RECORD.turns[0].mode == "coupled"
+    assert unpack_record(packed, NAME) == RECORD and RECORD.turns[0].mode == "coupled"
     other = replace(RECORD, turns=(replace(TURN, mode="naive"),))
-    assert unpack_record(pack_record(other)) == other
+    assert unpack_record(pack_record(other, NAME), NAME) == other
 
 
 async def test_tokens_differ_and_contain_128_random_bits(make):
@@ -156,29 +166,44 @@ async def test_a_dead_store_raises_peer_lost_and_is_not_called_for_a_while():
         b"[]",
         b"[" * 100_000,
         b"\xff",
-        pack_record(RECORD)[:-9],
-        pack_record(RECORD).replace(b'"format": 3', b'"format": 2'),
+        pack_record(RECORD, NAME)[:-9],
+        pack_record(RECORD, NAME).replace(b'"format": 3', b'"format": 2'),
     ],
     ids=["nothing", "no-field", "list", "nested", "bytes", "cut", "other-format"],
 )
 def test_a_record_that_cannot_be_parsed_counts_as_missing(blob: bytes):
-    assert unpack_record(pack_record(RECORD)) == RECORD
+    assert unpack_record(pack_record(RECORD, NAME), NAME) == RECORD
     with pytest.raises(NotFound):
-        unpack_record(blob)
+        unpack_record(blob, NAME)
 
 
 def test_a_record_with_any_byte_changed_is_the_same_or_counts_as_missing():
     """A changed format may be that of a later release, whose routers read it."""
-    written, missing = pack_record(RECORD), 0
+    written, missing = pack_record(RECORD, NAME), 0
     for at in range(len(written)):
         for changes in (1, 4, 32):  # another letter or digit, and the other case of a letter
             damaged = bytearray(written)
             damaged[at] ^= changes
             try:
-                assert unpack_record(bytes(damaged)) == RECORD, damaged
+                assert unpack_record(bytes(damaged), NAME) == RECORD, damaged
             except (NotFound, PeerLost):
                 missing += 1
     assert missing > 2 * len(written)
+
+
+async def test_the_record_of_another_session_counts_as_missing(server: RedisServer):
+    """As where a connection's answer is that to another command."""
+    store, raw = RedisSessions(server.url, 60), redis.asyncio.Redis.from_url(server.url)
+    mine, other = [await store.new_token("a") for _ in range(2)]
+    for token, record in ((mine, RECORD), (other, replace(RECORD, tokens=(5, 6, 7)))):
+        await store.write(token, "a", record)
+    keys = [store._key("a", check_token(token, "a", await store._secret())) for token in (mine, other)]
+    await raw.set(keys[0], await raw.get(keys[1]))
+    with pytest.raises(NotFound):
+        await store.read(mine, "a")
+    assert (await store.read(other, "a")).tokens == (5, 6, 7)
+    await store.close()
+    await raw.aclose()
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["the first writes first", "the second writes first"])
@@ -214,5 +239,5 @@ async def test_a_record_that_was_lost_is_written_whole(make):
 def test_a_record_finds_the_turn_of_a_request_id():
     other = replace(TURN, request="other", start=3, prompt=4, end=6)
     record = replace(RECORD, turns=(TURN, other))
-    assert unpack_record(pack_record(record)) == record
+    assert unpack_record(pack_record(record, NAME), NAME) == record
     assert (record.turn_of("request"), record.turn_of("other"), record.turn_of("third")) == (TURN, other, None)

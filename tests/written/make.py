@@ -5,8 +5,8 @@
 
 It imports the commit's own packages, loads the bundled demo models, and writes into the folder:
 
-- `session.json`: by target, its drafter, the requests and answers of the turns, the tokens of the whole text, and the
-  names of the states in the store with their files
+- `session.json`: by target, the session's id, its drafter, the requests and answers of the turns, the tokens of the
+  whole text, and the names of the states in the store with their files
 - `TARGET.record`: the record as it is in Redis
 - `TARGET.NUMBER.state`: a state that an engine saved at the end of the last turn, as it is in Redis
 
@@ -80,16 +80,17 @@ async def written(target: str, drafter: str, folder: Path) -> dict[str, object]:
                 "finish": response.complete.finish_reason,
             }
         )
-    ((blob, _),) = sessions._records.values()
+    ((name, (blob, _)),) = sessions._records.items()
     record = await sessions.read(token, "")
     await peers.close()
     (folder / f"{target}.record").write_bytes(blob)
     last = states_of_length(states, {len(record.tokens), len(record.tokens) - 1})
     names: dict[str, str] = {}
+    facts: dict[str, object] = {"session": name, "drafter": drafter, "turns": turns}
     for name, state in sorted(last.items()):
         names[name] = f"{target}.{len(names)}.state"
         (folder / names[name]).write_bytes(state)
-    return {"drafter": drafter, "turns": turns, "states": names, "tokens": list(record.tokens)}
+    return facts | {"states": names, "tokens": list(record.tokens)}
 
 
 def states_of_length(states: MemoryStates, lengths: set[int]) -> dict[str, bytes]:
