@@ -84,11 +84,12 @@ class Calibration:
         total = sum(weights) + none
         none /= total
         mean = sum(weight * gap for weight, gap in zip(weights, gaps, strict=True)) / total
-        square = sum(weight * gap * gap for weight, gap in zip(weights, gaps, strict=True)) / total
+        # The difference of the mean square and the squared mean would lose the curvature so far where gaps are large.
+        spread = sum(weight * (gap - mean) ** 2 for weight, gap in zip(weights, gaps, strict=True)) / total
         hit = rank < len(gaps)
         slope, slope_none = mean - (gaps[rank] if hit else 0.0), none - (not hit)
         a, b, c = (KEPT * sum_ for sum_ in self.curvature)
-        a, b, c = a + square - mean * mean, b - mean * none, c + none - none * none
+        a, b, c = a + spread + none * mean * mean, b - mean * none, c + none - none * none
         scale = a * c - b * b
         sharpness = self.sharpness - (c * slope - b * slope_none) / scale
         unseen = self.unseen - (a * slope_none - b * slope) / scale

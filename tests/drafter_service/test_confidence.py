@@ -144,6 +144,17 @@ def test_the_parameters_stay_in_their_bounds_after_any_updates(updates):
     assert -MOST_UNSEEN <= calibration.unseen <= MOST_UNSEEN
 
 
+@pytest.mark.parametrize("gap", [1e8, 1e9, 1e20, 3e38])
+@pytest.mark.parametrize("others", [0, 1])
+def test_scores_that_lie_far_apart_leave_what_other_rows_taught(gap: float, others: int):
+    """A bias, a low temperature and a drafter's large weights make such scores."""
+    calibration = Calibration()
+    for rank in (0, 2, 1):
+        calibration = calibration.learn([gap] * (1 + others) + [0.0], rank)
+    a, b, c = calibration.curvature
+    assert a >= 31.9 and c >= 1.99 and a * c > b * b
+
+
 def test_a_row_of_nan_leaves_the_calibration_unchanged():
     calibration = Calibration()
     assert calibration.learn([math.nan] * K, 0) is calibration
