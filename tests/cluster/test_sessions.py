@@ -24,6 +24,8 @@ from cluster.sessions import (
 
 TURN = Turn("request", start=0, prompt=1, end=3, seed=2**64 - 1, finish="length", target="target")
 NAME = "1f" * 16
+BUDGET_S = 10.0
+"""So long that no call fails because the machine is busy."""
 RECORD = Record((1, 2, 4_000_000_000), 2**64 - 1, 3, (3,), 1, "demo", "bytes", (TURN,))
 
 
@@ -41,7 +43,7 @@ async def make(request: pytest.FixtureRequest) -> AsyncIterator[Callable[[int], 
     def build(ttl_s: int) -> Sessions:
         if request.param == "memory":
             return MemorySessions(ttl_s)
-        stores.append(RedisSessions(request.getfixturevalue("server").url, ttl_s))
+        stores.append(RedisSessions(request.getfixturevalue("server").url, ttl_s, BUDGET_S))
         return stores[-1]
 
     yield build
@@ -139,7 +141,7 @@ def _name(token: str) -> str:
 
 
 async def test_two_routers_accept_each_others_tokens(server: RedisServer):
-    one, two = RedisSessions(server.url, 60), RedisSessions(server.url, 60)
+    one, two = RedisSessions(server.url, 60, BUDGET_S), RedisSessions(server.url, 60, BUDGET_S)
     token = await one.new_token("a")
     await one.write(token, "a", RECORD)
     assert await two.read(token, "a") == RECORD
@@ -193,7 +195,7 @@ def test_a_record_with_any_byte_changed_is_the_same_or_counts_as_missing():
 
 async def test_the_record_of_another_session_counts_as_missing(server: RedisServer):
     """As where a connection's answer is that to another command."""
-    store, raw = RedisSessions(server.url, 60), redis.asyncio.Redis.from_url(server.url)
+    store, raw = RedisSessions(server.url, 60, BUDGET_S), redis.asyncio.Redis.from_url(server.url)
     mine, other = [await store.new_token("a") for _ in range(2)]
     for token, record in ((mine, RECORD), (other, replace(RECORD, tokens=(5, 6, 7)))):
         await store.write(token, "a", record)
@@ -210,12 +212,12 @@ async def test_the_record_of_another_session_counts_as_missing(server: RedisServ
 async def test_routers_accept_each_others_tokens_after_the_store_lost_its_data(order: tuple[int, int]):
     """As after a restart of redis-server without its data. A third router, started later, accepts them too."""
     with RedisServer(memory_mb=16) as server:
-        routers = [RedisSessions(server.url, 60) for _ in range(2)]
+        routers = [RedisSessions(server.url, 60, BUDGET_S) for _ in range(2)]
         for router in routers:
             await router.new_token("a")  # both have the old secret
         raw = redis.asyncio.Redis.from_url(server.url)
         await raw.flushall()
-        fresh = RedisSessions(server.url, 60)
+        fresh = RedisSessions(server.url, 60, BUDGET_S)
         await fresh.new_token("a")  # and writes a new secret
         for index in order:
             token = await routers[index].new_token("a")
