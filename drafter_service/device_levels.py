@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from dendro.tree import IntArray
 from torch import Tensor
 from tree_layers.graphs import Graphs, Recordings
@@ -54,8 +53,8 @@ class DeviceLevelSize:
 class RowOrder(NamedTuple):
     """The order of a row's tokens: by logits / temperature plus the noise of a position, at temperature 0 by logits."""
 
-    temperature: float
-    seed: int
+    temperature: int  # the bits of a float32
+    seed: int  # 64 bits, read as a signed number
     position: int
     sample_index: int
     vocabulary: int
@@ -78,7 +77,7 @@ class LevelLayers(Protocol):
         a tree's `numbers` each entry of the level's arrays is."""
         ...
 
-    def numbers(self, slots: IntArray, text: int, scratch: int) -> IntArray:
+    def numbers(self, slots: Sequence[int], text: int, scratch: int) -> list[int]:
         """Called once for each tree, with the slots of its nodes and text. Returns the numbers of its levels."""
         ...
 
@@ -121,7 +120,7 @@ class Mamba2Layers:
         slots[places], texts[: len(rows.texts)] = rows.slots, rows.texts
         own = self._nodes.hang(rows.slots, rows.text_of_rows, rows.parents)
         taps = np.zeros((size.rows, own.shape[1]), np.int64)
-        taps[:, -1] = self._nodes.raw_slots(slots)
+        taps[:, -1] = self._nodes.first + slots
         taps[places] = own
         above = np.zeros((size.rows, size.above), np.int64)
         above[places] = ancestors_of(rows, size.above)
@@ -139,11 +138,10 @@ class Mamba2Layers:
         taps[: rows.count, -1] = count + rows.slots
         return {"slots": slots, "taps": taps, "above": above, "texts": np.array([text])}
 
-    def numbers(self, slots: IntArray, text: int, scratch: int) -> IntArray:
-        nodes = self._nodes
-        free, its_text = np.array([scratch]), np.array([text])
-        own = slots, nodes.raw_slots(slots), free, nodes.raw_slots(free), its_text
-        return np.concatenate([[NO_NODE], *own, *nodes.tail(its_text)])
+    def numbers(self, slots: Sequence[int], text: int, scratch: int) -> list[int]:
+        first, back = self._nodes.first, self._nodes.back
+        raw = [first + slot for slot in slots]
+        return [NO_NODE, *slots, *raw, scratch, first + scratch, text, *range(back * text, back * text + back)]
 
     def record(self, slots: IntArray, taps: IntArray) -> None:
         self._nodes.record(slots, taps)
@@ -195,9 +193,9 @@ class Mamba1Layers:
         target[: rows.count] = rows.slots
         return {"source": source, "target": target}
 
-    def numbers(self, slots: IntArray, text: int, scratch: int) -> IntArray:
+    def numbers(self, slots: Sequence[int], text: int, scratch: int) -> list[int]:
         first = self._first_node
-        return np.concatenate([[0], first + slots, [first + scratch, text]])
+        return [0, *(first + slot for slot in slots), first + scratch, text]
 
     def record(self, slots: IntArray, taps: IntArray) -> None:
         raise AssertionError("levels have no taps")
@@ -277,7 +275,9 @@ class DeviceLevels:
         return self.recordings.run(size, lambda: self._level(given, width)), places
 
     def _level(self, given: Mapping[str, Tensor], width: int) -> Tensor:
-        hidden = F.embedding(given["tokens"], self.model.embedding).to(self.model.residual)
+        from tree_kernels.ranking.triton import embed_tokens
+
+        hidden = embed_tokens(given["tokens"], self.model.embedding, self.model.residual)
         hidden = self.layers.run(given, hidden)
         return self.ranked(hidden, given["orders"], width) if width else hidden
 
@@ -325,9 +325,4 @@ def ancestors_of(rows: Level, count: int) -> IntArray:
 
 def numbers_of(orders: Sequence[RowOrder]) -> IntArray:
     """[5, rows]: the fields of a `RowOrders`."""
-    found = np.empty((5, len(orders)), np.int64)
-    found[0] = np.array([each.temperature for each in orders], np.float32).view(np.int32)
-    found[1] = np.array([each.seed for each in orders], np.uint64).view(np.int64)
-    for field in (2, 3, 4):
-        found[field] = [each[field] for each in orders]
-    return found
+    return np.array(list(zip(*orders, strict=True)), np.int64)

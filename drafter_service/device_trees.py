@@ -1,4 +1,4 @@
-"""Trees of a known form by kernels of an accelerator: all levels are one upload, one replay and one download.
+"""Trees of a known form by kernels of an accelerator: all levels are one upload, a replay for each, and one download.
 
 A row's token is its parent's guess of the row's rank, which the device looks up. All else that the levels read is known
 before: each entry of their arrays is one of a tree's few numbers, and which one depends on the form alone.
@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import partial
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from dendro.tree import IntArray
 from torch import Tensor
 from tree_layers.graphs import Graphs, Recordings
 from tree_layers.step_buffers import StepBuffers
 
-from drafter_service.device_levels import ALIGNED, DeviceLevels, DeviceLevelSize, RowOrder, numbers_of, token_read
+from drafter_service.device_levels import ALIGNED, DeviceLevels, DeviceLevelSize, RowOrder, token_read
 from drafter_service.models.backbone import FOREIGN
 from drafter_service.plan import Level, Levels, Nodes
 
@@ -48,23 +48,33 @@ class DeviceTreeSize:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TreeTable:
-    """The uploaded arrays of all trees of one form."""
+class DeviceTreeLevel:
+    """A recorded level of the trees of a size."""
 
-    size: DeviceTreeSize
-    pattern: IntArray  # index, among a tree's numbers, of each entry of the arrays
-    places: IntArray  # 0, 1, ...: the numbers of a tree that are the same for all trees
-    rows: IntArray  # [rows] number of each row among the padded ones
-    taps: IntArray | None  # [rows, W] which of a tree's numbers each row's taps are
+    number: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMemory:
     """What a recorded tree reads and writes."""
 
+    size: DeviceTreeSize
+    levels: Sequence[DeviceTreeLevel]
     given: StepBuffers  # arrays of level i by their names followed by i
     best: Tensor  # [padded rows, width] guesses, as `ranked_of` reads them
     found: Tensor  # [padded rows, width] a copy on the host, in pinned memory on a GPU
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeTable:
+    """The uploaded arrays of all trees of one form."""
+
+    memory: TreeMemory
+    pattern: IntArray  # index, among a tree's numbers, of each entry of the arrays
+    numbers: IntArray  # a tree's numbers, of which the last are 0, 1, ... for all trees
+    rows: IntArray  # [rows] number of each row among the padded ones
+    taps: IntArray | None  # [rows, W] which of a tree's numbers each row's taps are
 
 
 class DeviceTrees:
@@ -75,7 +85,7 @@ class DeviceTrees:
         self._device = levels.model.device
         self._tables: dict[tuple[object, ...], TreeTable] = {}
         self._memory: dict[DeviceTreeSize, TreeMemory] = {}
-        self.recordings = Recordings[DeviceTreeSize, Tensor](graphs, "drafter: trees", log)
+        self.recordings = Recordings[DeviceTreeLevel, Tensor](graphs, "drafter: levels of trees", log)
         self._done = torch.cuda.Event() if self._device.type == "cuda" else None
 
     def guesses(self, rows: Levels, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
@@ -88,42 +98,48 @@ class DeviceTrees:
 
         layers, first = self._levels.layers, rows.first
         table = self._table(rows, width)
-        memory = self._memory[table.size]
-        slots = np.array(rows.nodes.slots, np.int64)
-        own = layers.numbers(slots, first.texts[0], self._levels.scratch)
-        numbers = np.concatenate([own, token_read(first.tokens, self._levels.model), *numbers_of(orders), table.places])
+        memory = table.memory
+        own = layers.numbers(rows.nodes.slots, first.texts[0], self._levels.scratch)
+        numbers = table.numbers
+        tokens = token_read(first.tokens, self._levels.model).tolist()
+        of_tree = [*own, *tokens, *chain.from_iterable(zip(*orders, strict=True))]
+        numbers[: len(of_tree)] = of_tree
         np.take(numbers, table.pattern, out=memory.given.flat, mode="clip")
-        memory.given.upload()
-        best = self.recordings.run(table.size, lambda: self._run(table.size, memory))
-        memory.found.copy_(best, non_blocking=True)
+        for level in memory.levels:  # the first one begins while the others are launched
+            self.recordings.run(level, partial(self._run, memory, level.number))
         if self._done is not None:
             self._done.record()
         if table.taps is not None:  # work of the host while the device runs
-            layers.record(slots[-rows.count :], numbers[table.taps])
+            layers.record(np.array(rows.nodes.slots[-rows.count :]), numbers[table.taps])
         if self._done is not None:
             self._done.synchronize()
         return ranked_of(memory.found.numpy()[table.rows])
 
-    def _run(self, size: DeviceTreeSize, memory: TreeMemory) -> Tensor:
-        from tree_kernels.ranking.triton import embed_guesses
+    def _run(self, memory: TreeMemory, number: int) -> Tensor:
+        """Run a level. The first one uploads the arrays of all, the last one downloads the guesses of all."""
+        from tree_kernels.ranking.triton import embed_guesses, embed_tokens
 
-        levels, model, given = self._levels, self._levels.model, memory.given.device
-        for number, (level, start) in enumerate(zip(size.levels, size.starts, strict=True)):
-            suffix = f" {number}"
-            its = {name.removesuffix(suffix): array for name, array in given.items() if name.endswith(suffix)}
-            if number:
-                hidden = embed_guesses(memory.best, its["places"], model.embedding, FOREIGN, model.residual)
-            else:
-                hidden = F.embedding(its["tokens"], model.embedding).to(model.residual)
-            made = memory.best[start : start + level.rows]
-            levels.ranked(levels.layers.run(its, hidden), its["orders"], level.width, made)
+        if number == 0:
+            memory.given.copy()
+        levels, model, suffix = self._levels, self._levels.model, f" {number}"
+        given = memory.given.device
+        its = {name.removesuffix(suffix): array for name, array in given.items() if name.endswith(suffix)}
+        if number:
+            hidden = embed_guesses(memory.best, its["places"], model.embedding, FOREIGN, model.residual)
+        else:
+            hidden = embed_tokens(its["tokens"], model.embedding, model.residual)
+        level, start = memory.size.levels[number], memory.size.starts[number]
+        made = memory.best[start : start + level.rows]
+        levels.ranked(levels.layers.run(its, hidden), its["orders"], level.width, made)
+        if number == len(memory.levels) - 1:
+            memory.found.copy_(memory.best, non_blocking=True)
         return memory.best
 
     def _table(self, rows: Levels, width: int) -> TreeTable:
         form = rows.nodes.above, rows.counts, rows.ranks
         key = *(tuple(each) for each in form), width
         found = self._tables.get(key)
-        if found is None or found.size not in self._memory:
+        if found is None:
             if len(self._tables) >= MOST_FORMS:
                 self._tables.clear()
             found = self._tables[key] = self._made(rows, width)
@@ -138,7 +154,7 @@ class DeviceTrees:
             for depth, (new, end) in enumerate(zip(rows.counts, ends[1:], strict=True), rows.first.depths[0])
         ]
         size = DeviceTreeSize(tuple(layers.size_of(level, width) for level in levels))
-        tokens = len(layers.numbers(np.arange(count), 0, 0))
+        tokens = len(layers.numbers(range(count), 0, 0))
         orders = tokens + rows.counts[0]
         first_place = orders + 5 * len(levels)
         arrays, taps, ranks = dict[str, IntArray](), [], np.array(rows.ranks)
@@ -162,9 +178,9 @@ class DeviceTrees:
             memory.given.host[name][:] = array
         real = [start + np.arange(level.count) for start, level in zip(size.starts, levels, strict=True)]
         return TreeTable(
-            size,
+            memory,
             memory.given.flat.copy(),
-            np.arange(size.rows * width),
+            np.concatenate([np.zeros(first_place, np.int64), np.arange(size.rows * width)]),
             np.concatenate(real),
             np.concatenate(taps) if taps else None,
         )
@@ -172,11 +188,14 @@ class DeviceTrees:
     def _memory_of(self, size: DeviceTreeSize, shapes: dict[str, tuple[int, ...]], width: int) -> TreeMemory:
         if size not in self._memory:
             if len(self._memory) >= MOST_SIZES:
-                oldest = next(iter(self._memory))
-                del self._memory[oldest]
-                self.recordings.made.pop(oldest, None)
+                oldest = self._memory.pop(next(iter(self._memory)))
+                self._tables = {form: each for form, each in self._tables.items() if each.memory is not oldest}
+                for level in oldest.levels:
+                    self.recordings.made.pop(level, None)
             device = self._device
             self._memory[size] = TreeMemory(
+                size,
+                [DeviceTreeLevel(number, level.rows) for number, level in enumerate(size.levels)],
                 StepBuffers(shapes, torch.int64, device, apart=ALIGNED),
                 torch.zeros(size.rows, width, dtype=torch.int64, device=device),
                 torch.zeros(size.rows, width, dtype=torch.int64, pin_memory=device.type == "cuda"),

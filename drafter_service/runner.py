@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from struct import pack, unpack
 
 import numpy as np
 import torch
@@ -314,8 +315,9 @@ def _by_kernels(law: DraftLaw) -> bool:
 
 def _order_of(law: DraftLaw, position: int) -> RowOrder:
     if not isinstance(law.noise, NoiseRows):
-        return RowOrder(0.0, 0, 0, 0, law.vocabulary)
-    return RowOrder(law.warp.temperature, law.noise.seed, position, law.noise.sample_index, law.vocabulary)
+        return RowOrder(0, 0, 0, 0, law.vocabulary)
+    (bits,), (seed,) = unpack("=i", pack("=f", law.warp.temperature)), unpack("=q", pack("=Q", law.noise.seed))
+    return RowOrder(bits, seed, position, law.noise.sample_index, law.vocabulary)
 
 
 def _scattered(orders: Sequence[RowOrder], places: IntArray, count: int) -> list[RowOrder]:

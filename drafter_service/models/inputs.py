@@ -148,7 +148,7 @@ class InputMemory(InputSlots):
             "nodes": nodes.ravel(),
             "texts": _placed(np.array(rows.texts), np.arange(len(rows.texts)), np.zeros(size.trees, np.int64)),
         }
-        whole["raw"] = memory.raw_slots(whole["slots"])
+        whole["raw"] = memory.first + whole["slots"]
         bars = np.where(lines[:, None, first_new:], np.float32(0), np.float32(-np.inf))
         return PaddedLevel(whole, {"sums": lines.transpose(0, 2, 1).astype(np.float32), "bars": bars}, places)
 

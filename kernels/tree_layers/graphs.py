@@ -64,11 +64,13 @@ class Recordings(Generic[Size, Result]):
     def run(self, size: Size, step: Callable[[], Result]) -> Result:
         """Replay the recording of a size, made first if needed; run the step if it cannot be recorded. A step that is
         run twice on the same inputs must write the same to the same addresses."""
-        if size not in self.made and self.failures[size] < ATTEMPTS:
+        made = self.made.get(size)
+        if made is None and self.failures[size] < ATTEMPTS:
             self._record(size, step)
-        if size not in self.made:
+            made = self.made.get(size)
+        if made is None:
             return step()
-        recorded, result = self.made[size]
+        recorded, result = made
         recorded.replay()
         return result
 

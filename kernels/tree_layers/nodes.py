@@ -111,7 +111,7 @@ class NodeStates:
         self._dt = torch.empty(layers, nodes, heads, device=device)
         for store in (self._x, self._B, self._dt):
             store[:, 0] = 0
-        self._first = texts * self.back  # the first node's slot among the raw inputs
+        self.first = texts * self.back  # slot of node slot 0 among the raw inputs
         self._taps = np.zeros((nodes, self.back + 1), np.int64)  # [nodes, W] taps of each node
         stores = zip(self.texts.recurrent, self.texts.conv, raw, self._x, self._B, self._dt, strict=True)
         self.layers = [LayerNodes(*each) for each in stores]
@@ -124,7 +124,7 @@ class NodeStates:
         """Record and return the taps [rows, W] of new nodes below `parents`, or below the text where a parent is 0."""
         taps = np.empty((len(slots), self.back + 1), np.int64)
         taps[:, :-1] = self._taps[parents, 1:]
-        taps[:, -1] = self._first + slots
+        taps[:, -1] = self.first + slots
         roots = np.flatnonzero(parents == 0)
         if len(roots):
             taps[roots, :-1] = self.tail(texts[roots])
@@ -139,12 +139,8 @@ class NodeStates:
         """Node slots to write to, and their slots among the raw inputs."""
         found = as_slots(slots, self._device)
         if isinstance(found, slice):
-            return found, slice(self._first + found.start, self._first + found.stop)
-        return found, self._first + found
-
-    def raw_slots(self, slots: Ints) -> Ints:
-        """The slots of nodes among the raw inputs."""
-        return self._first + slots
+            return found, slice(self.first + found.start, self.first + found.stop)
+        return found, self.first + found
 
     def fold(self, source: Ints, target: Ints, paths: Ints, factors: Tensor) -> None:
         """Advance texts by accepted nodes, in all layers.

@@ -52,7 +52,11 @@ class StepBuffers:
             self._copied.synchronize()
         self._host.zero_()
 
-    def upload(self) -> None:
+    def copy(self) -> None:
+        """Upload as part of a recorded step. The caller waits for the step before it writes the host's arrays again."""
         self._device.copy_(self._host, non_blocking=True)
+
+    def upload(self) -> None:
+        self.copy()
         if self._copied is not None:
             self._copied.record()

@@ -30,6 +30,8 @@ def _wide(numbers):
 
 
 def _product(a, b, before):
+    if a.ndim == 3:
+        return np.stack([_product(*each) for each in zip(a, b, before, strict=True)])
     made = before
     with np.errstate(invalid="ignore"):  # of poisoned keys, whose scores are masked
         for start in range(0, a.shape[1], CHUNK):

@@ -15,7 +15,10 @@ CHANNELS = 16
 """Most channels of a program."""
 NUMBERS = 8192
 """Most numbers that a program multiplies at once."""
-WARPS = 4
+MOST_WARPS = 4
+"""Most warps of a program. A single one needs no barriers, so it has as many of these numbers as its registers hold."""
+WARP_NUMBERS = 2048
+"""Numbers of a warp."""
 
 
 class LevelWeights(NamedTuple):
@@ -90,7 +93,7 @@ def mix_level(given: Tensor, memory: LevelSlots, table: LevelTable, by: LevelWei
         N_BLOCK=state,
         PARTS=parts,
         LIMITED=by.dt_limit != (0.0, math.inf),
-        num_warps=WARPS,
+        num_warps=min(MOST_WARPS, max(1, many * state * max(wide, most) // WARP_NUMBERS)),
     )
     return out, squares
 

@@ -19,8 +19,6 @@ from tree_kernels.noise.triton import NOISE_TAG, noise_of_word
 
 PART = 512
 """Tokens of a program of the first kernel, which is one warp."""
-
-
 EMBEDDED = 512
 """Numbers of an embedded token that a program copies."""
 
@@ -73,6 +71,17 @@ def embed_guesses(best: Tensor, places: Tensor, embedding: Tensor, foreign: int,
     best: result of `rank_rows`   places [rows] int64: which of its numbers each row's guess is
     foreign: the token that a guess from V on is read as
     """
+    return _embedded(best, places, embedding, foreign, kind, True)
+
+
+def embed_tokens(tokens: Tensor, embedding: Tensor, kind: torch.dtype) -> Tensor:
+    """Rows of the embedding [V, d] of tokens [rows] int64, in this type."""
+    return _embedded(tokens, tokens, embedding, 0, kind, False)
+
+
+def _embedded(
+    best: Tensor, places: Tensor, embedding: Tensor, foreign: int, kind: torch.dtype, guessed: bool
+) -> Tensor:
     rows, (vocabulary, count) = len(places), embedding.shape
     assert best.is_contiguous() and places.is_contiguous() and embedding.stride(1) == 1
     hidden = torch.empty(rows, count, dtype=kind, device=embedding.device)
@@ -85,6 +94,7 @@ def embed_guesses(best: Tensor, places: Tensor, embedding: Tensor, foreign: int,
         V=vocabulary,
         COUNT=count,
         FOREIGN=foreign,
+        GUESSED=guessed,
         BLOCK=EMBEDDED,
         num_warps=4,
     )
@@ -170,18 +180,21 @@ def _best(
 @triton.jit
 def _embed(
     best,  # numbers of rank_rows
-    places,  # [rows]
+    places,  # [rows] of numbers of rank_rows; without GUESSED, tokens
     embedding,  # [V, COUNT], a row embedding_row numbers after the one before it
     hidden,  # [rows, COUNT]; written here
     embedding_row,
     V: tl.constexpr,
     COUNT: tl.constexpr,
     FOREIGN: tl.constexpr,
+    GUESSED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = 0xFFFFFFFF - (tl.load(best + tl.load(places + row)) & 0xFFFFFFFF)
-    token = tl.where(token < V, token, FOREIGN)
+    token = tl.load(places + row)
+    if GUESSED:
+        token = 0xFFFFFFFF - (tl.load(best + token) & 0xFFFFFFFF)
+        token = tl.where(token < V, token, FOREIGN)
     found = tl.load(embedding + token * embedding_row + i, mask=i < COUNT, other=0.0)
     tl.store(hidden + row * COUNT + i, found.to(hidden.dtype.element_ty), mask=i < COUNT)

@@ -9,29 +9,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-FEW_ROWS = 8
-"""Most rows that are multiplied without tensor cores, by programs that load all their weights at once."""
 FEW_INPUTS = 4096
-"""Most inputs of such a program."""
-FEW_ALL = 16384
-"""Most inputs of all rows of such a program."""
+"""Most inputs of a row that is multiplied alone, without tensor cores, by programs that load all their weights at
+once."""
 FEW_OUTPUTS = 8
-"""Most outputs of such a program."""
-FEW_WEIGHTS = 64
+"""Most outputs of such a program, twice as many where there are MANY_OUTPUTS."""
+FEW_WEIGHTS = 128
 """Most weights of a thread of such a program, which are in registers."""
-FEW_SUMS = 32
-"""Most sums of a thread of such a program."""
-FEW_NUMBERS = 64
-"""Most numbers of rows of a thread of such a program. They are in registers, too."""
-FEW_PROGRAMS = 384
+FEW_PROGRAMS = 192
 """Such a program has fewer outputs, two at least, where there would otherwise be fewer programs than this."""
-INPUTS_BLOCK = 128
-"""Most inputs that a program multiplies at a time by tensor cores."""
-PROGRAMS = 96
-"""Such a program has fewer outputs where there would otherwise be fewer programs than this."""
-MOST_ROWS = 64
-"""Most rows of such a program."""
+MANY_OUTPUTS = 16384
+"""A weight with so many outputs or more has programs of more outputs."""
+LEAST_ROWS, MOST_ROWS = 8, 32
+"""Rows of a program that multiplies by tensor cores. Each of its warps multiplies inputs of its own."""
+TILE_INPUTS = 64
+"""Most adjacent inputs that such a warp multiplies at a time."""
+TILE_STAGES = 3
+"""Parts of the weights that are on the way to such a program."""
 WARPS = 4
+
+
+def tile_of(inputs: int, outputs: int, rows: int) -> tuple[int, int, int]:
+    """Outputs of a program, inputs that a warp multiplies at a time at most, and warps. Of those measured on a
+    GPU, these took the least time."""
+    block = TILE_INPUTS if rows < MOST_ROWS else TILE_INPUTS // 2
+    if outputs >= MANY_OUTPUTS:
+        return 64, block, 2 if rows == LEAST_ROWS else 4
+    if outputs > inputs:
+        return 32, block, 4
+    return (8, TILE_INPUTS, 8) if rows < MOST_ROWS else (16, TILE_INPUTS, 4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,12 +70,12 @@ class RowsWeight:
         return len(self.weight)
 
 
-def block_of(inputs: int, groups: int) -> int:
-    """Inputs that a program multiplies at a time: they are of one group of a norm. 0 if there is no such number."""
+def block_of(inputs: int, groups: int, most: int = TILE_INPUTS) -> int:
+    """Inputs that a warp multiplies at a time: they are of one group of a norm. 0 if there is no such number."""
     if groups == 1:
-        return min(INPUTS_BLOCK, max(16, int(triton.next_power_of_2(inputs))))
+        return min(most, max(16, int(triton.next_power_of_2(inputs))))
     width = inputs // groups
-    whole = min(INPUTS_BLOCK, width & -width)
+    whole = min(most, width & -width)
     return whole if whole >= 16 else 0
 
 
@@ -111,36 +117,28 @@ def rows_product(
         "BIASED": by.bias is not None,
         "ADDED": added is not None,
     }
-    few, block = triton.next_power_of_2(rows), triton.next_power_of_2(inputs)
-    if few <= FEW_ROWS and block <= FEW_INPUTS and few * block <= FEW_ALL:
-        warps = max(WARPS, few * block // (32 * FEW_NUMBERS))
-        wide = min(FEW_OUTPUTS, FEW_SUMS // few, FEW_WEIGHTS * 32 * warps // block)
+    block = triton.next_power_of_2(inputs)
+    if rows == 1 and block <= FEW_INPUTS:
+        most = FEW_OUTPUTS * (2 if by.outputs >= MANY_OUTPUTS else 1)
+        wide = min(most, FEW_WEIGHTS * 32 * WARPS // block)
         while wide > 2 and triton.cdiv(by.outputs, wide) < FEW_PROGRAMS:
             wide //= 2
-        _few[(triton.cdiv(by.outputs, wide),)](
-            *given,
-            **constants,
-            ROWS=few,
-            WIDE=wide,
-            BLOCK=block,
-            num_warps=warps,
-        )
+        _few[(triton.cdiv(by.outputs, wide),)](*given, **constants, ROWS=1, WIDE=wide, BLOCK=block, num_warps=WARPS)
         return out
-    many = min(max(16, triton.next_power_of_2(rows)), MOST_ROWS)
-    wide = 64
-    while wide > 16 and triton.cdiv(by.outputs, wide) < PROGRAMS:
-        wide //= 2
-    block = block_of(inputs, 1 if squares is None else by.groups)
+    many = min(max(LEAST_ROWS, triton.next_power_of_2(rows)), MOST_ROWS)
+    wide, most, warps = tile_of(inputs, by.outputs, many)
+    block = block_of(inputs, 1 if squares is None else by.groups, most)
     assert block
-    _product[(triton.cdiv(by.outputs, wide), triton.cdiv(rows, many))](
+    _tiles[(triton.cdiv(by.outputs, wide), triton.cdiv(rows, many))](
         *given,
         **constants,
         ROWS=many,
         WIDE=wide,
         BLOCK=block,
+        SPLITS=min(warps, triton.next_power_of_2(triton.cdiv(inputs, block))),
         PRECISION="ieee" if by.weight.dtype == torch.float32 else "tf32",
-        num_warps=WARPS,
-        num_stages=3 if by.weight.dtype == torch.float32 else 4,  # what a multiprocessor's memory holds
+        num_warps=warps,
+        num_stages=TILE_STAGES,
     )
     return out
 
@@ -224,8 +222,19 @@ def _few(
     tl.store(to, total.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _split_factors(
+    squares, row, live, group, GROUPS: tl.constexpr, PARTS: tl.constexpr, PARTS_BLOCK: tl.constexpr, WIDTH, eps
+):
+    """`_factor` of each split's group, [splits, rows]."""
+    part = tl.arange(0, PARTS_BLOCK)
+    mask = live[None, :, None] & (part < PARTS)[None, None, :]
+    at = (row[None, :, None] * GROUPS + group[:, None, None]) * PARTS + part[None, None, :]
+    return tl.rsqrt(tl.sum(tl.load(squares + at, mask=mask, other=0.0), 2) / WIDTH + eps)
+
+
 @triton.jit(do_not_specialize=["rows"])
-def _product(
+def _tiles(
     x,  # [rows, INPUTS], a row x_row numbers after the one before it
     weight,  # [OUTPUTS, INPUTS], an output APART numbers after the one before it
     bias,  # [OUTPUTS]
@@ -247,43 +256,49 @@ def _product(
     ROWS: tl.constexpr,
     WIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    """The products of some outputs with all rows. Each split has inputs of its own, and its products are a warp's."""
     n = tl.program_id(0) * WIDE + tl.arange(0, WIDE)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    live = row < rows
+    within, live = n < OUTPUTS, row < rows
     kind = weight.dtype.element_ty
     row = row.to(tl.int64)
-    total = tl.zeros([ROWS, WIDE], tl.float32)
-    square = tl.zeros([ROWS], tl.float32)
-    factor = tl.zeros([ROWS], tl.float32)
+    split = tl.arange(0, SPLITS)
+    total = tl.zeros([SPLITS, WIDE, ROWS], tl.float32)
+    square = tl.zeros([SPLITS, BLOCK, ROWS], tl.float32)
+    mask = within[:, None] & live[None, :]
+    to = out + row[None, :] * OUTPUTS + n[:, None]
+    if ADDED:
+        before = tl.load(to, mask=mask, other=0.0).to(tl.float32)
     if NORMED == 2 and GROUPS == 1:
         factor = _factor(squares, row, live, 0, GROUPS, PARTS, PARTS_BLOCK, INPUTS, eps)
-    for start in range(0, INPUTS, BLOCK):
-        k = start + tl.arange(0, BLOCK)
+    for start in range(0, INPUTS, SPLITS * BLOCK):
+        k = start + split[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]  # [SPLITS, BLOCK]
         inside = k < INPUTS
-        a = tl.load(x + row[:, None] * x_row + k[None, :], mask=live[:, None] & inside[None, :], other=0.0)
-        of = weight + n.to(tl.int64)[None, :] * APART + k[:, None]
-        w = tl.load(of, mask=inside[:, None] & (n < OUTPUTS)[None, :], other=0.0)
-        if NORMED == 1:  # the row's factor is known at the end
+        of = weight + n.to(tl.int64)[None, :, None] * APART + k[:, None, :]
+        w = tl.load(of, mask=within[None, :, None] & inside[:, None, :], other=0.0)
+        at = x + row[None, None, :] * x_row + k[:, :, None]
+        a = tl.load(at, mask=live[None, None, :] & inside[:, :, None], other=0.0)
+        if NORMED:
             a = a.to(tl.float32)
-            square += tl.sum(a * a, 1)
-            a = a * tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-        if NORMED == 2:
-            if GROUPS > 1:
-                factor = _factor(
-                    squares, row, live, start // (INPUTS // GROUPS), GROUPS, PARTS, PARTS_BLOCK, INPUTS // GROUPS, eps
-                )
-            a = a.to(tl.float32) * factor[:, None]
-            a = a * tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)[None, :]
-        total = tl.dot(a.to(kind), w, total, input_precision=PRECISION)
+            if NORMED == 1:
+                square += a * a
+            a = a * tl.load(norm + k, mask=inside, other=0.0).to(tl.float32)[:, :, None]
+            if NORMED == 2 and GROUPS > 1:
+                group = tl.minimum((start + split * BLOCK) // (INPUTS // GROUPS), GROUPS - 1)
+                its = _split_factors(squares, row, live, group, GROUPS, PARTS, PARTS_BLOCK, INPUTS // GROUPS, eps)
+                a = a * its[:, None, :]
+        total = tl.dot(w, a.to(kind), total, input_precision=PRECISION)
+    made = tl.sum(total, 0)
     if NORMED == 1:
-        total = total * tl.rsqrt(square / INPUTS + eps)[:, None]
-    mask = live[:, None] & (n < OUTPUTS)[None, :]
+        made = made * tl.rsqrt(tl.sum(tl.sum(square, 1), 0) / INPUTS + eps)[None, :]
+    if NORMED == 2 and GROUPS == 1:
+        made = made * factor[None, :]
     if BIASED:
-        total = total + tl.load(bias + n, mask=n < OUTPUTS, other=0.0).to(tl.float32)[None, :]
-    total = total.to(kind)
-    at = out + row[:, None] * OUTPUTS + n[None, :]
+        made = made + tl.load(bias + n, mask=within, other=0.0).to(tl.float32)[:, None]
+    made = made.to(kind)
     if ADDED:
-        total = tl.load(at, mask=mask, other=0.0).to(tl.float32) + total.to(tl.float32)
-    tl.store(at, total.to(out.dtype.element_ty), mask=mask)
+        made = before + made.to(tl.float32)
+    tl.store(to, made.to(out.dtype.element_ty), mask=mask)

@@ -61,6 +61,7 @@ def step_level(
         given.stride(0),
         **sizes,
         TAPS=len(by.conv_weight),
+        TAPS_BLOCK=triton.next_power_of_2(len(by.conv_weight) - 1),
         OUTPUTS_BLOCK=max(16, triton.next_power_of_2(rank + 2 * size)),
         ROWS=many,
         BLOCK=CHANNELS,
@@ -110,6 +111,7 @@ def _select(
     N: tl.constexpr,
     RANK: tl.constexpr,
     TAPS: tl.constexpr,
+    TAPS_BLOCK: tl.constexpr,
     OUTPUTS_BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -129,17 +131,19 @@ def _select(
     begin = tl.load(source + row, mask=live, other=0)
     end = tl.load(target + row, mask=live, other=0)
     own = tl.load(given + row[:, None] * given_row + i[None, :], mask=mask, other=0.0)
-    total = tl.zeros([ROWS, BLOCK], tl.float32) + tl.load(bias + i, mask=i < INNER, other=0.0).to(tl.float32)[None, :]
-    for tap in tl.static_range(TAPS - 1):
-        seen = tl.load(conv + (begin[:, None] * (TAPS - 1) + tap) * INNER + i[None, :], mask=mask, other=0.0)
-        total += (
-            seen.to(tl.float32) * tl.load(weight + tap * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)[None, :]
-        )
-        if tap > 0:
-            tl.store(conv + (end[:, None] * (TAPS - 1) + tap - 1) * INNER + i[None, :], seen, mask=mask)
-    tl.store(conv + (end[:, None] * (TAPS - 1) + TAPS - 2) * INNER + i[None, :], own, mask=mask)
+    tap = tl.arange(0, TAPS_BLOCK)
+    before = (tap < TAPS - 1)[:, None, None] & mask[None, :, :]
+    # All taps are loaded before any is stored: a load behind a store is not begun before the store's number is there.
+    at = (begin[None, :] * (TAPS - 1) + tap[:, None])[:, :, None] * INNER + i[None, None, :]
+    seen = tl.load(conv + at, mask=before, other=0.0)
+    inside = (tap < TAPS - 1)[:, None] & (i < INNER)[None, :]
+    by = tl.load(weight + tap[:, None] * INNER + i[None, :], mask=inside, other=0.0).to(tl.float32)
     last = tl.load(weight + (TAPS - 1) * INNER + i, mask=i < INNER, other=0.0).to(tl.float32)
-    total += own.to(tl.float32) * last[None, :]
+    start = tl.load(bias + i, mask=i < INNER, other=0.0).to(tl.float32)
+    total = tl.sum(seen.to(tl.float32) * by[:, None, :], 0) + (own.to(tl.float32) * last[None, :] + start[None, :])
+    to = (end[None, :] * (TAPS - 1) + tap[:, None] - 1)[:, :, None] * INNER + i[None, None, :]
+    tl.store(conv + to, seen, mask=before & (tap > 0)[:, None, None])
+    tl.store(conv + (end[:, None] * (TAPS - 1) + TAPS - 2) * INNER + i[None, :], own, mask=mask)
     made = (total / (1.0 + tl.exp(-total))).to(x.dtype.element_ty)
     tl.store(x + row[:, None] * INNER + i[None, :], made, mask=mask)
     found = tl.dot(made, w, input_precision=PRECISION)
