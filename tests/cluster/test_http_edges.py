@@ -343,6 +343,15 @@ async def one_server():
         yield server
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize", "/abort"])
+async def test_a_call_without_a_key_is_refused_before_its_body_comes(tmp_path, path):
+    write_keys(tmp_path / "keys.json", ApiKeys())
+    async with http_at(auth={"keys": tmp_path / "keys.json"}) as (server, _):
+        head, _, _ = request_of(path, b"{" + b" " * 1000).partition(b"{")
+        status, _, _ = await raw(server, head, more=True)
+        assert status == 401
+
+
 async def test_a_large_body_is_refused_before_it_is_read():
     async with one_server() as server:
         head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
