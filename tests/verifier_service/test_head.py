@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from dendro.tree import DraftTree
+from torch import nn
 
 from tests.support import tiny_hybrids, tiny_models
 from tests.support.engines import engine_of
 from tests.support.routers import RoundByRound
+from verifier_service.models import _float_head
 from verifier_service.models.head import HEAD_ROWS, Logits
 
 ROWS = 2 * HEAD_ROWS + 8
@@ -85,6 +88,24 @@ SCALED: dict[str, dict[str, Any]] = {
     "falcon_h1": {"lm_head_multiplier": 0.25},
     "granitemoehybrid": {"logits_scaling": 4.0},
 }
+
+
+@pytest.mark.parametrize("held", [21, 24, 30])
+@pytest.mark.parametrize("biased", [False, True])
+def test_outputs_past_the_tokens_fill_a_multiple_and_are_dropped(held, biased):
+    """held: rows of a checkpoint with 21 tokens"""
+    head = nn.Linear(6, held, bias=biased)
+    asked = []
+
+    class Forms:
+        def in_float32(self, weight, bias):
+            asked.append((len(weight), None if bias is None else len(bias)))
+            return lambda hidden: F.linear(hidden, weight, bias)
+
+    hidden = torch.randn(1, 5, 6)
+    found = _float_head(head, 21, Forms(), 8)(hidden)
+    assert asked == [(24, 24 if biased else None)]
+    assert torch.allclose(found, head(hidden)[..., :21], atol=1e-6) and found.shape == (1, 5, 21)
 
 
 @pytest.mark.parametrize("family", SCALED)

@@ -10,6 +10,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from dendro.errors import BadRequest
 from torch import Tensor, nn
 from torch.distributed import DistError
@@ -68,6 +69,9 @@ from verifier_service.models.reading import check_scales, load_library_model
 from verifier_service.models.row_functions import use_row_functions
 from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
+
+HEAD_OUTPUTS = 8
+"""A GPU's library has fast products of multiples of so many outputs."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -247,7 +251,7 @@ def _load(
     if group is not None and shared:
         product = _gathering_head(head, outputs, vocabulary, head_forms, group)
     else:
-        product = _float_head(head, vocabulary, head_forms)
+        product = _float_head(head, vocabulary, head_forms, 1 if device.type == "cpu" else HEAD_OUTPUTS)
     group_norms(model)
     library = library_logits(folder, model, product, vocabulary, positions) if group is None else {}
     seated = Head(model, product, together=shared)
@@ -298,9 +302,17 @@ def _load(
     )
 
 
-def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms) -> Product:
-    """The head's float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8."""
-    return forms.in_float32(head.weight[:vocabulary], None if head.bias is None else head.bias[:vocabulary])
+def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms, multiple: int = 1) -> Product:
+    """The head's float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8.
+
+    multiple: of it is the product's number of outputs; those past the tokens are dropped"""
+    whole = -(-vocabulary // multiple) * multiple
+    weight, bias = head.weight[:whole], None if head.bias is None else head.bias[:whole]
+    if missing := whole - len(weight):  # a checkpoint usually has rows past the tokens
+        weight = F.pad(weight, (0, 0, 0, missing))
+        bias = None if bias is None else F.pad(bias, (0, missing))
+    product = forms.in_float32(weight, bias)
+    return product if whole == vocabulary else lambda hidden: product(hidden)[..., :vocabulary]
 
 
 def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
