@@ -222,11 +222,7 @@ def recurrent_rows(
     if tree is not None:
         depths = tree.depths.astype(np.int64)
         first = scratch + len(committed)
-        paths = np.zeros((tree.rows, int(depths.max()) + 1), np.int64)
-        paths[0, 0] = first
-        for row in range(1, tree.rows):
-            paths[row] = paths[tree.parents[row]]
-            paths[row, depths[row]] = first + row
+        paths = np.where(tree.paths < 0, 0, first + tree.paths)
         trail = np.concatenate([np.zeros((len(committed), paths.shape[1]), np.int64), paths])
         positions = np.concatenate([committed, root + depths])
         certain = np.concatenate([committed, np.full(tree.rows, root)])

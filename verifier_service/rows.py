@@ -110,10 +110,7 @@ def text_rows(
     trail = np.zeros((len(committed), 1), np.int64)  # column d: the slot of the row's guess at depth d
     if tree is not None:
         depths = tree.depths
-        paths = np.zeros((tree.rows, int(depths.max()) + 1), np.int64)
-        for row in range(1, tree.rows):
-            paths[row] = paths[tree.parents[row]]
-            paths[row, depths[row]] = scratch + row - 1
+        paths = np.where(tree.paths <= 0, 0, scratch - 1 + tree.paths)
         trail = np.concatenate([np.zeros((len(committed), paths.shape[1]), np.int64), paths])
         tokens = np.concatenate([tokens, tree.tokens])
         positions = np.concatenate([committed, root + depths])

@@ -175,6 +175,17 @@ class DraftTree:
         return int(max(self.depths.tolist()))
 
     @cached_property
+    def paths(self) -> IntArray:
+        """The row at each depth of a row's path, from the root to itself, [rows, depth + 1]; -1 past it."""
+        paths = np.full((self.rows, self.depth + 1), -1, np.int64)
+        paths[:, 0] = 0
+        for depth in range(1, self.depth + 1):
+            rows = np.flatnonzero(self.depths == depth)
+            paths[rows] = paths[self.parents[rows]]
+            paths[rows, depth] = rows
+        return paths
+
+    @cached_property
     def ancestors(self) -> IntArray:
         """Ancestors as bit masks, [rows] int64: bit j is set if row j is the row itself or an ancestor."""
         words = [1]

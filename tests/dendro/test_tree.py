@@ -22,6 +22,7 @@ def test_ancestor_words_and_depths_agree_with_walking_up(parents):
         word = int(tree.ancestors[row]) & (1 << 64) - 1
         assert {bit for bit in range(64) if word >> bit & 1} == set(path)
         assert tree.depths[row] == len(path) - 1
+        assert tree.paths[row].tolist() == [*path, *[-1] * (tree.depth + 1 - len(path))]
 
 
 @pytest.mark.parametrize(
