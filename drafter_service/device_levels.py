@@ -5,7 +5,7 @@ three from the last layer to ranked guesses. A level is one upload, one replay o
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ from tree_layers.step_buffers import StepBuffers
 from drafter_service.models.backbone import FOREIGN, Backbone
 from drafter_service.models.inputs import InputMemory
 from drafter_service.models.states import StateMemory
-from drafter_service.plan import NO_NODE, Level
+from drafter_service.plan import NO_NODE, Chains, Level, Nodes, TextFold
 from drafter_service.recorded_levels import at_least
 
 if TYPE_CHECKING:
@@ -32,6 +32,11 @@ FEWEST_ABOVE = 4
 """A row's ancestors are padded to at least so many: each further number would be a further recording."""
 
 
+LONGEST_CHAIN = 8
+"""Most tokens of a chain that runs as levels of one token. A level takes a small part of the time of a chain by
+PyTorch's operations, which takes about as long for 2 tokens as for 100."""
+CHAIN_NODES = 32
+"""Node slots for the tokens of such chains."""
 ALIGNED = 2
 """Arrays begin at multiples of 16 bytes, so that a kernel is compiled once for all of them."""
 
@@ -229,12 +234,13 @@ class DeviceLevels:
     def __init__(
         self, model: Backbone[Mamba1Mixer] | Backbone[Mamba2Mixer], layers: LevelLayers, scratch: int, graphs: Graphs
     ) -> None:
-        """scratch: a node slot of the memory that no tree has"""
+        """scratch: the first of 1 + CHAIN_NODES node slots of the memory that no tree has"""
         from tree_kernels.rows_product.triton import RowsWeight
 
         self.model = model
         self.layers = layers
         self.scratch = scratch
+        self._end = scratch + 1 + CHAIN_NODES
         self._head: RowsWeight = RowsWeight.of(model.head, None, model.norm, model.eps)
         ids = model.draft_ids
         self._ids = None if ids is None else torch.from_numpy(ids.guessed).to(model.device)
@@ -253,6 +259,39 @@ class DeviceLevels:
 
         found, places = self._run(rows, orders, width)
         return ranked_of(found.cpu().numpy()[places])
+
+    def chain(
+        self, rows: Chains, orders: Sequence[RowOrder], width: int, fold: Callable[[Sequence[TextFold]], None]
+    ) -> tuple[IntArray, np.ndarray]:
+        """Put the tokens of chains without roots into their texts: as paths of nodes, level after level, then folded.
+        Returns the best guesses after each token, chain after chain.
+
+        orders: one per token   fold: writes paths of nodes into their texts
+        """
+        lengths, first = rows.lengths.tolist(), np.cumsum(rows.lengths) - rows.lengths
+        ids = np.empty((len(orders), width), np.int64)
+        scores = np.empty((len(orders), width), np.float32)
+        longest = max(lengths)
+        together = max(CHAIN_NODES // longest, 1)
+        for begin in range(0, len(lengths), together):
+            chains = range(begin, min(begin + together, len(lengths)))
+            own = {row: range(self.scratch + 1 + longest * (row - begin), self._end)[:longest] for row in chains}
+            for depth in range(max(lengths[row] for row in chains)):
+                going = [row for row in chains if lengths[row] > depth]
+                paths = [Nodes(own[row][: depth + 1], range(-1, depth)) for row in going]
+                texts, starts = rows.source[going].tolist(), rows.starts[going].tolist()
+                ones, depths = [1] * len(going), [depth] * len(going)
+                level = Level(rows.tokens[going, depth], ones, texts, starts, depths, paths)
+                places = first[going] + depth
+                ids[places], scores[places] = self.guesses(level, [orders[place] for place in places], width)
+            texts_of = zip(chains, rows.starts[chains], rows.source[chains], rows.target[chains], strict=True)
+            fold(
+                [
+                    TextFold(int(start), int(source), int(target), tuple(own[row][: lengths[row]]))
+                    for row, start, source, target in texts_of
+                ]
+            )
+        return ids, scores
 
     def rank(self, hidden: Tensor, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
         """The best guesses of hidden rows [rows, d]."""

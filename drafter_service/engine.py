@@ -213,11 +213,19 @@ class DrafterEngine:
 
     def _fresh(self) -> DraftScheduler:
         options, texts, nodes = self._options, SlotPool(self._text_slots), SlotPool(self._node_slots)
-        limits = options.max_sessions, options.prefill_chunk
-        runs_levels, wake = self._runner.runs_levels, lambda: self._thread.post(lambda ticket: None)
-        longest = self._hello.max_length if options.draft_ahead else 0
-        prepared = longest, self._prepared
-        return DraftScheduler(options.name, texts, nodes, *limits, self._clock, runs_levels, wake, *prepared)
+        return DraftScheduler(
+            options.name,
+            texts,
+            nodes,
+            options.max_sessions,
+            options.prefill_chunk,
+            self._clock,
+            self._runner.runs_levels,
+            wake=lambda: self._thread.post(lambda ticket: None),
+            longest_prepared=self._hello.max_length if options.draft_ahead else 0,
+            counters=self._prepared,
+            longest_chain=self._runner.longest_chain,
+        )
 
     # -- the caller's side ---------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from tree_layers.graphs import CudaGraphs, Graphs
 from tree_layers.launching import on_its_device
 
 from drafter_service.acceptance_head import AcceptanceHead
-from drafter_service.device_levels import DeviceLevels, RowOrder, layers_of
+from drafter_service.device_levels import CHAIN_NODES, LONGEST_CHAIN, DeviceLevels, RowOrder, layers_of
 from drafter_service.device_trees import DeviceTrees
 from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
@@ -140,7 +140,7 @@ class DraftRunner:
         self.device = device
         if graphs is None and device.type == "cuda":
             graphs = CudaGraphs()
-        self.memory = model.memory(texts, nodes + 1 if graphs is not None else nodes)
+        self.memory = model.memory(texts, nodes + 1 + CHAIN_NODES if graphs is not None else nodes)
         self._recorded = None
         if graphs is not None and isinstance(self.memory, RecordableMemory):
             self._recorded = RecordedLevels(self.memory, nodes, device, graphs)
@@ -160,6 +160,11 @@ class DraftRunner:
         """True if a plan of this session may have `Levels`."""
         law = self._laws[session]
         return _by_kernels(law) if self._trees is not None else self._fused is not None and not law.warp.masks
+
+    def longest_chain(self, session: int) -> int:
+        """Most tokens of a chain of this session that runs as levels, if it ends before a root; 0: none does."""
+        by_kernels = self._on_device is not None and self.head is None and _by_kernels(self._laws[session])
+        return LONGEST_CHAIN if by_kernels else 0
 
     @property
     def vocabulary(self) -> int:
@@ -251,6 +256,8 @@ class DraftRunner:
             ids, scores = self._on_device.guesses(rows, whole, _width(laws, plan))
             chosen = slice(None) if plan.scored is None else plan.scored
             return DraftOutcome(ids[chosen], scores[chosen])
+        if len(by_row) == rows.count and self._on_device is not None and isinstance(rows, Chains) and is_short(rows):
+            return DraftOutcome(*self._on_device.chain(rows, by_row, _width(laws, plan), self.memory.fold))
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self._level(rows)
         if not plan.groups:
             return NOTHING
@@ -306,6 +313,11 @@ class DraftRunner:
         if len(noise) == 1:  # a level of one tree
             return noise[groups[0]].to(self.device).expand(len(groups), -1)
         return torch.stack([noise[group] for group in groups]).to(self.device)
+
+
+def is_short(rows: Chains) -> bool:
+    """True if chains may run as levels: short ones that end before their roots."""
+    return not len(rows.roots) and rows.tokens.shape[1] <= LONGEST_CHAIN
 
 
 def _by_kernels(law: DraftLaw) -> bool:

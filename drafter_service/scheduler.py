@@ -78,11 +78,13 @@ class DraftScheduler:
         wake: Callable[[], None] = lambda: None,
         longest_prepared: int = 0,
         counters: PreparedCounters | None = None,
+        longest_chain: Callable[[int], int] = lambda session: 0,
     ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
         chunk: most tokens of a prompt per forward   runs_levels: True if a plan of this session may have `Levels`
         wake: called, from any thread, when a text that was left out of a forward has its masks
         longest_prepared: most tokens of a text for which a tree is prepared; 0: none are   counters: of prepared trees
+        longest_chain: most tokens of a chain of this session that runs as levels, before a forward of its root
         """
         self.name = name
         self.texts = texts
@@ -91,6 +93,7 @@ class DraftScheduler:
         self.chunk = chunk
         self.clock = clock
         self.runs_levels = runs_levels
+        self.longest_chain = longest_chain
         self.text_masks = TextMasks(clock, wake)
         self.answers: list[tuple[Ticket, Answer]] = []  # answers to send; the engine clears them
         self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
@@ -105,7 +108,7 @@ class DraftScheduler:
         self._folds: list[TextFold] = []  # folds of the next step
         self._planned: list[tuple[DrafterText, range]] = []  # rows of each session in the current plan
         self._masks: Sequence[Bits | None] = ()  # masks of the current plan's scored rows
-        self._kind = ""  # kind of the current plan: prompt, chain or level
+        self._kind = ""  # kind of the current plan: prompt, before (a root), chain or level
 
     @property
     def sessions(self) -> int:
@@ -291,10 +294,12 @@ class DraftScheduler:
         chances = calibrated(scores) if given is None else given[mine].tolist()
         if self._masks:
             keep_allowed(self._masks[mine], candidates, scores, chances)
-        if self._kind == "chain":  # text from `rows.start` to the root; all but the root rank the token after them
-            session.covers = rows.stop - 1
-            for covered in range(rows.start + 1, rows.stop):
+        if self._kind != "level":  # text from `rows.start`; all but a chain's root rank the token after them
+            session.covers = rows.stop - (self._kind == "chain")
+            for covered in range(rows.start + 1, session.covers + 1):
                 session.record_rank(covered, candidates.pop(0), scores.pop(0), self.calibrations)
+        if self._kind == "before":
+            return
         draft_round.calibrated = given is None
         draft_round.extend(candidates, scores, chances[-len(scores) :])
         if not draft_round.growth.finished:
@@ -310,12 +315,21 @@ class DraftScheduler:
         return self._chain_plan([])
 
     def _plan_chains(self, sessions: list[DrafterText]) -> DraftPlan:
+        """Plan the tokens up to and with the roots, or those before the roots of the sessions that run them as levels:
+        with its root next, all levels of a tree may be one forward."""
+        if before := [session for session in sessions if not session.structured and self._is_short(session)]:
+            self._kind = "before"
+            self._planned = [(session, range(session.covers, session.base - 1)) for session in before]
+            return self._chain_plan([])
         self._kind = "chain"
         self._planned = [(session, range(session.covers, session.base)) for session in sessions]
         return self._chain_plan([session.round.slots[0] for session in sessions if session.round is not None])
 
+    def _is_short(self, session: DrafterText) -> bool:
+        return session.base - 1 - session.covers <= self.longest_chain(session.number)
+
     def _chain_plan(self, roots: list[int]) -> DraftPlan:
-        """Plan one row of consecutive tokens per planned session, scored if there are roots."""
+        """Plan one row of consecutive tokens per planned session, scored unless they are prompts."""
         lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
         tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
         places, numbers, positions, masks = [], [], [], list[Bits | None]()
@@ -323,7 +337,7 @@ class DraftScheduler:
         for row, (session, span) in enumerate(self._planned):
             self._own_slot(session)
             tokens[row, : len(span)] = session.tokens(span)
-            if roots:
+            if self._kind != "prompt":
                 places += [row * tokens.shape[1] + time for time in range(len(span))]
                 numbers += [session.number] * len(span)
                 positions += [covered + 1 + session.ahead for covered in span]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from dendro.text import Sampling
 
+from drafter_service import device_levels
 from drafter_service.device_levels import DeviceLevels, ancestors_of, layers_of
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
 from drafter_service.runner import DraftRunner
@@ -93,6 +94,29 @@ def test_scored_rows_may_be_some_of_a_levels_and_rows_of_a_chain_are_ranked_too(
     chain = Chains(np.array([[5, 6, 7]]), ints(3), ints(0), ints(EMPTY_TEXT), ints(3), ints())
     plan = DraftPlan(chain, np.array([2]), (1,), (1,), (3,), 4)
     same(ours.run(plan), theirs.run(plan))
+
+
+def test_short_chains_run_as_levels_and_leave_the_texts_as_pytorchs_chains(device_model, monkeypatch):
+    """Each of two texts goes on from its own memory, one of them into another slot, with another number of tokens."""
+    rng, found = np.random.default_rng(6), []
+    tokens, lengths = rng.integers(0, VOCABULARY, (2, 4)), ints(2, 4)
+    orders = (0, 0, 1, 1, 1, 1)
+    for runner in (runner_of(device_model, RunAgain()), runner_of(device_model)):
+        for _ in grown(np.random.default_rng(5), runner, 0):
+            pass
+        chains = Chains(tokens, lengths, ints(3, 3), ints(1, 2), ints(1, 3), ints())
+        plan = DraftPlan(chains, ints(0, 1, 4, 5, 6, 7), [1] * 6, orders, (4, 5, 4, 5, 6, 7), 5)
+        if not found:
+            monkeypatch.setattr(runner.memory, "chain", None)
+            monkeypatch.setattr(device_levels, "CHAIN_NODES", 4)  # one chain at a time
+        outcome = runner.run(plan)
+        found.append((outcome, [runner.memory.save(slot, 3 + length) for slot, length in ((1, 2), (3, 4), (2, 0))]))
+    (mine, memories), (theirs, expected) = found
+    same(mine, theirs)
+    for mine, theirs in zip(memories, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in mine:
+            assert np.allclose(mine[name], theirs[name], atol=1e-4), name
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,8 @@ class OneText:
 
     def __init__(self, model, *, whole_trees, law, graphs):
         self.runner = DraftRunner(model, TEXTS, NODES, DEVICE, graphs=graphs, whole_trees=whole_trees)
-        self.scheduler = DraftScheduler(
-            "d", SlotPool(TEXTS), SlotPool(NODES), 1, 8, runs_levels=self.runner.runs_levels
-        )
+        by_device = {"runs_levels": self.runner.runs_levels, "longest_chain": self.runner.longest_chain}
+        self.scheduler = DraftScheduler("d", SlotPool(TEXTS), SlotPool(NODES), 1, 8, **by_device)
         self.text, self.opening = Tokens([5, 9, 2, 7, 1]), new_opening()
         call = OpenCall(self.update(), RequestParameters(law, Limits(64, ignore_end=True), "", ()))
         session = self.scheduler.open(Ticket(0.0), call, 0, VOCABULARY)

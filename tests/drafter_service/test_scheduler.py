@@ -38,9 +38,10 @@ def forwards(scheduler: DraftScheduler) -> list[DraftPlan]:
     return plans
 
 
-def scheduler_of(clock: Clock = time.monotonic, *, runs_levels: bool = False) -> DraftScheduler:
+def scheduler_of(clock: Clock = time.monotonic, *, runs_levels: bool = False, longest_chain: int = 0) -> DraftScheduler:
     slots = SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded)
-    return DraftScheduler("d", *slots, SESSIONS, 8, clock, lambda session: runs_levels)
+    by_device = {"runs_levels": lambda session: runs_levels, "longest_chain": lambda session: longest_chain}
+    return DraftScheduler("d", *slots, SESSIONS, 8, clock, **by_device)
 
 
 def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
@@ -127,6 +128,25 @@ def test_the_rest_of_a_fixed_tree_is_one_forward_after_a_chain_to_its_root():
     assert [plan.groups for plan in forwards(scheduler)] == [[1, 1, 1], (2, 2)]
     (tree,) = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
     assert tree.parents.tolist() == [-1, 0, 0, 1, 2, 3, 4]
+
+
+def test_a_chain_that_runs_as_levels_ends_before_its_root_and_the_whole_tree_is_the_next_forward():
+    found = []
+    for longest_chain in (0, 1, 2):
+        scheduler = scheduler_of(runs_levels=True, longest_chain=longest_chain)
+        session = opened(scheduler, 1)
+        forwards(scheduler)
+        update = TextUpdate.of(session.opening, Tokens((*PROMPT, 8, 9)), len(PROMPT))
+        scheduler.draft(Ticket(0.0), DraftCall(update, LevelShape((2, 1, 1))))
+        plans = forwards(scheduler)
+        if longest_chain == 2:  # the prompt's last token and the first new one, then the root and all of its levels
+            assert [plan.groups for plan in plans] == [[1, 1], (1, 2, 2)]
+            assert plans[0].rows.tokens.tolist() == [[PROMPT[-1], 8]] and not len(plans[0].rows.roots)
+        else:
+            assert [plan.groups for plan in plans] == [[1, 1, 1], (2, 2)]
+        (tree,) = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
+        found.append((tree.tokens.tolist(), tree.parents.tolist(), list(tree.trace)))
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_tree_whose_form_depends_on_its_guesses_grows_level_by_level():
