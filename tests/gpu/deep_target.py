@@ -1,5 +1,5 @@
-"""A Llama of a published size that computes the function of a small one: what speculation gains then is what it gains
-on the small one's texts, at the large one's price.
+"""A Llama and a Mamba-2 of published sizes that compute the functions of small ones: what speculation gains then is
+what it gains on the small ones' texts, at the large ones' price.
 
 The small model's numbers are the first of each row's; the rest are zero, since every product that would write them has
 zero rows. Its heads and hidden units are the first of the large model's, whose others have zero columns in the output
@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from cluster.measure.costly import add_head_groups
 from tests.gpu.step import DEVICE
 
 LAYER = "model.layers.{}."
@@ -107,3 +109,42 @@ def write_deep(source: Path, folder: Path, hidden: int, intermediate: int, layer
     for file in source.glob("*token*"):
         shutil.copy(file, folder)
     return sum(each.numel() for each in weights.values())
+
+
+def write_deep_drafter(source: Path, folder: Path, times: int, layers: int) -> int:
+    """Write a Mamba-2 of the function of the one at `source`: `times` as wide, with as many groups of heads as that,
+    and with more layers, which add zero. Returns the number of parameters."""
+    wide = add_head_groups(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32), times)
+    config: Any = wide.config
+    narrow, hidden, first = config.hidden_size, config.hidden_size * times, config.num_hidden_layers
+    config.expand, config.hidden_size, config.num_hidden_layers = config.expand // times, hidden, layers
+    config.dtype, config.architectures = "bfloat16", ["Mamba2ForCausalLM"]
+    generator = torch.Generator().manual_seed(0)
+
+    def grown(name: str, weight: Tensor, adds: bool) -> Tensor:
+        match name.rpartition("mixer.")[2] if "mixer." in name else name.split(".")[-2]:
+            case "in_proj.weight":
+                more = torch.randn(len(weight), hidden - narrow, generator=generator) / math.sqrt(hidden)
+                return torch.cat([weight, more], 1)
+            case "out_proj.weight":
+                return torch.cat([weight if adds else 0 * weight, weight.new_zeros(hidden - narrow, weight.shape[1])])
+            case "norm" | "norm_f":  # of rows, most of whose numbers are zero
+                return torch.cat([weight / math.sqrt(times), weight.new_zeros(hidden - narrow)])
+            case "embeddings":
+                return torch.cat([weight, weight.new_zeros(len(weight), hidden - narrow)], 1)
+        return weight
+
+    old = {name: weight for name, weight in wide.state_dict().items() if not name.startswith("lm_head")}
+    weights = {}
+    for name, weight in old.items():
+        weights[name] = grown(name, weight, True)
+        if name.startswith("backbone.layers.0."):
+            for layer in range(first, layers):
+                weights[name.replace(".0.", f".{layer}.", 1)] = grown(name, weight, False)
+    folder.mkdir(parents=True, exist_ok=True)
+    config.save_pretrained(folder)
+    kept = {name: weight.bfloat16().contiguous() for name, weight in weights.items()}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in source.glob("*token*"):
+        shutil.copy(file, folder)
+    return sum(each.numel() for each in kept.values())

@@ -19,17 +19,18 @@ import yaml
 
 from cluster.config import demo_models
 from cluster.demo.prompts import held_out_prompts
-from tests.gpu.deep_target import write_deep
+from tests.gpu.deep_target import write_deep, write_deep_drafter
 from tests.gpu.step import DRY, require_device, write_result
 
-SIZES = (512, 1280, 5, 4) if DRY else (4096, 14336, 32, 8)
-"""Width, hidden units, layers and heads of keys."""
-PROMPTS, PROMPT_TOKENS, TOKENS = (2, 64, 16) if DRY else (6, 128, 96)
-DRAFTER = "mamba2"
-ARMS = ["(1)", "(1,1)", "(1,1,1,1)", "(3,2,1)", "(4,2,2,1)", "beam(6,4)"]
+SIZES = (768, 1280, 5, 4) if DRY else (4096, 14336, 32, 8)
+"""Width, hidden units, layers and heads of keys of the target."""
+DRAFTER_SIZES = (2, 3) if DRY else (4, 24)
+"""How many times as wide as the demo's drafter, and layers."""
+PROMPTS, PROMPT_TOKENS, TOKENS = (2, 64, 16) if DRY else (4, 128, 64)
+ARMS = ["(1)", "(1,1,1,1)", "(3,2,1)", "beam(6,4)"]
 
 
-def configuration(folder: Path, models: Path) -> dict[str, object]:
+def configuration(target: Path, drafter: Path) -> dict[str, object]:
     """Both on the device, if there is one; without the prefix cache, as the prompts repeat."""
     shared = {"dtype": "bfloat16", "threads": 4}
 
@@ -37,9 +38,9 @@ def configuration(folder: Path, models: Path) -> dict[str, object]:
         return {"resources": {"cpu": 1.0, "gpu": 0.0 if DRY else gpu}}
 
     return {
-        "targets": {"deep": {"checkpoint": str(folder), "max_sessions": 4, **shared, **on_device(0.9)}},
-        "drafters": {DRAFTER: {"checkpoint": str(models / DRAFTER), **shared, **on_device(0.1)}},
-        "speculation": {"proposers": ["lookup"], "arms": ["off", *(f"{DRAFTER}:{shape}" for shape in ARMS)]},
+        "targets": {"deep": {"checkpoint": str(target), "max_sessions": 4, **shared, **on_device(0.9)}},
+        "drafters": {"mamba2": {"checkpoint": str(drafter), **shared, **on_device(0.1)}},
+        "speculation": {"proposers": ["lookup"], "arms": ["off", *(f"mamba2:{shape}" for shape in ARMS)]},
     }
 
 
@@ -56,6 +57,21 @@ def line_of(row: dict[str, Any]) -> tuple[str, ...]:
     return row["name"], f"T={row['temperature']:g}", *speed, *times
 
 
+def measured(folder: Path, name: str, drafter: Path) -> dict[str, Any]:
+    """Rows and differences of `bench speed` with a drafter."""
+    (folder / f"{name}.yaml").write_text(yaml.safe_dump(configuration(folder / "deep", drafter)))
+    bench = ["-m", "cluster.cli", "bench", "speed", str(folder / f"{name}.yaml"), "--local", "--alone"]
+    bench += ["--prompt-file", str(folder / "prompts.jsonl"), "--prompts", str(PROMPTS), "--tokens", str(TOKENS)]
+    out = folder / f"{name}.json"
+    subprocess.run([sys.executable, *bench, "--repetitions", "1", "--json", str(out)])
+    report = json.loads(out.read_text()) if out.is_file() else {}
+    rows = report.get("rows", [])
+    print(f"{name} drafter", flush=True)
+    for row in rows:
+        print(*(f"{each:>11}" for each in line_of(row)), flush=True)
+    return {"rows": rows, "differences": report.get("differences", [])}
+
+
 def main() -> None:
     require_device()
     memory = Path("/dev/shm")
@@ -63,23 +79,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() and not DRY else None) as name:
         folder = Path(name)
         parameters = write_deep(models / "target", folder / "deep", *SIZES)
-        (folder / "pair.yaml").write_text(yaml.safe_dump(configuration(folder / "deep", models)))
+        drafted = write_deep_drafter(models / "mamba2", folder / "drafter", *DRAFTER_SIZES)
+        drafters = {"large": folder / "drafter", "small": models / "mamba2"}
         prompts = held_out_prompts(PROMPTS, PROMPT_TOKENS, models=models)
         (folder / "prompts.jsonl").write_text("".join(json.dumps({"text": each.text}) + "\n" for each in prompts))
-        print(f"{parameters / 1e9:.2f} billion parameters, written in {time.perf_counter() - began:.1f} s", flush=True)
-        bench = ["-m", "cluster.cli", "bench", "speed", str(folder / "pair.yaml"), "--local", "--alone"]
-        bench += ["--prompt-file", str(folder / "prompts.jsonl"), "--prompts", str(PROMPTS), "--tokens", str(TOKENS)]
-        bench += ["--repetitions", "1", "--json", str(folder / "found.json")]
-        ran = subprocess.run([sys.executable, *bench])
-        report = json.loads((folder / "found.json").read_text()) if (folder / "found.json").is_file() else {}
-    rows = report.get("rows", ())
-    for row in rows:
-        print(*(f"{each:>11}" for each in line_of(row)), flush=True)
-    policy = " and ".join(f"{over_off(row):.2f}" for row in rows if row["name"] == "auto")
-    write_result(
-        f"policy over off {policy}", parameters=parameters, rows=rows, differences=report.get("differences", [])
-    )
-    sys.exit(ran.returncode)
+        took = time.perf_counter() - began
+        print(f"{parameters / 1e9:.2f} and {drafted / 1e9:.3f} billion parameters, written in {took:.1f} s", flush=True)
+        found = {}
+        for drafter, checkpoint in drafters.items():
+            found[drafter] = measured(folder, drafter, checkpoint)
+            policy = [over_off(row) for row in found[drafter]["rows"] if row["name"] == "auto"]
+            summary = f"policy over off with the {drafter} drafter {' and '.join(f'{each:.2f}' for each in policy)}"
+            write_result(summary, parameters=parameters, drafter_parameters=drafted, found=found)
+    sys.exit(any(not report["rows"] or report["differences"] for report in found.values()))
 
 
 main()
