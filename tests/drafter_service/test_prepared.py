@@ -25,6 +25,7 @@ from drafter_service.confidence import Calibration
 from drafter_service.engine import DrafterEngine
 from drafter_service.grow import growth_of
 from drafter_service.prepared import LONGEST_REST, MISSES, MOST, Outcome, Preparations, likely_outcomes
+from drafter_service.runner import DraftRunner
 from tests.support.opened_texts import OpenedText, drafter_of
 from tests.support.tiny_drafters import FAMILIES, VOCABULARY
 
@@ -121,10 +122,15 @@ async def test_prepared_trees_and_the_texts_memory_are_those_of_drafting_after_t
         assert plain.stats()["prepared"] == 0
 
 
+@pytest.mark.parametrize("longest_chain", [0, 2])
 @pytest.mark.parametrize("seed", range(4))
-async def test_whatever_happens_to_texts_in_little_memory_trees_and_memories_are_those_without_preparing(paths, seed):
+async def test_whatever_happens_to_texts_in_little_memory_trees_and_memories_are_those_without_preparing(
+    paths, seed, longest_chain, monkeypatch
+):
     """Texts go on by a prepared outcome or otherwise, before or after all is prepared; are drafted with another shape,
-    cut, closed and abandoned. Two or four text slots are left by two texts at times, and node slots for few trees."""
+    cut, closed and abandoned. Two or four text slots are left by two texts at times, and node slots for few trees.
+    Chains of up to `longest_chain` tokens end before their roots, as on a GPU."""
+    monkeypatch.setattr(DraftRunner, "longest_chain", lambda runner, session: longest_chain)
     rng = random.Random(seed)
     family = rng.choice(FAMILIES)
     async with both_of(paths[family], max_sessions=2 + seed % 2, max_rows=8) as (ahead, plain, idle):
