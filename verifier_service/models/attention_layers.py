@@ -57,19 +57,26 @@ class AttentionForm(Protocol):
     """An attention of ours that rotates queries and keys and writes keys and values to pages."""
 
     def layout_of(self, layer: ProbedLayer) -> Layout | None:
-        """The layout of a layer's pages; None if this form does not attend it."""
+        """Called once a layer when a model is loaded. Returns the layout of the layer's pages; None if this form does
+        not attend the layer."""
+        ...
 
     def projections(self, layer: Any, layout: Layout) -> Callable[[Tensor], Heads]:
-        """The products of a layer that has our forward, with rows [1, rows, D]."""
+        """Called once for each layer that gets our forward. Returns the products of its rows [1, rows, D]."""
+        ...
 
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
-        """True if the rows and pages of the current forward are this form's."""
+        """Called at each call of a layer. True if the rows and pages of the current forward are this form's."""
+        ...
 
     def attend(self, heads: Heads, run: ForwardContext, attends: Attends, rotation: RowRotation) -> Tensor:
-        """Attention [rows, heads, dim] of the rows of the current forward."""
+        """Called where this form serves. Returns the attention [rows, heads, dim] of the current forward's rows."""
+        ...
 
     def passes(self, heads: Heads, given: Heads, layout: Layout, scaling: float, rotation: RowRotation) -> bool:
-        """True if this form's rotation of these heads gives, bit for bit, those that were given to an attention."""
+        """Called when a model is loaded, for recorded heads. True if this form's rotation of them gives, bit for bit,
+        the heads that were given to an attention."""
+        ...
 
 
 class CompiledAttention:
