@@ -12,15 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median
+from typing import Protocol
 
-from dendro.answer import collect_stream
 from dendro.client import Asking
 from dendro.errors import EngineFailed
 
 from cluster.measure.measurement import AUTO, BATCH, OFF, Step
-from cluster.measure.ours import TenantClients, TenantRule
+from cluster.measure.ours import TenantClients, TenantRule, timed
 from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
 from cluster.measure.speed import Identity
@@ -51,16 +51,11 @@ class LoadBlock:
     seconds: float = 0.0
     first_s: list[float] = field(default_factory=list)  # seconds from each request to its first token
     between_s: list[float] = field(default_factory=list)  # seconds between tokens: a chunk's wait over its tokens
-    guesses: int = 0  # verified guesses
-    trimmed: int = 0  # guesses sent for which the step had no room
     pages: int = 0  # most pages in use, by samples
     shapes: Counter[str] = field(default_factory=Counter)  # requested shape -> rounds
-    steps_us: int = 0  # time of the verifier's steps
-    forwards_us: int = 0  # time of the model's forwards in these steps
-    router_us: int = 0  # processor time of the router's process
-    rounds: int = 0  # rounds of all requests
+    counters: Counter[str] = field(default_factory=Counter)  # by how much the door's counters grew
     hop_us: float = 0.0  # processor time of a hop on one of as many streams; 0 in open loops
-    client_us: int = 0  # processor time of the bench's own process, where that is reported
+    client_us: int = 0  # processor time of the bench's own process
 
     @property
     def rate(self) -> float:
@@ -68,8 +63,9 @@ class LoadBlock:
 
     @property
     def router_ms(self) -> float:
-        """The router's processor time, a round."""
-        return self.router_us / 1e3 / self.rounds if self.rounds else 0.0
+        """Milliseconds of the router's process, a round of all requests."""
+        rounds = self.counters["router_rounds"]
+        return self.counters["router_cpu_us"] / 1e3 / rounds if rounds else 0.0
 
 
 def percentiles(values: Sequence[float]) -> dict[str, float]:
@@ -80,29 +76,102 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
     return {f"p{p}": round(1e3 * ordered[min(len(ordered) * p // 100, len(ordered) - 1)], 2) for p in PERCENTILES}
 
 
-class Loader:
-    """Clients of a running cluster. A prompt has the same seed in every block, and so the same answer, which `identity`
-    compares with the first one to it."""
+@dataclass(frozen=True, slots=True)
+class LoadAnswer:
+    """An answer as a client saw it."""
+
+    output: Sequence[int]  # its tokens, or the bytes of its text: answers to one prompt are compared
+    tokens: int
+    first_s: float  # seconds from the request to its first token
+    between_s: Sequence[float]  # seconds between its tokens, or between its parts
+    shapes: Mapping[str, int] = field(default_factory=dict)  # requested shape -> rounds
+
+
+class LoadedDoor(Protocol):
+    """A way into a cluster."""
+
+    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> LoadAnswer:
+        """An answer of at most `tokens` tokens."""
+        ...
+
+    async def stats(self) -> Mapping[str, int]:
+        """Counters of the verifier; and of the router, with names that begin with `router_`."""
+        ...
+
+    async def watch(self, block: LoadBlock) -> None:
+        """Runs while a block is measured, and is then cancelled."""
+        ...
+
+
+class GrpcDoor:
+    """The client library, or a router of this process."""
 
     def __init__(
         self,
         client: Asking,
-        prompts: Sequence[Prompt],
-        tokens: int,
         stats: Stats,
         temperature: float = 0.0,
         rule: TenantRule | None = None,
         to_end: bool = False,
     ) -> None:
-        """rule: as of TenantClients   to_end: whether answers stop at their ends, before `tokens` tokens"""
+        """rule: as of TenantClients   to_end: whether an end-of-text token ends an answer"""
         self._clients = TenantClients(client, rule)
-        self._prompts = prompts
-        self._tokens = tokens
-        self._stats = stats
         self._temperature = temperature
         self._to_end = to_end
-        self._answers: dict[int, tuple[int, ...]] = {}  # the first by the number of its prompt
-        self.identity = Identity()
+        self._stats = stats
+
+    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> LoadAnswer:
+        done, times = await timed(
+            self._clients.client_for(speculation, seed),
+            prompt,
+            max_new_tokens=tokens,
+            ignore_end=not self._to_end,
+            speculation=speculation,
+            temperature=self._temperature,
+            seed=seed,
+        )
+        between_s = list[float]()
+        for part, (before, now) in zip(done.rounds[1:], pairwise(times[1:]), strict=True):
+            if part.token_ids:
+                between_s += [(now - before) / len(part.token_ids)] * len(part.token_ids)
+        shapes = done.complete.speculation.rounds_by_shape
+        return LoadAnswer(done.token_ids, len(done.token_ids), times[1] - times[0], between_s, shapes)
+
+    async def stats(self) -> Mapping[str, int]:
+        return await self._stats()
+
+    async def watch(self, block: LoadBlock) -> None:
+        """Samples the pages in use."""
+        await asyncio.sleep(FIRST_SAMPLE_S)
+        while True:
+            block.pages = max(block.pages, (await self.stats()).get("pages_held", 0))
+            await asyncio.sleep(SAMPLE_S)
+
+
+class Loader:
+    """Clients of running clusters. A prompt has the same seed in every block, and so the same answer, which `identity`
+    compares with the first one to it."""
+
+    def __init__(
+        self,
+        doors: Callable[[str], LoadedDoor],
+        prompts: Sequence[Prompt],
+        tokens: int,
+        *,
+        to_end: bool = False,
+        speculation: str | None = None,
+        after: Loader | None = None,
+    ) -> None:
+        """doors: gives the door of a block's way   to_end: whether answers may have fewer than `tokens` tokens
+        speculation: of all requests; None: the block's way   after: the loader with which this one shares `identity`
+        """
+        self._doors = doors
+        self._prompts = prompts
+        self._tokens = tokens
+        self._to_end = to_end
+        self._speculation = speculation
+        self._answers: dict[int, Sequence[int]] = after._answers if after else {}  # the first by its prompt's number
+        self.identity: Identity = after.identity if after else Identity()
 
     def length(self, number: int) -> int:
         """Tokens of the answer to the prompt of this number, which was asked before."""
@@ -119,10 +188,8 @@ class Loader:
 
     async def open(self, block: LoadBlock, per_second: float, requests: int, seed: int) -> LoadBlock:
         """Requests arrive by a Poisson process, whether or not earlier ones are answered."""
-        generator, at, times = random.Random(seed), 0.0, []
-        for _ in range(requests):
-            at += generator.expovariate(per_second)
-            times.append(at)
+        generator = random.Random(seed)
+        times = list(accumulate(generator.expovariate(per_second) for _ in range(requests)))
 
         async def one(index: int) -> None:
             await asyncio.sleep(times[index])
@@ -131,54 +198,34 @@ class Loader:
         return await self._timed(block, [one(index) for index in range(requests)])
 
     async def _timed(self, block: LoadBlock, work: Sequence[Awaitable[None]]) -> LoadBlock:
-        before = await self._stats()
-        sampling = asyncio.ensure_future(self._sample_pages(block))
-        started = time.perf_counter()
+        door = self._doors(block.way)
+        before = await door.stats()
+        watching = asyncio.ensure_future(door.watch(block))
+        used_us, started = time.process_time_ns() // 1000, time.perf_counter()
         try:
             await asyncio.gather(*work)
         finally:
             block.seconds = time.perf_counter() - started
-            sampling.cancel()
-        await asyncio.wait({sampling})
-        after = await self._stats()
-        block.guesses = after.get("guesses", 0) - before.get("guesses", 0)
-        block.trimmed = after.get("trimmed", 0) - before.get("trimmed", 0)
-        block.steps_us = after.get("step_us", 0) - before.get("step_us", 0)
-        block.forwards_us = after.get("forward_us", 0) - before.get("forward_us", 0)
-        block.router_us = after.get("router_cpu_us", 0) - before.get("router_cpu_us", 0)
-        block.rounds = after.get("router_rounds", 0) - before.get("router_rounds", 0)
+            block.client_us = time.process_time_ns() // 1000 - used_us
+            watching.cancel()
+        await asyncio.wait({watching})
+        after = await door.stats()
+        block.counters = Counter({name: value - before.get(name, 0) for name, value in after.items()})
         return block
-
-    async def _sample_pages(self, block: LoadBlock) -> None:
-        await asyncio.sleep(FIRST_SAMPLE_S)
-        while True:
-            block.pages = max(block.pages, (await self._stats()).get("pages_held", 0))
-            await asyncio.sleep(SAMPLE_S)
 
     async def _answer(self, block: LoadBlock, number: int) -> None:
         """Ask with the prompt of this number, which is also the seed."""
-        client = self._clients.client_for(block.way, number)
-        times = [time.perf_counter()]
-        events = client.generate(
-            self._prompts[number],
-            max_new_tokens=self._tokens,
-            ignore_end=not self._to_end,
-            speculation=block.way,
-            temperature=self._temperature,
-            seed=number,
-        )
-        done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
-        if len(done.token_ids) != self._tokens and not self._to_end:
-            raise EngineFailed(f"{block.way}: {len(done.token_ids)} tokens instead of {self._tokens}")
-        block.first_s.append(times[1] - times[0])
-        for part, (before, now) in zip(done.rounds[1:], pairwise(times[1:]), strict=True):
-            if part.token_ids:
-                block.between_s += [(now - before) / len(part.token_ids)] * len(part.token_ids)
-        block.shapes.update(done.complete.speculation.rounds_by_shape)
-        block.tokens += len(done.token_ids)
-        first = self._answers.setdefault(number, done.token_ids)
-        if first is not done.token_ids:
-            self.identity.compare(f"{block.load}, {block.way}, prompt {number + 1}", done.token_ids, first)
+        door, speculation = self._doors(block.way), self._speculation or block.way
+        done = await door.answer(self._prompts[number], self._tokens, speculation, number)
+        if done.tokens != self._tokens and not self._to_end:
+            raise EngineFailed(f"{block.way}: {done.tokens} tokens instead of {self._tokens}")
+        block.first_s.append(done.first_s)
+        block.between_s += done.between_s
+        block.shapes.update(done.shapes)
+        block.tokens += done.tokens
+        first = self._answers.setdefault(number, done.output)
+        if first is not done.output:
+            self.identity.compare(f"{block.load}, {block.way}, prompt {number + 1}", done.output, first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +307,17 @@ def ratio(blocks: Sequence[LoadBlock], load: str, over: str, under: str) -> Esti
     return median_estimate([high / low for high, low in pairs])
 
 
+def times_row(blocks: Sequence[LoadBlock], judged: str) -> Row:
+    """What all rows have, of blocks of one way at one load."""
+    return {
+        "load": blocks[0].load,
+        "judged": judged,
+        "name": blocks[0].way,
+        "tokens_per_second": estimate([block.rate for block in blocks]),
+        "first_token_ms": percentiles([each for block in blocks for each in block.first_s]),
+    }
+
+
 def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str = "") -> list[Row]:
     """One row for each load and way: closed loops first, by size. ways: ours, in order   judged: whose aims are judged
     by the rows"""
@@ -273,14 +331,9 @@ def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str
             mine = [block for block in here if block.way == way]
             if not mine:
                 continue
-            row: Row = {
-                "load": load,
-                "judged": judged,
+            row = times_row(mine, judged) | {
                 "clients": None if arriving else int(number),
                 "share": number if arriving else None,
-                "name": way,
-                "tokens_per_second": estimate([block.rate for block in mine]),
-                "first_token_ms": percentiles([each for block in mine for each in block.first_s]),
                 "between_tokens_ms": percentiles([each for block in mine for each in block.between_s]),
             }
             if way in ways:
@@ -297,11 +350,13 @@ def _counts(blocks: Sequence[LoadBlock]) -> Row:
     """What the verifier and the router counted in these blocks of one way."""
     tokens = sum(block.tokens for block in blocks)
     shapes = sum((block.shapes for block in blocks), Counter[str]())
-    stepped = [1 - block.forwards_us / block.steps_us for block in blocks if block.steps_us]
+    counters = sum((block.counters for block in blocks), Counter[str]())
+    timed = [block.counters for block in blocks if block.counters["step_us"]]
+    stepped = [1 - each["forward_us"] / each["step_us"] for each in timed]  # the model's forwards in the steps
     hops = [1e3 * block.router_ms / block.hop_us for block in blocks if block.hop_us]
     return {
-        "guesses_per_token": round(sum(block.guesses for block in blocks) / tokens, 2),
-        "trimmed_per_token": round(sum(block.trimmed for block in blocks) / tokens, 2),
+        "guesses_per_token": round(counters["guesses"] / tokens, 2),
+        "trimmed_per_token": round(counters["trimmed"] / tokens, 2),
         "step_overhead": estimate(stepped) if stepped else None,
         "router_ms": estimate([block.router_ms for block in blocks]),
         "router_over_hop": estimate(hops) if hops else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,16 +17,16 @@ from cluster import deploy
 from cluster.command_options import given_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
-from cluster.measure.against_off import FIRST_S, PAIRS, PairsPlan, measure_against_off, rows_against_off
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, judged_as, models, option, prompt_file, seed
 from cluster.measure.hops import hop_process
-from cluster.measure.load import FIXED, WAYS, Loader, LoadPlan, measure_load, rows_of
+from cluster.measure.load import FIXED, WAYS, GrpcDoor, Loader, LoadPlan, measure_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Begin
 from cluster.measure.ours import TenantRule
 from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
+from cluster.measure.pairs import FIRST_S, PAIRS, PairsPlan, measure_pairs, rows_against_off
 from cluster.measure.report import Row
 from cluster.measure.speed import OWN, Identity
-from cluster.measure.surface import SURFACE, WHOLE, SurfacePlan, both_doors, measure_surface, surface_rows
+from cluster.measure.surface import BARE, SURFACE, WHOLE, both_doors, router_stats, surface_rows
 from cluster.measure.targets import COSTLY, DEMO, library_of, target_config, target_facts
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running_cluster
@@ -137,9 +137,9 @@ class LoadSubject:
     def target(self) -> TargetConfig:
         return self.config.targets[self.name]
 
-    def loader(self, client: AsyncClient, plan: LoadPlan | PairsPlan, temperature: float = 0.0) -> Loader:
-        stats = partial(stats_of, self.name)
-        return Loader(client, plan.prompts, plan.tokens, stats, temperature, self.rule, self.to_end)
+    def loader(self, client: AsyncClient, tokens: int, temperature: float = 0.0) -> Loader:
+        door = GrpcDoor(client, partial(stats_of, self.name), temperature, self.rule, self.to_end)
+        return Loader(lambda way: door, self.prompts, tokens, to_end=self.to_end)
 
     def report_facts(self) -> dict[str, Any]:
         return {"target": self.name, **target_facts(self.config), **self.facts}
@@ -157,11 +157,11 @@ def with_room(config: Config, texts: int) -> Config:
 
 
 async def stats_of(target: str) -> Mapping[str, int]:
-    """Counters of the running cluster's verifier and router, as a Loader takes them."""
+    """Counters of the running cluster's verifier and router, as a GrpcDoor takes them."""
     verifier, router = await asyncio.gather(
-        *(asyncio.to_thread(deploy.deployment_stats, name) for name in (f"verifier-{target}", "router"))
+        asyncio.to_thread(deploy.deployment_stats, f"verifier-{target}"), asyncio.to_thread(router_stats)
     )
-    return verifier | {f"router_{name}": value for name, value in router.items()}
+    return verifier | router
 
 
 def subject_of(options: LoadOptions) -> LoadSubject:
@@ -178,10 +178,9 @@ def subject_of(options: LoadOptions) -> LoadSubject:
 
 async def run_against_off(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> tuple[list[Row], Identity]:
     plan = PairsPlan(
-        prompts=loaded.prompts,
-        tokens=options.tokens,
+        ways=(AUTO, OFF),
+        settings={f" at {temperature:g}": temperature for temperature in options.temperatures or PAIRED_TEMPERATURES},
         clients=options.clients or PAIRED_CLIENTS,
-        temperatures=options.temperatures or PAIRED_TEMPERATURES,
         answers=options.answers,
         pairs=options.repetitions or REPETITIONS,
         least_s=FIRST_S if options.repetitions is None else 0.0,
@@ -191,27 +190,28 @@ async def run_against_off(options: LoadOptions, loaded: LoadSubject, begin: Begi
     @asynccontextmanager
     async def fresh_router(temperature: float) -> AsyncIterator[Loader]:
         async with running_cluster(config.private()) as address, AsyncClient(address, proxy=False) as client:
-            loader = loaded.loader(client, plan, temperature)
+            loader = loaded.loader(client, options.tokens, temperature)
             yield loader
             identity.add(loader.identity)
 
-    return rows_against_off(await measure_against_off(plan, fresh_router, begin("blocks", plan.blocks))), identity
+    return rows_against_off(await measure_pairs(plan, fresh_router, begin("blocks", plan.blocks))), identity
 
 
 async def run_surface(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> tuple[list[Row], Identity, int]:
     """Also returns how often traces were sent."""
-    plan = SurfacePlan(
-        prompts=loaded.prompts,
-        tokens=options.tokens,
-        clients=options.clients or SURFACE_CLIENTS,
-        ways=(OFF, AUTO),
-        answers=options.answers or 1,
-        pairs=options.repetitions or SURFACE_PAIRS,
-    )
-    identity = Identity()
-    async with both_doors(with_room(loaded.config, max(plan.clients))) as (doors, sent):
-        blocks = await measure_surface(plan, doors, identity, begin("blocks", plan.blocks))
-        return surface_rows(blocks), identity, sent()
+    async with both_doors(with_room(loaded.config, max(options.clients or SURFACE_CLIENTS))) as (doors, sent):
+        first = Loader(doors.__getitem__, loaded.prompts, options.tokens, speculation=OFF)
+        others = Loader(doors.__getitem__, loaded.prompts, options.tokens, speculation=AUTO, after=first)
+        plan = PairsPlan(
+            ways=(WHOLE, BARE),
+            settings={f", {OFF}": first, f", {AUTO}": others},
+            clients=options.clients or SURFACE_CLIENTS,
+            answers=options.answers or 1,
+            pairs=options.repetitions or SURFACE_PAIRS,
+            warm=(BARE, WHOLE),
+        )
+        blocks = await measure_pairs(plan, nullcontext, begin("blocks", plan.blocks))
+        return surface_rows(blocks), first.identity, sent()
 
 
 async def run_loads(
@@ -234,10 +234,10 @@ async def run_loads(
         running_cluster(config.private()) as address,
         AsyncClient(address, proxy=False) as client,
         library_of(loaded.target) as library,
-        hop_process() as hops,
+        hop_process() as hop_us,
     ):
-        loader = loaded.loader(client, plan)
-        blocks, silent = await measure_load(plan, loader, library, hops.hop_us, begin("loads", plan.blocks))
+        loader = loaded.loader(client, plan.tokens)
+        blocks, silent = await measure_load(plan, loader, library, hop_us, begin("loads", plan.blocks))
     return rows_of(blocks, plan.ways, OWN if options.own else BUNDLED), loader.identity, silent
 
 

@@ -6,11 +6,12 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import cast
+from typing import Any, Unpack, cast
 
-from dendro.answer import SpeculationStats, collect_stream
+from dendro.answer import Completion, SpeculationStats, collect_stream
 from dendro.client import Asking, AsyncClient
 from dendro.errors import EngineFailed
+from dendro.options import Options
 
 from cluster.measure.measurement import OFF, RoundTimes, TimedAnswer
 
@@ -54,6 +55,13 @@ class TenantClients:
         return cast(AsyncClient, self._client).for_tenant(f"{row if key else 'answer'} {self._times[key]}")
 
 
+async def timed(client: Asking, prompt: Sequence[int], **options: Unpack[Options]) -> tuple[Completion, list[float]]:
+    """An answer, and the times of its call and of each of its rounds."""
+    times = [time.perf_counter()]
+    done = await collect_stream(client.generate(prompt, **options), lambda part: times.append(time.perf_counter()))
+    return done, times
+
+
 class ClusterClient:
     """Answers over the public gRPC API: times include the client's and the router's hops."""
 
@@ -62,18 +70,12 @@ class ClusterClient:
 
     async def length(self, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> int:
         """Tokens of the answer up to its end, at most `tokens`."""
-        request = (tuple(prompt), temperature, seed)
-        done = await self._clients.client_for("length", request).generate_text(
-            prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, speculation=OFF
-        )
+        done, _ = await self._ask("length", prompt, temperature, seed, tokens, speculation=OFF)
         return len(done.token_ids)
 
     async def text(self, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> str:
         """The text of an answer without speculation."""
-        request = (tuple(prompt), temperature, seed)
-        done = await self._clients.client_for("text", request).generate_text(
-            prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, ignore_end=True, speculation=OFF
-        )
+        done, _ = await self._ask("text", prompt, temperature, seed, tokens, ignore_end=True, speculation=OFF)
         return done.text
 
     async def answer(
@@ -90,26 +92,22 @@ class ClusterClient:
         Timed from the request to the last tokens. Returns at the stream's end, when the cluster is idle again. Raises
         EngineFailed for another number of tokens.
         """
-        times: list[float] = []
-        client = self._clients.client_for(row, (tuple(prompt), temperature, seed))
-        started = time.perf_counter()
-        events = client.generate(
-            prompt,
-            temperature=temperature,
-            seed=seed,
-            max_new_tokens=tokens,
-            ignore_end=True,
-            speculation=row,
-            prediction=list(prediction),
+        done, times = await self._ask(
+            row, prompt, temperature, seed, tokens, ignore_end=True, speculation=row, prediction=list(prediction)
         )
-        done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
         if len(done.token_ids) != tokens:
             raise EngineFailed(f"{row}: {len(done.token_ids)} tokens instead of {tokens}")
         return TimedAnswer(
             done.token_ids,
-            times[-1] - started,
-            times[0] - started,
+            times[-1] - times[0],
+            times[1] - times[0],
             len(done.rounds[0].token_ids),
             len(done.rounds),
             mean_round(done.complete.speculation),
         )
+
+    async def _ask(
+        self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int, **options: Any
+    ) -> tuple[Completion, list[float]]:
+        client = self._clients.client_for(row, (tuple(prompt), temperature, seed))
+        return await timed(client, prompt, temperature=temperature, seed=seed, max_new_tokens=tokens, **options)

@@ -7,7 +7,6 @@ bench's process. A collector that counts what it gets takes the traces, and the 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -19,24 +18,21 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import aiohttp
 from aiohttp import web
-from dendro.answer import collect_stream
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
 
 from cluster import deploy
 from cluster.api.keys import ApiKeys, new_key, write_keys
 from cluster.config import Auth, Config
-from cluster.measure.load import LoadBlock, Prompt, closed_load, percentiles, ratio
-from cluster.measure.measurement import Step
+from cluster.measure.load import LoadAnswer, LoadBlock, LoadedDoor, Prompt, percentiles, ratio, times_row
+from cluster.measure.ours import timed
 from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
 from cluster.measure.report import Row
-from cluster.measure.speed import Identity
 from cluster.measure.turns import estimate
 from cluster.router.allowance import KeyLimits
 from cluster.running import running_cluster
@@ -49,31 +45,6 @@ SCRAPE_S = 5.0
 """Seconds between two readings of the metrics."""
 
 
-@dataclass(frozen=True, slots=True)
-class DoorAnswer:
-    """An answer as a client saw it."""
-
-    text: str
-    tokens: int
-    times_s: tuple[float, ...]  # the call, then each part with text
-
-
-class MeasuredDoor(Protocol):
-    """A way into a cluster."""
-
-    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> DoorAnswer:
-        """The greedy answer of so many tokens."""
-        ...
-
-    async def stats(self) -> Mapping[str, int]:
-        """Counters of the router."""
-        ...
-
-    def watched(self) -> contextlib.AbstractAsyncContextManager[None]:
-        """What else is asked of the cluster while it is measured."""
-        ...
-
-
 class _ClusterDoor:
     """The process of a cluster, of which one way in is used."""
 
@@ -83,25 +54,28 @@ class _ClusterDoor:
     async def stats(self) -> Mapping[str, int]:
         return await self._process.call(SURFACE)
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        yield
 
-
-class GrpcDoor(_ClusterDoor):
-    """The client library."""
+class BareDoor(_ClusterDoor):
+    """The client library. Times between parts are those between rounds."""
 
     def __init__(self, process: ContenderProcess, client: AsyncClient) -> None:
         super().__init__(process)
         self._client = client
 
-    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> DoorAnswer:
-        times = [time.perf_counter()]
-        events = self._client.generate(
-            prompt, max_new_tokens=tokens, ignore_end=True, speculation=speculation, temperature=0.0, seed=seed
+    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> LoadAnswer:
+        done, times = await timed(
+            self._client,
+            prompt,
+            max_new_tokens=tokens,
+            ignore_end=True,
+            speculation=speculation,
+            temperature=0.0,
+            seed=seed,
         )
-        done = await collect_stream(events, lambda part: times.append(time.perf_counter()))
-        return DoorAnswer(done.text, len(done.token_ids), tuple(times))
+        return answer_of(done.text, len(done.token_ids), times)
+
+    async def watch(self, block: LoadBlock) -> None:
+        pass
 
 
 class HttpDoor(_ClusterDoor):
@@ -113,7 +87,7 @@ class HttpDoor(_ClusterDoor):
         self._address = address
         self._status = status
 
-    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> DoorAnswer:
+    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> LoadAnswer:
         fields = {
             "prompt": list(prompt),
             "max_tokens": tokens,
@@ -138,83 +112,19 @@ class HttpDoor(_ClusterDoor):
                     times.append(time.perf_counter())
                     texts.append(text)
                 used = (part.get("usage") or {}).get("completion_tokens", used)
-        return DoorAnswer("".join(texts), used, tuple(times))
+        return answer_of("".join(texts), used, times)
 
-    @asynccontextmanager
-    async def watched(self) -> AsyncIterator[None]:
-        scraping = asyncio.create_task(self._scrape())
-        try:
-            yield
-        finally:
-            scraping.cancel()
-            await asyncio.wait({scraping})
-
-    async def _scrape(self) -> None:
+    async def watch(self, block: LoadBlock) -> None:
+        """Reads the metrics."""
         while True:
             async with self._session.get(f"http://{self._status}/metrics") as response:
                 await response.read()
             await asyncio.sleep(SCRAPE_S)
 
 
-@dataclass(frozen=True, slots=True)
-class SurfacePlan:
-    """What is measured."""
-
-    prompts: tuple[Prompt, ...]
-    tokens: int
-    clients: tuple[int, ...]
-    ways: tuple[str, ...]  # `speculation` of requests
-    answers: int  # answers of every client of a block
-    pairs: int  # pairs of blocks of each load
-
-    @property
-    def blocks(self) -> int:
-        return 2 * self.pairs * len(self.clients) * len(self.ways)
-
-
-async def measure_surface(
-    plan: SurfacePlan, doors: Mapping[str, MeasuredDoor], identity: Identity, step: Step
-) -> list[LoadBlock]:
-    """All blocks. Of a pair, the way that comes first changes. identity: compares the texts of answers"""
-    blocks: list[LoadBlock] = []
-    texts: dict[int, str] = {}  # the first answer's by its prompt
-
-    async def closed(block: LoadBlock, clients: int, answers: int, speculation: str) -> LoadBlock:
-        door = doors[block.way]
-
-        async def one(index: int) -> None:
-            for turn in range(answers):
-                number = (index + turn * clients) % len(plan.prompts)
-                done = await door.answer(plan.prompts[number], plan.tokens, speculation, number)
-                if done.tokens != plan.tokens:
-                    raise EngineFailed(f"{block.way}: {done.tokens} tokens instead of {plan.tokens}")
-                block.tokens += done.tokens
-                block.first_s.append(done.times_s[1] - done.times_s[0])
-                block.between_s += [now - then for then, now in zip(done.times_s[1:], done.times_s[2:], strict=False)]
-                name = f"{block.load}, {block.way}, prompt {number + 1}"
-                identity.compare(name, done.text.encode(), texts.setdefault(number, done.text).encode())
-
-        before = await door.stats()
-        async with door.watched():
-            used_us, began = time.process_time_ns() // 1000, time.perf_counter()
-            await asyncio.gather(*map(one, range(clients)))
-            block.seconds = time.perf_counter() - began
-            block.client_us = time.process_time_ns() // 1000 - used_us
-        after = await door.stats()
-        block.router_us = after["cpu_us"] - before["cpu_us"]
-        block.rounds = after["rounds"] - before["rounds"]
-        return block
-
-    for speculation in plan.ways:
-        for clients in plan.clients:
-            load = f"{closed_load(clients)}, {speculation}"
-            for way in doors:
-                await closed(LoadBlock(way, load, -1), clients, 1, speculation)
-            for pair in range(plan.pairs):
-                for way in list(doors) if pair % 2 else list(doors)[::-1]:
-                    blocks.append(await closed(LoadBlock(way, load, pair), clients, plan.answers, speculation))
-                    step()
-    return blocks
+def answer_of(text: str, tokens: int, times: Sequence[float]) -> LoadAnswer:
+    """times: of the call, then of each part with text"""
+    return LoadAnswer(text.encode(), tokens, times[1] - times[0], [now - then for then, now in pairwise(times[1:])])
 
 
 def surface_rows(blocks: Sequence[LoadBlock]) -> list[Row]:
@@ -223,17 +133,13 @@ def surface_rows(blocks: Sequence[LoadBlock]) -> list[Row]:
     for load in dict.fromkeys(block.load for block in blocks):
         for way in (BARE, WHOLE):
             mine = [block for block in blocks if (block.load, block.way) == (load, way)]
-            row: Row = {
-                "load": load,
-                "judged": SURFACE,
+            client_ms = [block.client_us / 1e3 / block.counters["router_rounds"] for block in mine]
+            row = times_row(mine, SURFACE) | {
                 "clients": None,
                 "share": None,
-                "name": way,
-                "tokens_per_second": estimate([block.rate for block in mine]),
-                "first_token_ms": percentiles([each for block in mine for each in block.first_s]),
                 "between_parts_ms": percentiles([each for block in mine for each in block.between_s]),
                 "router_ms": estimate([block.router_ms for block in mine]),
-                "client_ms": estimate([block.client_us / 1e3 / block.rounds for block in mine]),
+                "client_ms": estimate(client_ms),
             }
             if way == WHOLE:
                 row["over_bare"] = ratio(blocks, load, WHOLE, BARE).as_json()
@@ -242,7 +148,7 @@ def surface_rows(blocks: Sequence[LoadBlock]) -> list[Row]:
 
 
 @asynccontextmanager
-async def both_doors(config: Config) -> AsyncIterator[tuple[dict[str, MeasuredDoor], Callable[[], int]]]:
+async def both_doors(config: Config) -> AsyncIterator[tuple[dict[str, LoadedDoor], Callable[[], int]]]:
     """Yields both ways, each into a cluster of its own, and the number of times that traces were sent. Raises
     BadRequest where openssl is missing, which makes the certificate."""
     async with AsyncExitStack() as stack:
@@ -266,8 +172,8 @@ async def both_doors(config: Config) -> AsyncIterator[tuple[dict[str, MeasuredDo
             timeout=aiohttp.ClientTimeout(total=None),
         )
         await stack.enter_async_context(session)
-        doors: dict[str, MeasuredDoor] = {
-            BARE: GrpcDoor(plain, client),
+        doors: dict[str, LoadedDoor] = {
+            BARE: BareDoor(plain, client),
             WHOLE: HttpDoor(full, session, f"https://{full.facts['http']}", full.facts["status"]),
         }
         yield doors, sent
@@ -313,6 +219,11 @@ def _process(config: Config, way: str) -> ContenderProcess:
     return ContenderProcess(f"the cluster of {way}", __name__, [fields], os.environ, keep_log=True)
 
 
+def router_stats() -> dict[str, int]:
+    """Counters of this machine's router, as doors name them."""
+    return {f"router_{name}": value for name, value in deploy.deployment_stats("router").items()}
+
+
 def _serve(config: Config) -> None:
     """Run a cluster until the end of standard input; its calls are answered by the router's counters."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends after it has stopped the cluster
@@ -322,7 +233,7 @@ def _serve(config: Config) -> None:
         def load() -> tuple[Reply, Callable[[Call], Reply]]:
             runner.run(cluster.__aenter__())
             (addresses,) = deploy.router_addresses()
-            return dict(addresses), lambda _: dict(deploy.deployment_stats("router"))
+            return dict(addresses), lambda _: router_stats()
 
         serve_calls(load)
         runner.run(cluster.__aexit__(None, None, None))

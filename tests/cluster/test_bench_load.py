@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import fields
 
@@ -11,10 +12,10 @@ from dendro.errors import BadRequest
 
 from cluster.api.grpc import serve_router
 from cluster.api.local import LocalClient
-from cluster.measure.against_off import PairsPlan, first_minute, measure_against_off, rows_against_off
 from cluster.measure.bench import draw
 from cluster.measure.hops import hop_process
 from cluster.measure.load import (
+    GrpcDoor,
     LoadBlock,
     Loader,
     LoadPlan,
@@ -26,6 +27,7 @@ from cluster.measure.load import (
 from cluster.measure.load_command import BUNDLED, LOAD, LoadOptions
 from cluster.measure.measurement import BATCH
 from cluster.measure.ours import TenantRule
+from cluster.measure.pairs import PairsPlan, first_minute, measure_pairs, rows_against_off
 from cluster.measure.speed import OWN
 from cluster.measure.targets import Which
 from tests.support import edge
@@ -35,8 +37,9 @@ def aims_of(rows):
     return [row for aim in LOAD.aims for row in aim.judged({"rows": rows})]
 
 
-def block(way, load, repetition, rate, **more):
-    return LoadBlock(way, load, repetition, tokens=int(rate), seconds=1.0, steps_us=100, forwards_us=95, **more)
+def block(way, load, repetition, rate, counters=(), **more):
+    counted = Counter({"step_us": 100, "forward_us": 95}) + Counter(dict(counters))
+    return LoadBlock(way, load, repetition, tokens=int(rate), seconds=1.0, counters=counted, **more)
 
 
 def some_blocks():
@@ -45,7 +48,15 @@ def some_blocks():
         for load, off, fixed, auto in (("16 clients", 600, 500, 590), ("1 client", 100, 150, 160)):
             made += [
                 block("off", load, repetition, off * factor, first_s=[0.1], between_s=[0.02, 0.03]),
-                block("(3,2,1)", load, repetition, fixed * factor, first_s=[0.1], between_s=[0.02], guesses=300),
+                block(
+                    "(3,2,1)",
+                    load,
+                    repetition,
+                    fixed * factor,
+                    first_s=[0.1],
+                    between_s=[0.02],
+                    counters={"guesses": 300},
+                ),
                 block("auto", load, repetition, auto * factor, first_s=[0.1], between_s=[0.02]),
             ]
         made.append(block(BATCH, "1 client", repetition, 90 * factor))
@@ -86,7 +97,7 @@ def test_the_policy_is_compared_with_the_better_way_at_each_load():
 
 def test_a_routers_time_is_of_the_processes_clock_by_round_and_compared_with_a_bare_hop():
     mine = [
-        block(way, "32 clients", repetition, 100, router_us=us, rounds=100, hop_us=200.0)
+        block(way, "32 clients", repetition, 100, {"router_cpu_us": us, "router_rounds": 100}, hop_us=200.0)
         for repetition in range(3)
         for way, us in (("off", 26_000), ("(3,2,1)", 50_000), ("auto", 80_000))
     ]
@@ -99,8 +110,8 @@ def test_a_routers_time_is_of_the_processes_clock_by_round_and_compared_with_a_b
 
 
 async def test_a_bare_hop_is_measured_in_a_process_of_its_own():
-    async with hop_process() as hops:
-        assert await hops.hop_us(4) > 0
+    async with hop_process() as hop_us:
+        assert await hop_us(4) > 0
 
 
 class Instant:
@@ -162,9 +173,9 @@ async def test_the_policy_is_compared_with_off_in_alternating_blocks_each_load_f
         routers.append([])
         yield Recorded()
 
-    plan = PairsPlan(((1, 2),), 8, (1, 32), (0.0, 0.8), 1, pairs=3, least_s=0.0)
+    plan = PairsPlan(("auto", "off"), {" at 0": 0.0, " at 0.8": 0.8}, (1, 32), 1, pairs=3)
     steps = []
-    blocks = await measure_against_off(plan, fresh_router, lambda: steps.append(1))
+    blocks = await measure_pairs(plan, fresh_router, lambda: steps.append(1))
     assert routers == [["warm-up", "auto", "off", "off", "auto", "auto", "off"]] * 4
     assert len(blocks) == len(steps) == plan.blocks
     aims = {aim["aim"]: (aim["value"], aim["met"]) for aim in aims_of(rows_against_off(blocks))}
@@ -187,9 +198,9 @@ async def test_the_policys_first_minute_is_measured_whole_and_judged_alone():
     async def fresh_router(temperature):
         yield SlowMinute()
 
-    plan = PairsPlan(((1, 2),), 8, (1, 4, 64), (0.0,), None, pairs=2, least_s=61.0)
+    plan = PairsPlan(("auto", "off"), {" at 0": 0.0}, (1, 4, 64), None, pairs=2, least_s=61.0)
     steps = []
-    blocks = await measure_against_off(plan, fresh_router, lambda: steps.append(1))
+    blocks = await measure_pairs(plan, fresh_router, lambda: steps.append(1))
     assert len(blocks) == 3 * 8 and len(steps) == plan.blocks, "four pairs at each load"
     answers = {block.load: block.tokens for block in blocks}
     assert answers == {"1 client at 0": 64, "4 clients at 0": 16, "64 clients at 0": 2}
@@ -202,7 +213,8 @@ async def test_an_answers_tokens_are_timed_by_round():
     async def stats():
         return {}
 
-    loader = Loader(LocalClient(edge.ingress(edge.EdgePeers())), [list(b"the snake")], 16, stats)
+    door = GrpcDoor(LocalClient(edge.ingress(edge.EdgePeers())), stats)
+    loader = Loader(lambda way: door, [list(b"the snake")], 16)
     found = await loader.closed(LoadBlock("(1,1,1)", "2 clients", 0), clients=2, answers=1)
     assert (found.tokens, len(found.first_s), len(found.between_s)) == (32, 2, 24)
     assert min(found.first_s) > 0 and dict(found.shapes) == {"(1,1,1)": 8}
@@ -218,10 +230,8 @@ async def test_answers_stop_at_their_ends_and_a_changed_one_is_a_difference(monk
     server = await serve_router(edge.ingress(edge.EdgePeers()))
     try:
         async with AsyncClient(server.address) as client:
-            whole, some = (
-                Loader(client, [list(b"the snake")], tokens, stats, 1.0, TenantRule.ANSWERS, to_end=True)
-                for tokens in (100, 16)
-            )
+            door = GrpcDoor(client, stats, 1.0, TenantRule.ANSWERS, to_end=True)
+            whole, some = (Loader(lambda way: door, [list(b"the snake")], tokens, to_end=True) for tokens in (100, 16))
             blocks = [await whole.closed(LoadBlock(way, "1 client", 0), 1, 2) for way in ("off", "(1,1,1)")]
             await some.closed(LoadBlock("off", "1 client", 0), 1, 1)
             some._answers[0] = (*some._answers[0][:-1], 0)

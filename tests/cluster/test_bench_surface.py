@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from contextlib import asynccontextmanager
+from contextlib import nullcontext
 from dataclasses import fields
 
 import aiohttp
@@ -16,23 +16,14 @@ from cluster.api.callers import Callers
 from cluster.api.grpc import serve_router
 from cluster.api.keys import ApiKeys, new_key, write_keys
 from cluster.api.openai.server import serve_http
+from cluster.measure.load import Loader
 from cluster.measure.load_command import LOAD, LoadOptions
-from cluster.measure.speed import Identity
-from cluster.measure.surface import (
-    BARE,
-    WHOLE,
-    DoorAnswer,
-    GrpcDoor,
-    HttpDoor,
-    SurfacePlan,
-    measure_surface,
-    self_signed,
-    surface_rows,
-)
+from cluster.measure.pairs import PairsPlan, measure_pairs
+from cluster.measure.surface import BARE, WHOLE, BareDoor, HttpDoor, answer_of, self_signed, surface_rows
 from cluster.router.allowance import KeyLimits
 from tests.support.edge import EdgePeers, config, ingress
 
-PLAN = SurfacePlan(((1, 2), (3, 4)), tokens=4, clients=(2,), ways=("off",), answers=2, pairs=5)
+PROMPTS, TOKENS = ((1, 2), (3, 4)), 4
 
 
 class CountedDoor:
@@ -44,27 +35,31 @@ class CountedDoor:
 
     async def answer(self, prompt, tokens, speculation, seed):
         self.rounds += 4
-        return DoorAnswer(f"{self.text} {seed}", self.tokens, (0.0, 0.1, 0.2))
+        await asyncio.sleep(0)
+        return answer_of(f"{self.text} {seed}", self.tokens, (0.0, 0.1, 0.2))
 
     async def stats(self):
-        return {"cpu_us": 100 * self.rounds, "rounds": self.rounds}
+        return {"router_cpu_us": 100 * self.rounds, "router_rounds": self.rounds}
 
-    @asynccontextmanager
-    async def watched(self):
+    async def watch(self, block):
         self.order.append(self.name)
-        yield
 
 
-def doors_of(order, **changed):
-    return {BARE: CountedDoor(BARE, order), WHOLE: CountedDoor(WHOLE, order, **changed)}
+async def measured(order, steps, **changed):
+    """Blocks of both ways and whether their answers were the same."""
+    doors = {BARE: CountedDoor(BARE, order), WHOLE: CountedDoor(WHOLE, order, **changed)}
+    loader = Loader(doors.__getitem__, PROMPTS, TOKENS, speculation="off")
+    plan = PairsPlan((WHOLE, BARE), {", off": loader}, (2,), answers=2, pairs=5, warm=(BARE, WHOLE))
+    blocks = await measure_pairs(plan, nullcontext, lambda: steps.append(1))
+    assert len(steps) == len(blocks) == plan.blocks == 10
+    return blocks, loader.identity
 
 
 async def test_blocks_of_both_ways_take_turns_in_changing_order_and_are_compared_in_pairs():
-    order, steps, identity = [], [], Identity()
-    blocks = await measure_surface(PLAN, doors_of(order), identity, lambda: steps.append(1))
+    order = []
+    blocks, identity = await measured(order, [])
     assert order == [BARE, WHOLE] + [WHOLE, BARE, BARE, WHOLE] * 2 + [WHOLE, BARE]
-    assert len(steps) == len(blocks) == PLAN.blocks == 10
-    assert not identity.differences and identity.answers_compared == 2 * 2 + 10 * 4
+    assert not identity.differences and identity.answers_compared == 2 * 2 + 10 * 4 - len(PROMPTS)
     for block in blocks:
         block.seconds = {BARE: 1.0, WHOLE: 1.25}[block.way] * (1 + block.repetition)
     bare, whole = surface_rows(blocks)
@@ -74,11 +69,10 @@ async def test_blocks_of_both_ways_take_turns_in_changing_order_and_are_compared
 
 
 async def test_a_text_that_differs_between_the_ways_is_a_difference_and_a_short_answer_an_error():
-    identity = Identity()
-    await measure_surface(PLAN, doors_of([], text="other"), identity, lambda: None)
+    _, identity = await measured([], [], text="other")
     assert len(identity.differences) == 2 + 5 * 4
     with pytest.raises(EngineFailed, match="3 tokens instead of 4"):
-        await measure_surface(PLAN, doors_of([], tokens=3), Identity(), lambda: None)
+        await measured([], [], tokens=3)
 
 
 async def test_a_real_server_answers_over_http_with_tls_and_a_key_as_a_bare_one_over_grpc(tmp_path):
@@ -97,15 +91,15 @@ async def test_a_real_server_answers_over_http_with_tls_and_a_key_as_a_bare_one_
             AsyncClient(bare.address) as client,
             aiohttp.ClientSession(connector=connector, headers=headers) as session,
         ):
-            doors = GrpcDoor(None, client), HttpDoor(None, session, f"https://{http.address}", "")
+            doors = BareDoor(None, client), HttpDoor(None, session, f"https://{http.address}", "")
             answers = await asyncio.gather(*(door.answer(list(b"walk"), 12, "off", 1) for door in doors))
             with pytest.raises(EngineFailed, match="400"):
                 await doors[1].answer(list(b"walk"), 12, "none", 1)
     finally:
         await asyncio.gather(http.stop(), whole.stop(), bare.stop())
-    assert answers[0].text == answers[1].text
+    assert answers[0].output == answers[1].output
     assert answers[0].tokens == answers[1].tokens == 12
-    assert len(answers[0].times_s) == 13
+    assert len(answers[0].between_s) == 11
 
 
 def test_the_surface_is_measured_on_the_costly_target_alone():

@@ -1,20 +1,19 @@
-"""The policy against no speculation at several loads, each from a fresh router.
-
-It shows whether leaving the choice to the router costs anything where guesses do not pay.
+"""Blocks of two ways in pairs at several loads: the policy against no speculation, or HTTP against bare gRPC.
 
 A pair is a block of each way, one after the other; the next pair has them in the other order. Both ways of a pair have
-the same prompts and seeds, so the same tokens.
+the same prompts and seeds, so the same tokens. The policy is measured from a fresh router at each load: this shows
+whether leaving the choice to the router costs anything where guesses do not pay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from statistics import median
-from typing import Protocol
+from typing import Any, Protocol
 
-from cluster.measure.load import LoadBlock, Prompt, closed_load, rows_of
+from cluster.measure.load import LoadBlock, closed_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Step
 from cluster.measure.report import Row
 from cluster.measure.statistics import Estimate, median_estimate
@@ -31,50 +30,47 @@ class ClosedLoops(Protocol):
     async def closed(self, block: LoadBlock, clients: int, answers: int) -> LoadBlock: ...
 
 
-FreshRouter = Callable[[float], AbstractAsyncContextManager[ClosedLoops]]
-"""Starts a cluster whose router has answered nothing; yields clients that ask at a temperature."""
+ClientsAt = Callable[[Any], AbstractAsyncContextManager[ClosedLoops]]
+"""Yields clients for a setting of the plan, of a router that is fresh where its answers are learned from."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairsPlan:
     """What is measured."""
 
-    prompts: tuple[Prompt, ...]
-    tokens: int
+    ways: tuple[str, str]  # in the order of the first pair; the first one's seconds are counted
+    settings: Mapping[str, Any]  # end of a load's name -> what clients are asked for with
     clients: tuple[int, ...]
-    temperatures: tuple[float, ...]
     answers: int | None  # answers of every client of a block; None: BLOCK_ANSWERS in all
     pairs: int  # least pairs of blocks of each load
-    least_s: float  # least seconds of the policy's blocks at each load
+    least_s: float = 0.0  # least seconds of the first way's blocks at each load
+    warm: tuple[str, ...] = (OFF,)
+    """Ways of a first answer to every client. A router learns nothing of speculation from requests without it."""
 
     @property
     def blocks(self) -> int:
         """Least number of blocks."""
-        return 2 * self.pairs * len(self.clients) * len(self.temperatures)
+        return 2 * self.pairs * len(self.clients) * len(self.settings)
 
     def answers_of(self, clients: int) -> int:
         """Number of answers of every client of a block."""
         return self.answers if self.answers is not None else max(BLOCK_ANSWERS // clients, LEAST_ANSWERS)
 
 
-def load_at(clients: int, temperature: float) -> str:
-    return f"{closed_load(clients)} at {temperature:g}"
-
-
-async def measure_against_off(plan: PairsPlan, fresh_router: FreshRouter, step: Step) -> list[LoadBlock]:
+async def measure_pairs(plan: PairsPlan, clients_at: ClientsAt, step: Step) -> list[LoadBlock]:
     """All blocks, those of a load in order of time."""
     blocks: list[LoadBlock] = []
-    for temperature in plan.temperatures:
+    for name, setting in plan.settings.items():
         for clients in plan.clients:
-            async with fresh_router(temperature) as loader:
-                # Warms the engines up. The router learns nothing of speculation from requests that leave it out.
-                await loader.closed(LoadBlock(OFF, "warm-up", 0), clients, 1)
-                pair, policy_s = 0, 0.0
-                while pair < plan.pairs or policy_s < plan.least_s:
-                    for way in (OFF, AUTO) if pair % 2 else (AUTO, OFF):
-                        block = LoadBlock(way, load_at(clients, temperature), pair)
+            async with clients_at(setting) as loader:
+                for way in plan.warm:
+                    await loader.closed(LoadBlock(way, "warm-up", 0), clients, 1)
+                pair, seconds = 0, 0.0
+                while pair < plan.pairs or seconds < plan.least_s:
+                    for way in plan.ways[:: -1 if pair % 2 else 1]:
+                        block = LoadBlock(way, closed_load(clients) + name, pair)
                         blocks.append(await loader.closed(block, clients, plan.answers_of(clients)))
-                        policy_s += block.seconds * (way == AUTO)
+                        seconds += block.seconds * (way == plan.ways[0])
                         if pair < plan.pairs:
                             step()
                     pair += 1
