@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -268,7 +268,7 @@ class Ingress:
         self, job: Job, turn: Turn, text: Text, answer: AnswerText, ending: Ending
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """An answer that is in the session's record already: an earlier attempt of the request wrote it."""
-        rest = self._rest_of_written(job, turn, answer)
+        rest = await self._rest_of_written(job, turn, answer)
         yield _started(job, text, turn.target)
         if job.echo_start is not None:
             async for part in echo_of(job):
@@ -339,13 +339,7 @@ class Ingress:
     ) -> pb.GenerateResponse:
         """The last response, once the session's record is written. target: as in `Started`"""
         complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
-        complete.usage.prompt_tokens = len(job.prompt)
-        complete.usage.completion_tokens = len(text) - len(job.prompt)
-        if job.prediction:
-            work = ALIGNING_WORK * (len(text.answer) + sum(map(len, job.prediction)))
-            accepted, rejected = await off_loop(work, lambda: predicted_tokens(job.prediction, text.answer))
-            complete.usage.accepted_prediction_tokens = accepted
-            complete.usage.rejected_prediction_tokens = rejected
+        await _count_tokens(complete.usage, job, text.answer)
         if job.written is not None:
             complete.session = job.session
         elif job.session:
@@ -418,7 +412,7 @@ class Ingress:
             return Finish.STOP_STRING
         return ended or (Finish.STRUCTURE if job.complete else Finish.LENGTH)
 
-    def _rest_of_written(self, job: Job, turn: Turn, answer: AnswerText) -> list[pb.GenerateResponse]:
+    async def _rest_of_written(self, job: Job, turn: Turn, answer: AnswerText) -> list[pb.GenerateResponse]:
         """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected.
         Raises BadRequest where the request's stop strings would have ended it elsewhere."""
         assert job.record is not None
@@ -432,10 +426,10 @@ class Ingress:
             events.append(pb.GenerateResponse(chunk=chunk))
         complete = pb.GenerateComplete(
             finish_reason=FINISH_REASONS[finish],
-            usage=pb.Usage(prompt_tokens=turn.prompt, completion_tokens=len(tokens)),
             session=job.session,
             stop_string=answer.found,
         )
+        await _count_tokens(complete.usage, job, tokens)
         return [*events, pb.GenerateResponse(complete=complete)]
 
 
@@ -493,6 +487,15 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
     finally:
         driver.cancel()
         await asyncio.wait({driver})
+
+
+async def _count_tokens(usage: pb.Usage, job: Job, tokens: Sequence[int]) -> None:
+    """Set the usage of an answer. tokens: all of it, those that the client has already included"""
+    usage.prompt_tokens, usage.completion_tokens = len(job.prompt), len(tokens)
+    if job.prediction:
+        work = ALIGNING_WORK * (len(tokens) + sum(map(len, job.prediction)))
+        accepted, rejected = await off_loop(work, lambda: predicted_tokens(job.prediction, tokens))
+        usage.accepted_prediction_tokens, usage.rejected_prediction_tokens = accepted, rejected
 
 
 def _work_of_held(job: Job) -> int:

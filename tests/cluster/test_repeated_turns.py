@@ -49,7 +49,8 @@ def seen(done: Completion) -> tuple[object, ...]:
     complete, started = done.complete, done.started
     facts = (started.seed, started.prompt_tokens, started.prompt_digest, started.target, started.mode)
     ended = (complete.finish, complete.stop_string, complete.completion_tokens, complete.session)
-    return done.token_ids, done.text, done.logprobs, done.prompt, facts, ended
+    predicted = (complete.accepted_prediction_tokens, complete.rejected_prediction_tokens)
+    return done.token_ids, done.text, done.logprobs, done.prompt, facts, ended, predicted
 
 
 @dataclass
@@ -68,6 +69,8 @@ def random_turn(rng: np.random.Generator, session: str, number: int) -> pb.Gener
     if rng.random() < 0.3:
         options["seed"] = int(rng.integers(1 << 62))
     options |= {"session": session} if session else {"keep_session": True}
+    if number % 2:
+        options["prediction"] = "a predicted answer"
     return build_request(rng.integers(0, 256, int(rng.integers(1, 20))).tolist(), **options)
 
 
