@@ -30,7 +30,7 @@ from dendro.state import MAX_BLOB_BYTES
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms, quoted_arm
-from cluster.model_paths import hub_name, resolved_path
+from cluster.model_paths import absolute_path, hub_name, resolved_path
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
 from cluster.redis_address import SCHEMES, SENTINEL, SENTINEL_PASSWORD, unreadable
@@ -471,7 +471,11 @@ class Config(Section):
             field, reason = first_fault(error)
             raise BadRequest(field or "config", reason) from None
         config = config.model_copy(
-            update={name: _from(folder, getattr(config, name)) for name in ("auth", "tls", "redis") if name in sections}
+            update={
+                name: _from(folder, name, getattr(config, name))
+                for name in ("auth", "tls", "redis")
+                if name in sections
+            }
         )
         return config.with_models(lambda where, model: _resolved(where, model, folder))
 
@@ -572,15 +576,15 @@ class Config(Section):
 S = TypeVar("S", bound=Section)
 
 
-def _from(folder: Path, section: S) -> S:
-    """A copy of a section, with its files' paths made absolute; relative ones start at `folder`."""
+def _from(folder: Path, where: str, section: S) -> S:
+    """A copy of the section at `where`, with its files' paths made absolute; relative ones start at `folder`."""
     changed: dict[str, Any] = {}
     for name in section.model_fields_set:
         value = getattr(section, name)
         if isinstance(value, Path):
-            changed[name] = (folder / value.expanduser()).resolve()
+            changed[name] = absolute_path(f"{where}.{name}", value, folder)
         elif isinstance(value, Section):
-            changed[name] = _from(folder, value)
+            changed[name] = _from(folder, f"{where}.{name}", value)
     return section.model_copy(update=changed)
 
 
@@ -588,11 +592,11 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     """The model with absolute folders; a path that is not a folder and may be a name on the hub is unchanged. Raises
     BadRequest for a revision of a folder."""
     paths = {"checkpoint": model.checkpoint, **({} if model.tokenizer is None else {"tokenizer": model.tokenizer})}
-    found = {field: resolved_path(path, folder) for field, path in paths.items()}
+    found = {field: resolved_path(f"{where}.{field}", path, folder) for field, path in paths.items()}
     if isinstance(model, DrafterConfig) and model.head is not None:
-        found["head"] = (folder / model.head.expanduser()).resolve()
+        found["head"] = absolute_path(f"{where}.head", model.head, folder)
     if isinstance(model, TargetConfig) and model.chat_template is not None:
-        found["chat_template"] = (folder / model.chat_template.expanduser()).resolve()
+        found["chat_template"] = absolute_path(f"{where}.chat_template", model.chat_template, folder)
     resolved = model.model_copy(update=found)
     for field, name, of in (
         ("revision", resolved.checkpoint_name, "checkpoint"),

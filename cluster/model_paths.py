@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from dendro.arguments import shown
+from dendro.errors import BadRequest
+
 PACKAGE = "package:"
 """Prefix of the path of a file inside an installed Python package."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -34,12 +37,23 @@ def hub_file(path: Path) -> str:
     return "/".join(path.parts[2:]) if hub_name(path) else ""
 
 
-def resolved_path(path: Path, folder: Path) -> Path:
+def resolved_path(field: str, path: Path, folder: Path) -> Path:
     """An absolute folder or GGUF file, where a relative path starts at `folder`; or a name on the hub, with or without
-    a file, or a file of a Python package, unchanged."""
+    a file, or a file of a Python package, unchanged. Raises BadRequest naming the field, as `absolute_path` does."""
     if in_package(path):
         return path
-    here = (folder / path.expanduser()).resolve()
+    here = absolute_path(field, path, folder)
     named = HUB_FILE if is_gguf(path) else HUB_NAME
     there = here.is_file() if is_gguf(path) else here.is_dir()
     return path if named.fullmatch(path.as_posix()) and not there else here
+
+
+def absolute_path(field: str, path: Path, folder: Path) -> Path:
+    """A path that starts at `folder` where it is relative. Raises BadRequest naming the field for one that this system
+    cannot have: its links form a circle, it is of an unknown user, is too long, or has a character that no name has."""
+    try:
+        found = (folder / path.expanduser()).resolve()
+        found.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise BadRequest(field, f"{shown(str(path))} is no usable path: {error}") from None
+    return found

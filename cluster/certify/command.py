@@ -321,7 +321,7 @@ def certify(
     checked = given_config(config)
     if target is not None:
         name, served = next(iter(checked.targets.items()))
-        served = served.model_copy(update={"checkpoint": resolved_path(target, Path.cwd())})
+        served = served.model_copy(update={"checkpoint": resolved_path("--target", target, Path.cwd())})
         checked = checked.model_copy(update={"targets": {name: served}})
     checked = fetched(pinned(checked))
     subject = address or (str(config) if config else "the bundled demo")

@@ -181,8 +181,8 @@ def start_from(given: Path, tokenizer: Path | None, target: Facts) -> Start:
 
     Raises BadRequest, naming the option, for one that cannot be trained further.
     """
-    named = None if tokenizer is None else resolved_path(tokenizer, Path.cwd())
-    model = DrafterConfig(checkpoint=resolved_path(given, Path.cwd()), tokenizer=named)
+    named = None if tokenizer is None else resolved_path("--from-tokenizer", tokenizer, Path.cwd())
+    model = DrafterConfig(checkpoint=resolved_path("--from", given, Path.cwd()), tokenizer=named)
     fetched = fetched_model("--from", model)
     folder = fetched.checkpoint
     try:

@@ -209,6 +209,25 @@ def test_an_error_of_a_redis_address_has_no_part_of_its_password(load, url: str)
     assert "hunter2" not in str(refused.value)
 
 
+@pytest.mark.parametrize("path", ["'loop'", "'~nobody-at-all/x'", f"'{'x' * 5000}'", '"a\\0b"'])
+@pytest.mark.parametrize(
+    ("section", "field"),
+    [
+        ("targets: {t: {checkpoint: x, chat_template: PATH}}", "targets.t.chat_template"),
+        ("targets: {t: {checkpoint: PATH}}", "targets.t.checkpoint"),
+        ("targets: {t: {checkpoint: x, tokenizer: PATH}}", "targets.t.tokenizer"),
+        ("targets: {t: {checkpoint: x}}\ndrafters: {d: {checkpoint: x, head: PATH}}", "drafters.d.head"),
+        ("targets: {t: {checkpoint: x}}\nauth: {keys: PATH}", "auth.keys"),
+        ("targets: {t: {checkpoint: x}}\ntls: {clients: {certificate: x, key: PATH}}", "tls.clients.key"),
+    ],
+)
+def test_a_path_that_no_system_can_have_is_refused_by_its_field(load, tmp_path: Path, path: str, section: str, field):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(BadRequest, match="is no usable path") as refused:
+        load(section.replace("PATH", path))
+    assert refused.value.field == field
+
+
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(BadRequest, match="none.yaml"):
         Config.load(tmp_path / "none.yaml")

@@ -121,7 +121,8 @@ def reference_folder(reference: Path | None) -> Path:
     if reference is None:
         raise BadRequest("--reference", "is needed: the checkpoint that the server serves")
     try:
-        found = fetched_model("reference", TargetConfig(checkpoint=resolved_path(reference, Path.cwd()))).checkpoint
+        checkpoint = resolved_path("--reference", reference, Path.cwd())
+        found = fetched_model("reference", TargetConfig(checkpoint=checkpoint)).checkpoint
         read_facts(found)
     except BadRequest as error:
         raise BadRequest("--reference", error.reason) from error
