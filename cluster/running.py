@@ -31,6 +31,9 @@ from cluster.sessions import MemorySessions
 from cluster.socket_paths import check_ray_sockets
 from cluster.withheld import without_secrets
 
+RESTORING_S = 0.05
+"""How long Ray's handler of SIGTERM stays in place while Ray starts."""
+
 
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
@@ -42,6 +45,13 @@ def _restore_sigterm_handler() -> None:
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+async def _done(starting: asyncio.Future[str]) -> None:
+    """Wait for a thread that starts Ray, while no SIGTERM ends this process."""
+    while not starting.done():
+        await asyncio.wait({starting}, timeout=RESTORING_S)
+        _restore_sigterm_handler()
 
 
 def _ready(config: Config, here: bool) -> Config:
@@ -81,14 +91,14 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
         url = url or stack.enter_context(RedisServer(config.redis.memory_mb)).url
         starting = asyncio.ensure_future(asyncio.to_thread(deploy.start, config, url, ray_address))
         try:
-            address = await asyncio.shield(starting)
+            await _done(starting)
+            address = starting.result()
         except asyncio.CancelledError:  # the thread goes on: wait for it, then stop what it started
-            await asyncio.wait({starting})
+            await _done(starting)
             await asyncio.to_thread(deploy.stop)
             raise
         except RuntimeError as error:  # raised by Ray or Serve
             raise EngineFailed(f"cluster: {error} {deploy.REPLICA_LOGS}") from error
-        _restore_sigterm_handler()
         try:
             yield address
         finally:
