@@ -68,6 +68,11 @@ def test_images_install_the_pinned_versions_of_their_python():
     assert Requirement(of_gpu).specifier.contains(triton.split("==")[1])
 
 
+def test_both_images_can_send_traces_and_serve_structures():
+    extras = [each.split(",") for each in re.findall(r"dendroaspis\[([\w,]+)\]", TEXT)]
+    assert len(extras) == 2 and all({"serve", "structured", "trace"} <= set(each) for each in extras)
+
+
 def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():
     content = compose()
     assert set(content["services"]) == {"redis", "head", "drafter", "verifier"}

@@ -275,6 +275,13 @@ def test_the_times_and_sizes_of_what_is_kept_reach_the_cluster():
     assert kept.keys() == set(type(found).model_fields) - elsewhere
 
 
+def test_traces_reach_the_cluster_where_a_collector_is_named():
+    assert cluster_of(serve_config()).trace is None
+    section = {"endpoint": "http://collector:4318/v1/traces", "share": 0.5}
+    found = cluster_of(serve_config(merged(SMALL, {"cluster": {"trace": section}}))).trace
+    assert found.model_dump() == section
+
+
 def test_every_pod_has_the_hubs_address_and_a_token_by_reference_to_a_secret():
     """Routers and the head too: they read configurations and tokenizers, and resolve revisions."""
     chosen = merged(SMALL, {"hub": {"endpoint": "https://hub.example", "existingSecret": "mine", "secretKey": "word"}})
