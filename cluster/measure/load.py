@@ -53,7 +53,7 @@ class LoadBlock:
     between_s: list[float] = field(default_factory=list)  # seconds between tokens: a chunk's wait over its tokens
     pages: int = 0  # most pages in use, by samples
     shapes: Counter[str] = field(default_factory=Counter)  # requested shape -> rounds
-    counters: Counter[str] = field(default_factory=Counter)  # by how much the door's counters grew
+    counters: Counter[str] = field(default_factory=Counter)  # growth of the door's counters
     hop_us: float = 0.0  # processor time of a hop on one of as many streams; 0 in open loops
     client_us: int = 0  # processor time of the bench's own process
 
@@ -80,7 +80,7 @@ def percentiles(values: Sequence[float]) -> dict[str, float]:
 class LoadAnswer:
     """An answer as a client saw it."""
 
-    output: Sequence[int]  # its tokens, or the bytes of its text: answers to one prompt are compared
+    output: Sequence[int]  # tokens, or bytes of the text: answers to one prompt are compared
     tokens: int
     first_s: float  # seconds from the request to its first token
     between_s: Sequence[float]  # seconds between its tokens, or between its parts

@@ -38,7 +38,7 @@ ClientsAt = Callable[[Any], AbstractAsyncContextManager[ClosedLoops]]
 class PairsPlan:
     """What is measured."""
 
-    ways: tuple[str, str]  # in the order of the first pair; the first one's seconds are counted
+    ways: tuple[str, str]  # both, in the order of the first pair; the first one's seconds are counted
     settings: Mapping[str, Any]  # end of a load's name -> what clients are asked for with
     clients: tuple[int, ...]
     answers: int | None  # answers of every client of a block; None: BLOCK_ANSWERS in all
