@@ -152,6 +152,27 @@ async def test_a_router_with_a_certificate_sends_nothing_to_a_peer_without_one_o
             assert not await greets(address, kind, files_of(authority, "router"))
 
 
+@pytest.mark.parametrize("role", ["drafter", "verifier"])
+async def test_peers_take_new_certificates_of_a_new_authority_without_a_restart(tmp_path, role):
+    old, new = Authority(tmp_path, "old"), Authority(tmp_path, "new")
+    kind, written = KINDS[role][0], {}
+    for each in ("router", role):
+        written[each] = old.issue(each, f"{each}.dendro") | {"authority": tmp_path / f"{each}-authority.pem"}
+        shutil.copy(old.path, written[each]["authority"])
+    files = {
+        each: CertificateFiles(f"tls.peers.{each}", its["certificate"], its["key"], its["authority"])
+        for each, its in written.items()
+    }
+    of_old, of_new = files_of(old, "router"), files_of(new, "router")
+    async with replica(role, files[role]) as address:
+        assert await greets(address, kind, files["router"]) and not await greets(address, kind, of_new)
+        for each, its in written.items():
+            for part, path in (new.issue(f"new-{each}", f"{each}.dendro") | {"authority": new.path}).items():
+                shutil.copy(path, its[part])
+        assert await greets(address, kind, files["router"]), "both sides have read their new files"
+        assert await greets(address, kind, of_new) and not await greets(address, kind, of_old)
+
+
 @pytest.mark.parametrize(("role", "poses_as"), [("drafter", "verifier"), ("verifier", "drafter")])
 async def test_a_router_takes_no_drafter_for_a_verifier(tmp_path, role, poses_as):
     authority = Authority(tmp_path)
