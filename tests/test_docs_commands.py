@@ -285,7 +285,14 @@ CURL = [each for each in COMMANDS if each.words[0] == "curl"]
 def test_a_command_of_curl_gets_an_answer(command: DocumentedCommand, addresses):
     words = [word.replace("127.0.0.1:8000", addresses[1]) for word in command.words]
     done = subprocess.run([*words, "--silent", "--fail-with-body"], capture_output=True, text=True)
-    assert done.returncode == 0 and json.loads(done.stdout)["object"] in ("chat.completion", "text_completion", "list")
+    assert done.returncode == 0
+    if "-N" in words:
+        parts = [json.loads(each[6:]) for each in done.stdout.split("\n\n") if each.startswith("data: {")]
+        assert "error" not in parts[-1] and parts[-1]["usage"] and done.stdout.endswith("data: [DONE]\n\n")
+    elif words[1].endswith("/abort"):
+        assert json.loads(done.stdout) == {"aborted": 0}
+    else:
+        assert json.loads(done.stdout)["object"] in ("chat.completion", "text_completion", "list")
 
 
 class EagerClient(Client):
