@@ -50,6 +50,15 @@ def test_routers_alone_mount_the_certificate_that_clients_see_and_are_probed_wit
     jsonschema.validate(service(chosen), strict_crd())
 
 
+def test_gateways_need_no_keys_and_their_authority_is_in_the_secret_of_the_routers():
+    chosen = merged(SMALL, {"keys": {"open": False}, "tls": {"clients": "front", "gateways": True}})
+    assert str(tls_of(chosen).clients.gateways) == "/etc/dendro/tls-clients/ca.crt"
+    assert mounted(chosen) == {"router": {"/etc/dendro/tls-clients": "front"}, "verifier": {}, "drafter": {}}
+    for change in ({"keys": {"open": True}}, {"keys": {"existingSecret": "mine"}}, {"tls": {"clients": ""}}):
+        with pytest.raises(HelmError, match="tls\\."):
+            rendered(merged(chosen, change))
+
+
 def test_each_role_mounts_the_secret_of_its_own_certificate_and_no_other():
     chosen = merged(SMALL, PEERS)
     folder = "/etc/dendro/tls-peers"
@@ -60,6 +69,29 @@ def test_each_role_mounts_the_secret_of_its_own_certificate_and_no_other():
     jsonschema.validate(service(chosen), strict_crd())
     with pytest.raises(HelmError, match=r"tls\.peers: name the secrets of"):
         rendered(merged(SMALL, {"tls": {"peers": {"router": "r"}}}))
+
+
+def test_the_authority_and_the_user_of_redis_reach_the_cluster_and_rays_head():
+    """Ray, which keeps its head's state in the same server, reads an authority from its environment."""
+    redis = {"url": "rediss://cache:6379", "existingSecret": "mine", "user": "dendro", "authoritySecret": "authority"}
+    chosen = merged(SMALL, {"redis": redis})
+    manifest = service(chosen)
+    jsonschema.validate(manifest, strict_crd())
+    inside = manifest["spec"]["rayClusterConfig"]
+    assert inside["gcsFaultToleranceOptions"]["redisUsername"] == {"value": "dendro"}
+    (application,) = serve_config(chosen)["applications"]
+    section = Config.of(application["args"], CHART).redis
+    file = "/etc/dendro/redis/ca.crt"
+    assert (section.user, str(section.authority)) == ("dendro", file)
+    head = inside["headGroupSpec"]["template"]["spec"]
+    for spec in (head, *(group["template"]["spec"] for group in inside["workerGroupSpecs"])):
+        container, volume = spec["containers"][0], {"name": "redis-authority", "secret": {"secretName": "authority"}}
+        assert volume in spec["volumes"]
+        mount = {"name": "redis-authority", "mountPath": "/etc/dendro/redis", "readOnly": True}
+        assert mount in container["volumeMounts"]
+        assert {"name": "RAY_REDIS_CA_CERT", "value": file} in container["env"]
+    with pytest.raises(HelmError, match="redis\\.url"):
+        rendered(merged(chosen, {"redis": {"url": ""}}))
 
 
 def test_an_ingress_leads_a_host_to_the_routers_http_port():

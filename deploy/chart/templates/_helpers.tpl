@@ -71,7 +71,10 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if hasKey $config "grpc" }}{{ fail "cluster.grpc: is filled in from the value grpc" }}{{ end }}
 {{- if hasKey $config "http" }}{{ fail "cluster.http: is filled in from the value http" }}{{ end }}
 {{- if and .Values.keys.existingSecret .Values.keys.open }}{{ fail "keys.open: is true beside keys.existingSecret" }}{{ end }}
-{{- if not (or .Values.keys.existingSecret .Values.keys.open) }}
+{{- if .Values.tls.gateways }}
+{{- if or .Values.keys.existingSecret .Values.keys.open }}{{ fail "tls.gateways: is true beside keys" }}{{ end }}
+{{- if not .Values.tls.clients }}{{ fail "tls.clients: name a secret, as gateways call over TLS" }}{{ end }}
+{{- else if not (or .Values.keys.existingSecret .Values.keys.open) }}
 {{- fail "keys.existingSecret: name the secret with the file that `dendro keys` writes, or set keys.open" }}
 {{- end }}
 {{- if not $config.targets }}{{ fail "cluster.targets: name at least one target" }}{{ end }}
@@ -89,12 +92,20 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- $redis := mergeOverwrite (dict) ($config.redis | default dict) (dict "url" (include "dendro.redisUrl" .)) }}
 {{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
+{{- if and (or .Values.redis.user .Values.redis.authoritySecret) (not .Values.redis.url) }}
+{{- fail "redis.url: name your server, as the chart's own has neither users nor TLS" }}
+{{- end }}
+{{- with .Values.redis.user }}{{ $_ := set $redis "user" . }}{{ end }}
+{{- if .Values.redis.authoritySecret }}{{ $_ := set $redis "authority" (include "dendro.redisAuthority" .) }}{{ end }}
 {{- $_ := set $config "redis" $redis }}
 {{- $_ := set $config "grpc" (dict "host" "0.0.0.0" "port" (int .Values.grpc.port) "status_port" (int .Values.grpc.statusPort) "replica_status_port" (int .Values.grpc.replicaStatusPort)) }}
 {{- $_ := set $config "http" (dict "host" "0.0.0.0" "port" (int .Values.http.port)) }}
+{{- if not .Values.tls.gateways }}
 {{- $_ := set $config "auth" (ternary "none" (dict "keys" (printf "/etc/dendro/keys/%s" .Values.keys.secretKey)) .Values.keys.open) }}
+{{- end }}
 {{- $tls := dict }}
 {{- if .Values.tls.clients }}{{ $_ := set $tls "clients" (include "dendro.certificate" "clients" | fromYaml) }}{{ end }}
+{{- if .Values.tls.gateways }}{{ $_ := set $tls.clients "gateways" "/etc/dendro/tls-clients/ca.crt" }}{{ end }}
 {{- if include "dendro.peers" . }}
 {{- $peer := include "dendro.certificate" "peers" | fromYaml }}
 {{- $_ := set $tls "peers" (dict "authority" "/etc/dendro/tls-peers/ca.crt" "router" $peer "drafter" $peer "verifier" $peer) }}
@@ -106,6 +117,11 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{/* The files of a certificate, where they are mounted. */}}
 {{- define "dendro.certificate" -}}
 {certificate: /etc/dendro/tls-{{ . }}/tls.crt, key: /etc/dendro/tls-{{ . }}/tls.key}
+{{- end }}
+
+{{/* The file of the authority of Redis' certificate, where it is mounted. */}}
+{{- define "dendro.redisAuthority" -}}
+/etc/dendro/redis/{{ .Values.redis.authorityKey }}
 {{- end }}
 
 {{/* "true" if the secrets of the peers are named, empty if none is. Fails if some are. */}}
@@ -132,6 +148,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - name: REDIS_PASSWORD
   valueFrom:
     secretKeyRef: {name: {{ .Values.redis.existingSecret }}, key: {{ .Values.redis.secretKey }}}
+{{- end }}
+{{- if .Values.redis.authoritySecret }}
+- {name: RAY_REDIS_CA_CERT, value: {{ include "dendro.redisAuthority" . | quote }}}
 {{- end }}
 {{- if .Values.hub.endpoint }}
 - {name: HF_ENDPOINT, value: {{ .Values.hub.endpoint | quote }}}
