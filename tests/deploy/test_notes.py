@@ -11,7 +11,8 @@ def test_the_notes_name_the_service_and_the_port_that_clients_call():
     with Chart.load(str(CHART)) as chart:
         files = chart.render(SMALL | {"grpc": {"port": 9999}}, name="mine", namespace="serving")
     notes = next(text for path, text in files.items() if path.endswith("NOTES.txt"))
-    assert "mine-router.serving:9999" in notes and "for trials" in notes and "http://mine-router.serving:8080/v1" in notes
+    assert "mine-router.serving:9999" in notes and "for trials" in notes
+    assert "http://mine-router.serving:8080/v1" in notes
 
 
 def test_the_notes_name_https_where_the_routers_have_a_certificate():
