@@ -59,7 +59,7 @@ async def test_the_pages_script_of_two_libraries_runs_to_its_end(tmp_path):
         finally:
             await server.stop()
     assert child.returncode == 0, printed
-    heads = re.compile(r"^L\w+: .*|^litellm\.\w+Error|\bTrue$", re.MULTILINE)
-    said = heads.findall(printed)
-    assert said and said == heads.findall(shown("python libraries.py", "```"))
+    titled = re.compile(r"^L\w+: .*|^litellm\.\w+Error|\bTrue$", re.MULTILINE)
+    titles = titled.findall(printed)
+    assert titles and titles == titled.findall(shown("python libraries.py", "```"))
     assert "False" not in printed
