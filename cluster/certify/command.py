@@ -16,8 +16,6 @@ from dendro.client import Asking, AsyncClient
 from dendro.engine import started
 from dendro.errors import BadRequest
 from dendro.shapes import BeamShape, DynamicShape, MarginalShape, NodeShape, UntilShape
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cluster.arms import Arm, parsed_arms
 from cluster.certify import checks
@@ -40,8 +38,8 @@ from cluster.demo.prompts import served_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
 from cluster.measure.machine import describe_machine
-from cluster.measure.measurement import Step
-from cluster.measure.options import MarkdownFile
+from cluster.measure.measurement import Begin
+from cluster.measure.options import MarkdownFile, with_bars
 from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
@@ -116,7 +114,7 @@ def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str
 
 
 async def run_certify(
-    config: Config, far: FarClient | None, local: bool, size: CertifySize, progress: Progress
+    config: Config, far: FarClient | None, local: bool, size: CertifySize, begin: Begin
 ) -> list[Promise]:
     """Check all promises, one after the other.
 
@@ -135,13 +133,9 @@ async def run_certify(
     prompts = _prompts(max(size.greedy_prompts, size.prompts), target.tokenizer_folder)
     found: list[Promise] = []
 
-    def bar(title: str, steps: int) -> Step:
-        task = progress.add_task(title, total=steps)
-        return lambda: progress.advance(task)
-
     # (a) is checked in float32: on a cluster in that dtype, or on local engines beside a running cluster.
     ways = ["off", "auto"]
-    step = bar("(a) greedy against transformers", size.greedy_prompts * len(ways))
+    step = begin("(a) greedy against transformers", size.greedy_prompts * len(ways))
     exact = _with_dtype(config, "float32")
     async with _serving(exact, local or far is not None) as service:
         found.append(
@@ -155,10 +149,10 @@ async def run_certify(
         hello = await engine.hello()
         bitwise = hello.exactness == "bitwise"
         margin_of = None if bitwise else checks.margin_in(target.checkpoint, dtype)
-        step = bar("(d) planted faults", 4)
+        step = begin("(d) planted faults", 4)
         found.append(await checks.planted_faults_are_noticed(engine.logits_of, prompts[0], size.own_tokens, step))
         own = len(checks.SHAPES_OF_ITS_OWN) * len(checks.TEMPERATURES_OF_ITS_OWN)
-        step = bar("(e) the target drafts for itself", own * size.own_prompts)
+        step = begin("(e) the target drafts for itself", own * size.own_prompts)
         found.append(
             await checks.the_target_drafts_for_itself(engine, prompts[: size.own_prompts], size.own_tokens, step)
         )
@@ -166,23 +160,23 @@ async def run_certify(
         async def served(service: Asking) -> None:
             chosen = prompts[: size.prompts]
             ways = 1 + len(shapes) + len(checks.ways_to_choose())
-            step = bar("(b) identity under sampling", len(checks.LAWS) * ways * len(chosen))
+            step = begin("(b) identity under sampling", len(checks.LAWS) * ways * len(chosen))
             found.append(
                 await checks.identity_under_sampling(
                     service, chosen, size.tokens, shapes, margin_of, checks.MARGINS[target.dtype], step
                 )
             )
             found[-1].found.append(f"the verifier's exactness, in {target.dtype}: {_exactness(engine)}")
-            step = bar("(c) the law", size.far_draws)
+            step = begin("(c) the law", size.far_draws)
             found.append(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
             )
-            step, below = bar("(f) parameters", size.combinations), checks.MARGINS[target.dtype]
+            step, below = begin("(f) parameters", size.combinations), checks.MARGINS[target.dtype]
             given = size.tokens, size.combinations, shapes, hello.vocabulary
             found.append(await identity_under_parameters(service, chosen, *given, margin_of, below, step))
             stop_ways = ["off", "auto", *shapes]
             steps = len(STOP_LAWS) * len(chosen) * (1 + size.stop_draws * len(stop_ways))
-            step = bar("(g) stop strings", steps)
+            step = begin("(g) stop strings", steps)
             found.append(
                 await stop_strings_end_answers(
                     service, chosen, size.tokens, size.stop_draws, stop_ways, margin_of, below, step
@@ -325,9 +319,8 @@ def certify(
         checked = checked.model_copy(update={"targets": {name: served}})
     checked = fetched(pinned(checked))
     subject = address or (str(config) if config else "the bundled demo")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
-        found = asyncio.run(run_certify(checked, far, local, QUICK if quick else FULL, progress))
+    size = QUICK if quick else FULL
+    found = with_bars(lambda begin: asyncio.run(run_certify(checked, far, local, size, begin)))
     show(page(), found, subject)
     if json_file is not None:
         threads = next(iter(checked.targets.values())).threads

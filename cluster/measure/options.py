@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Generic, TypeVar
 
 import typer
+from dendro.clock import Clock
 from dendro.errors import BadRequest
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,6 +28,8 @@ MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables as Mar
 
 BY_HAND = "<!-- by hand -->"
 """What follows it on a page stays when a report is written there."""
+LINE_EVERY_S = 30.0
+"""Seconds between two lines of progress where the standard error is no terminal."""
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
 
@@ -80,38 +86,44 @@ def parse_temperatures(text: str) -> tuple[float, ...]:
     return tuple(numbers_in("temperatures", text, float, 0))
 
 
-class Bars:
-    """Progress bars that are redrawn only when a step is done: without a refresh thread."""
-
-    def __init__(self, console: Console) -> None:
-        self.progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-            auto_refresh=False,
-        )
-
-    def begin(self, title: str, steps: int) -> Step:
-        task = self.progress.add_task(title, total=steps)
-        self.progress.refresh()
-
-        def step() -> None:
-            self.progress.advance(task)
-            self.progress.refresh()
-
-        return step
-
-
 def with_bars(measure: Callable[[Begin], T]) -> T:
-    """The result of a measurement, which draws its progress on the terminal."""
+    """The result of a measurement, with its progress at the standard error: bars on a terminal, lines elsewhere."""
     logging.disable_progress_bar()  # transformers draws some, which would mix with ours
-    bars = Bars(Console(stderr=True))
-    with bars.progress:
-        return measure(bars.begin)
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return measure(partial(_lines, time.monotonic))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    left = (TextColumn("left"), TimeRemainingColumn())
+    # No thread draws the bars while something is timed: they are drawn again after each step alone.
+    with Progress(*columns, *left, console=console, auto_refresh=False) as progress:
+
+        def begin(title: str, steps: int) -> Step:
+            task = progress.add_task(title, total=steps)
+            progress.refresh()
+
+            def step() -> None:
+                progress.advance(task)
+                progress.refresh()
+
+            return step
+
+        return measure(begin)
+
+
+def _lines(clock: Clock, title: str, steps: int) -> Step:
+    """Print a line when a part of the measurement begins, each LINE_EVERY_S at most one of its steps, and its last."""
+    began = printed = clock()
+    done = 0
+    print(f"{title}: {steps} steps", file=sys.stderr, flush=True)
+
+    def step() -> None:
+        nonlocal done, printed
+        done, now = done + 1, clock()
+        if now - printed >= LINE_EVERY_S or done == steps:
+            printed = now
+            print(f"{title}: {done} of {steps}, {now - began:.0f} s", file=sys.stderr, flush=True)
+
+    return step
 
 
 def present(

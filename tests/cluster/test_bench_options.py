@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster import cli, slow_commands
+from cluster.measure import options
 from cluster.measure.bench import Bench
-from cluster.measure.options import Default, as_given
+from cluster.measure.options import Default, as_given, with_bars
 
 BENCHES = [("bench", name) for name in slow_commands.BENCHES]
 
@@ -26,6 +27,22 @@ def test_a_default_is_the_quick_one_with_quick_alone_and_none_where_the_option_i
     default = Default(9, quick=1)
     assert [default.chosen(given, quick) for given in (None, 0, 4) for quick in (False, True)] == [9, 1, 0, 0, 4, 4]
     assert default.at(True) == 1 and default.at(False) == 9
+
+
+@pytest.mark.parametrize(("every_s", "lines"), [(0.0, ["1 of 3", "2 of 3", "3 of 3"]), (1e9, ["3 of 3"])])
+def test_progress_is_lines_where_the_standard_error_is_no_terminal(capsys, monkeypatch, every_s, lines):
+    monkeypatch.setattr(options, "LINE_EVERY_S", every_s)
+
+    def measure(begin):
+        step = begin("prompts", 3)
+        for _ in range(3):
+            step()
+        return "figures"
+
+    assert with_bars(measure) == "figures"
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "prompts: 3 steps"
+    assert [line.removeprefix("prompts: ").partition(",")[0] for line in printed[1:]] == lines
 
 
 @pytest.mark.parametrize("command", [*BENCHES, ("tune",), ("predict",)], ids=" ".join)

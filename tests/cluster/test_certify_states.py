@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-from rich.progress import Progress
 
 from cluster.certify.command import CertifySize, run_certify
 from cluster.config import DEMO_MODELS, pair_config
@@ -34,8 +33,7 @@ async def test_every_promise_is_kept_for_a_target_with_states(family, tmp_path):
         make_checkpoint(checkpoint, family, vocab_size=4096)
         shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", checkpoint)
     config = pair_config(checkpoint, [DEMO_MODELS / "mamba2"])
-    with Progress(disable=True) as progress:
-        promises = await run_certify(config, None, True, SMALL, progress)
+    promises = await run_certify(config, None, True, SMALL, lambda *_: lambda: None)
     assert len(promises) == 7
     for promise in promises:
         assert promise.kept is True, (promise.promise, promise.broken)
