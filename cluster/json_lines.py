@@ -10,6 +10,9 @@ from typing import Any
 
 from dendro.errors import BadRequest
 
+SURROGATE = "\\ud"
+"""How JSON spells half of a character, and some whole ones."""
+
 
 @contextmanager
 def reading(option: str, file: Path) -> Iterator[None]:
@@ -50,6 +53,10 @@ def json_lines(
 def _json_object(option: str, where: str, line: str) -> dict[str, Any]:
     try:
         entry = json.loads(line)
+        if SURROGATE in line.lower():  # no tokenizer takes half of a pair
+            json.dumps(entry, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRequest(option, f"{where} has a surrogate code point, which UTF-8 cannot encode") from None
     except (ValueError, RecursionError) as error:
         raise BadRequest(option, f"{where} is not JSON: {error}") from error
     if not isinstance(entry, dict):

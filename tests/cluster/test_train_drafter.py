@@ -159,6 +159,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no-match": ({"bad/a.md": "w4"}, r"bad has no file that matches '\*.txt'"),
     "binary": ({"bad.txt": b"w4\xff"}, r"bad.txt is not UTF-8 text: invalid start byte at byte 2"),
     "broken-line": ({"bad.jsonl": '{"text": "w4"}\n{"text": '}, r"bad.jsonl:2 is not JSON: Expecting value"),
+    "surrogate": (
+        {"bad.jsonl": '{"text": "w4 \\ud83d\\ude00"}\n{"text": "\\uD800"}'},
+        r"bad.jsonl:2 has a surrogate code",
+    ),
     "list": ({"bad.jsonl": "[1]"}, r"bad.jsonl:1 is not a JSON object"),
     "no-field": ({"bad.jsonl": '{"body": "w4", "id": 3}'}, r"bad.jsonl:1 has no field 'text'; its fields are body, id"),
     "empty-field": ({"bad.jsonl": '{"text": ""}'}, r"bad.jsonl:1 has no text in field 'text'"),
