@@ -21,10 +21,12 @@ class WorthTimer:
     draft reads the root again, as after a round that accepted no guess."""
 
     async def steps(self, target: TargetEngine, most_rows: int) -> dict[int, float]:
-        text, rows = EngineText(IDS, Sampling()), [rows for rows in ROWS if rows <= most_rows]
+        rows, longest = [rows for rows in ROWS if rows <= most_rows], (await target.hello()).max_length
+        ids = IDS[: longest - 1]
+        text = EngineText(ids, Sampling())
         async with started(target):
-            await text.open(target, MAX_ROWS)
-            times = await by_turns(rows, lambda count: text.verify(target, star(IDS[-1], count), len(IDS)), REPETITIONS)
+            await text.open(target, min(MAX_ROWS, longest - len(ids)))
+            times = await by_turns(rows, lambda count: text.verify(target, star(ids[-1], count), len(ids)), REPETITIONS)
             await text.close(target)
         return medians_us(times)
 

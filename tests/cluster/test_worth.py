@@ -49,9 +49,13 @@ def test_what_a_drafter_is_worth_follows_from_what_is_known(figures, timed: bool
     assert words in worth_of(figures, STEPS if timed else {}, drafts)
 
 
-async def test_every_shape_and_every_number_of_rows_within_the_limit_is_timed_and_no_text_stays(tmp_path: Path):
+@pytest.mark.parametrize("max_length", [256, 64, 2])
+async def test_every_shape_and_every_number_of_rows_within_the_limit_is_timed_and_no_text_stays(
+    tmp_path: Path, max_length: int
+):
+    """At a target of any `max_length`, which the texts that are timed must not make unservable."""
     target, path = make_pair(tmp_path)
-    options = VerifierOptions(name="t", dtype=torch.float32, max_length=256, max_sessions=1)
+    options = VerifierOptions(name="t", dtype=torch.float32, max_length=max_length, max_sessions=1)
     verifier = VerifierEngine.load(target, options)
     drafter = DrafterEngine.load(path, DrafterOptions(name="d", max_sessions=1), states=NoStates())
     steps, drafts = await WorthTimer().steps(verifier, 5), await WorthTimer().drafts(drafter)
