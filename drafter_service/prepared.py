@@ -12,13 +12,15 @@ import math
 from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass, field
 
+from dendro.calls import MOST_PREPARED, DraftCall, PreparedTree
 from dendro.shapes import LevelShape, TreeShape
+from dendro.tree import DraftTree
 
-from drafter_service.confidence import Calibration
-from drafter_service.grow import Growth
-from drafter_service.texts import DrafterText, DraftRound
+from drafter_service.confidence import CANDIDATES, Calibration
+from drafter_service.grow import Growth, ranks
+from drafter_service.texts import DrafterText, DraftRound, rank_of
 
-MOST = 4
+MOST = MOST_PREPARED
 """Most trees that are prepared for one outcome each after a tree."""
 LEAST = 0.05
 """Chance of an outcome below which no tree is prepared for it."""
@@ -116,6 +118,22 @@ class PreparedText(DrafterText):
     def complete(self) -> bool:
         return self.round is None or self.round.growth.finished
 
+    @property
+    def sent_by(self) -> DraftCall | None:
+        """The call whose caller takes the tree before it is asked for; None if it does not."""
+        call = self.of.drafted
+        wanted = call is not None and 0.0 < call.prepared_from <= self.outcome.chance
+        return call if wanted and call is not None and call.take_prepared is not None else None
+
+    def message(self, name: str) -> PreparedTree:
+        """The complete tree, with the trace that a call would give it. name: of the drafter"""
+        assert self.round is not None
+        found = {position: rank_of(self.tokens(range(position, position + 1))[0], c) for position, c, _ in self.seen}
+        trace = ranks(found, self.first, self.base, CANDIDATES)
+        tree = DraftTree(*self.round.growth.arrays(), name, trace)
+        digest = self.of.text.tokens.digest_with(self.guessed)
+        return PreparedTree(self.opening, self.base, digest, tree)
+
     def is_next(self, shape: TreeShape) -> bool:
         """True if this is the open text, as it is now, with a tree of this shape."""
         assert self.round is not None
@@ -130,6 +148,7 @@ class PreparedCounters:
     prepared: int = 0  # trees that were begun
     prepared_used: int = 0  # trees that answered a call, complete or not
     prepared_dropped: int = 0  # trees that were thrown away
+    prepared_sent: int = 0  # trees that were sent before their call
     prepared_us: int = 0  # time of their forwards
     prepared_used_us: int = 0  # time of the forwards of those that answered a call
 

@@ -159,7 +159,7 @@ class DraftScheduler:
         ahead: length of the text in the target's ids minus its length in the drafter's
         """
         session = self._follow(call.update)
-        session.ahead = ahead
+        session.ahead, session.drafted = ahead, call
         self._stop_round(session)
         if (prepared := self._claim(session, call.shape)) is not None:
             self._use(session, prepared, ticket)
@@ -308,6 +308,9 @@ class DraftScheduler:
             self._finish(session, draft_round)
         elif session.outcome.leaf:
             self._go_on(session, draft_round)
+        elif (call := session.sent_by) is not None:
+            self.answers.append((Ticket(self.clock(), call.take_prepared), session.message(self.name)))
+            self.counters.prepared_sent += 1
 
     def _plan_prompts(self, sessions: list[DrafterText]) -> DraftPlan:
         self._kind = "prompt"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
-from dendro.calls import PeerText, RequestParameters, TextUpdate
+from dendro.calls import DraftCall, PeerText, PreparedTree, RequestParameters, TextUpdate
 from dendro.clock import Clock
 from dendro.daemon_threads import MaskThreads
 from dendro.engine import Ticket
@@ -50,7 +50,7 @@ class Prefilled:
     processed: int  # tokens that went through the model
 
 
-Answer = DraftTree | Prefilled | MemoryComplete | Exception
+Answer = DraftTree | PreparedTree | Prefilled | MemoryComplete | Exception
 
 
 @dataclass(eq=False)
@@ -151,6 +151,7 @@ class DrafterText:
     first_covers: int = 0  # tokens that `first_slot` has consumed
     round: DraftRound | None = None  # the unfinished round
     kept: DraftRound | None = None  # the last finished or stopped round, whose nodes are kept
+    drafted: DraftCall | None = None  # the last call for a tree
     traced: int | None = None  # length of the text at the last tree answered; None: no tree yet
     ranks: dict[int, int] = field(default_factory=dict)  # text position -> rank of the token there
     opened: tuple[Ticket, int] | None = None  # the caller of `open`, and the number of restored tokens
@@ -186,9 +187,8 @@ class DrafterText:
         calibrations: MutableMapping[str, Calibration],
     ) -> None:
         """Record the rank of the text's token at `position` among a row's candidates, and fit the calibration to it."""
-        token, shown = self.text.ids[position], candidates[:CANDIDATES]
-        rank = shown.index(token) if token in shown else CANDIDATES
-        self.ranks[position] = rank
+        shown = candidates[:CANDIDATES]
+        self.ranks[position] = rank = rank_of(self.text.ids[position], shown)
         sampling = self.parameters.sampling
         # Not fitted where candidates were removed, or drawn: drawn ones are in another order than their scores.
         removed = self.structured and len(shown) < CANDIDATES
@@ -260,6 +260,12 @@ def level_of(sessions: Sequence[DrafterText]) -> Level:
         depths=[growth.level for growth, _ in grown],
         trees=[Nodes(slots[: len(growth.above)], growth.above[:]) for growth, slots in grown],
     )
+
+
+def rank_of(token: int, candidates: Sequence[int]) -> int:
+    """Place of a token among a row's candidates; CANDIDATES if it is not among the first of so many."""
+    shown = candidates[:CANDIDATES]
+    return shown.index(token) if token in shown else CANDIDATES
 
 
 def check_tokens(session: DrafterText, update: TextUpdate) -> None:

@@ -26,6 +26,7 @@ from dendro.calls import (
     Hello,
     OpenCall,
     Opened,
+    PreparedTree,
     VerifyCall,
 )
 from dendro.clock import Clock
@@ -290,7 +291,11 @@ class VerifierEngine:
             def deliver(outcome: object) -> None:
                 self._thread.post(lambda ticket: self.scheduler.drafted(wanted, outcome, ticket.arrived_s))
 
-            links.draft(wanted.order.drafter, call, deliver)
+            links.draft(wanted.order.drafter, replace(call, take_prepared=take_prepared), deliver)
+
+        def take_prepared(sent: object) -> None:
+            assert isinstance(sent, PreparedTree)
+            self._thread.post(lambda ticket: self.scheduler.prepared(sent, ticket.arrived_s))
 
         self.scheduler.link(ask)
         self._hello = replace(self._hello, orders=True)

@@ -8,7 +8,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from dendro.calls import CloseCall, OpenCall, PeerText, RequestParameters, TextUpdate, VerifyCall
+from dendro.calls import (
+    MOST_PREPARED,
+    CloseCall,
+    OpenCall,
+    PeerText,
+    PreparedTree,
+    RequestParameters,
+    TextUpdate,
+    VerifyCall,
+)
 from dendro.engine import Ticket
 from dendro.errors import BadRequest
 from dendro.grammars import GrammarText
@@ -133,13 +142,32 @@ class PendingCall:
 
 @dataclass(slots=True, eq=False)
 class OrderedRound:
-    """A round whose tree a drafter was asked for, until the tree is there."""
+    """A round whose tree a drafter was asked for. Trees that the drafter sends before it is asked for the next round's
+    are kept here until then."""
 
     session: VerifierText
     order: Order
     opening: bytes  # name of the opening at this verifier
     began_s: float  # time at which the drafter was asked
+    first: int  # least length of a text whose prepared tree is kept
     claim: PendingCall | None = None  # the round's call, if it is there before the tree
+    prepared: dict[tuple[int, int], DraftTree] = field(default_factory=dict)  # key: length and digest of the text
+
+    def follow(self, last: OrderedRound) -> None:
+        """Keep what was prepared for this round under the order before it, if that was for trees of the same shape."""
+        if (last.order.opening, last.order.shape) == (self.order.opening, self.order.shape):
+            self.first -= 1  # what is still on the way may be for this round, too
+            self.prepared = {key: tree for key, tree in last.prepared.items() if key[0] == self.first}
+
+    def keep(self, sent: PreparedTree) -> bool:
+        """Keep a prepared tree. False if it can be of no use, or there are enough."""
+        key, tree, shape = (sent.base, sent.digest), sent.tree, self.order.shape
+        if key in self.prepared or len(self.prepared) == MOST_PREPARED or sent.base < self.first:
+            return False
+        if tree.rows > shape.rows or tree.laws:
+            return False
+        self.prepared[key] = tree
+        return True
 
     @property
     def late_s(self) -> float:
@@ -161,6 +189,8 @@ class VerifierText:
     ahead: PendingCall | None = None  # the round in `asks` that is begun before its call
     early: Verdict | None = None  # verdict of a round whose call has not arrived
     ordered: OrderedRound | None = None  # the next round, while its tree is awaited
+    latest: OrderedRound | None = None  # the round ordered last; prepared trees of the next wait there
+    way_s: float = 0.0  # smoothed time of an ordered tree's way, there and back; 0: none has come
     leaving: bool = False  # True once the text was closed, while its memory is being saved
     admitted: bool = False  # True once the text may hold pages; until then it waits
     answered: float | None = None  # time of the last verdict; None if no round is expected next
@@ -208,7 +238,7 @@ class VerifierText:
     def drop_all(self) -> None:
         """Remove all calls that wait for a step, and the opening."""
         self.asks.clear()
-        self.ahead = self.opening = None
+        self.ahead = self.opening = self.latest = None
 
     def follow(self, update: TextUpdate) -> int:
         """Update the text to a call's. Returns the length of the common prefix of the old and the new text."""
@@ -333,6 +363,9 @@ class VerifierCounters:
     ordered: int = 0  # trees that drafters were asked for
     ordered_missed: int = 0  # ordered trees that did not come, came late or were malformed
     ordered_dropped: int = 0  # ordered trees that no round had: the text ended, or its next call had another tree
+    prepared: int = 0  # trees that drafters sent before they were asked for them
+    prepared_used: int = 0  # prepared trees with which a round began
+    prepared_refused: int = 0  # prepared trees dropped on arrival: no live order, too many, too large
     masks_late: int = 0  # rounds left out of a step because their masks were not ready
 
 

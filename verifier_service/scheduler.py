@@ -25,7 +25,7 @@ from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
+from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, PeerText, PreparedTree, TextUpdate, VerifyCall
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
@@ -59,6 +59,9 @@ from verifier_service.structure_masks import MasksPending
 from verifier_service.walk import Draw, Echo
 
 log = logging.getLogger("dendro.verifier")
+
+MESSAGE_S = 0.0002
+"""Time that a prepared tree's message costs. It pays if the way there and back, times the tree's chance, is more."""
 
 
 class StepScheduler:
@@ -214,24 +217,52 @@ class StepScheduler:
 
     def _place_order(self, session: VerifierText, opening: bytes, order: Order) -> None:
         """Ask the order's drafter for the tree of the text's next round."""
-        text = session.text.tokens
+        text, last = session.text.tokens, session.latest
         self._drop_order(session)
-        session.ordered = wanted = OrderedRound(session, order, opening, self.clock())
+        session.ordered = session.latest = wanted = OrderedRound(session, order, opening, self.clock(), len(text) + 1)
+        if last is not None:
+            wanted.follow(last)
         self._ordered.append(wanted)
         self.counters.ordered += 1
         if self._ask_drafter is None:
             self.drafted(wanted, Missed.UNLINKED, wanted.began_s)
             return
+        self._begin_prepared(wanted, wanted.began_s)
+        prepared_from = MESSAGE_S / session.way_s if session.way_s > MESSAGE_S else 0.0
         update = TextUpdate.of(order.opening, text, min(order.start, len(text)))
         try:
-            self._ask_drafter(wanted, DraftCall(update, order.shape))
+            self._ask_drafter(wanted, DraftCall(update, order.shape, prepared_from))
         except Exception as error:  # the way is broken: this round has no tree, and other texts go on
             log_failure(log, error, "a drafter could not be asked for an ordered tree")
             self.drafted(wanted, Missed.UNLINKED, wanted.began_s)
 
+    def prepared(self, sent: PreparedTree, came_s: float) -> None:
+        """Keep a tree that a drafter has sent before it was asked for. Begin its round if that awaits a tree now."""
+        latest = (each.latest for each in self.sessions.values())
+        wanted = next((each for each in latest if each is not None and each.order.opening == sent.opening), None)
+        self.counters.prepared += 1
+        if wanted is None or not wanted.keep(sent):
+            self.counters.prepared_refused += 1
+            return
+        self._begin_prepared(wanted, came_s)
+
+    def _begin_prepared(self, wanted: OrderedRound, came_s: float) -> None:
+        """Begin an ordered round with the tree prepared for its text, if there is one. Its drafter's answer, which has
+        the same tree, is then ignored."""
+        text = wanted.session.text.tokens
+        if wanted.session.ordered is wanted and (tree := wanted.prepared.get((len(text), text.digest()))) is not None:
+            self.counters.prepared_used += 1
+            self._begin_ordered(wanted, tree, came_s)
+
     def drafted(self, wanted: OrderedRound, outcome: object, came_s: float) -> None:
         """Begin an ordered round with its tree, or with its root alone where there is none. outcome: the tree, an error
         of the drafter, or a `Missed`   came_s: when it came"""
+        if isinstance(outcome, DraftTree):
+            way_s = came_s - wanted.began_s - outcome.draft_us / 1e6
+            wanted.session.way_s = smoothed(wanted.session.way_s, max(way_s, 0.0))
+        self._begin_ordered(wanted, outcome, came_s)
+
+    def _begin_ordered(self, wanted: OrderedRound, outcome: object, came_s: float) -> None:
         session = wanted.session
         if session.ordered is not wanted:
             return

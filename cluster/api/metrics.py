@@ -341,6 +341,23 @@ VERIFIER_NUMBERS = (
         "model",
         "ordered_dropped",
     ),
+    _rated(
+        f"{V}prepared_total", "Trees that drafters sent before they were asked for them.", "model", "model", "prepared"
+    ),
+    _counter(
+        f"{V}prepared_used_total",
+        "Those with which a round began. Of all trees that drafters were asked for, this many were not waited for.",
+        f"{_rate(f'{V}prepared_used_total', 'model')} / {_rate(f'{V}ordered_total', 'model')}",
+        "model",
+        "prepared_used",
+    ),
+    _counter(
+        f"{V}prepared_refused_total",
+        "Those that were dropped on arrival: without a live order, too many, too large, or twice the same.",
+        f"{_rate(f'{V}prepared_refused_total', 'model')} / {_rate(f'{V}prepared_total', 'model')}",
+        "model",
+        "prepared_refused",
+    ),
     _counter(
         f"{V}unclaimed_total",
         "Rounds begun ahead whose verdict no call asked for.",
@@ -410,6 +427,9 @@ DRAFTER_NUMBERS = (
         f"{_rate(f'{D}prepared_dropped_total', 'model')} / {_rate(f'{D}prepared_total', 'model')}",
         "model",
         "prepared_dropped",
+    ),
+    _rated(
+        f"{D}prepared_sent_total", "Prepared trees that were sent before their call.", "model", "model", "prepared_sent"
     ),
     _rated(f"{D}prepared_us_total", "Microseconds of forwards of prepared trees.", "model", "model", "prepared_us"),
     _counter(

@@ -102,6 +102,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._orders = orders
         self._here = 0  # trees that this handle asks for itself before the next order
         self._apart = ORDERS_APART  # what `_here` will be after an ordered tree that does not come
+        self._held = 0  # tokens of the text before the last ordered round
         self._strikes = 0
         self._given_up = ""  # why this request uses no drafter any more; empty while it does
         self._late_draft: asyncio.Task[None] | None = None
@@ -154,11 +155,13 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     def ordered(self, text: Text, arm: Arm, verdict: Verdict) -> None:
         """Learn of the tree that was ordered for the round that has ended. `text` has the verdict's tokens."""
         self._idle, opening = 0, self._opening
+        held, self._held = self._held, len(text) - len(verdict.tokens)
         if not verdict.missed:
             self._here, self._apart = 0, ORDERS_APART
-            self._pace.drafted(self.name, verdict.drafted_us / 1e6, arm.depth)
-            if opening is not None:
-                opening.holds(len(text) - len(verdict.tokens))
+            if asked := verdict.tree is not None and verdict.tree.draft_us > 0:
+                self._pace.drafted(self.name, verdict.drafted_us / 1e6, arm.depth)
+            if opening is not None:  # a tree that came before it was asked for was made with the call before
+                opening.holds(self._held if asked else held)
             return
         self.fallbacks[verdict.missed] += 1
         # This handle asks for the next trees: it finds a drafter that is lost or hangs, and opens the text again.

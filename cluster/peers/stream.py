@@ -11,7 +11,19 @@ from typing import Any, TypeVar, cast
 
 import grpc.aio
 from dendro import wire
-from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, DraftCall, Hello, OpenCall, Opened, VerifyCall
+from dendro.calls import (
+    MOST_PREPARED,
+    PROTOCOL_VERSION,
+    CloseCall,
+    Closed,
+    Deliver,
+    DraftCall,
+    Hello,
+    OpenCall,
+    Opened,
+    PreparedTree,
+    VerifyCall,
+)
 from dendro.certificates import CertificateFiles, role_options
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
@@ -27,6 +39,8 @@ EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
 CONNECT_S = 5.0
 """Seconds that a replica may take to answer the greeting."""
+MOST_ON_WAY = 1024
+"""Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped."""
 
 Answer = TypeVar("Answer")
 
@@ -75,6 +89,8 @@ class PeerStream:
             options = (*STREAM_OPTIONS, *role_options(kind.role))
             self._channel = grpc.aio.secure_channel(address, certificates.channel_credentials(), options=options)
         self._waiting: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
+        self._take_prepared: Deliver | None = None
+        self._room = 0  # prepared trees that the replica may send still
         self._outbox: list[Any] = []
         self._filled = asyncio.Event()
         self._next = 1
@@ -138,9 +154,18 @@ class PeerStream:
             raise BadRequest("prompt", f"makes a call of {message.ByteSize()} bytes")
         return await self._post(number, message, _unchanged)
 
-    def ask(self, ask: Any, result: Callable[[Any], Answer]) -> asyncio.Future[Answer]:
+    def ask(
+        self,
+        ask: Any,
+        result: Callable[[Any], Answer],
+        take_prepared: Deliver | None = None,
+    ) -> asyncio.Future[Answer]:
         """Make a call of a round, which is short, at once: it needs no task to be sent. The future has the `result` of
-        its answer; it raises as `call`, and what `result` raises."""
+        its answer; it raises as `call`, and what `result` raises. take_prepared: takes prepared trees of this and all
+        earlier calls"""
+        if take_prepared is not None:
+            self._take_prepared = take_prepared
+            self._room = min(self._room + MOST_PREPARED, MOST_ON_WAY)
         number = self._new_number()
         return self._post(number, self._kind.call_message(number, ask), result)
 
@@ -175,6 +200,9 @@ class PeerStream:
                 if frame is None:  # gRPC's result for bytes that are not a message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
                 for answer in frame.answers:
+                    if not answer.call:
+                        self._prepared(answer)
+                        continue
                     future, result = self._waiting.pop(answer.call, _NOBODY)
                     if future is not None and not future.done():
                         try:
@@ -182,6 +210,14 @@ class PeerStream:
                         except Exception as error:  # fails one call; the stream continues
                             future.set_exception(error)
             raise PeerLost(f"{self.address}: the stream has ended")
+
+    def _prepared(self, answer: Any) -> None:
+        """Pass a prepared tree on. More than were allowed, and malformed ones, are dropped."""
+        with contextlib.suppress(DendroError):
+            tree = wire.answer_from(answer) if self._room else None
+            if isinstance(tree, PreparedTree) and self._take_prepared is not None:
+                self._room -= 1
+                self._take_prepared(tree)
 
     @contextlib.contextmanager
     def _losing(self) -> Iterator[None]:
@@ -253,7 +289,7 @@ class RemoteDrafter(_RemotePeer):
             took_us = self._us_since(began_s)
             return replace(tree, draft_us=took_us) if tree.draft_us > took_us else tree
 
-        return self.stream.ask(call, capped)
+        return self.stream.ask(call, capped, call.take_prepared)
 
 
 class RemoteVerifier(_RemotePeer):

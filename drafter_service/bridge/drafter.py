@@ -140,7 +140,8 @@ class BridgedDrafter:
         newest = text.text.ids[-LONGEST_TAIL:]
         took_s = self._clock() - began_s
         try:
-            drafted = await self.engine.draft(replace(call, update=update), call.update.base - update.base)
+            translated = DraftCall(update, call.shape)  # prepared trees have the drafter's ids: none is sent
+            drafted = await self.engine.draft(translated, call.update.base - update.base)
         except BaseException:
             text.translation.unchanged = min(text.translation.unchanged, update.start)  # the engine may lack these ids
             raise

@@ -20,6 +20,8 @@ from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Text, Tokens, Verdict
 from dendro.tree import DraftTree
 
+Deliver = Callable[[object], None]
+"""Takes an answer, or the exception in its place, from any thread."""
 OPENING_BYTES = 16
 TARGET_BYTES = 16
 """Bytes of `Hello.target`."""
@@ -81,11 +83,27 @@ class OpenCall:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparedTree:
+    """A tree of a text's likely next round, sent before the round's call. It is of use if the text gets this digest."""
+
+    opening: bytes  # the text's opening at the drafter, by which the order names it
+    base: int  # tokens of the text
+    digest: int  # chained digest of the text's tokens
+    tree: DraftTree
+
+
+MOST_PREPARED = 4
+"""Most prepared trees of one text that a drafter sends after a tree, and that a verifier keeps."""
+
+
+@dataclass(frozen=True, slots=True)
 class DraftCall:
     """Ask a drafter for a tree. Answered with a DraftTree."""
 
     update: TextUpdate
     shape: TreeShape
+    prepared_from: float = 0.0  # least chance of a verdict whose tree is sent before its call; 0: none is
+    take_prepared: Deliver | None = None  # takes each as a `PreparedTree`, from any thread; does not travel
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +219,6 @@ class VerifierPeer(Peer, Protocol):
     def verify(self, call: VerifyCall) -> Awaitable[Verdict]:
         """Called once per round. Returns the tokens that the target emits. Raises NotFound and BadRequest."""
         ...
-
-
-Deliver = Callable[[object], None]
-"""Takes an answer, or the exception in its place, from any thread."""
 
 
 class DrafterLinks(Protocol):

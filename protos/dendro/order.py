@@ -8,6 +8,10 @@ to the drafter and asks for the tree, while the verdict is on its way to the rou
 claims the order's verdict (`VerifyCall.ordered`), or has another tree, which drops the order. Nothing is committed
 before the router has the verdict, and the verifier alone decides which guesses are accepted: an order can cost time and
 changes no token.
+
+After an ordered tree its drafter may send the next round's tree for likely verdicts, before it is asked for it
+(`dendro.calls.PreparedTree`). The verifier keeps those trees, and begins the round with the one of its own verdict. The
+drafter is asked as ever, so that it has the text and goes on, but the round does not wait for its answer.
 """
 
 from __future__ import annotations

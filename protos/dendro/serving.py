@@ -257,9 +257,19 @@ class StreamServer:
         ready = asyncio.Event()
         tasks: set[asyncio.Task[None]] = set()
 
+        loop = asyncio.get_running_loop()
+
+        def send_prepared(tree: Any) -> None:
+            answers.append(self._kind.answer(0, tree))
+            ready.set()
+
+        def take_prepared(tree: Any) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the replica ends
+                loop.call_soon_threadsafe(send_prepared, tree)
+
         async def answer(message: Any) -> None:
             try:
-                outcome: Any = await self._answer(message, mine, opens)
+                outcome: Any = await self._answer(message, mine, opens, take_prepared)
             except asyncio.CancelledError:
                 if not self._fault:
                     raise
@@ -317,7 +327,7 @@ class StreamServer:
             )
         await context.write(self._kind.answers(hello=self._hello))
 
-    async def _answer(self, message: Any, mine: set[bytes], opens: bool) -> Any:
+    async def _answer(self, message: Any, mine: set[bytes], opens: bool, take_prepared: Callable[[Any], None]) -> Any:
         if self._fault:
             raise PeerLost(f"replica: {self._fault}")
         call: Any = self._kind.call_from(message)
@@ -332,6 +342,7 @@ class StreamServer:
             raise NotFound("opening: there is none of this name on this stream")
         held.last = replace(call.update, start=call.update.base, tokens=())
         if not isinstance(call, CloseCall):
+            call = replace(call, take_prepared=take_prepared) if ordered and call.prepared_from else call
             outcome = await self._kind.work(self._engine, call)
             if held.span is not None:
                 held.span.answered(outcome)

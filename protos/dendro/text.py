@@ -305,6 +305,12 @@ class Tokens:
         """Digest of the first `length` tokens, by default of all."""
         return _number(self._hash(len(self.ids) if length is None else length))
 
+    def digest_with(self, tokens: Sequence[int]) -> int:
+        """Digest of all tokens and these after them."""
+        running = self._hash(len(self.ids)).copy()
+        running.update(packed_ids(tokens))
+        return _number(running)
+
     def _hash(self, length: int) -> hashlib.blake2b:
         if not 0 <= length <= len(self.ids):
             raise IndexError(f"a prefix of {length} tokens of {len(self.ids)}")

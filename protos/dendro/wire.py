@@ -23,6 +23,7 @@ from dendro.calls import (
     Hello,
     OpenCall,
     Opened,
+    PreparedTree,
     RequestParameters,
     TextUpdate,
     VerifierCall,
@@ -67,7 +68,7 @@ MAX_NAME = 256
 MAX_END_IDS = 1024
 MAX_STEP_SIZES = 128
 
-Answer = Opened | DraftTree | Verdict | Closed
+Answer = Opened | DraftTree | PreparedTree | Verdict | Closed
 CallMessage = TypeVar("CallMessage", drafter_pb2.DrafterCall, verifier_pb2.VerifierCall)
 _EDITS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
 
@@ -302,6 +303,7 @@ def drafter_call_message(number: int, call: DrafterCall) -> drafter_pb2.DrafterC
             message.open.CopyFrom(_open_message(call))
         case DraftCall():
             message.draft.shape.CopyFrom(shape_message(call.shape))
+            message.draft.prepared_from = call.prepared_from
             message.draft.SetInParent()
         case CloseCall():
             message.close.SetInParent()
@@ -314,7 +316,7 @@ def drafter_call_from(message: drafter_pb2.DrafterCall) -> DrafterCall:
         case "open":
             return _open_from(update, message.open)
         case "draft":
-            return DraftCall(update, shape_from(message.draft.shape))
+            return DraftCall(update, shape_from(message.draft.shape), message.draft.prepared_from)
         case "close":
             return CloseCall(update)
     raise BadRequest("call", "is missing")
@@ -484,12 +486,18 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
     )
 
 
-def drafter_answer_message(number: int, answer: Opened | DraftTree | Closed | Exception) -> drafter_pb2.DrafterAnswer:
+def drafter_answer_message(
+    number: int, answer: Opened | DraftTree | PreparedTree | Closed | Exception
+) -> drafter_pb2.DrafterAnswer:
     message = drafter_pb2.DrafterAnswer(call=number)
-    if isinstance(answer, DraftTree):
-        message.tree.CopyFrom(tree_message(answer))
-    else:
-        _fill_answer(message, answer)
+    match answer:
+        case DraftTree():
+            message.tree.CopyFrom(tree_message(answer))
+        case PreparedTree(opening, base, digest, tree):
+            prepared = drafter_pb2.PreparedTree(opening=opening, base=base, digest=digest, tree=tree_message(tree))
+            message.prepared.CopyFrom(prepared)
+        case _:
+            _fill_answer(message, answer)
     return message
 
 
@@ -549,9 +557,14 @@ def _closed_from(message: calls_pb2.Closed) -> Closed:
     return Closed(min(message.saved, _MAX_COUNT))
 
 
+def _prepared_from(message: drafter_pb2.PreparedTree) -> PreparedTree:
+    return PreparedTree(message.opening[:OPENING_BYTES], message.base, message.digest, tree_from(message.tree))
+
+
 _ANSWER_FROM: dict[str, Callable[[Any], Answer]] = {
     "opened": _opened_from,
     "tree": tree_from,
+    "prepared": _prepared_from,
     "verdict": verdict_from,
     "closed": _closed_from,
 }

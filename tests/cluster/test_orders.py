@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -36,6 +37,7 @@ from cluster.sessions import MemorySessions
 from tests.support.certificates import Authority
 from tests.support.fakes import FakeDrafter, RemotePool
 from tests.support.sockets import until
+from verifier_service import scheduler as scheduler_module
 
 SHAPE = "(3,2,1)"
 COUNT = 40
@@ -124,6 +126,92 @@ async def test_answers_with_prepared_trees_are_those_without(config, temperature
         assert stats["prepared_used"] >= 5
         assert stats["prepared"] == stats["prepared_used"] + stats["prepared_dropped"]
         assert (stats["free_slots"], stats["free_nodes"]) == (stats["slots"], stats["nodes"])
+
+
+@pytest.fixture
+def sends_ahead(config, monkeypatch):
+    """A configuration whose drafter sends every prepared tree before it is asked for it: as if each paid."""
+    monkeypatch.setattr(scheduler_module, "MESSAGE_S", 1e-12)
+    drafters = {name: each.model_copy(update={"draft_ahead": "on"}) for name, each in config.drafters.items()}
+    return config.model_copy(update={"drafters": drafters})
+
+
+def far(monkeypatch, way_s=0.01):
+    """Put so many seconds between verifiers and drafters, each way."""
+    draft = StreamLinks._draft
+
+    def later(self, drafter, call, deliver):
+        def after(outcome, deliver=deliver):
+            self._loop.call_later(way_s, deliver, outcome)
+
+        taken = replace(call, take_prepared=lambda sent: after(sent, call.take_prepared))
+        self._loop.call_later(way_s, draft, self, drafter, taken, after)
+
+    monkeypatch.setattr(StreamLinks, "_draft", later)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_answers_with_trees_sent_before_their_verdicts_are_those_without(sends_ahead, temperature, monkeypatch):
+    """A busy machine may leave a drafter no time to prepare trees, so answers are asked for until it has."""
+    far(monkeypatch)
+    async with served(sends_ahead) as cluster:
+        for seed in range(30):
+            off = await cluster.answer("off", temperature, seed=seed)
+            for way in (SHAPE, "(1,1,1)", "auto"):
+                assert (await cluster.answer(way, temperature, seed=seed)).token_ids == off.token_ids
+            if cluster.verifier.stats()["prepared_used"] >= 5:
+                break
+        await until(lambda: cluster.drafter.sessions == cluster.verifier.sessions == 0)
+        stats, drafters = cluster.verifier.stats(), cluster.drafter.stats()
+        assert 5 <= stats["prepared_used"] <= stats["prepared"] - stats["prepared_refused"]
+        assert stats["prepared"] <= drafters["prepared_sent"] <= drafters["prepared"]
+        assert (drafters["free_slots"], drafters["free_nodes"]) == (drafters["slots"], drafters["nodes"])
+
+
+def false_trees(sent):
+    """What a lying drafter may send in place of a prepared tree."""
+    tree = sent.tree
+    yield replace(sent, digest=sent.digest ^ 1)
+    yield replace(sent, base=sent.base + 1)
+    yield replace(sent, opening=bytes(16))
+    yield replace(sent, tree=DraftTree.of([int(tree.tokens[0]) ^ 1, 3], [-1, 0]))
+    yield replace(sent, tree=DraftTree.of([int(tree.tokens[0]), *range(40)], [-1, *[0] * 40]))
+    yield replace(sent, tree=DraftTree.of([int(tree.tokens[0]), 1 << 20], [-1, 0]))
+    yield from [sent] * 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+async def test_false_late_repeated_and_too_many_trees_before_their_verdicts_change_no_token(
+    sends_ahead, temperature, monkeypatch
+):
+    async with served(sends_ahead) as cluster:
+        draft, loop, turns = cluster.drafter.draft, asyncio.get_running_loop(), count()
+        held = []
+
+        async def lying(call):
+            def take(sent):
+                held.append((call, sent))
+                false = list(false_trees(sent))
+                first = next(turns) % len(false)
+                for each in false[first:] + false[:first]:
+                    call.take_prepared(each)
+                loop.call_soon_threadsafe(loop.call_later, 0.02, call.take_prepared, sent)
+                if len(held) > 10:  # of an order that is long gone
+                    old, tree = held[-10]
+                    old.take_prepared(tree)
+
+            return await draft(replace(call, take_prepared=take) if call.take_prepared is not None else call)
+
+        monkeypatch.setattr(cluster.drafter, "draft", lying)
+        for seed in range(30):
+            off = await cluster.answer("off", temperature, seed=seed)
+            for way in (SHAPE, "(1,1,1)"):
+                assert (await cluster.answer(way, temperature, seed=seed)).token_ids == off.token_ids
+            if cluster.verifier.stats()["prepared"] >= 60:
+                break
+        await until(lambda: cluster.drafter.sessions == cluster.verifier.sessions == 0)
+        stats = cluster.verifier.stats()
+        assert 0 < stats["prepared_refused"] < stats["prepared"] and stats["prepared"] >= 60
 
 
 DEMANDS: dict[str, dict[str, Any]] = {

@@ -18,6 +18,7 @@ from dendro.calls import (
     Hello,
     OpenCall,
     Opened,
+    PreparedTree,
     RequestParameters,
     TextUpdate,
     VerifyCall,
@@ -139,7 +140,10 @@ def test_a_tree_is_unchanged_by_a_round_trip(tree: DraftTree):
     assert same_tree(wire.tree_from(tree_pb2.DraftTree.FromString(sent)), tree)
 
 
-@given(st.one_of(opens(), st.builds(DraftCall, updates(), SHAPES), st.builds(CloseCall, updates())))
+CHANCES = st.floats(0, 1, width=32)
+
+
+@given(st.one_of(opens(), st.builds(DraftCall, updates(), SHAPES, CHANCES), st.builds(CloseCall, updates())))
 @settings(max_examples=50, deadline=None)
 def test_a_drafters_call_is_unchanged_by_a_round_trip(call):
     sent = wire.drafter_call_message(7, call).SerializeToString()
@@ -185,6 +189,15 @@ def test_a_verifiers_answer_is_unchanged_by_a_round_trip(answer):
 def test_a_drafters_answer_is_unchanged_by_a_round_trip(answer):
     message = drafter_pb2.DrafterAnswer.FromString(wire.drafter_answer_message(3, answer).SerializeToString())
     assert wire.answer_from(message) == answer
+
+
+@given(trees(), st.binary(min_size=16, max_size=16), WORDS, WORDS)
+@settings(max_examples=20, deadline=None)
+def test_a_prepared_tree_is_unchanged_by_a_round_trip(tree, opening, base, digest):
+    sent = wire.drafter_answer_message(0, PreparedTree(opening, base, digest, tree)).SerializeToString()
+    back = wire.answer_from(drafter_pb2.DrafterAnswer.FromString(sent))
+    assert isinstance(back, PreparedTree) and same_tree(back.tree, tree)
+    assert (back.opening, back.base, back.digest) == (opening, base, digest)
 
 
 def test_a_hello_is_unchanged_by_a_round_trip():

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from dendro.calls import PreparedTree
 from dendro.errors import NotFound
 from dendro.shapes import BeamShape, DynamicShape, LevelShape, NodeShape
 from dendro.state import MemoryStates
-from dendro.text import Sampling
+from dendro.text import Sampling, Tokens
 from dendro.tree import DraftTree
 
 from drafter_service import prepared
@@ -120,6 +121,64 @@ async def test_prepared_trees_and_the_texts_memory_are_those_of_drafting_after_t
                 await text.close()
         assert ahead.stats()["prepared_used"] == len(SHAPES) * (rounds - 1)
         assert plain.stats()["prepared"] == 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+async def test_trees_sent_before_their_calls_are_those_of_the_calls_and_named_by_their_texts(path, sampling):
+    rng, sent = random.Random(7), list[PreparedTree]()
+    async with both_of(path) as (ahead, plain, idle):
+        texts = [OpenedText(engine, prompt_of(9, 3), sampling) for engine in (ahead, plain)]
+        for text in texts:
+            await text.open()
+        for _ in range(4):
+            trees = [
+                await texts[0].draft(TREE, prepared_from=1e-9, take_prepared=sent.append),
+                await texts[1].draft(TREE),
+            ]
+            check_same(*trees)
+            await idle()
+            outcomes = outcomes_of(ahead, texts[0])
+            assert len(sent) == len(outcomes) == MOST
+            chosen = rng.randrange(MOST)
+            for text in texts:
+                text.ids.extend(outcomes[chosen])
+            found, digest = sent[chosen], Tokens(texts[0].ids).digest()
+            assert (found.opening, found.base, found.digest) == (texts[0].opening, len(texts[0].ids), digest)
+            trees = [await text.draft(TREE) for text in texts]
+            check_same(*trees)
+            check_same(found.tree, trees[0])
+            sent.clear()
+            await idle()
+            assert not sent, "the last call did not say that its caller takes any"
+            token = rng.randrange(VOCABULARY)
+            for text in texts:
+                text.ids.append(token)
+        for text in texts:
+            await text.close()
+        assert ahead.stats()["prepared_sent"] == 4 * MOST
+
+
+async def test_only_trees_of_outcomes_as_likely_as_the_call_says_are_sent_before_theirs(paths):
+    sent = list[PreparedTree]()
+    async with drafter_of(paths["mamba2"], draft_ahead=True) as engine:
+        idle, text = Idle(engine), OpenedText(engine, prompt_of(9, 3))
+        await text.open()
+        (session,) = engine._scheduler._sessions.values()
+        least = 1e-9
+        for turn in range(3):
+            await text.draft(TREE, prepared_from=least, take_prepared=sent.append)
+            await idle()
+            chances = [each.outcome.chance for each in engine._scheduler.prepared_of(session)]
+            assert len(sent) == sum(chance >= least for chance in chances) and len(chances) == MOST
+            sent.clear()
+            text.ids.append(5 + turn)
+            least = sorted(chances)[MOST // 2]
+        for none in (0.0, math.nan, 2.0):
+            await text.draft(TREE, prepared_from=none, take_prepared=sent.append)
+            await idle()
+            assert not sent
+            text.ids.append(5)
+        await text.close()
 
 
 @pytest.mark.parametrize("longest_chain", [0, 2])

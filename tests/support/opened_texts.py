@@ -70,8 +70,8 @@ class OpenedText:
         )
         return await self.engine.open(OpenCall(self.update(), given))
 
-    async def draft(self, shape: TreeShape) -> DraftTree:
-        return await self.engine.draft(DraftCall(self.update(), shape))
+    async def draft(self, shape: TreeShape, **options: Any) -> DraftTree:
+        return await self.engine.draft(DraftCall(self.update(), shape, **options))
 
     async def close(self) -> Closed:
         return await self.engine.close(CloseCall(self.update()))

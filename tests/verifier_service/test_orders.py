@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from dendro.calls import DraftCall, PeerText, VerifyCall
+from dendro.calls import MOST_PREPARED, DraftCall, PeerText, PreparedTree, VerifyCall
 from dendro.errors import BadAnswer, BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.modes import VerificationMode
 from dendro.order import Missed, Order, missed_by
 from dendro.shapes import TreeShape
-from dendro.text import Sampling
+from dendro.text import Sampling, Tokens
 from dendro.tree import DraftTree
 
 from tests.support.engines import TINY_TARGETS, engine_of, make_target
@@ -334,3 +334,165 @@ def test_an_order_beside_an_announced_root_alone_is_refused():
 def test_errors_of_a_drafter_have_a_reason_each():
     assert missed_by(BadAnswer("tree: malformed")) is Missed.MALFORMED
     assert missed_by(ValueError("any")) is Missed.FAILED
+
+
+# Trees that are sent before they are asked for
+
+
+def next_tree(truth, answered, depth=3):
+    """A chain of the true tokens after so many of the answer, whose root is the last of those."""
+    ids = [*PROMPT, *truth]
+    start = len(PROMPT) + answered
+    tokens = ids[start - 1 : start + depth]
+    return DraftTree.of(tokens, range(-1, len(tokens) - 1))
+
+
+def prepared_of(ids, tree, opening=DRAFTERS_OPENING):
+    return PreparedTree(opening, len(ids), Tokens(ids).digest(), tree)
+
+
+async def test_a_round_whose_tree_came_before_its_verdict_begins_without_the_drafters_answer(linked):
+    """The drafter answers the first call alone, and late: no round waits for it."""
+    engine, links = linked
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 24)
+
+    def draft(drafter, call, deliver):
+        links.calls.append(call)
+        links.text.follow(call.update)
+        at = len(links.text.ids) - len(PROMPT)
+        if len(links.calls) == 1:
+            deliver(next_tree(truth, at))
+        done = at + 4  # the three guesses, and a token
+        call.take_prepared(prepared_of([*PROMPT, *truth[:done]], next_tree(truth, done)))
+
+    links.draft = draft
+    router = Ordering(engine, PROMPT, LAWS[1], 24)
+    await router.open()
+    while len(router.text) < router.end:
+        verdict = await router.ordering(order=router.order())
+        assert not verdict.missed
+    await router.close()
+    stats = engine.stats()
+    assert router.answer == truth and len(links.calls) == stats["ordered"] == 6
+    assert stats["prepared_used"] == 5 and not stats["ordered_missed"] and not stats["prepared_refused"]
+    assert [len(call.update.tokens) + call.update.start - len(PROMPT) for call in links.calls] == [1, 5, 9, 13, 17, 21]
+
+
+async def test_a_tree_that_was_sent_before_it_was_asked_for_may_come_after_the_verdict(linked):
+    engine, links = linked
+    (truth,) = await alone(engine, [PROMPT], [LAWS[1]], 12)
+    links.trees = lambda ids: None
+    router = Ordering(engine, PROMPT, LAWS[1], 12)
+    await router.open()
+    await router.ordering(order=router.order())
+    claim = asyncio.ensure_future(router.ordering())
+    await until(lambda: len(links.calls) == 1)
+    assert not claim.done()
+    take = links.calls[0].take_prepared
+    take(prepared_of([*PROMPT, *truth[:1]], next_tree(truth, 1)))
+    # It is of the text that the call has, but the order before it was of another drafter or shape: it is not kept.
+    await until(lambda: engine.stats()["prepared_refused"] == 1)
+    take(prepared_of([*PROMPT, *truth[:5]], next_tree(truth, 5)))
+    await until(lambda: engine.stats()["prepared"] == 2)
+    assert not claim.done()
+    claim.cancel()
+    await router.close()
+
+
+async def test_a_drafter_can_fill_no_more_than_its_own_texts_room_and_what_is_refused_is_counted(linked):
+    engine, links = linked
+    (truth,) = await alone(engine, [PROMPT], [LAWS[0]], 12)
+    router = Ordering(engine, PROMPT, LAWS[0], 12)
+    await router.open()
+    await router.ordering(order=router.order())
+    await until(lambda: bool(links.calls))
+    take, ids = links.calls[0].take_prepared, [*PROMPT, *truth[:5]]
+    wide = DraftTree.of([ids[-1], *range(40)], [-1, *[0] * 40])
+    refused = [
+        prepared_of(ids, next_tree(truth, 5), bytes(16)),  # no order of this name
+        prepared_of(ids[: len(PROMPT)], next_tree(truth, 0)),  # of a text that has more tokens already
+        prepared_of(ids, wide),  # more rows than were ordered
+    ]
+    kept = [PreparedTree(DRAFTERS_OPENING, len(ids), digest, next_tree(truth, 5)) for digest in range(MOST_PREPARED)]
+    for sent in [*refused, *kept, kept[0], PreparedTree(DRAFTERS_OPENING, len(ids), 99, next_tree(truth, 5))]:
+        take(sent)
+    await until(lambda: engine.stats()["prepared"] == len(refused) + MOST_PREPARED + 2)
+    assert engine.stats()["prepared_refused"] == len(refused) + 2
+    latest = next(iter(engine.scheduler.sessions.values())).latest
+    assert len(latest.prepared) == MOST_PREPARED
+    await router.close()
+    take(prepared_of(ids, next_tree(truth, 5)))
+    await until(lambda: engine.stats()["prepared_refused"] == len(refused) + 3)
+    assert not engine.stats()["prepared_used"]
+
+
+class EagerDrafter:
+    """Sends trees of the true text's next lengths, or of others, before they are asked for: some of them twice, false
+    or late. Answers some calls, others with an error or not at all."""
+
+    def __init__(self, rng, truth, trees):
+        self.rng, self.truth, self.trees = rng, truth, trees
+        self.text, self.loop = PeerText(), asyncio.get_running_loop()
+
+    def later(self, most_s, work, value):
+        self.loop.call_soon_threadsafe(self.loop.call_later, float(self.rng.uniform(0.0, most_s)), work, value)
+
+    def draft(self, drafter, call, deliver):
+        self.text.follow(call.update)
+        ids, outcome = list(self.text.ids), self.rng.random()
+        for more in self.rng.permutation(6)[: int(self.rng.integers(7))]:
+            text = [*ids, *self.truth[len(ids) - len(PROMPT) :][: int(more) + 1]]
+            text[-1] ^= int(self.rng.random() < 0.2)
+            bad = list(BAD_TREES.values())[int(self.rng.integers(len(BAD_TREES)))]
+            tree = self.trees(text) if self.rng.random() < 0.8 else bad(text)
+            sent = prepared_of(text, tree, DRAFTERS_OPENING if self.rng.random() < 0.9 else bytes(16))
+            for _ in range(1 + (self.rng.random() < 0.2)):
+                self.later(0.02, call.take_prepared, sent)
+        if outcome < 0.5:
+            self.later(0.004, deliver, self.trees(ids))
+        elif outcome < 0.7:
+            deliver(list(OUTCOMES.values())[int(self.rng.integers(len(OUTCOMES)))])
+
+
+@pytest.mark.parametrize("law", LAWS, ids=["greedy", "warm", "warped"])
+async def test_whatever_drafters_send_before_they_are_asked_and_when_changes_no_token(linked, law):
+    engine, links = linked
+    (truth,) = await alone(engine, [PROMPT], [law], 40)
+    size = vocabulary_of(engine)
+    for seed in range(4):
+        rng = np.random.default_rng(seed)
+        router_trees = guessing(rng, truth, size)
+        links.draft = EagerDrafter(rng, truth, from_truth(rng, truth, size)).draft
+        router = Ordering(engine, PROMPT, law, 40)
+        await router.open()
+        while len(router.text) < router.end:
+            before = len(router.text)
+            order = router.order(wait_us=20_000) if rng.random() < 0.9 else None
+            own = router_trees(router) if rng.random() < 0.2 else None
+            await router.ordering(own, order, claim=rng.random() < 0.9)
+            if rng.random() < 0.2:
+                await asyncio.sleep(0.003)
+            if rng.random() < 0.1 and len(router.text) < router.end:
+                router.back_to(int(rng.integers(before, len(router.text))))
+        await router.close()
+        assert router.answer == truth
+        assert engine.scheduler.late_in_s() is None and not engine.scheduler.sessions
+    assert engine.stats()["prepared"] > 0
+
+
+async def test_trees_are_sent_before_they_are_asked_for_where_their_way_takes_longer_than_their_message(linked):
+    engine, links = linked
+    (truth,) = await alone(engine, [PROMPT], [LAWS[0]], 24)
+    for delay_s, wanted in ((0.0, False), (0.02, True)):
+        links.calls, links.text, links.delay_s = [], PeerText(), delay_s
+        links.trees = from_truth(np.random.default_rng(1), truth, vocabulary_of(engine))
+        took_us = 0 if wanted else 10**9  # the drafter's own time is no part of the way
+        trees = links.trees
+        links.trees = lambda ids, trees=trees, took_us=took_us: replace(trees(ids), draft_us=took_us)
+        router = Ordering(engine, PROMPT, LAWS[0], 24)
+        await router.open()
+        while len(router.text) < router.end:
+            await router.ordering(order=router.order())
+        await router.close()
+        assert links.calls[0].prepared_from == 0, "no way is measured before the first tree"
+        assert all((0 < call.prepared_from < 0.05) is wanted for call in links.calls[1:])

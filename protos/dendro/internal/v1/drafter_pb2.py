@@ -26,7 +26,7 @@ from dendro.internal.v1 import calls_pb2 as dendro_dot_internal_dot_v1_dot_calls
 from dendro.internal.v1 import tree_pb2 as dendro_dot_internal_dot_v1_dot_tree__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n dendro/internal/v1/drafter.proto\x12\x12\x64\x65ndro.internal.v1\x1a\x1e\x64\x65ndro/internal/v1/calls.proto\x1a\x1d\x64\x65ndro/internal/v1/tree.proto\"l\n\nDraftFrame\x12.\n\x08greeting\x18\x01 \x01(\x0b\x32\x1c.dendro.internal.v1.Greeting\x12.\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x1f.dendro.internal.v1.DrafterCall\"\xe4\x01\n\x0b\x44rafterCall\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x06update\x18\x02 \x01(\x0b\x32\x1e.dendro.internal.v1.TextUpdate\x12,\n\x04open\x18\x03 \x01(\x0b\x32\x1c.dendro.internal.v1.OpenCallH\x00\x12.\n\x05\x64raft\x18\x04 \x01(\x0b\x32\x1d.dendro.internal.v1.DraftCallH\x00\x12.\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x1d.dendro.internal.v1.CloseCallH\x00\x42\t\n\x07request\"9\n\tDraftCall\x12,\n\x05shape\x18\x01 \x01(\x0b\x32\x1d.dendro.internal.v1.TreeShape\"i\n\tTreeFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.dendro.internal.v1.Hello\x12\x32\n\x07\x61nswers\x18\x02 \x03(\x0b\x32!.dendro.internal.v1.DrafterAnswer\"\xe2\x01\n\rDrafterAnswer\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.dendro.internal.v1.CallErrorH\x00\x12,\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.dendro.internal.v1.OpenedH\x00\x12-\n\x04tree\x18\x04 \x01(\x0b\x32\x1d.dendro.internal.v1.DraftTreeH\x00\x12,\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x1a.dendro.internal.v1.ClosedH\x00\x42\x08\n\x06\x61nswer2]\n\x0e\x44rafterService\x12K\n\x06Rounds\x12\x1e.dendro.internal.v1.DraftFrame\x1a\x1d.dendro.internal.v1.TreeFrame(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n dendro/internal/v1/drafter.proto\x12\x12\x64\x65ndro.internal.v1\x1a\x1e\x64\x65ndro/internal/v1/calls.proto\x1a\x1d\x64\x65ndro/internal/v1/tree.proto\"l\n\nDraftFrame\x12.\n\x08greeting\x18\x01 \x01(\x0b\x32\x1c.dendro.internal.v1.Greeting\x12.\n\x05\x63\x61lls\x18\x02 \x03(\x0b\x32\x1f.dendro.internal.v1.DrafterCall\"\xe4\x01\n\x0b\x44rafterCall\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x06update\x18\x02 \x01(\x0b\x32\x1e.dendro.internal.v1.TextUpdate\x12,\n\x04open\x18\x03 \x01(\x0b\x32\x1c.dendro.internal.v1.OpenCallH\x00\x12.\n\x05\x64raft\x18\x04 \x01(\x0b\x32\x1d.dendro.internal.v1.DraftCallH\x00\x12.\n\x05\x63lose\x18\x05 \x01(\x0b\x32\x1d.dendro.internal.v1.CloseCallH\x00\x42\t\n\x07request\"P\n\tDraftCall\x12,\n\x05shape\x18\x01 \x01(\x0b\x32\x1d.dendro.internal.v1.TreeShape\x12\x15\n\rprepared_from\x18\x02 \x01(\x02\"i\n\tTreeFrame\x12(\n\x05hello\x18\x01 \x01(\x0b\x32\x19.dendro.internal.v1.Hello\x12\x32\n\x07\x61nswers\x18\x02 \x03(\x0b\x32!.dendro.internal.v1.DrafterAnswer\"\x98\x02\n\rDrafterAnswer\x12\x0c\n\x04\x63\x61ll\x18\x01 \x01(\x04\x12.\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x1d.dendro.internal.v1.CallErrorH\x00\x12,\n\x06opened\x18\x03 \x01(\x0b\x32\x1a.dendro.internal.v1.OpenedH\x00\x12-\n\x04tree\x18\x04 \x01(\x0b\x32\x1d.dendro.internal.v1.DraftTreeH\x00\x12,\n\x06\x63losed\x18\x05 \x01(\x0b\x32\x1a.dendro.internal.v1.ClosedH\x00\x12\x34\n\x08prepared\x18\x06 \x01(\x0b\x32 .dendro.internal.v1.PreparedTreeH\x00\x42\x08\n\x06\x61nswer\"j\n\x0cPreparedTree\x12\x0f\n\x07opening\x18\x01 \x01(\x0c\x12\x0c\n\x04\x62\x61se\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x06\x12+\n\x04tree\x18\x04 \x01(\x0b\x32\x1d.dendro.internal.v1.DraftTree2]\n\x0e\x44rafterService\x12K\n\x06Rounds\x12\x1e.dendro.internal.v1.DraftFrame\x1a\x1d.dendro.internal.v1.TreeFrame(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,11 +38,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAFTERCALL']._serialized_start=230
   _globals['_DRAFTERCALL']._serialized_end=458
   _globals['_DRAFTCALL']._serialized_start=460
-  _globals['_DRAFTCALL']._serialized_end=517
-  _globals['_TREEFRAME']._serialized_start=519
-  _globals['_TREEFRAME']._serialized_end=624
-  _globals['_DRAFTERANSWER']._serialized_start=627
-  _globals['_DRAFTERANSWER']._serialized_end=853
-  _globals['_DRAFTERSERVICE']._serialized_start=855
-  _globals['_DRAFTERSERVICE']._serialized_end=948
+  _globals['_DRAFTCALL']._serialized_end=540
+  _globals['_TREEFRAME']._serialized_start=542
+  _globals['_TREEFRAME']._serialized_end=647
+  _globals['_DRAFTERANSWER']._serialized_start=650
+  _globals['_DRAFTERANSWER']._serialized_end=930
+  _globals['_PREPAREDTREE']._serialized_start=932
+  _globals['_PREPAREDTREE']._serialized_end=1038
+  _globals['_DRAFTERSERVICE']._serialized_start=1040
+  _globals['_DRAFTERSERVICE']._serialized_end=1133
 # @@protoc_insertion_point(module_scope)

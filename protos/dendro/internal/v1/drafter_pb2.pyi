@@ -95,6 +95,11 @@ class DraftCall(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SHAPE_FIELD_NUMBER: _builtins.int
+    PREPARED_FROM_FIELD_NUMBER: _builtins.int
+    prepared_from: _builtins.float
+    """prepared_from is the least estimated chance of a verdict on the tree whose next tree the drafter sends before its
+    call. Zero: it sends none.
+    """
     @_builtins.property
     def shape(self) -> _tree_pb2.TreeShape:
         """shape bounds the tree."""
@@ -103,10 +108,11 @@ class DraftCall(_message.Message):
         self,
         *,
         shape: _tree_pb2.TreeShape | None = ...,
+        prepared_from: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prepared_from", b"prepared_from", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,8 +153,9 @@ class DrafterAnswer(_message.Message):
     OPENED_FIELD_NUMBER: _builtins.int
     TREE_FIELD_NUMBER: _builtins.int
     CLOSED_FIELD_NUMBER: _builtins.int
+    PREPARED_FIELD_NUMBER: _builtins.int
     call: _builtins.int
-    """call is the number of the call."""
+    """call is the number of the call. Zero: the answer is a prepared tree, which no call has asked for yet."""
     @_builtins.property
     def error(self) -> _calls_pb2.CallError: ...
     @_builtins.property
@@ -157,6 +164,8 @@ class DrafterAnswer(_message.Message):
     def tree(self) -> _tree_pb2.DraftTree: ...
     @_builtins.property
     def closed(self) -> _calls_pb2.Closed: ...
+    @_builtins.property
+    def prepared(self) -> Global___PreparedTree: ...
     def __init__(
         self,
         *,
@@ -165,13 +174,48 @@ class DrafterAnswer(_message.Message):
         opened: _calls_pb2.Opened | None = ...,
         tree: _tree_pb2.DraftTree | None = ...,
         closed: _calls_pb2.Closed | None = ...,
+        prepared: Global___PreparedTree | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "error", b"error", "opened", b"opened", "tree", b"tree"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "closed", b"closed", "error", b"error", "opened", b"opened", "prepared", b"prepared", "tree", b"tree"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call", b"call", "closed", b"closed", "error", b"error", "opened", b"opened", "tree", b"tree"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call", b"call", "closed", b"closed", "error", b"error", "opened", b"opened", "prepared", b"prepared", "tree", b"tree"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["error", "opened", "tree", "closed"]  # noqa: Y015
+    _WhichOneofReturnType_answer: _TypeAlias = _typing.Literal["error", "opened", "tree", "closed", "prepared"]  # noqa: Y015
     _WhichOneofArgType_answer: _TypeAlias = _typing.Literal["answer", b"answer"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_answer) -> _WhichOneofReturnType_answer | None: ...
 
 Global___DrafterAnswer: _TypeAlias = DrafterAnswer  # noqa: Y015
+
+@_typing.final
+class PreparedTree(_message.Message):
+    """A tree of the shape of the last call, for a verdict that is likely."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPENING_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    TREE_FIELD_NUMBER: _builtins.int
+    opening: _builtins.bytes
+    """opening names the text."""
+    base: _builtins.int
+    """base is the number of the text's tokens after that verdict."""
+    digest: _builtins.int
+    """digest is that of these tokens, as of a TextUpdate."""
+    @_builtins.property
+    def tree(self) -> _tree_pb2.DraftTree: ...
+    def __init__(
+        self,
+        *,
+        opening: _builtins.bytes = ...,
+        base: _builtins.int = ...,
+        digest: _builtins.int = ...,
+        tree: _tree_pb2.DraftTree | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tree", b"tree"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "digest", b"digest", "opening", b"opening", "tree", b"tree"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PreparedTree: _TypeAlias = PreparedTree  # noqa: Y015
