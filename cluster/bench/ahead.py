@@ -2,26 +2,31 @@
 
 Live, drafter and verifier are engines of this process. Simulated, the drafter has a machine of its own: what it takes
 to prepare each tree, to draft after a call and to verify is measured one after another, and the way between both
-machines is added. The verifier asks for each tree itself, so that a round has two messages.
+machines is added. The verifier asks for each tree itself, so that a round has two messages, and begins it at once with
+a prepared tree that was sent before (docs/design/drafting-ahead.md#sent-before-the-verdict). A policy then chooses
+between those rounds and plain ones, whose tokens have no way to the drafter.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from dendro.calls import DraftCall, DrafterPeer
 from dendro.engine import Ticket
 from dendro.shapes import MAX_ROWS, TreeShape
-from dendro.text import Sampling
+from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from tokenizers import Tokenizer
 
+from cluster.arms import OFF_ARM, Arm
 from cluster.bench.drafter import CPU, InlineDrafter
 from cluster.config import TargetConfig
 from cluster.demo.kinds import KINDS, kind_prompts
@@ -33,11 +38,13 @@ from cluster.measure.measurement import Begin
 from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
 from cluster.measure.targets import COSTLY, target_config
+from cluster.policies import ConservativeUCB, Experience
 from cluster.training.acceptance import PROMPT_TOKENS
 from drafter_service.models import load_model
 from drafter_service.prepared import PreparedText
 from drafter_service.texts import DrafterText
 from verifier_service.engine import VerifierEngine
+from verifier_service.scheduler import MESSAGE_S
 
 SMOLLM2 = "smollm2"
 PAIRS = (COSTLY, SMOLLM2)
@@ -45,6 +52,10 @@ DRAFTER = "mamba2"
 """The drafter of the costly target, among the demo's models."""
 SHAPES = tuple(map(TreeShape.parse, ("(1,1,1,1)", "(3,2,1)")))
 WAYS_MS = (0.1, 0.5, 5.0, 50.0)
+FAR_MS = 5.0
+"""The way at which a hit's round is compared with one of the shortest way."""
+ANSWERS, ANSWER_TOKENS = 16, 256
+"""Answers of a simulated policy."""
 TEXTS = 4
 """Texts that drafters have room for. One is drafted; prepared trees need slots of others."""
 
@@ -66,6 +77,7 @@ class PreparedSpan:
 
     begin_us: float
     end_us: float
+    chance: float  # of the verdict that it is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +105,14 @@ class AheadRound:
         if self.used is None or not self.hits(free_us):
             return busy_us + self.draft_us
         return max(busy_us, self.spans[self.used].end_us - free_us)
+
+    def sent_us(self, free_us: float, ways_us: float) -> float | None:
+        """When the round's tree was complete and sent, if that was before the call and pays; else None. ways_us: there
+        and back"""
+        if self.used is None or self.spans[self.used].end_us > free_us:
+            return None
+        pays = self.spans[self.used].chance * ways_us >= 1e6 * MESSAGE_S
+        return self.spans[self.used].end_us if pays else None
 
     def prepared_us(self, free_us: float) -> tuple[float, float]:
         """Time spent on all prepared trees by then, and time spent on the tree that is used."""
@@ -129,7 +149,7 @@ class SteppedDrafter(InlineDrafter):
             for prepared in self.scheduler.prepared_of(session):
                 if prepared not in spans or spans[prepared].end_us == ends[-2]:
                     begin_us = spans[prepared].begin_us if prepared in spans else ends[-2]
-                    spans[prepared] = PreparedSpan(begin_us, ends[-1])
+                    spans[prepared] = PreparedSpan(begin_us, ends[-1], prepared.outcome.chance)
         return ends[1:], spans
 
     def close(self, session: DrafterText) -> None:
@@ -221,39 +241,112 @@ async def live(
     return LiveAnswer(rounds, took_s, waited_s)
 
 
-# Rows of the report
-def simulated(rounds: Sequence[AheadRound], way_ms: float) -> Row:
-    """What rounds come to with a way of so many milliseconds between drafter and verifier.
+async def plain_us(verifier: VerifierEngine, ids: Sequence[int], sampling: Sampling, tokens: int) -> list[float]:
+    """Time of each step of an answer without trees, in microseconds."""
+    text, found = EngineText(ids, sampling), list[float]()
+    await text.open(verifier, tokens + MAX_ROWS)
+    held = len(text.text)
+    for _ in range(tokens):
+        verdict = await text.verify(verifier, DraftTree.root_only(text.text.ids[-1]), held)
+        held = len(text.text)
+        text.text.extend(verdict.tokens)
+        found.append(verdict.verify_us)
+    await text.close(verifier, held)
+    return found
 
-    The drafter is free from its answer to the next call: while the tree travels, is verified, and the call travels. The
-    time of the round before is taken for that.
+
+# Rows of the report
+@dataclass(frozen=True, slots=True)
+class FarRound:
+    """A round whose drafter is on another machine."""
+
+    of: AheadRound
+    free_us: float  # the drafter's time between its tree and the next call
+    waited_us: float  # from the verdict before the round to its beginning
+
+    @property
+    def took_us(self) -> float:
+        return self.waited_us + self.of.verify_us
+
+
+def far_rounds(rounds: Sequence[AheadRound], way_us: float) -> list[FarRound]:
+    """These rounds after the first, with a way of so many microseconds between drafter and verifier.
+
+    The drafter is free from its answer to the next call: while the tree travels, is verified, and the call travels. A
+    tree that is complete by then was sent before the call, and the round begins as soon as verdict and tree are there.
     """
-    way_us, waits, plain, hits, spent, used = 1e3 * way_ms, 0.0, 0.0, 0, 0.0, 0.0
-    of_hits, hidden_us = [], 0.0
+    answered_us, begun_us, found = 0.0, way_us, list[FarRound]()
     for before, each in zip(rounds, rounds[1:], strict=False):
-        free_us = before.verify_us + 2 * way_us
-        wait_us = each.wait_us(free_us)
-        waits, plain = waits + wait_us, plain + each.draft_us
-        hidden_us += each.draft_us - wait_us
-        prepared_us, used_us = each.prepared_us(free_us)
-        spent, used = spent + prepared_us, used + used_us
-        if each.hits(free_us):
-            hits += 1
-            of_hits.append(2 * way_us + each.verify_us + wait_us)
-    count = len(rounds) - 1
-    fixed = sum(2 * way_us + each.verify_us for each in rounds[1:])
-    hit_rate, hidden = hits / count, hidden_us / plain
+        verdict_us = begun_us + before.verify_us
+        free_us = verdict_us + way_us - answered_us
+        sent_us, last_us = each.sent_us(free_us, 2 * way_us), answered_us
+        answered_us = verdict_us + way_us + each.wait_us(free_us)
+        begun_us = answered_us + way_us
+        if sent_us is not None:
+            begun_us = max(verdict_us, min(begun_us, last_us + sent_us + way_us))
+        found.append(FarRound(each, free_us, begun_us - verdict_us))
+    return found
+
+
+def simulated(rounds: Sequence[AheadRound], way_ms: float) -> Row:
+    """What rounds come to with a way of so many milliseconds between drafter and verifier, against the same rounds
+    without prepared trees. Hidden is drafting time that no round waits for, beside the way there and back."""
+    ways_us, far = 2e3 * way_ms, far_rounds(rounds, 1e3 * way_ms)
+    hits = [each for each in far if each.of.hits(each.free_us)]
+    waits = sum(max(0.0, each.waited_us - ways_us) for each in far)
+    plain = sum(each.of.draft_us for each in far)
+    spent, used = (sum(part) for part in zip(*(each.of.prepared_us(each.free_us) for each in far), strict=True))
+    took, without = (sum(each.took_us for each in far), sum(ways_us + each.of.verify_us for each in far) + plain)
+    hit_rate, hidden = len(hits) / len(far), 1 - waits / plain
     return {
         "way_ms": way_ms,
         "hit_rate": hit_rate,
+        "at_once": sum(not each.waited_us for each in far) / len(far),
         "hidden": hidden,
         "hidden_over_hits": hidden / hit_rate if hits else None,
         "thrown_away": 1 - used / spent if spent else None,
-        "round_ms": (fixed + waits) / count / 1e3,
-        "hit_round_ms": sum(of_hits) / len(of_hits) / 1e3 if hits else None,
-        "without_ms": (fixed + plain) / count / 1e3,
-        "over_without": (fixed + plain) / (fixed + waits),
+        "round_ms": took / len(far) / 1e3,
+        "hit_round_ms": sum(each.took_us for each in hits) / len(hits) / 1e3 if hits else None,
+        "without_ms": without / len(far) / 1e3,
+        "over_without": without / took,
     }
+
+
+def at_ways(rounds: Sequence[AheadRound]) -> list[Row]:
+    """`simulated` at each way, and by how much a hit's round is longer there than at the shortest way."""
+    rows = [simulated(rounds, way_ms) for way_ms in WAYS_MS]
+    near = rows[0]["hit_round_ms"]
+    return [row | {"hit_over_near": row["hit_round_ms"] / near if near else None} for row in rows]
+
+
+def policy_over_off(rounds: Mapping[TreeShape, Sequence[AheadRound]], off_us: float, way_ms: float) -> float:
+    """Tokens per second of a policy that chooses between these shapes and `off`, over those of `off`, in ANSWERS
+    answers after a router's start. A tree after a round of another arm is not prepared. off_us: time of a plain round
+    """
+    far = {Arm(DRAFTER, shape): far_rounds(each, 1e3 * way_ms) for shape, each in rounds.items()}
+    experience, places, spent_us, emitted = Experience(), Counter[Arm](), 0.0, 0
+    for _ in range(ANSWERS):
+        policy, last, ends = ConservativeUCB([OFF_ARM, *far], experience), OFF_ARM, emitted + ANSWER_TOKENS
+        while emitted < ends:
+            arm = policy.choose()
+            took_us = verify_us = off_us
+            draft_us, length = 0.0, 1
+            if not arm.off:
+                each = far[arm][places[arm] % len(far[arm])]
+                places[arm] += 1
+                verify_us, length, draft_us = each.of.verify_us, each.of.emitted, each.of.draft_us
+                took_us = verify_us + 2e3 * way_ms + draft_us
+                if arm == last:
+                    took_us, draft_us = each.took_us, max(0.0, each.waited_us - 2e3 * way_ms)
+            chain = DraftTree.of(range(arm.rows), range(-1, arm.rows - 1))
+            tree = replace(chain, draft_us=round(draft_us))
+            ranks = (0,) * (length - 1)
+            path = tuple(range(length))
+            verdict = Verdict((1,) * length, path, ranks, None, length, verify_us=round(verify_us), step_rows=arm.rows)
+            policy.learn(arm, tree, verdict)
+            experience.learn_time(arm, tree, verdict, took_us)
+            spent_us, emitted, last = spent_us + took_us, emitted + length, arm
+    return emitted * off_us / spent_us
 
 
 def compared(
@@ -296,7 +389,7 @@ async def engines_of(target: TargetConfig, drafter: Path, tokens: int) -> AsyncI
 async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
     answers = len(KINDS) * options.prompts * len(options.temperatures) * len(SHAPES)
     step = begin("answers", len(options.pairs) * answers * 3)
-    found: dict[str, list[Row]] = {"live": [], "simulated": []}
+    found: dict[str, list[Row]] = {"live": [], "simulated": [], "policy": []}
     for name in options.pairs:
         target, drafter, tokenizer = pair_of(name, options.models)
         given = [kind_prompts(kind, options.prompts, PROMPT_TOKENS, tokenizer, options.models) for kind in KINDS]
@@ -304,9 +397,14 @@ async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
         stepped = [SteppedDrafter(drafter, prepares) for prepares in (True, False)]
         async with engines_of(target, drafter, options.tokens) as (verifier, drafters):
             for temperature in options.temperatures:
+                of_shapes, plain = dict[TreeShape, list[AheadRound]](), list[float]()
+                for place, prompt in enumerate(ids):
+                    sampling = Sampling(temperature=temperature, seed=options.seed + place)
+                    plain += await plain_us(verifier, prompt, sampling, options.tokens)
                 for shape in SHAPES:
                     head = {"pair": name, "temperature": temperature, "shape": str(shape)}
                     rounds, both = list[AheadRound](), ({}, {})  # type: ignore[var-annotated]
+                    of_shapes[shape] = rounds
                     stats = drafters[0].stats()
                     for place, prompt in enumerate(ids):
                         sampling = Sampling(temperature=temperature, seed=options.seed + place)
@@ -318,7 +416,11 @@ async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
                             step()
                     now = drafters[0].stats()
                     found["live"].append(head | compared(*both, {key: now[key] - stats[key] for key in stats}))
-                    found["simulated"] += [head | simulated(rounds, way_ms) for way_ms in WAYS_MS]
+                    found["simulated"] += [head | row for row in at_ways(rounds)]
+                for way_ms in WAYS_MS:
+                    head, off_us = {"pair": name, "temperature": temperature, "way_ms": way_ms}, median(plain)
+                    policy = policy_over_off(of_shapes, off_us, way_ms)
+                    found["policy"].append(head | {"off_ms": off_us / 1e3, "over_off": policy})
     return {"plan": {"tokens": options.tokens, "prompts": len(KINDS) * options.prompts}, "threads": 2, **found}
 
 
@@ -331,10 +433,13 @@ AHEAD = Bench(
     measure,
     facts=(
         f"{{prompts}} held-out prompts of {PROMPT_TOKENS} tokens (code, prose, edits), answers of {{tokens}} tokens",
-        "Hit rate: rounds whose tree had been begun when it was asked for. Hidden: the share of drafting time that "
-        "calls do not wait for. Thrown away: the share of the time of prepared trees that were not used",
+        "Hit rate: rounds whose tree had been begun when it was asked for. At once: rounds that wait for no tree: it "
+        "was there by the verdict. Hidden: the share of drafting time that no round waits for, beside the way there "
+        "and back. Thrown away: the share of the time of prepared trees that were not used",
         "Live: drafter and verifier share this process and its cores. Simulated: every step is measured with nothing "
-        "beside it; a round has two messages",
+        "beside it; a round has two messages, and waits for none where a prepared tree was sent before",
+        f"Policy: it chooses among both shapes and off, over the first {ANSWERS} answers of {ANSWER_TOKENS} tokens "
+        "after a router's start; a round of off has no way to the drafter",
     ),
     tables=(
         ReportTable(
@@ -347,9 +452,16 @@ AHEAD = Bench(
         ReportTable(
             "Simulated, {pair}: the drafter has a machine of its own",
             "simulated",
-            "shape; T = temperature:g; way, ms = way_ms:g; hit rate = hit_rate:.2f; hidden = hidden:.2f; hidden over "
-            "hit rate = hidden_over_hits:.2f; thrown away = thrown_away:.2f; round, ms = round_ms:.2f; of hits = "
-            "hit_round_ms:.2f; without = without_ms:.2f; speed over without = over_without:.2f",
+            "shape; T = temperature:g; way, ms = way_ms:g; hit rate = hit_rate:.2f; at once = at_once:.2f; hidden = "
+            "hidden:.2f; hidden over hit rate = hidden_over_hits:.2f; thrown away = thrown_away:.2f; round, ms = "
+            "round_ms:.2f; of hits = hit_round_ms:.2f; over that of the shortest way = hit_over_near:.2f; without = "
+            "without_ms:.2f; speed over without = over_without:.2f",
+        ),
+        ReportTable(
+            "Simulated: a policy that chooses between these shapes and off",
+            "policy",
+            "pair; T = temperature:g; way, ms = way_ms:g; round of off, ms = off_ms:.2f; policy over off = "
+            "over_off:.2f",
         ),
     ),
     aims=(
@@ -359,6 +471,21 @@ AHEAD = Bench(
             "hidden_over_hits",
             least=0.8,
             why="{shape}, temperature {temperature:g}",
+        ),
+        Aim(
+            f"a hit's round at a way of {FAR_MS:g} ms over that at {WAYS_MS[0]:g} ms, {{pair}}",
+            "simulated",
+            "hit_over_near",
+            most=1.1,
+            where=lambda row: row["way_ms"] == FAR_MS,
+            why="{shape}, temperature {temperature:g}",
+        ),
+        Aim(
+            "policy over off, {pair}, way of {way_ms:g} ms",
+            "policy",
+            "over_off",
+            least=0.98,
+            why="temperature {temperature:g}",
         ),
     ),
     plots=(

@@ -13,6 +13,8 @@ from cluster.bench.ahead import (
     PreparedSpan,
     SteppedDrafter,
     compared,
+    far_rounds,
+    policy_over_off,
     recorded,
     simulated,
 )
@@ -22,7 +24,7 @@ from cluster.measure.in_process import verifier_of
 from cluster.measure.targets import DEMO, target_config
 
 STEPS = (100.0, 200.0, 300.0, 400.0)
-SPANS = PreparedSpan(0, 200), PreparedSpan(200, 400)
+SPANS = PreparedSpan(0, 200, 0.8), PreparedSpan(200, 400, 0.1)
 
 
 def round_of(used: int | None) -> AheadRound:
@@ -57,6 +59,29 @@ def test_a_simulated_row_adds_the_way_to_rounds_and_gives_the_time_before_a_call
     assert row["round_ms"] == pytest.approx((2 * 350 + sum(waits)) / 2 / 1e3)
     assert row["hit_round_ms"] == pytest.approx(0.4)
     assert row["thrown_away"] == pytest.approx(1 - 200 / 700)
+
+
+def test_a_round_begins_with_its_verdict_where_its_tree_was_sent_before_and_else_when_the_tree_is_there():
+    rounds = [round_of(None), round_of(0), round_of(0), round_of(1), round_of(None)]
+    far = far_rounds(rounds, 150)
+    assert [each.waited_us for each in far] == [
+        0,  # the tree is there 350 us after the first was answered, the verdict after 400
+        200 + 300 - 250,  # the drafter was asked 250 us before this verdict, and is as far away as the verifier
+        300,  # too unlikely to be sent: asked for as without, and complete by then
+        300 + 180,
+    ]
+    assert [each.free_us for each in far] == [550, 250, 450, 550]
+    near = far_rounds(rounds, 50)
+    assert near[0].waited_us == 150, "a message costs more than such a way: nothing is sent"
+    row = simulated(rounds, 0.15)
+    assert row["at_once"] == 0.25 and row["hit_rate"] == 0.75
+    assert row["hidden"] == pytest.approx(1 - 180 / (4 * 180))
+
+
+@pytest.mark.parametrize("way_ms, least, most", [(0.1, 2.2, 3 * 7 / 9.3), (50, 0.98, 1.0)], ids=["near", "far"])
+def test_a_policy_stays_off_where_rounds_of_trees_are_slower_and_drafts_where_they_are_not(way_ms, least, most):
+    rounds = [AheadRound(3, 9_000, 100.0, (), (), None)] * 9
+    assert least <= policy_over_off({TreeShape.parse("(1,1,1,1)"): rounds}, 7_000, way_ms) <= most
 
 
 def test_a_live_row_compares_waits_and_rounds_of_the_same_answers():
