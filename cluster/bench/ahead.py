@@ -19,9 +19,10 @@ from statistics import median
 from typing import Any
 
 import torch
-from dendro.calls import DraftCall, DrafterPeer
+from dendro.calls import DraftCall, DrafterPeer, Hello
 from dendro.engine import Ticket
 from dendro.shapes import MAX_ROWS, TreeShape
+from dendro.step_sizes import StepSizes
 from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from tokenizers import Tokenizer
@@ -319,12 +320,15 @@ def at_ways(rounds: Sequence[AheadRound]) -> list[Row]:
     return [row | {"hit_over_near": row["hit_round_ms"] / near if near else None} for row in rows]
 
 
-def policy_over_off(rounds: Mapping[TreeShape, Sequence[AheadRound]], off_us: float, way_ms: float) -> float:
+def policy_over_off(
+    rounds: Mapping[TreeShape, Sequence[AheadRound]], off_us: float, way_ms: float, target: Hello
+) -> float:
     """Tokens per second of a policy that chooses between these shapes and `off`, over those of `off`, in ANSWERS
     answers after a router's start. A tree after a round of another arm is not prepared. off_us: time of a plain round
     """
     far = {Arm(DRAFTER, shape): far_rounds(each, 1e3 * way_ms) for shape, each in rounds.items()}
     experience, places, spent_us, emitted = Experience(), Counter[Arm](), 0.0, 0
+    experience.concurrency.learn_target(target.attends, StepSizes(target.step_sizes))
     for _ in range(ANSWERS):
         policy, last, ends = ConservativeUCB([OFF_ARM, *far], experience), OFF_ARM, emitted + ANSWER_TOKENS
         while emitted < ends:
@@ -419,7 +423,7 @@ async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
                     found["simulated"] += [head | row for row in at_ways(rounds)]
                 for way_ms in WAYS_MS:
                     head, off_us = {"pair": name, "temperature": temperature, "way_ms": way_ms}, median(plain)
-                    policy = policy_over_off(of_shapes, off_us, way_ms)
+                    policy = policy_over_off(of_shapes, off_us, way_ms, await verifier.hello())
                     found["policy"].append(head | {"off_ms": off_us / 1e3, "over_off": policy})
     return {"plan": {"tokens": options.tokens, "prompts": len(KINDS) * options.prompts}, "threads": 2, **found}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from dendro.calls import Hello
 from dendro.shapes import TreeShape
 from dendro.text import Sampling
 
@@ -80,8 +81,9 @@ def test_a_round_begins_with_its_verdict_where_its_tree_was_sent_before_and_else
 
 @pytest.mark.parametrize("way_ms, least, most", [(0.1, 2.2, 3 * 7 / 9.3), (50, 0.98, 1.0)], ids=["near", "far"])
 def test_a_policy_stays_off_where_rounds_of_trees_are_slower_and_drafts_where_they_are_not(way_ms, least, most):
+    hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "float32", "bitwise", 1, attends=True, step_sizes=(1, 8))
     rounds = [AheadRound(3, 9_000, 100.0, (), (), None)] * 9
-    assert least <= policy_over_off({TreeShape.parse("(1,1,1,1)"): rounds}, 7_000, way_ms) <= most
+    assert least <= policy_over_off({TreeShape.parse("(1,1,1,1)"): rounds}, 7_000, way_ms, hello) <= most
 
 
 def test_a_live_row_compares_waits_and_rounds_of_the_same_answers():
