@@ -8,6 +8,7 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,16 +20,19 @@ from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.shapes import TreeShape
 from dendro.state import MemoryStates
 from dendro.structure import Structure
-from dendro.text import Limits, Sampling, Text
+from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
 from cluster.api.local import LocalClient
+from cluster.arms import Arm
 from cluster.config import DEMO_MODELS, pair_config
 from cluster.demo.prompts import held_out_prompts
 from cluster.engines import load_drafter, load_verifier
 from cluster.peers import verifier as verifier_module
+from cluster.peers.drafter import DrafterHandle
 from cluster.peers.links import StreamLinks
 from cluster.peers.local import LocalPeers
+from cluster.peers.opening import Pace
 from cluster.peers.pools import Peers
 from cluster.peers.stream import DRAFTER, PeerStream, RemoteDrafter
 from cluster.peers.verifier import CallLimit
@@ -166,6 +170,21 @@ async def test_answers_with_trees_sent_before_their_verdicts_are_those_without(s
         assert 5 <= stats["prepared_used"] <= stats["prepared"] - stats["prepared_refused"]
         assert stats["prepared"] <= drafters["prepared_sent"] <= drafters["prepared"]
         assert (drafters["free_slots"], drafters["free_nodes"]) == (drafters["slots"], drafters["nodes"])
+
+
+@pytest.mark.parametrize("draft_us, held, timed", [(300, [4, 7], True), (0, [0, 4], False)], ids=["asked", "before"])
+def test_a_tree_that_came_before_it_was_asked_for_shows_what_its_drafter_held_a_round_before_and_no_time(
+    draft_us, held, timed
+):
+    """The drafter's call may still be on its way: the next order has the tokens since the call before."""
+    pace, found = Pace(), []
+    handle = DrafterHandle("mamba", None, pace, None, None)
+    handle._opening = SimpleNamespace(holds=found.append)
+    for length in (4, 7):
+        text = Text([0] * (length + 1), Sampling(), Limits(64))
+        tree = replace(DraftTree.of([0, 1], [-1, 0]), draft_us=draft_us)
+        handle.ordered(text, Arm.parse("mamba:(1,1)"), Verdict((1,), (0,), (), None, 1, tree=tree, drafted_us=500))
+    assert found == held and bool(pace.draft_level_s) is timed
 
 
 def false_trees(sent):

@@ -363,7 +363,8 @@ async def test_a_round_whose_tree_came_before_its_verdict_begins_without_the_dra
         if len(links.calls) == 1:
             deliver(next_tree(truth, at))
         done = at + 4  # the three guesses, and a token
-        call.take_prepared(prepared_of([*PROMPT, *truth[:done]], next_tree(truth, done)))
+        if done < len(truth):
+            call.take_prepared(prepared_of([*PROMPT, *truth[:done]], next_tree(truth, done)))
 
     links.draft = draft
     router = Ordering(engine, PROMPT, LAWS[1], 24)
