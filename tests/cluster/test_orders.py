@@ -464,6 +464,22 @@ async def test_engines_of_one_process_pass_trees_without_an_event_loop(config):
         await peers.close()
 
 
+async def test_engines_of_one_process_send_trees_before_their_verdicts(sends_ahead):
+    peers = await asyncio.to_thread(LocalPeers.load, sends_ahead, MemoryStates())
+    try:
+        client = LocalClient(Ingress(sends_ahead, peers, MemorySessions()))
+        prompt = held_out_prompts(1, 64)[0].token_ids
+        for seed in range(30):
+            options = {"temperature": 1.0, "seed": seed, "max_new_tokens": COUNT, "ignore_end": True}
+            off = await client.generate_text(prompt, speculation="off", **options)
+            assert (await client.generate_text(prompt, speculation="(1,1,1)", **options)).token_ids == off.token_ids
+            if peers.engines[0].stats()["prepared_used"] >= 5:
+                break
+        assert peers.engines[0].stats()["prepared_used"] >= 5
+    finally:
+        await peers.close()
+
+
 # A drafter's side of a verifier's calls
 
 
