@@ -78,7 +78,7 @@ class PreparedSpan:
 
     begin_us: float
     end_us: float
-    chance: float  # of the verdict that it is for
+    chance: float  # estimate of the chance of the verdict that it is for
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +263,7 @@ class FarRound:
 
     of: AheadRound
     free_us: float  # the drafter's time between its tree and the next call
-    waited_us: float  # from the verdict before the round to its beginning
+    waited_us: float  # time from the verdict before the round to its beginning
 
     @property
     def took_us(self) -> float:
