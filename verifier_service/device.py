@@ -42,7 +42,8 @@ from verifier_service.device_states import DeviceStates, folds_in_place
 from verifier_service.guarding import guarded
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
-from verifier_service.rows import Ints, StepOutcome, StepPlan
+from verifier_service.paths import Ints
+from verifier_service.rows import StepOutcome, StepPlan
 from verifier_service.runner import StepRunner, accepted_rows
 from verifier_service.shards import Bounds, Crew
 from verifier_service.structure_masks import BegunMasks

@@ -12,18 +12,17 @@ prompts, decode steps and trees.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from dendro.tree import DraftTree
 from tree_kernels import ROW_MULTIPLE
 from tree_kernels.tree_scan import BlockFold, Group, Paths
 from tree_layers.tree_mixers import RecurrentStep
 
-Ints = npt.NDArray[np.int64]
+from verifier_service.paths import Ints, PathSlots, RowPaths, TextPart, first_seen
 
 NOT_KEPT = -1
 """Target of a checkpoint that only its own step needs."""
@@ -183,77 +182,51 @@ class RecurrentRows:
     folds: tuple[FoldOf, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _InputSlots:
-    """Slots of the inputs of one text's tokens during a step."""
-
-    place: TextStates
-    committed: Ints  # [n] positions of rows of this step, in any order
-    scratch: int  # slot of the first of these rows
-    order: Ints = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "order", np.argsort(self.committed, kind="stable"))
-
-    def at(self, positions: Ints) -> Ints:
-        """Slots of committed tokens at these positions: this step's own, else the ring's."""
-        slots = self.place.token_slots(positions)
-        if len(self.committed):
-            ascending = self.committed[self.order]
-            found = np.minimum(np.searchsorted(ascending, positions), len(ascending) - 1)
-            mine = ascending[found] == positions
-            slots = np.where(mine, self.scratch + self.order[found], slots)
-        return slots
-
-
 def recurrent_rows(
     place: TextStates, committed: Ints, root: int, tree: DraftTree | None, scratch: int, folds: int = 0
 ) -> RecurrentRows:
-    """One text's rows of a step: committed ones at these positions, then a tree's, whose root is at position `root`.
-    Records in `place` which checkpoints the step writes.
+    """One text's rows of a step (`recurrent_rows_of`), of a text whose last token is at position `root`.
 
-    scratch: slot of the first of these rows   folds: number of the step's folds that come before this text's
+    folds: number of the step's folds that come before this text's
     """
-    block = place.extent.block
-    positions = committed
-    certain = committed  # the last position of a row's path that is not a guess
-    trail = np.zeros((len(committed), 1), np.int64)  # column d: the slot of the row's ancestor at depth d
-    known = committed
-    if tree is not None:
-        depths = tree.depths.astype(np.int64)
-        first = scratch + len(committed)
-        paths = np.where(tree.paths < 0, 0, first + tree.paths)
-        trail = np.concatenate([np.zeros((len(committed), paths.shape[1]), np.int64), paths])
-        positions = np.concatenate([committed, root + depths])
-        certain = np.concatenate([committed, np.full(tree.rows, root)])
-        known = np.append(committed, root)
-    slots = _InputSlots(place, known, scratch)
-    starts = block * (positions // block - 1)
-    keys = starts[:, None] + np.arange(2 * block)
-    columns = slots.at(np.clip(keys, 0, certain[:, None]).ravel()).reshape(keys.shape)
-    depth = np.minimum(keys, positions[:, None]) - certain[:, None]
-    rows = np.broadcast_to(np.arange(len(positions))[:, None], keys.shape)
-    guessed = depth > 0
-    columns[guessed] = trail[rows[guessed], depth[guessed]]
-    columns[(keys < 0) | (keys > positions[:, None])] = 0
+    paths = RowPaths.of([TextPart(range(root + 1), committed, tree)])
+    return recurrent_rows_of(paths, [place], scratch, folds)
 
-    blocks = np.maximum(positions // block - 1, 0)
-    newest, before = int(blocks.max()), place.folded
 
-    def source(after: int) -> int:
-        return place.state_slot(after) if after <= before else -1 - (folds + after - before - 1)
+def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int, folds: int = 0) -> RecurrentRows:
+    """The rows of texts of a step. Records in `places` which checkpoints the step writes.
 
-    made = tuple(
-        FoldOf(
-            source(after - 1),
-            slots.at(np.arange((after - 1) * block, after * block)),
-            place.state_slot(after) if after > newest - place.extent.checkpoints else NOT_KEPT,
-        )
-        for after in range(before + 1, newest + 1)
-    )
-    sources = np.array([source(int(after)) for after in blocks], np.int64)
-    place.fold_to(newest)
-    return RecurrentRows(columns, positions - starts, place.token_slots(positions), sources, made)
+    places: of equal extents   scratch: slot of the first row's inputs   folds: number of earlier folds of the step
+    """
+    extent, block = places[0].extent, places[0].extent.block
+    held = [(each.first_token, each.first_state, each.folded) for each in places]
+    first_token, first_state, before = np.array(held).T
+    newest = np.maximum(rows.most // block - 1, 0)
+
+    def rings(texts: Ints, positions: Ints) -> Ints:
+        slots: Ints = first_token[texts] + positions % extent.ring
+        return slots
+
+    lowest = np.minimum(first_seen(rows.least, block), before * block)
+    inputs = PathSlots(rows, block, lowest, np.arange(scratch, scratch + len(rows.texts)), rings)
+    made, later = list[FoldOf](), list[int]()  # later: number of each text's first fold, less the block that it ends
+    for text, (place, last) in enumerate(zip(places, newest.tolist(), strict=True)):
+        later.append(folds + len(made) - place.folded - 1)
+        for after in range(place.folded + 1, last + 1):
+            known = after - 1 == place.folded
+            made.append(
+                FoldOf(
+                    place.state_slot(after - 1) if known else -1 - (later[-1] + after - 1),
+                    inputs.between(text, (after - 1) * block, after * block),
+                    place.state_slot(after) if after > last - extent.checkpoints else NOT_KEPT,
+                )
+            )
+        place.fold_to(last)
+    blocks, its = np.maximum(rows.positions // block - 1, 0), rows.texts
+    stored = np.where(blocks > 0, first_state[its] + blocks % extent.checkpoints, 0)
+    sources = np.where(blocks <= before[its], stored, -1 - (np.array(later)[its] + blocks))
+    own = rows.positions - first_seen(rows.positions, block)
+    return RecurrentRows(inputs.columns(), own, rings(its, rows.positions), sources, tuple(made))
 
 
 def pack_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:

@@ -386,11 +386,6 @@ class StepShare:
         stop = start + self.prefill
         return range(stop if first is None else min(max(first - 1, start), stop), stop)
 
-    @property
-    def is_root(self) -> bool:
-        """True if the share's only row is the root."""
-        return not self.prefill and self.tree is not None and self.tree.rows == 1
-
 
 # Shares of tenants
 def texts_by_tenant(sessions: Sequence[VerifierText]) -> Counter[str]:

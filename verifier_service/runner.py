@@ -22,9 +22,10 @@ from tree_layers.tree_mixers import Array, RecurrentMemory
 from verifier_service.guarding import guarded
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
+from verifier_service.paths import Ints
 from verifier_service.recurrent import TextStates, last_writers, on_device, recurrent_rows, recurrent_step
 from verifier_service.row_check import RowTrace
-from verifier_service.rows import NO_ROWS, Ints, StepOutcome, StepPlan, pack, text_rows
+from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
 from verifier_service.structure_masks import StepMasks
 from verifier_service.walk import Walker, echo_logprobs, walk_with_logprobs

@@ -40,7 +40,8 @@ from tree_kernels.tree_walk import Walk
 from verifier_service.budget import StepCosts, path_in, worth_waiting, worthwhile
 from verifier_service.guarding import guarded
 from verifier_service.memory import PageTable
-from verifier_service.recurrent import StatePool, recurrent_rows
+from verifier_service.paths import RowPaths, TextPart
+from verifier_service.recurrent import StatePool, recurrent_rows_of
 from verifier_service.requests import (
     Capacity,
     OrderedRound,
@@ -54,7 +55,7 @@ from verifier_service.requests import (
     next_in_turn,
     texts_by_tenant,
 )
-from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, root_rows, text_rows
+from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, rows_of_texts
 from verifier_service.structure_masks import MasksPending
 from verifier_service.walk import Draw, Echo
 
@@ -662,39 +663,31 @@ class StepScheduler:
 
 def packed(shares: Sequence[StepShare], capacity: Capacity) -> StepPlan:
     """Make the plan of a step with these shares, in this order."""
-    parts, draws, echoes = [], [], []
-    start, guesses, folds, wanted = 0, 0, 0, [NO_ROWS]
-    alone = [(share.session.text.ids, share.session.memory.pages) for share in shares if share.is_root]
-    roots = iter(root_rows(alone, capacity.near, capacity.window))
+    parts, draws, echoes, wanted = list[TextPart](), list[Draw](), list[Echo](), [NO_ROWS]
+    start, place = 0, 0  # rows of the step, and those of them whose logits are needed, so far
     for share in shares:
         session, tree = share.session, share.tree
-        committed = len(session.memory.consumed) + np.arange(share.prefill)
-        scratch = capacity.first_scratch + guesses
+        done = len(session.memory.consumed)
         if positions := share.echoed:
             tokens = session.text.ids[positions.start + 1 : positions.stop + 1]
-            echoes.append(Echo(sum(map(len, wanted)), tuple(tokens), session.parameters.logprobs or 0))
-            wanted.append(start + np.array(positions) - len(session.memory.consumed))
+            echoes.append(Echo(place, tuple(tokens), session.parameters.logprobs or 0))
+            wanted.append(start - done + np.array(positions))
+            place += len(positions)
+        start += share.prefill
         if tree is not None:
-            first = start + share.prefill
-            place = sum(map(len, wanted))
             asked = session.parameters
             laws = session.warp, asked.sampling, session.history, asked.logprobs, session.structure
-            draws.append(Draw(session.number, first, place, len(session.text.ids), tree, *laws))
-            wanted.append(np.arange(first, first + tree.rows))
-            guesses += tree.guesses
-        given = session.text.ids, committed, tree, session.memory.pages, scratch, capacity.near, capacity.window
-        part = next(roots) if share.is_root else text_rows(*given)
-        if capacity.recurrent is not None and session.memory.place is not None:
-            rows = recurrent_rows(
-                session.memory.place,
-                committed,
-                len(session.text.ids) - 1,
-                tree,
-                capacity.recurrent.scratch + start,
-                folds,
-            )
-            part = replace(part, recurrent=rows)
-            folds += len(rows.folds)
-        parts.append(part)
-        start += len(part.tokens)
-    return pack(parts, np.concatenate(wanted), draws, echoes)
+            draws.append(Draw(session.number, start, place, len(session.text.ids), tree, *laws))
+            wanted.append(np.arange(start, start + tree.rows))
+            start += tree.rows
+            place += tree.rows
+        committed = np.arange(done, done + share.prefill) if share.prefill else NO_ROWS
+        parts.append(TextPart(session.text.ids, committed, tree))
+    paths, memories = RowPaths.of(parts), [share.session.memory for share in shares]
+    rows = rows_of_texts(
+        paths, [memory.pages for memory in memories], capacity.first_scratch, capacity.near, capacity.window
+    )
+    if capacity.recurrent is not None:
+        places = [memory.place for memory in memories if memory.place is not None]
+        rows = replace(rows, recurrent=recurrent_rows_of(paths, places, capacity.recurrent.scratch))
+    return pack([rows], np.concatenate(wanted), draws, echoes)

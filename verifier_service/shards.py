@@ -39,8 +39,8 @@ from verifier_service.collectives import (
 )
 from verifier_service.messages import BadFrame, packed, receive
 from verifier_service.models import LoadedTarget, load_target
+from verifier_service.paths import Ints
 from verifier_service.recurrent import Arrangement
-from verifier_service.rows import Ints
 
 JOIN_S = 120.0
 """Seconds that workers may take to connect: processes have to start and to import torch."""

@@ -7,6 +7,7 @@ nothing was written to has NaN in it.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -90,7 +91,7 @@ class PagedTexts:
         for text, own in zip(texts, picked, strict=True):
             part = self.parts[text]
             fields = {name: getattr(part, name)[own] for name in ("tokens", "positions", "slots", "homes", "near")}
-            parts.append(type(part)(**fields, pages=part.pages, first_page=part.first_page))
+            parts.append(replace(part, **fields, far=tuple(replace(each, stop=len(own)) for each in part.far)))
         numbers = [self.starts[text] + own for text, own in zip(texts, picked, strict=True)]
         return pack(parts, NO_ROWS), np.concatenate(numbers)
 

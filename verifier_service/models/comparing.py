@@ -22,8 +22,9 @@ from verifier_service.models.families import FamilyError, Property, attending_by
 from verifier_service.models.head import Head
 from verifier_service.models.scaled_rows import noisy_results, scaled_results
 from verifier_service.models.seats import ForwardContext, seat_attention
+from verifier_service.paths import Ints
 from verifier_service.recurrent import Arrangement, recurrent_rows, recurrent_step
-from verifier_service.rows import Ints, text_rows
+from verifier_service.rows import text_rows
 
 PROBED_ROWS = 40
 """Rows of the short text: more than a page's near window, and a multiple of ROW_MULTIPLE."""
@@ -188,7 +189,7 @@ def _by_our_seats(
                 positions=order.to(model.device),
                 slots=torch.from_numpy(part.slots).to(model.device),
                 near=torch.from_numpy(part.near).to(model.device),
-                far=[FarRows(0, len(tokens), part.pages, part.first_page)] if part.pages else [],
+                far=[FarRows(each.start, each.stop, each.pages, each.first) for each in part.far],
                 padded=len(tokens),
             )
         )
