@@ -11,7 +11,6 @@ on the trees, so dropping guesses changes none.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Collection, Sequence
 
 import numpy as np
@@ -60,12 +59,18 @@ class StepCosts:
         return times_us
 
 
-def reached(tree: DraftTree) -> Floats:
-    """Drafter's estimate of the chance that each row is reached, [rows], at most its parent's."""
-    values = tree.values.astype(np.float64)
-    for row in range(1, tree.rows):
-        values[row] = min(values[row], values[tree.parents[row]])
-    return np.exp(values)
+def reached(trees: Sequence[DraftTree]) -> Floats:
+    """Drafters' estimates of the chance that each row of these trees is reached, tree after tree, at most its
+    parent's."""
+    values = np.concatenate([tree.values for tree in trees]).astype(np.float64)
+    counts = [tree.rows for tree in trees]
+    above = np.concatenate([tree.parents for tree in trees]) + np.repeat(np.cumsum(counts) - counts, counts)
+    roots = np.cumsum(counts) - counts
+    above[roots] = roots
+    while (least := np.minimum(values, values[above])).tobytes() != values.tobytes():
+        values = least
+    chances: Floats = np.exp(values)
+    return chances
 
 
 def worthwhile(
@@ -88,29 +93,30 @@ def worthwhile(
     """
     if len(trees) < 2 and all(tree.guesses <= most for tree in trees):
         return list(trees)
-    chances = [reached(tree) for tree in trees]
-    order = sorted(
-        (-chance, place, row) for place, each in enumerate(chances) for row, chance in enumerate(each.tolist()) if row
-    )
+    counts = np.array([tree.rows for tree in trees])
+    ends = np.cumsum(counts)
+    roots, chances = ends - counts, reached(trees)
+    guesses = np.delete(np.arange(len(chances)), roots)
+    order = guesses[np.argsort(-chances[guesses], kind="stable")]
     count = min(len(order), most)
     if costs.known and len(trees) > 1 and count:
-        gains = len(trees) + np.concatenate([[0.0], np.cumsum([-chance for chance, _, _ in order[:count]])])
-        rows = must + np.arange(count + 1)
-        padded = np.array([sizes[min(bisect_left(sizes, each), len(sizes) - 1)] for each in rows])
+        gains = len(trees) + np.concatenate([[0.0], np.cumsum(chances[order[:count]])])
+        padded = np.array(sizes)[np.minimum(np.searchsorted(sizes, must + np.arange(count + 1)), len(sizes) - 1)]
         count = int(np.argmax(gains / costs.us(padded)))
-    kept: list[list[int]] = [[0] for _ in trees]
-    for _, place, row in order[:count]:
-        kept[place].append(row)
-    return [
-        tree if len(rows) == tree.rows else subtree(tree, sorted(rows)) for tree, rows in zip(trees, kept, strict=True)
-    ]
+    if count == len(order):
+        return list(trees)
+    kept = np.ones(len(chances), np.bool_)
+    kept[order[count:]] = False
+    parts = zip(trees, roots.tolist(), ends.tolist(), strict=True)
+    return [subtree(tree, kept[first:end]) for tree, first, end in parts]
 
 
-def subtree(tree: DraftTree, rows: Sequence[int]) -> DraftTree:
-    """The part of a tree with these rows, given in ascending order and with all their parents."""
-    place = {row: index for index, row in enumerate(rows)}
-    parents = np.array([-1, *(place[int(tree.parents[row])] for row in rows[1:])], tree.parents.dtype)
-    return DraftTree(tree.tokens[list(rows)], parents, tree.values[list(rows)], tree.proposer)
+def subtree(tree: DraftTree, kept: npt.NDArray[np.bool_]) -> DraftTree:
+    """The part of a tree with these rows, kept [rows], which has all their parents."""
+    if kept.all():
+        return tree
+    place = np.append(np.cumsum(kept) - 1, -1)  # of the root's parent, too
+    return DraftTree.unchecked(tree.tokens[kept], place[tree.parents[kept]], tree.values[kept], tree.proposer)
 
 
 def path_in(tree: DraftTree, tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -17,7 +17,6 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from dendro.errors import DendroError
 from dendro.logprobs import TokenLogprobs
@@ -58,7 +57,7 @@ GREEDY, SAMPLED, FILTERED = range(3)
 
 PLAIN = Warp()
 WARP_NUMBERS = tuple(each.name for each in fields(Warp) if each.name != "top_k")
-"""The fields of a warp that are real numbers."""
+"""The fields of a warp that are real numbers, whose bits are uploaded among whole numbers: a step has one upload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,8 @@ class StepShape:
 class Drawn:
     """A step's result, on the device."""
 
-    paths: Tensor  # [texts, max_depth + 1] wanted rows that were visited
-    emitted: Tensor  # [texts, max_depth + 1] the token drawn at each
-    lengths: Tensor  # [texts] how many of them are valid; 0 for one that is walked on the host
+    walks: Tensor  # [texts, 2 * max_depth + 3] wanted rows that were visited, the token drawn at each, and how many of
+    # them are valid; 0 for a text that is walked on the host
     raw: dict[int, Tensor] = field(default_factory=dict)  # by draw that asks for log-probabilities: its rows' logits
     rows: Tensor = field(default_factory=lambda: torch.zeros(0))  # logits of wanted rows, in a step with echoes
     scores: dict[int, Tensor] = field(default_factory=dict)  # by draw that is walked on the host: its rows' logits
@@ -105,7 +103,7 @@ class DeviceRunner(StepRunner):
         if target.run.recurrent is not None:
             recurrent = target.run.recurrent, bounds.arrangement
             self._states = DeviceStates(*recurrent, bounds.max_texts, self.buckets[-1])
-        self._inputs: dict[StepShape, tuple[StepBuffers, StepBuffers]] = {}
+        self._inputs: dict[StepShape, StepBuffers] = {}
         if graphs is None and self.device.type == "cuda" and crew is None:
             graphs = CudaGraphs()
         self.recordings: Recordings[StepShape, Drawn] | None = None
@@ -155,7 +153,7 @@ class DeviceRunner(StepRunner):
             )
             drawn = self._step(shape, inputs, plan, masks) if alone else self._replayed(shape, inputs)
             by_host = self._walked_on_host(plan, drawn.scores)
-            found = torch.cat([drawn.paths, drawn.emitted, drawn.lengths[:, None]], 1).cpu().numpy()
+            found = drawn.walks.cpu().numpy()
         forwarded = time.perf_counter()
         walks = [
             by_host[number] if number in by_host else guarded(partial(_walk, draw, row, self._bounds.max_depth + 1))
@@ -170,9 +168,8 @@ class DeviceRunner(StepRunner):
         echoed = tuple(
             guarded(partial(echo_logprobs, echo, lambda row: drawn.rows[row : row + 1])) for echo in plan.echoes
         )
-        kept = self._accepted(plan, walks)  # the step has copied them here
-        if self.crew is not None and len(kept.source):
-            self.crew.broadcast(kept)
+        if self.crew is not None and len((kept := self._accepted(plan, walks)).source):
+            self.crew.broadcast(kept)  # the step has copied them here
         ended = time.perf_counter()
         return StepOutcome(
             tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold, logprobs, echoed
@@ -221,7 +218,7 @@ class DeviceRunner(StepRunner):
         in_place = plan.recurrent is None or folds_in_place(plan.recurrent)
         return StepShape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens) and in_place)
 
-    def _inputs_of(self, shape: StepShape) -> tuple[StepBuffers, StepBuffers]:
+    def _inputs_of(self, shape: StepShape) -> StepBuffers:
         """A shape's arrays, cleared: every row is padding."""
         if shape not in self._inputs:
             rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._bounds.max_texts,)
@@ -238,32 +235,26 @@ class DeviceRunner(StepRunner):
                 whole |= {"items": (most, ITEM), "splits": (shape.rows, 2), "jobs": (1,)}
             if self._states is not None:
                 whole |= {f"states.{name}": size for name, size in self._states.sizes(shape.rows, shape.drawn).items()}
-            real = dict.fromkeys(WARP_NUMBERS, drawn)
-            self._inputs[shape] = (
-                StepBuffers(whole, torch.int64, self.device),
-                StepBuffers(real, torch.float64, self.device),
-            )
+            whole |= dict.fromkeys(WARP_NUMBERS, drawn)
+            self._inputs[shape] = StepBuffers(whole, torch.int64, self.device)
         inputs = self._inputs[shape]
-        for each in inputs:
-            each.clear()
+        inputs.clear()
         for name in WARP_NUMBERS:
-            inputs[1].host[name][:] = getattr(PLAIN, name)
+            inputs.host[name].view(np.float64)[:] = getattr(PLAIN, name)
         return inputs
 
-    def _upload(self, plan: StepPlan, shape: StepShape) -> tuple[StepBuffers, StepBuffers]:
+    def _upload(self, plan: StepPlan, shape: StepShape) -> StepBuffers:
         inputs = self._inputs_of(shape)
-        self._fill(plan, inputs[0].host, inputs[1].host)
-        for each in inputs:
-            each.upload()
+        self._fill(plan, inputs.host)
+        inputs.upload()
         return inputs
 
     def _warm(self, shape: StepShape) -> None:
         inputs = self._inputs_of(shape)
-        for each in inputs:
-            each.upload()
+        inputs.upload()
         self._replayed(shape, inputs)
 
-    def _fill(self, plan: StepPlan, whole: dict[str, Ints], real: dict[str, npt.NDArray[np.float64]]) -> None:
+    def _fill(self, plan: StepPlan, whole: dict[str, Ints]) -> None:
         rows, wanted = len(plan.tokens), plan.wanted
         whole["tokens"][:rows] = plan.tokens
         whole["positions"][:rows] = plan.positions
@@ -282,17 +273,19 @@ class DeviceRunner(StepRunner):
         whole["draws_at"][: len(wanted)] = plan.positions[wanted] + 1
         whole["from_slots"][: len(wanted)] = plan.slots[wanted]
         whole["to_slots"][: len(wanted)] = plan.homes[wanted]
-        for number, draw in enumerate(plan.draws):
-            mine = slice(draw.wanted, draw.wanted + draw.tree.rows)
-            whole["guesses"][mine] = draw.tree.tokens
-            whole["parents"][mine] = draw.tree.parents
-            whole["seeds"][mine] = np.uint64(draw.sampling.seed).astype(np.int64)
-            whole["samples"][mine] = draw.sampling.sample_index
-            whole["top_k"][mine] = draw.warp.top_k
+        if draws := plan.draws:
+            first, counts = np.array([(draw.wanted, draw.tree.rows) for draw in draws]).T
+            each = np.repeat(np.arange(len(draws)), counts)  # [rows of trees] number of the draw
+            mine = np.arange(len(each)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+            whole["guesses"][mine] = np.concatenate([draw.tree.tokens for draw in draws])
+            whole["parents"][mine] = np.concatenate([draw.tree.parents for draw in draws])
+            whole["seeds"][mine] = np.array([draw.sampling.seed for draw in draws], np.uint64).view(np.int64)[each]
+            whole["samples"][mine] = np.array([draw.sampling.sample_index for draw in draws])[each]
+            whole["top_k"][mine] = np.array([draw.warp.top_k for draw in draws])[each]
             for name in WARP_NUMBERS:
-                real[name][mine] = getattr(draw.warp, name)
-            rows_walked = draw.tree.rows if draw.sampling.keeps_tokens else 0
-            whole["first"][number], whole["count"][number] = draw.wanted, rows_walked
+                whole[name].view(np.float64)[mine] = np.array([getattr(draw.warp, name) for draw in draws])[each]
+            whole["first"][: len(draws)] = first
+            whole["count"][: len(draws)] = [draw.tree.rows if draw.sampling.keeps_tokens else 0 for draw in draws]
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
         """Prepare a forward without drawing: one of a check, or of a worker other than the leader."""
@@ -300,8 +293,7 @@ class DeviceRunner(StepRunner):
             self.crew.broadcast(replace(plan, draws=(), echoes=()))
         alone = replace(plan, draws=(), echoes=())
         shape = self._shape_of(alone)
-        inputs, _ = self._upload(alone, shape)
-        return self._seen(inputs.device, shape)
+        return self._seen(self._upload(alone, shape).device, shape)
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
         """Logits of all wanted rows at once: the checks must multiply as many rows as steps do."""
@@ -323,7 +315,7 @@ class DeviceRunner(StepRunner):
     def _step(
         self,
         shape: StepShape,
-        inputs: tuple[StepBuffers, StepBuffers],
+        inputs: StepBuffers,
         plan: StepPlan | None = None,
         masks: Sequence[BegunMasks | None] = (),
     ) -> Drawn:
@@ -331,7 +323,7 @@ class DeviceRunner(StepRunner):
 
         plan: None for a graph's step, in which no draw has a history and no text asks for log-probabilities
         masks: one per draw of the plan, begun by `StepMasks`; a draw whose masks are late is in `failed`"""
-        given, real = (each.device for each in inputs)
+        given = inputs.device
         logits = self.target.logits(*self._seen(given, shape))
         self.masks.wait(masks)
         usable = logits.amax(1).isfinite()  # True for usable rows of raw logits (`walk.usable`)
@@ -352,7 +344,7 @@ class DeviceRunner(StepRunner):
             picked = logits.argmax(1)
         else:
             noise = gumbel_rows(given["seeds"], given["draws_at"], given["samples"], self.target.vocabulary)
-            warp = WarpRows.of(given | real)
+            warp = WarpRows.of(given | {name: given[name].view(torch.float64) for name in WARP_NUMBERS})
             picked = tokens_of_rows(logits, warp, noise, masks=shape.drawing == FILTERED)
         picked = torch.where(usable, picked, UNUSABLE)
         paths, lengths = walk_rows(
@@ -368,9 +360,10 @@ class DeviceRunner(StepRunner):
             self._states.keep(_of_states(given), below, accepted)
         # A draw with a history changes its own rows only, which are no echo's.
         rows = logits if plan is not None and plan.echoes else torch.zeros(0)
-        return Drawn(paths, picked[paths], lengths, raw, rows, scores, failed)
+        walks = torch.cat([paths, picked[paths], lengths[:, None]], 1)
+        return Drawn(walks, raw, rows, scores, failed)
 
-    def _replayed(self, shape: StepShape, inputs: tuple[StepBuffers, StepBuffers]) -> Drawn:
+    def _replayed(self, shape: StepShape, inputs: StepBuffers) -> Drawn:
         """Replay a step's graph, recorded first if needed. Run the step if it cannot be recorded.
 
         A step may be run again on the same inputs: it writes the same keys to the same places.
@@ -396,6 +389,7 @@ def _walk(draw: Draw, found: Ints, width: int) -> Walk:
     """Make a walk from a download. found: visited rows, emitted tokens and their number, side by side"""
     length = int(found[-1])
     path = (found[:length] - draw.wanted).tolist()
-    ranks = (draw.tree.children(int(draw.tree.parents[row])).index(row) for row in path[1:])
+    parents = draw.tree.parents.tolist()
+    ranks = (parents[:row].count(parents[row]) for row in path[1:])
     walked = Walk(tuple(path), tuple(found[width : width + length].tolist()), tuple(ranks))
     return before_unusable(walked, draw.base)

@@ -106,12 +106,12 @@ class Capacity:
     def check_tree(self, tree: DraftTree, ids: Sequence[int], sampling: Sampling) -> None:
         """Raise BadRequest for a tree that does not begin with the last token of the text `ids`, exceeds a limit, or
         cannot be verified in the request's mode."""
-        root = ids[-1]
-        if tree.tokens[0] != root:
-            raise BadRequest("tree.tokens", f"begins with {tree.tokens[0]}, the text ends with {root}")
+        root, tokens = ids[-1], tree.tokens.tolist()
+        if tokens[0] != root:
+            raise BadRequest("tree.tokens", f"begins with {tokens[0]}, the text ends with {root}")
         if tree.rows > self.max_rows:
             raise BadRequest("tree.tokens", f"{tree.rows} rows; a tree here has at most {self.max_rows}")
-        if int(tree.tokens.max()) >= self.vocabulary:
+        if max(tokens) >= self.vocabulary:
             raise BadRequest("tree.tokens", f"a token lies outside the vocabulary of {self.vocabulary}")
         if tree.depth > self.max_depth:
             raise BadRequest("tree.parents", f"depth {tree.depth}; a tree here has at most {self.max_depth}")

@@ -32,6 +32,8 @@ class VerificationMode(StrEnum):
 LISTED_MODES = (VerificationMode.NAIVE, VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
 """Modes that a cluster serves only where its configuration lists them. In the last three a drafter that reports false
 probabilities changes the law of answers."""
+DRAWING_MODES = LISTED_MODES[1:]
+"""Modes in which guesses are drawn from the drafter's law, at a temperature above 0."""
 
 
 def draft_seed(seed: int) -> int:

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from dendro.declared import check_count
 from dendro.errors import BadRequest
 from dendro.logprobs import TokenLogprobs
-from dendro.modes import LISTED_MODES, VerificationMode, draft_seed
+from dendro.modes import DRAWING_MODES, LISTED_MODES, VerificationMode, draft_seed
 from dendro.options import MAX_BAD_WORD_TOKENS, MAX_STOP_BYTES, MAX_STOP_STRINGS, OPTIONS, SamplingNumbers
 from dendro.structure import Structure
 from dendro.tree import DraftTree
@@ -82,8 +82,7 @@ class Sampling(SamplingNumbers):
     def draws_guesses(self) -> bool:
         """True if guesses are drawn from the drafter's law, which is sent with the tree, and tested by their
         probabilities. No guess may then be left out, added or moved because of what was drawn."""
-        drawn = (VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
-        return self.mode in drawn and self.temperature > 0
+        return self.temperature > 0 and self.mode in DRAWING_MODES
 
     @property
     def shares_noise(self) -> bool:
@@ -251,7 +250,9 @@ class Verdict:
         return replace(self.tree, draft_us=self.drafted_us, missed=True) if self.missed else self.tree
 
     def cut(self, kept: int, finish: Finish | None) -> Verdict:
-        """A copy with the first `kept` tokens, at least one."""
+        """A copy with the first `kept` tokens, at least one. The verdict itself if nothing differs."""
+        if kept == len(self.tokens) and finish is self.finish:
+            return self
         return replace(
             self,
             tokens=self.tokens[:kept],

@@ -39,7 +39,7 @@ from drafter_service.options import DrafterOptions
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from tests.support import tiny_mamba, tiny_models
-from verifier_service.device import DeviceRunner
+from verifier_service.device import DeviceRunner, Drawn
 from verifier_service.models import LoadedTarget, load_target
 from verifier_service.models.device_pages import device_layouts
 from verifier_service.recurrent import Arrangement
@@ -172,14 +172,12 @@ class VerifierHost:
 
     def _drawn(self, shape: Any, inputs: Any) -> Any:
         """The results of each replay: ACCEPTED of each tree."""
-        from verifier_service.device import Drawn
-
         paths = torch.zeros(len(self.texts), self.capacity.max_depth + 1, dtype=torch.int64)
-        emitted, lengths = paths.clone(), torch.full((len(self.texts),), len(ACCEPTED))
+        emitted, lengths = paths.clone(), torch.full((len(self.texts), 1), len(ACCEPTED))
         for number in range(len(self.texts)):
             paths[number, : len(ACCEPTED)] = ROWS * number + torch.tensor(ACCEPTED)
             emitted[number, : len(ACCEPTED)] = torch.tensor([*(49 + row for row in ACCEPTED[1:]), 7])
-        return Drawn(paths, emitted, lengths)
+        return Drawn(torch.cat([paths, emitted, lengths], 1))
 
     def round(self) -> None:
         calls = []

@@ -144,7 +144,7 @@ def test_rows_are_listed_once_beside_the_state_that_they_start_from(runner):
         recurrent=rows,
     )
     shape = runner._shape_of(merged)
-    host = runner._upload(merged, shape)[0].host
+    host = runner._upload(merged, shape).host
     target = rows.folds[0].target
     states = {row: int(item[1]) for item in host["states.items"] for row in item[2 : 2 + item[0]].tolist()}
     assert states == dict(enumerate(target if source < 0 else source for source in rows.sources.tolist()))
@@ -161,7 +161,7 @@ def test_the_check_of_rows_at_start_fits_a_runner_of_one_text(tmp_path, monkeypa
     states = []
 
     def listed(plan):
-        items = runner._upload(plan, runner._shape_of(plan))[0].host["states.items"]
+        items = runner._upload(plan, runner._shape_of(plan)).host["states.items"]
         assert sorted(row for item in items for row in item[2 : 2 + item[0]]) == list(range(len(plan.tokens)))
         states.append(len(set(plan.recurrent.sources.tolist())))
         return torch.zeros(len(plan.tokens), 1, device=DEVICE)

@@ -234,7 +234,7 @@ def test_the_guesses_that_are_kept_are_the_best_of_all_subtrees(seed):
 
     def rate(chosen):
         rows = sum(len(each) for each in chosen)
-        gain = sum(reached(tree)[list(each)].sum() for tree, each in zip(trees, chosen, strict=True))
+        gain = sum(reached([tree])[list(each)].sum() for tree, each in zip(trees, chosen, strict=True))
         return gain / costs.us(np.array([must - len(trees) + rows]))[0]
 
     def closed(tree):
@@ -274,7 +274,7 @@ def test_a_guess_whose_value_is_above_its_parents_is_not_kept_without_its_parent
 
 def test_a_subtrees_path_is_given_in_the_rows_of_the_whole_tree():
     tree = DraftTree.of([0, 5, 6, 7, 8], [-1, 0, 0, 2, 2])
-    part = subtree(tree, [0, 2, 4])
+    part = subtree(tree, np.array([True, False, True, False, True]))
     assert (part.tokens.tolist(), part.parents.tolist()) == ([0, 6, 8], [-1, 0, 1])
     assert path_in(tree, (6, 8)) == ((0, 2, 4), (1, 1))
 

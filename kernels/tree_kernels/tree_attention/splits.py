@@ -95,19 +95,21 @@ class FarSplits:
 
         positions [rows]   parts: in order   items [most, ITEM], splits [rows, 2], both zero: written here
         """
-        ends = np.zeros(len(positions), np.int64)  # [rows] end of each row's far keys
-        blocks: list[tuple[int, int, int]] = []  # first row, stop, first split
-        for part in parts:
-            its = positions[part.start : part.stop]
-            ends[part.start : part.stop] = self.near * (its // self.near - 1)
-            splits[part.start : part.stop, 0] = earliest = self._split_of(part.first * PAGE)
-            for start in range(part.start, part.stop, self.block):
-                blocks.append((start, min(start + self.block, part.stop), earliest))
-        if not blocks:
+        if not parts:
             return 0
-        np.maximum(ends, 0, out=ends)
+        begins, rows_end, places = np.array([(part.start, part.stop, part.first * PAGE) for part in parts]).T
+        counts = rows_end - begins
+        rows = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())  # of all parts
+        ends = np.zeros(len(positions), np.int64)  # [rows] end of each row's far keys
+        ends[rows] = np.maximum(self.near * (positions[rows] // self.near - 1), 0)
         splits[: len(ends), 1] = np.searchsorted(self.bounds, ends)  # a split is seen if it begins before the end
-        starts, stops, first = np.array(blocks, np.int64).T
+        earliest = np.searchsorted(self.bounds, places, "right") - 1
+        splits[rows, 0] = np.repeat(earliest, counts)
+        counts = -(-counts // self.block)  # blocks of each part
+        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = np.repeat(begins, counts) + self.block * within
+        stops = np.minimum(starts + self.block, np.repeat(rows_end, counts))
+        first = np.repeat(earliest, counts)
         last = np.maximum.reduceat(ends, starts)  # a row between two parts has no far keys
         counts = np.maximum(np.searchsorted(self.bounds, last) - first, 0)
         block = np.repeat(np.arange(len(starts)), counts)
@@ -116,6 +118,3 @@ class FarSplits:
         found = (starts[block], (stops - starts)[block], its, self.bounds[its], ended)
         items[: len(block)] = np.stack(found, 1)
         return len(block)
-
-    def _split_of(self, position: int) -> int:
-        return int(np.searchsorted(self.bounds, position, "right")) - 1
