@@ -56,7 +56,7 @@ TREE_PARENTS = [-1, *(row // 4 for row in range(ROWS - 1))]
 ACCEPTED = (0, 1, 5)
 """Rows on the path of each verdict."""
 STEP_US = 7000
-"""The time of a step, as the scheduler is told it."""
+"""The time of a step that the scheduler learns from."""
 SHAPES = ((4,), (4, 4), (1, 1, 1, 1))
 
 
