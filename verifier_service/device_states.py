@@ -59,14 +59,14 @@ class DeviceStates:
         placed = self._fill_folds(rows, whole)
         states, folded = rows.sources.copy(), rows.sources < 0
         states[folded] = placed[-1 - states[folded]]
-        items = 0
-        for state in np.unique(states).tolist():
-            its = np.flatnonzero(states == state)
-            for start in range(0, len(its), ITEM_ROWS):
-                part = its[start : start + ITEM_ROWS]
-                whole["items"][items, :2] = len(part), state
-                whole["items"][items, 2 : 2 + len(part)] = part
-                items += 1
+        order = np.argsort(states, kind="stable")
+        of_items, counts = np.unique(states, return_counts=True)
+        within = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)  # place among the rows of a state
+        items = -(-counts // ITEM_ROWS)  # of each state
+        item = np.repeat(np.cumsum(items) - items, counts) + within // ITEM_ROWS
+        whole["items"][item, 2 + within % ITEM_ROWS] = order
+        whole["items"][: items.sum(), 0] = np.bincount(item)
+        whole["items"][: items.sum(), 1] = np.repeat(of_items, items)
         certain = np.flatnonzero(plan.certain)
         source, target = last_writers(scratch + certain, rows.homes[certain])
         whole["kept_from"][: len(source)], whole["kept_to"][: len(source)] = source, target
@@ -121,5 +121,7 @@ def folds_in_place(rows: RecurrentRows) -> bool:
 
 def _direct(rows: RecurrentRows) -> list[bool]:
     """Returns for each fold whether it has a slot, and nothing in the step starts from what the slot held before."""
+    if not rows.folds:
+        return []
     read = {*rows.sources.tolist(), *(each.source for each in rows.folds)}
     return [each.target >= 0 and each.target not in read for each in rows.folds]
