@@ -607,13 +607,11 @@ def _resolved(where: str, model: ModelConfig, folder: Path) -> ModelConfig:
     return resolved
 
 
-def pair_config(
-    target: Path, drafters: Sequence[Path], *, dtype: Dtype = "bfloat16", threads: int = 1, **sections: Any
-) -> Config:
+def pair_config(target: Path, drafters: Sequence[Path], *, dtype: Dtype = "bfloat16", **sections: Any) -> Config:
     """The configuration of one target and its drafters, each named after its folder, and of other `sections`."""
 
     def models(*paths: Path) -> dict[str, dict[str, Any]]:
-        shared = {"dtype": dtype, "threads": threads, "resources": {"cpu": 0.5}}
+        shared = {"dtype": dtype, "threads": 1, "resources": {"cpu": 0.5}}
         return {path.name: {"checkpoint": path, **shared} for path in paths}
 
     return Config.of({"targets": models(target), "drafters": models(*drafters), **sections}, Path.cwd())
@@ -627,8 +625,8 @@ def demo_models(models: Path = DEMO_MODELS) -> Path:
     return models
 
 
-def demo_config(models: Path = DEMO_MODELS, drafter: str = "mamba2") -> Config:
+def demo_config(models: Path = DEMO_MODELS) -> Config:
     """The demo: one router, one verifier, one drafter, an embedded Redis. Its only proposer, `lookup`, does not use
     earlier answers, which would include those to the same prompt when it is measured again."""
     models = demo_models(models)
-    return pair_config(models / "target", [models / drafter], speculation={"proposers": ["lookup"]})
+    return pair_config(models / "target", [models / "mamba2"], speculation={"proposers": ["lookup"]})

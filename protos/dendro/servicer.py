@@ -39,14 +39,12 @@ async def serve_engine(
     engine: Peer,
     leases: Leases | None = None,
     host: str = "127.0.0.1",
-    port: int = 0,
     fault: Callable[[], str] | None = None,
     certificates: CertificateFiles | None = None,
     begin_span: BeginSpan | None = None,
 ) -> Replica:
     """Serve a started engine, and a health service; the caller stops the replica. Without `leases`, calls need none.
 
-    port: 0 takes a free one
     begin_span: for texts whose answers are sampled
     certificates: of this peer, whose callers then need one of their own; without them, no TLS
     fault: called once a second; why the engine cannot serve now, empty if it can. A fault makes the health NOT_SERVING
@@ -60,7 +58,7 @@ async def serve_engine(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(kind.service, {"Rounds": rounds}),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    address = f"{host}:{port}"
+    address = f"{host}:0"  # any free port
     if certificates is None:
         bound = server.add_insecure_port(address)
     else:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,22 +51,15 @@ class Processors:
         return not (self.counts or self.logit_bias or removes)
 
 
-def processed(
-    logits: Tensor,
-    processors: Processors,
-    text: Sequence[int],
-    prompt_length: int,
-    structure: Collection[int] | None = None,
-) -> Tensor:
+def processed(logits: Tensor, processors: Processors, text: Sequence[int], prompt_length: int) -> Tensor:
     """logits [V] of the token after `text` -> scores [V] float32, -inf where a token is removed.
 
-    prompt_length: tokens of the text before the answer. structure: the tokens that the answer's structure allows after
-    `text`; None: all. At least one token must stay.
+    prompt_length: tokens of the text before the answer. At least one token must stay.
 
         logit bias          score + bias
         repetition          score * penalty where score < 0, else score / penalty; of tokens in the text
         removed             banned; not allowed; the last token of a bad word whose others end the text; a token that
-                            ends the answer, while the text is shorter than min_length; not allowed by the structure
+                            ends the answer, while the text is shorter than min_length
         frequency           score - times in the answer * penalty
         presence            score - penalty; of tokens in the answer
 
@@ -87,8 +80,6 @@ def processed(
             removed.add(last)
     if len(text) < processors.min_length:
         removed |= set(processors.ending)
-    if structure is not None:
-        removed |= set(range(len(scores))) - set(structure)
     scores[list(removed)] = -math.inf
     for token, times in Counter(text[prompt_length:]).items():
         scores[token] -= torch.tensor(float(times)) * processors.frequency_penalty
