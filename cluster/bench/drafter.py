@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,22 +25,20 @@ from dendro.calls import DraftCall
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
-from dendro.shelf import Arrays
 from dendro.text import Sampling
 from dendro.tree import LONGEST_TRACE, DraftTree
+from torch.profiler import ProfilerActivity, profile
 from tree_layers.states import SlotPool
 
-from cluster.bench.allocations import held_bytes, peak_bytes
 from cluster.demo.prompts import Prompt, held_out_prompts, load_tokenizer
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option
 from cluster.measure.in_process import DRAFTER_DTYPE, EngineText
 from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Row
+from cluster.measure.statistics import estimates, over
 from cluster.measure.targets import parameter_count
-from cluster.measure.turns import estimates, over
 from drafter_service.engine import node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
-from drafter_service.models.memory import DrafterMemory
 from drafter_service.plan import DraftPlan, Level, Levels
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
@@ -62,8 +61,6 @@ PROMPT_TOKENS, PASSAGE_TOKENS = 128, 256
 """Tokens of a drafted text, and of each of the prompts that together are a longer one."""
 CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
 """Tokens of the longer texts, by default."""
-COPIES = 2
-"""Texts over whose number the measured bytes of a text are averaged."""
 ROOM = 4096
 """Tokens by which a text may grow."""
 LEVEL_BARS = {MAMBA2: {1: 7.0, 4: 6.0, 12: 3.3}, MAMBA: {1: 4.5, 4: 3.8, 12: 2.2}}
@@ -185,34 +182,40 @@ class InlineDrafter:
         wanted.clear()
 
 
-# Cases
-class MeasuredCase(Protocol):
-    """Work that forms do in turns."""
-
-    times: dict[str, list[float]]  # seconds by form
-
-    def seconds(self, form: str) -> float:
-        """Do the work once."""
-        ...
-
-    def after_turns(self) -> None:
-        """Called when every form had its turn."""
-        ...
+# Allocations of torch, by its profiler
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Peak bytes of torch tensors allocated by the call, its result included."""
+    return max(accumulate(allocated_bytes(run)), default=0)
 
 
+def allocated_bytes(run: Callable[[], Any]) -> list[int]:
+    """Bytes allocated, or released if negative, in order, until just before the call's result is dropped."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's lines at its start and end
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            kept = run()
+        profiler.export_chrome_trace(str(trace))
+        del kept
+        events = json.loads(trace.read_text())["traceEvents"]
+    changes = [(each["ts"], each["args"]["Bytes"]) for each in events if each.get("name") == "[memory]"]
+    return [change for _, change in sorted(changes, key=lambda each: each[0])]
+
+
+# Cases: work that forms do in turns
 class LevelCase:
     """A level of a tree below one text, of so many rows."""
 
     def __init__(self, forms: DrafterForms, ids: Sequence[int], rows: int) -> None:
         self.name, self.context, self.rows = forms.name, len(ids), rows
         self.times: dict[str, list[float]] = {form: [] for form in forms.models}
-        self.held: dict[str, int] = {}  # by form: bytes of tensors that a memory was measured to hold for the text
+        self.held: dict[str, int] = {}  # by form: bytes that the text takes
         self.temporary: dict[str, int] = {}  # by form: peak bytes of the tensors of the level's forward
         self._runs: dict[str, Callable[[], Any]] = {}
         for form, model in forms.models.items():
             drafter, text = InlineDrafter(model, 1, by_level=True), EngineText(ids, Sampling(temperature=1.0))
-            session, memory = drafter.open(text), drafter.runner.memory
-            self.held[form] = held_by_text(model, memory.save(session.slot, session.covers))
+            drafter.open(text)
+            self.held[form] = drafter.runner.memory.text_bytes(len(ids))
             plans = {plan.rows.count: plan for plan in drafter.draft([text], LEVELS).plans}
             self._runs[form] = partial(drafter.runner.run, plans[rows])
             with torch.inference_mode():
@@ -229,19 +232,6 @@ class LevelCase:
         """Nothing changes: the level is the same in each turn."""
 
 
-def held_by_text(model: DrafterModel, saved: Arrays) -> int:
-    """Bytes of the tensors that a memory holds for each text of this saved state."""
-
-    def memory_of(texts: int) -> DrafterMemory:
-        memory = model.memory(1 + texts, 2)
-        for slot in range(1, 1 + texts):
-            memory.load(slot, saved)
-        return memory
-
-    with torch.inference_mode():
-        return (held_bytes(partial(memory_of, 1 + COPIES)) - held_bytes(partial(memory_of, 1))) // COPIES
-
-
 def accepted_path(tree: DraftTree) -> list[int]:
     """The tokens of the path of best guesses, at most ACCEPTED."""
     tokens, row = list[int](), 0
@@ -249,11 +239,6 @@ def accepted_path(tree: DraftTree) -> list[int]:
         row = below[0]
         tokens.append(int(tree.tokens[row]))
     return tokens
-
-
-def same_tree(one: DraftTree, other: DraftTree) -> bool:
-    """Whether both have the same tokens under the same parents."""
-    return np.array_equal(one.tokens, other.tokens) and np.array_equal(one.parents, other.parents)
 
 
 class DraftCase:
@@ -283,13 +268,15 @@ class DraftCase:
         """Every text grows by guesses of EAGER's tree and a token of the corpus."""
         for text, prompt, *trees in zip(self._texts, self._prompts, *self._drafted.values(), strict=True):
             self.trees += 1
-            self.equal += all(same_tree(trees[0], tree) for tree in trees)
+            self.equal += all(np.array_equal(trees[0].tokens, tree.tokens) for tree in trees) and all(
+                np.array_equal(trees[0].parents, tree.parents) for tree in trees
+            )
             following = prompt.continuation_ids[self._rounds % len(prompt.continuation_ids)]
             text.text.extend([*accepted_path(trees[0]), following])
         self._rounds += 1
 
 
-def measure_in_turns(cases: Sequence[MeasuredCase], repetitions: int, step: Step) -> None:
+def measure_in_turns(cases: Sequence[LevelCase | DraftCase], repetitions: int, step: Step) -> None:
     """Measure all cases in turns, after a warm-up of each; forms in random order, as caches depend on what ran
     before."""
     order = random.Random(0)
@@ -379,7 +366,7 @@ def measure_drafters(
     lengths = [LevelCase(forms, ids[:context], LEVEL_ROWS[0]) for context in options.contexts for forms in drafters]
     drafts = [DraftCase(forms, shape, prompts[:1]) for shape in SHAPES for forms in drafters]
     batches = [DraftCase(forms, TREE, prompts[:count]) for count in options.sessions for forms in drafters]
-    work: dict[str, list[MeasuredCase]] = {"levels": [*levels, *lengths], "drafts": [*drafts, *batches]}
+    work: dict[str, list[LevelCase | DraftCase]] = {"levels": [*levels, *lengths], "drafts": [*drafts, *batches]}
     for title, cases in work.items():
         measure_in_turns(cases, options.repetitions, begin(title, options.repetitions + 1))
     return {
@@ -416,8 +403,8 @@ DRAFTER = Bench(
         "of the corpus. Equal: trees that all forms drafted alike, the warm-up's included",
         "Longer texts: as in Figure 1 of Mamba Drafters for Speculative Decoding (arXiv 2506.01206), drafters of equal "
         f"size. The last position of {LLAMA} is raised to the longest text: its costs are valid, its guesses there are "
-        "meaningless. Memory: tensors held for a text, measured by torch.profiler; all: with weights and the peak of a "
-        "forward of one row",
+        "meaningless. Memory: bytes of a text, which a test compares with torch.profiler's; all: with weights and the "
+        "peak of a forward of one row, measured by torch.profiler",
     ),
     tables=(
         ReportTable("A level with ranking, median and 90 %", "levels", f"drafter; rows; {TIMES}"),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from tree_layers.quantised_packing import random_blocks
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, option
 from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Row
-from cluster.measure.turns import estimates, over
+from cluster.measure.statistics import estimates, over
 
 SHAPES = ((384, 21760), (21760, 384), (2048, 8192))
 """Inputs and outputs: the costly target's MLP, and a square-ish layer of a model of 1 to 2 billion parameters."""
@@ -51,15 +51,6 @@ class KernelsOptions:
     repetitions: int = option("Repetitions of each product.", 21, 5, least=1)
     dtype: ProductDtype = option("Of weights and rows.", ProductDtype.BFLOAT16)
     threads: int = option("Threads of a product.", 2, least=1, most=64)
-
-
-class TimedProduct(Protocol):
-    """What is measured of one product."""
-
-    @property
-    def name(self) -> str: ...
-
-    def seconds(self, x: Tensor) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +84,7 @@ class Multiplying:
         return self._square.seconds(x) * (len(x) * self._weights / SQUARE**3)
 
 
-def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> list[TimedProduct]:
+def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> list[Products | Multiplying]:
     """Every way that can be had here, the reading of the weights and the multiplying. All have weights of their own."""
     copies = max(1, -(-COLD_BYTES // (inputs * outputs * dtype.itemsize)))
     generator = torch.Generator().manual_seed(0)
@@ -106,7 +97,7 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
     def plain(weight: Tensor) -> Callable[[Tensor], Tensor]:
         return lambda x: F.linear(x, weight)
 
-    found: list[TimedProduct] = [
+    found: list[Products | Multiplying] = [
         Products(READ, tuple(map(reading, weights))),
         Multiplying(inputs, outputs),
         Products(PLAIN, tuple(map(plain, weights))),
@@ -122,7 +113,7 @@ def products_of(inputs: int, outputs: int, dtype: torch.dtype, threads: int) -> 
 
 
 def measure_products(
-    products: Sequence[TimedProduct], rows: Sequence[int], repetitions: int, x: Tensor, step: Step
+    products: Sequence[Products | Multiplying], rows: Sequence[int], repetitions: int, x: Tensor, step: Step
 ) -> Iterator[Row]:
     """One row of the report for each number of rows. All ways are measured in turn in each repetition."""
     for count in rows:
@@ -152,7 +143,7 @@ def ratios_of(times: Mapping[str, Sequence[float]]) -> Row:
     }
 
 
-def rows_agree(products: Sequence[TimedProduct], rows: Sequence[int], x: Tensor) -> bool | None:
+def rows_agree(products: Sequence[Products | Multiplying], rows: Sequence[int], x: Tensor) -> bool | None:
     """Whether each row of ours has the same bits for all these numbers of rows; None without ours."""
     ours = next((each for each in products if each.name == OURS), None)
     if not isinstance(ours, Products):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from dendro.errors import BadRequest, EngineFailed
 from tree_layers.gguf_weights import gguf_settings
 
 from cluster.checkpoints import check_library_has
+from cluster.engines import engine_environment
 from cluster.measure.measurement import (
     ASSISTED,
     BATCH,
@@ -96,16 +97,9 @@ class Baselines:
             options |= {"assistant_model": self.assistant}
         elif row != GENERATE:
             raise BadRequest("row", f"{row!r} is none of {', '.join((GENERATE, *LOOKUPS, *ASSISTANTS))}")
-        ids = torch.tensor([list(prompt)], device=self.device)
-        mask = torch.ones_like(ids)
         torch.manual_seed(seed)
-        with torch.inference_mode():
-            started = time.perf_counter()
-            found = self.target.generate(ids, attention_mask=mask, max_new_tokens=tokens, streamer=clock, **options)
-            answer = found[0, len(prompt) :].tolist()
-            seconds = time.perf_counter() - started
-        if len(answer) != tokens:
-            raise EngineFailed(f"{row}: {len(answer)} tokens instead of {tokens}")
+        started = time.perf_counter()
+        (answer,), seconds = self._generate(row, [prompt], tokens, streamer=clock, **options)
         return TimedAnswer(tuple(answer), seconds, clock.times[1] - started, clock.counts[1], len(clock.times) - 1)
 
     def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
@@ -115,19 +109,24 @@ class Baselines:
         """
         if row != BATCH:
             raise BadRequest("row", f"{row!r} is not {BATCH}")
+        answers, seconds = self._generate(row, prompts, tokens, do_sample=False)
+        return {"tokens": sum(map(len, answers)), "seconds": seconds}
+
+    def _generate(
+        self, row: str, prompts: Sequence[Sequence[int]], tokens: int, **options: object
+    ) -> tuple[list[list[int]], float]:
+        """The answers to all prompts at once, and the seconds from the call to the last token."""
         torch, longest = self._torch, max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=self.device)
         mask = torch.tensor([[at >= longest - len(prompt) for at in range(longest)] for prompt in prompts]).long()
         started = time.perf_counter()
         with torch.inference_mode():
-            found = self.target.generate(
-                ids, attention_mask=mask.to(self.device), max_new_tokens=tokens, do_sample=False
-            )
-        count = found[:, ids.shape[1] :].numel()
+            found = self.target.generate(ids, attention_mask=mask.to(self.device), max_new_tokens=tokens, **options)
+            answers = found[:, longest:].tolist()
         seconds = time.perf_counter() - started
-        if count != tokens * len(prompts):
-            raise EngineFailed(f"{row}: {count} tokens instead of {tokens * len(prompts)}")
-        return {"tokens": count, "seconds": seconds}
+        if any(len(answer) != tokens for answer in answers):
+            raise EngineFailed(f"{row}: {len(answers[0])} tokens instead of {tokens}")
+        return answers, seconds
 
 
 def load(target: Path, assistant: Path | None, dtype: str, threads: int) -> tuple[Reply, Callable[[Call], Reply]]:
@@ -140,12 +139,11 @@ def load(target: Path, assistant: Path | None, dtype: str, threads: int) -> tupl
     return {}, lambda call: baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
 
 
-def library_process(
-    target: Path, assistant: Path | None, dtype: str, threads: int, environment: Mapping[str, str] | None = None
-) -> ContenderProcess:
-    """The baselines in a separate process. environment: added to this process's own"""
+def library_process(target: Path, assistant: Path | None, dtype: str, threads: int) -> ContenderProcess:
+    """The baselines in a separate process, with the environment of an engine of so many threads."""
     arguments = [str(target), str(assistant or ""), dtype, str(threads)]
-    return ContenderProcess("transformers", __name__, arguments, os.environ | dict(environment or {}))
+    quiet = engine_environment(threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
+    return ContenderProcess("transformers", __name__, arguments, os.environ | quiet)
 
 
 if __name__ == "__main__":

@@ -63,20 +63,24 @@ class BenchOption:
     shown: bool = True  # whether help states the default
     argument: bool = False
 
-    def parameter(self, name: str, kind: Any) -> inspect.Parameter:
-        """The parameter of the command for this field. Its value is None unless it is given."""
+    def info(self, name: str = "") -> Any:
+        """The option of a command, or its argument of this name. Its value is None unless it is given."""
         listed = isinstance(self.full, tuple)
         limits: dict[str, Any] = {} if self.least is None or listed else {"min": self.least, "max": self.most}
+        if self.argument:
+            limits["metavar"] = f"[{name.rstrip('s').upper()}]" + "..." * listed
         text = self.help + (self._defaults if self.shown else "")
-        if listed:
-            kind = list[Path] if self.argument else str
+        return (typer.Argument if self.argument else typer.Option)(help=text, show_default=False, **limits)
+
+    def parameter(self, name: str, kind: Any) -> inspect.Parameter:
+        """The parameter of the command for this field."""
         if kind is bool and not self.full:
             flag = typer.Option(False, f"--{name.replace('_', '-')}", help=self.help)
             return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=flag, annotation=bool)
-        if self.argument:
-            limits["metavar"] = f"[{name.rstrip('s').upper()}]" + "..." * listed
-        made = (typer.Argument if self.argument else typer.Option)(None, help=text, show_default=False, **limits)
-        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=made, annotation=kind | None)
+        if isinstance(self.full, tuple):
+            kind = list[Path] if self.argument else str
+        kind = Annotated[kind | None, self.info(name)]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
     def value(self, name: str, given: Any, quick: bool) -> Any:
         """The field's value: as given, or its default."""

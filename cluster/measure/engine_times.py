@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from statistics import median
+from typing import TypeVar
+
 from dendro.engine import started
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Sampling
 
 from cluster.measure.in_process import EngineText, star
-from cluster.measure.turns import by_turns, medians_us
 from cluster.worth import SHAPES, DraftingEngine, TargetEngine
 
 IDS = tuple(range(1, 33))
 """A text's tokens; which ones does not change the times."""
 REPETITIONS = 5
+Way = TypeVar("Way")
 ROWS = (1, *sorted({shape.rows for shape in SHAPES}))
 
 
@@ -37,3 +42,22 @@ class WorthTimer:
             times = await by_turns(SHAPES, lambda shape: text.draft(drafter, shape, len(IDS)), REPETITIONS)
             await text.close(drafter)
         return medians_us(times)
+
+
+async def by_turns(
+    ways: Sequence[Way], call: Callable[[Way], Awaitable[object]], repetitions: int
+) -> dict[Way, list[float]]:
+    """Seconds of a call in each way, `repetitions` of them. The ways take turns; the first turn of each is warm-up."""
+    times: dict[Way, list[float]] = {way: [] for way in ways}
+    for _ in range(repetitions + 1):
+        for way, taken in times.items():
+            made = call(way)  # what is made for a call is not timed
+            began = time.perf_counter()
+            await made
+            taken.append(time.perf_counter() - began)
+    return {way: taken[1:] for way, taken in times.items()}
+
+
+def medians_us(times: Mapping[Way, Sequence[float]]) -> dict[Way, float]:
+    """Median microseconds of each way, of `by_turns`' seconds."""
+    return {way: 1e6 * median(taken) for way, taken in times.items()}

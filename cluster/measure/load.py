@@ -24,8 +24,7 @@ from cluster.measure.ours import TenantClients, TenantRule, timed
 from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
 from cluster.measure.speed import Identity
-from cluster.measure.statistics import Estimate, median_estimate
-from cluster.measure.turns import estimate
+from cluster.measure.statistics import Estimate, estimate, median_estimate
 
 FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)

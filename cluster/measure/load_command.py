@@ -17,6 +17,7 @@ from cluster import deploy
 from cluster.command_options import given_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.baselines import library_process
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, judged_as, models, option, prompt_file, seed
 from cluster.measure.hops import hop_process
 from cluster.measure.load import FIXED, WAYS, GrpcDoor, Loader, LoadPlan, measure_load, rows_of
@@ -27,7 +28,7 @@ from cluster.measure.pairs import FIRST_S, PAIRS, PairsPlan, measure_pairs, rows
 from cluster.measure.report import Row
 from cluster.measure.speed import OWN, Identity
 from cluster.measure.surface import BARE, SURFACE, WHOLE, both_doors, router_stats, surface_rows
-from cluster.measure.targets import COSTLY, DEMO, library_of, target_config, target_facts
+from cluster.measure.targets import COSTLY, DEMO, target_config, target_facts
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running_cluster
 from cluster.tables import PLAIN_WIDTH
@@ -229,11 +230,11 @@ async def run_loads(
         seed=options.seed,
         ways=(OFF, *own_arms(loaded.config), AUTO) if options.own else WAYS,
     )
-    config = with_room(loaded.config, max(plan.clients))
+    config, target = with_room(loaded.config, max(plan.clients)), loaded.target
     async with (
         running_cluster(config.private()) as address,
         AsyncClient(address, proxy=False) as client,
-        library_of(loaded.target) as library,
+        library_process(target.checkpoint, None, target.dtype, target.threads) as library,
         hop_process() as hop_us,
     ):
         loader = loaded.loader(client, plan.tokens)

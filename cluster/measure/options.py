@@ -6,10 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 from dendro.clock import Clock
@@ -32,27 +31,6 @@ LINE_EVERY_S = 30.0
 """Seconds between two lines of progress where the standard error is no terminal."""
 T = TypeVar("T")
 Number = TypeVar("Number", int, float)
-
-
-@dataclass(frozen=True, slots=True)
-class Default(Generic[T]):
-    """The default of an option, and its default with --quick. The option itself is None unless it is given."""
-
-    full: T
-    quick: T
-
-    def chosen(self, given: T | None, quick: bool) -> T:
-        """An option's value, or its default."""
-        return given if given is not None else self.at(quick)
-
-    def at(self, quick: bool) -> T:
-        return self.quick if quick else self.full
-
-    def option(self, text: str, least: int | None = None) -> OptionInfo:
-        """The option, whose help is `text` and both defaults. least: of a number"""
-        text = f"{text} (default {as_given(self.full)}; quick {as_given(self.quick)})"
-        option: OptionInfo = typer.Option(min=least, help=text, show_default=False)
-        return option
 
 
 def as_given(default: object) -> str:

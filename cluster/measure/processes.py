@@ -7,9 +7,9 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
+from asyncio.subprocess import PIPE
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -23,6 +23,8 @@ Call = dict[str, Any]
 Reply = dict[str, Any]
 _FAILURE = re.compile(r"\b(error|failed|failure|illegal|unsupported)\b", re.IGNORECASE)
 _KEPT_LOG = 1 << 16
+LONGEST_LINE = 1 << 24
+"""Bytes of a reply."""
 
 
 def serve_calls(load: Callable[[], tuple[Reply, Callable[[Call], Reply]]]) -> None:
@@ -76,18 +78,20 @@ class ContenderProcess:
         self._log = tempfile.TemporaryFile("w+", errors="replace") if keep_log else None  # noqa: SIM115  # see _stop
 
     async def __aenter__(self) -> Self:
-        self._start()
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdin=PIPE, stdout=PIPE, stderr=self._log, env=self._environment, limit=LONGEST_LINE
+        )
         try:
-            self.facts = self._checked(self._name, await asyncio.to_thread(self._read))
+            self.facts = await self._reply(self._name)
         except BaseException:
-            self._stop()
+            await self._stop()
             raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop()
+        await self._stop()
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """Time an answer in the other process. Raises EngineFailed as `call`."""
@@ -96,58 +100,36 @@ class ContenderProcess:
 
     async def call(self, row: str, **fields: object) -> Reply:
         """The reply to a call for a row. Raises EngineFailed with the other process's error, or with how it ended."""
-        return self._checked(row, await asyncio.to_thread(self._exchange, json.dumps({"row": row, **fields})))
+        assert self._process.stdin
+        self._process.stdin.write(json.dumps({"row": row, **fields}).encode() + b"\n")
+        with suppress(ConnectionError):  # the process has ended: its reply says how
+            await self._process.stdin.drain()
+        return await self._reply(row)
 
     @property
     def ended(self) -> bool:
-        return self._process.poll() is not None
+        return self._process.returncode is not None
 
-    def _start(self) -> None:
-        self._process = subprocess.Popen(
-            self._command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=self._environment,
-        )
-
-    def _stop(self) -> None:
-        assert self._process.stdin and self._process.stdout
-        with suppress(BrokenPipeError):  # the process ended before it read all
-            self._process.stdin.close()
-        self._process.terminate()
-        self._process.wait()
-        self._process.stdout.close()
+    async def _stop(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        if not self.ended:
+            self._process.terminate()
+        await self._process.wait()
         if self._log is not None:
             self._log.close()
 
-    def _exchange(self, line: str) -> str:
-        assert self._process.stdin
-        try:
-            self._process.stdin.write(line + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            raise EngineFailed(self._end()) from None
-        return self._read()
-
-    def _read(self) -> str:
+    async def _reply(self, who: str) -> Reply:
         assert self._process.stdout
-        line = self._process.stdout.readline()
+        line = await self._process.stdout.readline()
         if not line:
-            raise EngineFailed(self._end())
-        return line
-
-    def _checked(self, who: str, line: str) -> Reply:
+            status = await self._process.wait()
+            how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+            raise EngineFailed(self._with_log(f"{self._name}: its process {how}"))
         reply: Reply = json.loads(line)
         if "error" in reply:
             raise EngineFailed(self._with_log(f"{who}: {reply['error']}"))
         return reply
-
-    def _end(self) -> str:
-        status = self._process.wait()
-        how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-        return self._with_log(f"{self._name}: its process {how}")
 
     def _with_log(self, text: str) -> str:
         if self._log is None or self._log.closed:

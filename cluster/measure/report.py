@@ -41,13 +41,11 @@ def text_of(value: Any, form: str = "") -> str:
 
 
 # Aims
-def aim_row(
-    aim: str, bar: float, met: bool | None, found: Estimate | None, why: str = "", judged: str = "median"
-) -> Row:
-    """An aim of a report. judged: the end of the estimate that is shown as its value."""
+def aim_row(aim: str, bar: float, met: bool | None, found: Estimate | None, why: str = "") -> Row:
+    """An aim of a report."""
     row: Row = {"aim": aim, "value": None, "interval": None, "bar": bar, "met": met}
     if found is not None:
-        row["value"], row["interval"] = getattr(found, judged), [found.low, found.high]
+        row["value"], row["interval"] = found.median, [found.low, found.high]
     few = ""
     if found is not None and found.coverage < CONFIDENCE:
         few = f"few measurements: the interval is their range and covers {found.coverage:.0%}"

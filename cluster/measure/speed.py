@@ -29,13 +29,7 @@ from cluster.measure.measurement import (
     TimedAnswer,
 )
 from cluster.measure.report import Row
-from cluster.measure.statistics import (
-    Key,
-    lower_bound,
-    paired_ratio,
-    ratios_by_prompt,
-)
-from cluster.measure.turns import estimate
+from cluster.measure.statistics import Key, estimate, lower_bound, paired_ratio, ratios_by_prompt
 
 OWN = "own"
 """A user's target, among what is judged."""
@@ -182,20 +176,19 @@ class Contenders:
         """Let every setting of the plan's rows in `GRIDS` answer the choosing prompts; `best` gets the one whose rate
         has the highest geometric mean. A plain answer comes first, as warm-up. `step` is called after each of
         `plan.choosing_answers` answers."""
-        if plan.chosen_rows:
-            assert self.library is not None
-            await self.library.answer(GENERATE, plan.choosing[0], 0.0, 0, plan.tokens)
-            step()
+        if not plan.chosen_rows:
+            return
+        assert self.library is not None
+        await self.library.answer(GENERATE, plan.choosing[0], 0.0, 0, plan.tokens)
+        step()
         for temperature in plan.temperatures:
             for row in plan.chosen_rows:
                 rates: dict[str, float] = {}
                 for setting in GRIDS[row]:
                     logs = []
                     for at, prompt in enumerate(plan.choosing):
-                        assert self.library is not None
-                        found = await self.library.answer(
-                            setting, prompt, temperature, plan.answer_seed(-1 - at, 0), plan.tokens
-                        )
+                        request = prompt, temperature, plan.answer_seed(-1 - at, 0), plan.tokens
+                        found = await self.library.answer(setting, *request)
                         logs.append(math.log(found.tokens_per_second))
                         step()
                     rates[setting] = fmean(logs)
@@ -223,12 +216,24 @@ class Contenders:
             return None
 
 
-def _compare_ours(
-    plan: SpeedPlan, identity: Identity, found: Mapping[str, TimedAnswer], prompt: int, temperature: float
-) -> None:
+async def answer_in_all_ways(
+    plan: SpeedPlan,
+    contenders: Contenders,
+    rows: Sequence[str],
+    at: tuple[int, float, int],
+    identity: Identity,
+    step: Step,
+) -> dict[str, TimedAnswer]:
+    """Answers of the rows, one after the other; those of ours are compared. at: prompt, temperature and repetition"""
+    found = {}
+    for row in rows:
+        if (answer := await contenders.answer(plan, row, *at)) is not None:
+            found[row] = answer
+        step()
     for row in plan.ours[1:]:
-        name = f"{plan.target}, {row}, prompt {prompt + 1}, temperature {temperature:g}"
+        name = f"{plan.target}, {row}, prompt {at[0] + 1}, temperature {at[1]:g}"
         identity.compare(name, found[row].tokens, found[OFF].tokens)
+    return found
 
 
 async def answer_lengths(plan: SpeedPlan, ours: Writer, step: Step) -> dict[tuple[int, int, float], int]:
@@ -251,12 +256,8 @@ async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, 
     identity = Identity()
     for prompt in range(min(prompts, len(plan.prompts))):
         for temperature in plan.temperatures:
-            found = {}
-            for row in plan.rows_at(temperature):
-                if (answer := await contenders.answer(plan, row, prompt, temperature, 0)) is not None:
-                    found[row] = answer
-                step()
-            _compare_ours(plan, identity, found, prompt, temperature)
+            rows, at = plan.rows_at(temperature), (prompt, temperature, 0)
+            await answer_in_all_ways(plan, contenders, rows, at, identity, step)
     return identity
 
 
@@ -274,12 +275,10 @@ async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step:
             measured.note = f"the time limit ended the measurement after {done} of {len(passes)} passes over all rows"
             break
         for temperature in plan.temperatures:
-            found = {}
-            for row in plan.order(repetition, temperature, prompt):
-                if (answer := await contenders.answer(plan, row, prompt, temperature, repetition)) is not None:
-                    found[row] = measured.answers[row, temperature][prompt, repetition] = answer
-                step()
-            _compare_ours(plan, measured.identity, found, prompt, temperature)
+            rows, at = plan.order(repetition, temperature, prompt), (prompt, temperature, repetition)
+            found = await answer_in_all_ways(plan, contenders, rows, at, measured.identity, step)
+            for row, answer in found.items():
+                measured.answers[row, temperature][prompt, repetition] = answer
     measured.answers = {key: found for key, found in measured.answers.items() if key[0] not in contenders.left_out}
     return measured
 
@@ -351,6 +350,17 @@ def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
     }
 
 
+def figures_of(answers: Mapping[Key, TimedAnswer]) -> Row:
+    """The fields that rows of all prompts and rows of a category have."""
+    tokens = sum(len(answer.tokens) for answer in answers.values())
+    return {
+        "prompts": len({prompt for prompt, _ in answers}),
+        "answer_tokens": round(tokens / len(answers), 1),
+        "tokens_per_second": estimate(_by_prompt({key: each.tokens_per_second for key, each in answers.items()})),
+        "emitted_per_round": round(tokens / sum(answer.round_count for answer in answers.values()), 3),
+    }
+
+
 def rows_of(measured: SpeedResult) -> Iterator[Row]:
     """One report row for each row of the plan at each temperature."""
     plan = measured.plan
@@ -365,17 +375,10 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
                 "target": plan.target,
                 "judged": plan.judged,
                 "temperature": temperature,
-                "prompts": len({prompt for prompt, _ in answers}),
                 "answers": len(answers),
-                "answer_tokens": round(fmean(len(answer.tokens) for answer in answers.values()), 1),
-                "tokens_per_second": estimate(_by_prompt(rates)),
+                **figures_of(answers),
                 "decode_tokens_per_second": round(median(decode), 2) if decode else None,
                 "first_token_ms": round(1000 * median(answer.first_seconds for answer in answers.values()), 2),
-                "emitted_per_round": round(
-                    sum(len(answer.tokens) for answer in answers.values())
-                    / sum(answer.round_count for answer in answers.values()),
-                    3,
-                ),
                 "ratio_over": {
                     other: paired_ratio(rates, measured.rates(other, temperature)).as_json()
                     for other in COMPARED
@@ -403,26 +406,15 @@ def categories_of(measured: SpeedResult) -> Iterator[Row]:
     for temperature in plan.temperatures:
         for category in dict.fromkeys(plan.categories):
             for name in measured.names(temperature):
-                rates, off = (
-                    {
-                        key: rate
-                        for key, rate in measured.rates(row, temperature).items()
-                        if plan.categories[key[0]] == category
-                    }
-                    for row in (name, OFF)
-                )
-                if not rates:
+                own = [key for key in measured.rates(name, temperature) if plan.categories[key[0]] == category]
+                if not own:
                     continue
-                answers = [measured.answers[name, temperature][key] for key in rates]
-                tokens = sum(len(answer.tokens) for answer in answers)
+                rates, off = ({key: measured.rates(row, temperature)[key] for key in own} for row in (name, OFF))
                 yield {
                     "category": category or "none",
                     "target": plan.target,
                     "temperature": temperature,
                     "name": name,
-                    "prompts": len({prompt for prompt, _ in rates}),
-                    "answer_tokens": round(tokens / len(answers), 1),
-                    "tokens_per_second": estimate(list(rates.values())),
                     "over_off": paired_ratio(rates, off).as_json(),
-                    "emitted_per_round": round(tokens / sum(answer.round_count for answer in answers), 3),
+                    **figures_of({key: measured.answers[name, temperature][key] for key in own}),
                 }

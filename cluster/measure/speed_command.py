@@ -24,6 +24,7 @@ from tree_layers.checkpoint import GGUF
 from cluster.command_options import given_config
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import held_out_prompts, load_tokenizer
+from cluster.measure.baselines import library_process
 from cluster.measure.bench import (
     Aim,
     Bench,
@@ -62,7 +63,7 @@ from cluster.measure.speed import (
     measure,
     rows_of,
 )
-from cluster.measure.targets import COSTLY, MAMBA2, THREADS, Which, library_of, target_config, target_facts
+from cluster.measure.targets import COSTLY, MAMBA2, MEASURED, THREADS, target_config, target_facts
 from cluster.prompt_files import QUESTIONS
 from cluster.running import running
 from cluster.training.acceptance import ANSWER_TOKENS, PROMPT_TOKENS
@@ -209,7 +210,8 @@ async def contenders_for(pair: MeasuredPair, local: bool) -> AsyncIterator[Conte
         AsyncClient(address, proxy=False) as client,
     ):
         if set(rows) & set(BASELINES):
-            library = await stack.enter_async_context(library_of(target, pair.assistant))
+            process = library_process(target.checkpoint, pair.assistant, target.dtype, target.threads)
+            library = await stack.enter_async_context(process)
 
         async def started(which: Sequence[str], file: Path | None = None) -> ContenderProcess | None:
             try:
@@ -269,15 +271,15 @@ def parse_tenants(text: str) -> tuple[TenantRule, ...]:
     return tuple(map(TenantRule, parts))
 
 
-def _bundled(options: SpeedOptions) -> Which:
+def bundled_targets(options: SpeedOptions) -> tuple[str, ...]:
+    """The names of the bundled targets that are measured. Raises BadRequest for options of own ones."""
     if options.alone or options.no_arms or options.tenants != TenantRule.ANSWERS:
         named = "alone" if options.alone else "no-arms" if options.no_arms else "tenants"
         raise BadRequest(named, "has an effect with CONFIG or --prompt-file alone")
-    name = options.target
-    try:
-        return Which(name or (Which.COSTLY if options.quick else Which.BOTH))
-    except ValueError:
-        raise BadRequest("target", f"{name!r} is not one of {', '.join(Which)}; with CONFIG, name its own") from None
+    name = options.target or (COSTLY if options.quick else "both")
+    if name not in MEASURED:
+        raise BadRequest("target", f"{name!r} is not one of {', '.join(MEASURED)}; with CONFIG, name its own")
+    return MEASURED[name]
 
 
 def _labelled(paths: Sequence[Path], target: str) -> dict[str, Config]:
@@ -293,7 +295,7 @@ def _labelled(paths: Sequence[Path], target: str) -> dict[str, Config]:
 
 def pairs_of(options: SpeedOptions) -> list[MeasuredPair]:
     if not options.configs and options.prompt_file is None:
-        return demo_pairs(_bundled(options).names, options)
+        return demo_pairs(bundled_targets(options), options)
     configs = _labelled(options.configs, options.target)
     return file_pairs(configs, options.prompt_file or QUESTIONS, parse_tenants(options.tenants), options)
 

@@ -39,8 +39,6 @@ def median_estimate(values: Sequence[float]) -> Estimate:
     The k-th smallest and the k-th largest of n values miss the true median with probability 2 P(Binomial(n, 1/2) < k);
     k is the largest for which that is at most 1 - CONFIDENCE. Of 16 values these are the 5th and the 12th.
     """
-    if not values:
-        raise ValueError("median_estimate: no values")
     ordered, count = sorted(values), len(values)
     rank, missed = _rank(count, (1 - CONFIDENCE) / 2)
     return Estimate(median(ordered), ordered[rank - 1], ordered[count - rank], max(1 - 2 * missed, 0.0))
@@ -48,16 +46,31 @@ def median_estimate(values: Sequence[float]) -> Estimate:
 
 def lower_bound(values: Sequence[float]) -> Estimate:
     """The median, and a bound below it: the true median is at least `low` with a probability of at least `coverage`."""
-    if not values:
-        raise ValueError("lower_bound: no values")
     ordered = sorted(values)
     rank, missed = _rank(len(values), 1 - CONFIDENCE)
     return Estimate(median(ordered), ordered[rank - 1], ordered[-1], 1 - missed)
 
 
+def estimate(values: Sequence[float]) -> dict[str, float]:
+    """A row's field: the median of values and its interval."""
+    return median_estimate(values).as_json()
+
+
+def estimates(times: Mapping[str, Sequence[float]]) -> dict[str, dict[str, float]]:
+    """A row's field: each way's estimate in milliseconds, of seconds."""
+    return {way: estimate([1e3 * each for each in taken]) for way, taken in times.items()}
+
+
+def over(one: Sequence[float], other: Sequence[float]) -> dict[str, float]:
+    """A row's field: the estimate of the ratios of values that were measured next to each other."""
+    return estimate([mine / its for mine, its in zip(one, other, strict=True)])
+
+
 def _rank(count: int, most: float) -> tuple[int, float]:
     """The largest k, at least 1, for which P(Binomial(count, 1/2) < k) is at most `most`; and that probability."""
     below = [math.comb(count, successes) / 2**count for successes in range(count + 1)]
+    if not count:
+        raise ValueError("no values were measured")
     rank, missed = 1, below[0]
     while rank < (count + 1) // 2 and missed + below[rank] <= most:
         missed += below[rank]

@@ -33,7 +33,7 @@ from cluster.measure.load import LoadAnswer, LoadBlock, LoadedDoor, Prompt, perc
 from cluster.measure.ours import timed
 from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
 from cluster.measure.report import Row
-from cluster.measure.turns import estimate
+from cluster.measure.statistics import estimate
 from cluster.router.allowance import KeyLimits
 from cluster.running import running_cluster
 from cluster.sections import ClientTls, Tls, TraceExport

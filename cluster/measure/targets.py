@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import math
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from tree_layers.checkpoint import weight_files
 from tree_layers.headers import tensor_shapes
 
-from cluster.config import Config, TargetConfig, demo_config
-from cluster.engines import engine_environment
-from cluster.measure.baselines import library_process
+from cluster.config import Config, demo_config
 from cluster.measure.costly import costly_checkpoint
-from cluster.measure.processes import ContenderProcess
 
 DEMO = "demo"
 COSTLY = "costly"
@@ -24,17 +20,8 @@ MAMBA2_TARGET = "target_mamba2"  # folder among the demo's models
 THREADS = 2
 
 
-class Which(StrEnum):
-    """The targets to measure."""
-
-    DEMO = "demo"
-    COSTLY = "costly"
-    BOTH = "both"
-    MAMBA2 = "mamba2"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (COSTLY, DEMO) if self is Which.BOTH else (self.value,)
+MEASURED = {DEMO: (DEMO,), COSTLY: (COSTLY,), "both": (COSTLY, DEMO), MAMBA2: (MAMBA2,)}
+"""Value of --target -> the targets to measure."""
 
 
 def target_config(models: Path, name: str) -> Config:
@@ -50,12 +37,6 @@ def target_config(models: Path, name: str) -> Config:
         checkpoint = costly_checkpoint(checkpoint if name == COSTLY else models / MAMBA2_TARGET)
     swapped = target.model_copy(update={"checkpoint": checkpoint, "threads": THREADS, "share_prefixes": False})
     return config.model_copy(update={"targets": {name: swapped}})
-
-
-def library_of(target: TargetConfig, assistant: Path | None = None) -> ContenderProcess:
-    """The library's ways to generate with a target's checkpoint, in a process with its engine's environment."""
-    quiet = engine_environment(target.threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
-    return library_process(target.checkpoint, assistant, target.dtype, target.threads, quiet)
 
 
 def parameter_count(checkpoint: Path) -> int:

@@ -19,10 +19,10 @@ from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName,
 from cluster.config import Config
 from cluster.drafter_figures import check_writable, figures_of, write_figures
 from cluster.hub import fetched, pinned
-from cluster.measure.bench import Aim, ReportTable, cells_of
+from cluster.measure.bench import Aim, BenchOption, ReportTable, cells_of
 from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
-from cluster.measure.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
+from cluster.measure.options import MarkdownFile, parse_temperatures, present, seed_option, with_bars
 from cluster.measure.report import Report, Row, machine_facts, text_of
 from cluster.measure.statistics import median_estimate
 from cluster.predict.predicting import Predicted, Predicting, PredictPlan, widest
@@ -33,9 +33,9 @@ from cluster.training.acceptance import ANSWER_TOKENS
 from cluster.tune.measuring import Ranker, Strangers
 from cluster.tune.prompts import choose_prompts
 
-PROMPTS = Default(24, quick=6)
-TIMED = Default(8, quick=2)
-TOKENS = Default(ANSWER_TOKENS, quick=24)
+PROMPTS = BenchOption("Prompts to predict on.", 24, 6, least=1)
+TIMED = BenchOption("Prompts of these to time rounds on.", 8, 2, least=1)
+TOKENS = BenchOption("Tokens of an answer, at most.", ANSWER_TOKENS, 24, least=2)
 DIFFERENCE = 0.05
 """Aim: the greatest relative difference between a predicted ratio and the measured one."""
 PARTS = {
@@ -195,8 +195,8 @@ def predict(
     markdown: MarkdownFile = None,
     local: Local = False,
     prompt_file: PromptFile = None,
-    prompts: Annotated[int | None, PROMPTS.option("Prompts to predict on.", least=1)] = None,
-    timed: Annotated[int | None, TIMED.option("Prompts of these to time rounds on.", least=1)] = None,
+    prompts: Annotated[int | None, PROMPTS.info()] = None,
+    timed: Annotated[int | None, TIMED.info()] = None,
     figures: Annotated[
         bool,
         typer.Option(
@@ -206,7 +206,7 @@ def predict(
         ),
     ] = False,
     held_out: Annotated[int, typer.Option(min=0, help="Other prompts to measure on, beside the predictions.")] = 0,
-    tokens: Annotated[int | None, TOKENS.option("Tokens of an answer, at most.", least=2)] = None,
+    tokens: Annotated[int | None, TOKENS.info()] = None,
     seed: Annotated[int, seed_option("sampling and of the order of runs")] = 0,
 ) -> None:
     """Predict what each configured arm gives over no speculation on this machine, the ceiling, and where time is lost.
@@ -222,10 +222,10 @@ def predict(
         checked,
         name,
         prompt_file,
-        PROMPTS.chosen(prompts, quick),
-        TIMED.chosen(timed, quick),
+        PROMPTS.value("prompts", prompts, quick),
+        TIMED.value("timed", timed, quick),
         held_out,
-        TOKENS.chosen(tokens, quick),
+        TOKENS.value("tokens", tokens, quick),
         seed,
     )
     levels = parse_temperatures(temperatures)

@@ -18,10 +18,10 @@ from rich.console import Console
 from cluster.command_options import ConfigArgument, JsonFile, Local, TargetName, given_config
 from cluster.config import Config
 from cluster.hub import fetched, pinned
-from cluster.measure.bench import ReportTable, cells_of
+from cluster.measure.bench import BenchOption, ReportTable, cells_of
 from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
-from cluster.measure.options import Default, MarkdownFile, parse_temperatures, present, seed_option, with_bars
+from cluster.measure.options import MarkdownFile, parse_temperatures, present, seed_option, with_bars
 from cluster.measure.report import Report, machine_facts, text_of
 from cluster.measure.targets import parameter_count
 from cluster.prompt_files import PromptFile
@@ -83,10 +83,11 @@ class TuneSize:
     tokens: int
 
 
-LEARNED = Default(24, quick=6)
-TIMED = Default(6, quick=1)
-HELD_OUT = Default(8, quick=2)
-TOKENS = Default(ANSWER_TOKENS, quick=24)
+LEARNED = BenchOption("Prompts to count ranks on.", 24, 6, least=1)
+HELD_OUT = BenchOption("Prompts to run shapes on.", 8, 2, least=1)
+TOKENS = BenchOption("Tokens of an answer, at most.", ANSWER_TOKENS, 24, least=2)
+TIMED = {False: 6, True: 1}
+"""Prompts to time rounds on, without and with --quick."""
 
 
 def plans_of(
@@ -230,9 +231,9 @@ def tune(
     markdown: MarkdownFile = None,
     local: Local = False,
     prompt_file: PromptFile = None,
-    prompts: Annotated[int | None, LEARNED.option("Prompts to count ranks on.", least=1)] = None,
-    held_out: Annotated[int | None, HELD_OUT.option("Prompts to run shapes on.", least=1)] = None,
-    tokens: Annotated[int | None, TOKENS.option("Tokens of an answer, at most.", least=2)] = None,
+    prompts: Annotated[int | None, LEARNED.info()] = None,
+    held_out: Annotated[int | None, HELD_OUT.info()] = None,
+    tokens: Annotated[int | None, TOKENS.info()] = None,
     max_rows: Annotated[int, typer.Option(min=2, max=MAX_ROWS, help="Rows of a tree, root included.")] = MAX_ROWS,
     max_depth: Annotated[int, typer.Option(min=1, max=MAX_ROWS - 1, help="Levels below the root.")] = 10,
     max_children: Annotated[int, typer.Option(min=1, max=CANDIDATES, help="Children of one row.")] = CANDIDATES,
@@ -256,10 +257,10 @@ def tune(
         checked,
         name,
         TuneSize(
-            LEARNED.chosen(prompts, quick),
-            TIMED.at(quick),
-            HELD_OUT.chosen(held_out, quick),
-            TOKENS.chosen(tokens, quick),
+            LEARNED.value("prompts", prompts, quick),
+            TIMED[quick],
+            HELD_OUT.value("held_out", held_out, quick),
+            TOKENS.value("tokens", tokens, quick),
         ),
         parse_temperatures(temperatures),
         SearchLimits(max_rows, max_depth, max_children),

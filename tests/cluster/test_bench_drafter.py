@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from dendro.tree import DraftTree
 from tree_kernels.noise import rows as noise_rows
 
 from cluster.bench import drafter
-from cluster.bench.allocations import peak_bytes
 from cluster.bench.drafter import (
     DRAFT_BARS,
     DRAFTER,
@@ -31,10 +31,11 @@ from cluster.bench.drafter import (
     DrafterForms,
     InlineDrafter,
     accepted_path,
-    held_by_text,
+    allocated_bytes,
     load_forms,
     measure_drafters,
     measure_in_turns,
+    peak_bytes,
     with_positions,
 )
 from cluster.demo.prompts import Prompt
@@ -157,6 +158,22 @@ def test_the_path_of_best_guesses_ends_at_a_leaf():
     assert accepted_path(DraftTree.of([9, 1, 2, 3, 4], [-1, 0, 0, 1, 3])) == [1, 3]
     assert accepted_path(DraftTree.of([9, 1, 2, 3], [-1, 0, 0, 2])) == [1]
     assert accepted_path(DraftTree.root_only(9)) == []
+
+
+def held_by_text(model, saved):
+    """Bytes of the tensors that a memory holds for each text of this saved state."""
+
+    copies = 2
+
+    def memory_of(texts):
+        memory = model.memory(1 + texts, 2)
+        for slot in range(1, 1 + texts):
+            memory.load(slot, saved)
+        return memory
+
+    with torch.inference_mode():
+        many, one = (sum(allocated_bytes(partial(memory_of, count))) for count in (1 + copies, 1))
+        return (many - one) // copies
 
 
 def test_the_measured_memory_of_a_text_is_what_a_drafter_states(checkpoint):

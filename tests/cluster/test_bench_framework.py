@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from cluster import slow_commands
 from cluster.measure import bench as framework
 from cluster.measure.bench import OLDER, Aim, Bench, Plot, ReportTable, bare, filled, option
+from cluster.measure.engine_times import by_turns
 from cluster.measure.options import BY_HAND
 from cluster.measure.report import as_markdown
-from cluster.measure.turns import by_turns
 
 ROOT = Path(__file__).parents[2]
 KEPT = sorted((ROOT / "docs/results").glob("*.json"))

@@ -29,7 +29,7 @@ from cluster.measure.measurement import BATCH
 from cluster.measure.ours import TenantRule
 from cluster.measure.pairs import PairsPlan, first_minute, measure_pairs, rows_against_off
 from cluster.measure.speed import OWN
-from cluster.measure.targets import Which
+from cluster.measure.targets import COSTLY, MAMBA2
 from tests.support import edge
 
 
@@ -261,7 +261,7 @@ def test_clients_must_be_different_numbers_from_one_up(text):
     assert chosen(clients="16,1,4").clients == (1, 4, 16)
 
 
-@pytest.mark.parametrize(("target", "against_off"), [(Which.COSTLY, False), (Which.BOTH, True), (Which.MAMBA2, True)])
+@pytest.mark.parametrize(("target", "against_off"), [(COSTLY, False), ("both", True), (MAMBA2, True)])
 def test_a_target_without_effect_is_refused(target, against_off):
     with pytest.raises(BadRequest, match="target"):
         LoadOptions(target=target, against_off=against_off)

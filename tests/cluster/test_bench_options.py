@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from cluster import cli, slow_commands
 from cluster.measure import options
-from cluster.measure.bench import Bench
-from cluster.measure.options import Default, as_given, with_bars
+from cluster.measure.bench import Bench, BenchOption
+from cluster.measure.options import as_given, with_bars
 
 BENCHES = [("bench", name) for name in slow_commands.BENCHES]
 
@@ -24,9 +24,9 @@ def output_of(*words: str) -> tuple[int, str]:
 
 
 def test_a_default_is_the_quick_one_with_quick_alone_and_none_where_the_option_is_given():
-    default = Default(9, quick=1)
-    assert [default.chosen(given, quick) for given in (None, 0, 4) for quick in (False, True)] == [9, 1, 0, 0, 4, 4]
-    assert default.at(True) == 1 and default.at(False) == 9
+    number = BenchOption("A number.", 9, 1)
+    found = [number.value("number", given, quick) for given in (None, 0, 4) for quick in (False, True)]
+    assert found == [9, 1, 0, 0, 4, 4]
 
 
 @pytest.mark.parametrize(("every_s", "lines"), [(0.0, ["1 of 3", "2 of 3", "3 of 3"]), (1e9, ["3 of 3"])])
@@ -57,7 +57,7 @@ def test_help_states_the_defaults_of_every_option_that_quick_changes(command: tu
         for each in fields(bench.options)
         if "option" in each.metadata
     ]
-    defaults = {*(each for each in module if isinstance(each, Default)), *declared}
+    defaults = {*(each for each in module if isinstance(each, BenchOption)), *declared}
     changed = {(as_given(each.full), as_given(each.quick)) for each in defaults if each.full != each.quick}
     shown = re.findall(r"\(default ([^();]+); quick ([^()]+)\)", text)
     assert shown and set(shown) <= changed
