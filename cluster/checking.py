@@ -65,7 +65,7 @@ class Pair:
     drafter: str
     target: str
     fits: bool
-    bridge: str  # what translates between the tokenizers: none, string or intersection
+    bridge: str  # translation between the tokenizers: none, string or intersection
     why: str
     worth: str = ""  # tokens a round by its checkpoint's figures, and whether a round can pay here
 
@@ -83,7 +83,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def add_problem(self, problem: BadRequest | str) -> None:
-        """Add a problem once: reading facts and loading may find the same one."""
+        """Add a problem once: reading facts and loading may find the same problem."""
         if str(problem) not in self.problems:
             self.problems.append(str(problem))
 

@@ -42,8 +42,8 @@ class TokenFit:
     """How a drafter's tokens compare with a target's."""
 
     refusal: str  # why the drafter cannot draft for the target; empty: it can
-    warning: str = ""  # what differs, and costs acceptance
-    note: str = ""  # how many tokens it guesses; what differs and costs nothing: added tokens, longer tails
+    warning: str = ""  # differences that cost acceptance
+    note: str = ""  # number of tokens that it guesses, and differences without a cost: added tokens, longer tails
     shared: int = 0  # ordinary ids that both have
     different: int = 0  # shared ids whose texts differ
     first: tuple[Difference, ...] = ()  # the first SHOWN differences

@@ -22,7 +22,7 @@ from cluster.redis_cluster import RedisClusterClient
 REDIS_FAULTS = (redis.exceptions.RedisError, redis.exceptions.RedisClusterException, OSError, TimeoutError, ValueError)
 """ValueError: what redis-py raises where an answer has something else than a number."""
 RENEWALS = 2
-"""How often a command whose connection breaks is sent again, over a new one. So all commands may be sent twice."""
+"""Times that a command whose connection breaks is sent again, over new connections: any command may be sent twice."""
 RENEWED_AFTER = (redis.exceptions.ConnectionError, redis.exceptions.ReadOnlyError)
 """READONLY: the server was the primary when the connection was made. A new connection reaches the present one."""
 KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
@@ -78,7 +78,7 @@ class _PrimaryPool(SentinelConnectionPool):
 
 
 async def drop_idle(client: AnyClient) -> None:
-    """Close the connections that no call uses, so that the next call makes a new one."""
+    """Close the connections that no call uses, so that the next call makes a new connection."""
     if isinstance(client, RedisClusterClient):
         await client.drop_idle()
     else:

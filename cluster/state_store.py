@@ -79,7 +79,7 @@ class CallCounters:
 
 
 class CircuitOpen(Exception):
-    """No call was made: the last ones failed."""
+    """No call was made, since the last calls failed."""
 
 
 class CircuitBreaker:

@@ -62,7 +62,7 @@ class Level:
     texts: Sequence[int]  # [trees] slot of each tree's text
     starts: Sequence[int]  # [trees] tokens that the text slot has consumed: the root's position
     depths: Sequence[int]  # [trees] depth of the new nodes
-    trees: Sequence[Nodes]  # [trees] all nodes of each tree so far, the new ones last
+    trees: Sequence[Nodes]  # [trees] all nodes of each tree so far, new nodes last
 
     @property
     def count(self) -> int:
@@ -94,7 +94,7 @@ class Level:
 
     @cached_property
     def nodes(self) -> IntArray:
-        """Node slots of each tree's nodes, [trees, most], the new ones last; padded with NO_NODE at the front."""
+        """Node slots of each tree's nodes, [trees, most], new nodes last; padded with NO_NODE at the front."""
         most = max(len(nodes.slots) for nodes in self.trees)
         return np.array([[NO_NODE] * (most - len(nodes.slots)) + list(nodes.slots) for nodes in self.trees], np.int64)
 

@@ -34,7 +34,7 @@ class LevelSize:
 
     trees: int
     new: int  # new nodes of each tree
-    nodes: int  # nodes of each tree, the new ones included; 0 where a level reads its parents alone
+    nodes: int  # nodes of each tree, new nodes included; 0 where a level reads its parents alone
 
     @property
     def rows(self) -> int:

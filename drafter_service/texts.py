@@ -158,7 +158,7 @@ class DrafterText:
     ahead: int = 0  # length of the text in the target's ids minus its length in these ids
     closing: Ticket | None = None
     ended: bool = False  # True while the memory is being saved
-    begun: RowMasks | None = None  # the masks begun last, for this round or an earlier one
+    begun: RowMasks | None = None  # the masks begun last, for this round or an earlier round
     structured: bool = field(init=False)  # True if the answer has a structure, even one that is no longer followed
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ class StepCosts:
         self._us: dict[int, float] = {}
 
     def learn(self, rows: int, us: float) -> None:
-        """Record the microseconds of a step. rows: padded"""
+        """Record the microseconds of a step. rows: its rows, padding included"""
         usual = self._us.get(rows)
         if usual is None:
             self._us[rows] = us

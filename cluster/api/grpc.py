@@ -186,7 +186,7 @@ class GenerationServicer:
             with contextlib.suppress(TimeoutError):  # the status is sent after the events that the client does not read
                 async with asyncio.timeout(ABORT_S):
                     await abort
-            raise asyncio.CancelledError from None  # which ends the call without a status
+            raise asyncio.CancelledError from None  # a cancelled call ends without a status
 
     async def GetServerInfo(self, caller: CallerIdentity, data: bytes) -> pb.GetServerInfoResponse:
         await self._read(pb.GetServerInfoRequest, data)

@@ -356,7 +356,7 @@ def policy_over_off(
 def compared(
     ahead: Mapping[tuple[int, int], LiveAnswer], plain: Mapping[tuple[int, int], LiveAnswer], stats: Mapping[str, int]
 ) -> Row:
-    """Answers with prepared trees against the same ones without. stats: of the drafter that prepared trees"""
+    """Compare answers with prepared trees with the same answers without. stats: of the drafter that prepares trees"""
     rounds = sum(each.rounds for each in ahead.values())
     waited = [sum(each.waited_s for each in answers.values()) for answers in (ahead, plain)]
     seconds = [{key: each.seconds / each.rounds for key, each in answers.items()} for answers in (ahead, plain)]

@@ -124,7 +124,7 @@ def measure_products(
                 for each in products:
                     times[each.name].append(each.seconds(given))
         step()
-        kept = {name: own[1:] for name, own in times.items()}  # the first one warms up
+        kept = {name: own[1:] for name, own in times.items()}  # the first repetition warms up
         yield {"rows": count, "ms": estimates(kept), **ratios_of(kept)}
 
 

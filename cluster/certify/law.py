@@ -135,7 +135,7 @@ def deviations_above(draws: float, faulty: Law, chances: Law, alpha: float) -> f
 
 
 def _cells(law: Law, draws: int) -> npt.NDArray[np.int64]:
-    """Cell of each token, [V], numbered from 0; tokens of probability 0 are in the last one."""
+    """Cell of each token, [V], numbered from 0; tokens of probability 0 are in the last cell."""
     order = np.argsort(-law, kind="stable")
     least = max(MIN_EXPECTED / draws, 1 / MAX_CELLS)
     cells = np.empty(len(law), np.int64)

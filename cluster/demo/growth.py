@@ -72,5 +72,5 @@ def _widen(large: Tensor, small: Tensor) -> None:
 
 
 def _widen_norm(large: Tensor, small: Tensor) -> None:
-    """Copy a norm's weight, scaled: its mean square is over more channels, of which the new ones are zero at first."""
+    """Copy a norm's weight, scaled: its mean square is over more channels, and new channels are zero at first."""
     large[: len(small)] = small * (len(small) / len(large)) ** 0.5

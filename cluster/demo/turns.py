@@ -36,8 +36,8 @@ class ChatTurns:
     """Two questions in the form that a chat template gives them."""
 
     first: str
-    then: str  # what follows an answer that has ended
-    end: str  # what ends an answer
+    then: str  # text that follows an answer which has ended
+    end: str  # text that ends an answer
 
     def second(self, answer: Completion) -> str:
         return self.then if answer.complete.finish is Finish.END_OF_TEXT else self.end + self.then

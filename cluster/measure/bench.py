@@ -60,7 +60,7 @@ class BenchOption:
     most: int | None = None
     count: int = 1  # the fewest numbers of a list
     of: Callable[[str], Any] | None = None  # reads the parts of a list; None: that of its default
-    shown: bool = True  # whether help states the default
+    shown: bool = True  # True if help states the default
     argument: bool = False
 
     def info(self, name: str = "") -> Any:
@@ -319,9 +319,9 @@ class Bench(Generic[S]):
     aims: tuple[Aim, ...] = ()
     plots: tuple[Plot, ...] = ()
     threads: int = THREADS  # threads of each engine, unless an option or the report says so
-    local: bool = True  # whether ours ran in the bench's process
+    local: bool = True  # True if our engines ran in the bench's process
     width: int = PLAIN_WIDTH  # columns of the terminal where there is none
-    code: tuple[str, ...] = ()  # what is measured: files and folders of the checkout
+    code: tuple[str, ...] = ()  # files and folders of the checkout whose code is measured
 
     def report(self, options: S, begin: Begin) -> Report:
         """Measure; the whole report."""

@@ -51,7 +51,7 @@ async def by_turns(
     times: dict[Way, list[float]] = {way: [] for way in ways}
     for _ in range(repetitions + 1):
         for way, taken in times.items():
-            made = call(way)  # what is made for a call is not timed
+            made = call(way)  # making the call is not timed
             began = time.perf_counter()
             await made
             taken.append(time.perf_counter() - began)

@@ -71,7 +71,7 @@ class ContenderProcess:
         environment: Mapping[str, str],
         keep_log: bool = False,
     ) -> None:
-        self.facts: Reply = {}  # what it wrote when it had loaded
+        self.facts: Reply = {}  # facts that the process wrote when it had loaded
         self._name = name
         self._command = [sys.executable, "-m", module, *arguments]
         self._environment = dict(environment)

@@ -272,7 +272,7 @@ def parse_tenants(text: str) -> tuple[TenantRule, ...]:
 
 
 def bundled_targets(options: SpeedOptions) -> tuple[str, ...]:
-    """The names of the bundled targets that are measured. Raises BadRequest for options of own ones."""
+    """The names of the bundled targets that are measured. Raises BadRequest for options of a user's targets."""
     if options.alone or options.no_arms or options.tenants != TenantRule.ANSWERS:
         named = "alone" if options.alone else "no-arms" if options.no_arms else "tenants"
         raise BadRequest(named, "has an effect with CONFIG or --prompt-file alone")

@@ -216,7 +216,7 @@ class Costs:
     plain_hop: Cost = field(default_factory=Cost)  # such a call in a round without a tree, which sends less
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
     since_ahead: int = 0  # plain rounds since the last one that was begun ahead
-    opening: Cost = field(default_factory=Cost)  # what opening a text at a drafter adds to the rounds meanwhile
+    opening: Cost = field(default_factory=Cost)  # time that opening a text at a drafter adds to rounds meanwhile
     draft: dict[Arm, Cost] = field(default_factory=dict)  # by arm: a draft's time, over the texts drafted together
     step: StepTime = field(default_factory=StepTime)
     texts: float = 1.0  # smoothed number of texts in a step

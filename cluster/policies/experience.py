@@ -44,7 +44,7 @@ CONCURRENCY_DECAY_US = 500_000.0
 GOLDEN_RATIO = 0.6180339887498949
 
 LATEST = 32
-"""Tenants whose costs those of a new one begin with."""
+"""Tenants from whose costs a new tenant's costs begin."""
 TENANTS = 512
 """Most experiences that a router keeps of a target, one for each tenant and class of modes. Beyond that the least
 recently used one is dropped."""

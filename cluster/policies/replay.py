@@ -71,7 +71,7 @@ class Ranked:
 
     ranks: tuple[int, ...]  # one per token, 0 to RANKED
     depths: tuple[int, ...]  # place of each token in its round, from 1 on
-    joined: bool  # True if the first token directly follows the last one ranked before
+    joined: bool  # True if the first token directly follows the last token that was ranked before
 
 
 UNRANKED = Ranked((), (), True)

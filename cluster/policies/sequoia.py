@@ -39,7 +39,7 @@ TimeOf = Callable[[int], float]
 """Microseconds of a forward, by its number of rows."""
 NEVER = -np.inf
 SAME = 1e-12
-"""Relative difference below which two trees are equally good; the one found first is taken."""
+"""Relative difference below which two trees are equally good; the tree found first is taken."""
 
 
 @dataclass(frozen=True, slots=True)

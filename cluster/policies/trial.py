@@ -92,7 +92,7 @@ class TrialTurn:
     """Rounds of one turn, all with speculation or all without."""
 
     rounds: JudgedRounds = field(default_factory=JudgedRounds)  # all rounds
-    undisturbed: JudgedRounds = field(default_factory=JudgedRounds)  # rounds beside no prefill
+    undisturbed: JudgedRounds = field(default_factory=JudgedRounds)  # rounds while no text was being opened
 
     def add(self, tokens: int, share_us: float, disturbed: bool) -> None:
         for judged in (self.rounds,) if disturbed else (self.rounds, self.undisturbed):

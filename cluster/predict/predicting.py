@@ -100,7 +100,7 @@ class Predicting:
             step()
 
     async def _run(self, temperature: float) -> dict[Arm, dict[int, RunAnswer]]:
-        """Every prompt by its arms in a random order by the seed, so that none is always run after the same one."""
+        """Every prompt by its arms, in a seeded random order: no arm is always run after the same other arm."""
         order = {prompt: self._arms_of(prompt) for prompt in range(len(self.plan.every))}
         step = self._begin(f"temperature {temperature:g}: answers", sum(map(len, order.values())))
         answers: dict[Arm, dict[int, RunAnswer]] = {arm: {} for arm in (OFF_ARM, *self.plan.arms)}

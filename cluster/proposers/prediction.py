@@ -30,7 +30,7 @@ class Place:
     """Where an answer may be in a predicted text."""
 
     next: int  # position of the predicted token that would follow
-    matched: int  # tokens before the place that equal the answer's last ones; 0: a guess, right after a difference
+    matched: int  # tokens before the place that equal the answer's last tokens; 0: a guess, right after a difference
 
     @property
     def hope(self) -> float:
@@ -87,7 +87,7 @@ class Alignment:
         return ordered[:BRANCHES]
 
     def _matched(self, position: int) -> int:
-        """How many tokens up to a position are the answer's last ones."""
+        """Number of tokens up to a position that equal the answer's last tokens."""
         most, count = min(LONGEST, position + 1, len(self._answer)), 0
         while count < most and self.predicted[position - count] == self._answer[-1 - count]:
             count += 1

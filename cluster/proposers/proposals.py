@@ -184,7 +184,7 @@ class Proposals:
         return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
 
     def propose(self, text: Text) -> None:
-        """Learn from the last proposals and make new ones, once per length of the text."""
+        """Learn from the last proposals and make new proposals, once per length of the text."""
         if self._base == len(text):
             return
         came = text.ids[self._base :]

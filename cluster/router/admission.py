@@ -60,7 +60,7 @@ class Job:
     logprobs: int | None  # number of likeliest tokens with log-probabilities beside each token's; None: none
     echo_start: int | None  # index of the request's own prompt in `prompt`; None: the client does not get it
     shown: frozenset[int] | None  # special tokens that texts have; None: all
-    trees: bool  # whether the client gets each round's draft tree
+    trees: bool  # True if the client gets each round's draft tree
     plan: SpeculationPlan
     kind: PriorKey
     experience: Experience  # costs of the tenant

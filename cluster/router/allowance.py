@@ -27,7 +27,7 @@ class KeyLimits:
     answers: int | None = None  # that run at once
     prompt_tokens: int | None = None  # length of the text before an answer, a session's included
     new_tokens: int | None = None  # length of one answer
-    structures: bool = True  # whether answers may have them
+    structures: bool = True  # True if answers may have structures
 
     def given(self) -> dict[str, int | bool]:
         """The limits that differ from those that all requests have, by name."""

@@ -128,7 +128,7 @@ class Ingress:
         self._closing = BackgroundTasks()
 
     async def close(self) -> None:
-        """Send the last spans, once no request runs. Takes LAST_SPANS_S at most: later ones are lost."""
+        """Send the last spans, once no request runs. Takes LAST_SPANS_S at most: later spans are lost."""
         if self._tracer is not None:
             await close_within(self._tracer, LAST_SPANS_S)
 
@@ -230,7 +230,7 @@ class Ingress:
     async def _answer_beside(
         self, job: Job, answer: AnswerText, traceparent: str, prompt: SharedPrompt
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """A further answer to a prompt, once the first one's text is being opened."""
+        """Stream a further answer to a prompt, once the first answer's text is being opened."""
         await prompt.wait()
         async with aclosing(self._answer(job, answer.copy(), traceparent, prompt)) as responses:
             async for response in responses:

@@ -22,7 +22,7 @@ class TreeRecorder:
     def __init__(
         self, speculation: Policy, policy: InformedPolicy, texts: VocabularyTexts, names_drafter: bool
     ) -> None:
-        """speculation: the loop's policy   policy: the one whose estimates are sent"""
+        """speculation: the loop's policy   policy: the request's policy, whose estimates are sent"""
         self.tree = pb.RoundTree()
         self._speculation = speculation
         self._policy = policy

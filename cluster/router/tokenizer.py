@@ -210,7 +210,7 @@ class CheckpointTokenizer:
         hides = self._hidden is self._special
         if not hides:
             ids = self.visible(ids)
-        if self._decoder is not None:  # what the library calls, in half to a third of its time
+        if self._decoder is not None:  # the function that the library calls, in half to a third of its time
             return str(self._decoder.decode(ids, skip_special_tokens=hides))
         return str(self._tokenizer.decode(ids, skip_special_tokens=hides, clean_up_tokenization_spaces=False))
 

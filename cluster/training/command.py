@@ -214,7 +214,7 @@ def _plan(
     fuse: bool,
 ) -> DrafterPlan:
     facts = checked_target(name, target)
-    source.files()  # what is missing is reported before anything is loaded
+    source.files()  # missing texts are reported before anything is loaded
     wanted, begun = kind or "mamba2", None
     if start is not None:
         if kind is not None or size != (None, None, None):

@@ -426,7 +426,7 @@ def held_out_loss(model: PreTrainedModel, tokens: np.ndarray, row_tokens: int) -
 
 
 TOGETHER = ("teacher", "pretrain", "distil")
-"""The stages in which all processes work; the others are the first one's."""
+"""The stages in which all processes work; in other stages the first process works alone."""
 
 
 def train_drafter(

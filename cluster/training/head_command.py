@@ -99,7 +99,7 @@ def head(
     if len(kinds) != len(data or ()) or not kinds:
         raise BadRequest("--data", "name at least one file or folder, each with another last part of its path")
     for source in kinds.values():
-        source.files()  # what is missing is reported before anything is loaded
+        source.files()  # missing texts are reported before anything is loaded
     fetched = fetched_model(f"targets.{name}", checked.targets[name])
     folder = Path.cwd() if config is None else config.resolve().parent
     plan = HeadPlan(

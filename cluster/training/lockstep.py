@@ -37,7 +37,7 @@ class Conversations:
         self._first = first
         self._end_ids = np.array(sorted(end_ids), np.int64)
         self._used = 0  # prompts that were given after an answer, where the target asks itself nothing
-        self._turns = np.zeros(count, np.int64)  # questions of each text so far, the first one left out
+        self._turns = np.zeros(count, np.int64)  # questions of each text so far, without its first question
         self._answers_at = np.zeros(count, np.float32)  # temperature of each text's answers
         self._asks = np.zeros(count, bool)  # True where a question is drawn after the given tokens, else an answer
         self._left = np.zeros(count, np.int64)  # tokens that the question or answer may still have
@@ -73,7 +73,7 @@ class Conversations:
         return tokens, answers
 
     def _answer(self, row: int) -> int:
-        """End a text's question. Returns the token that takes the place of the question's last one."""
+        """End a text's question. Returns the token that takes the place of the question's last token."""
         frame = self._prompts.frame
         assert frame is not None
         self._give(row, frame.closing[1:], asks=False)
@@ -137,7 +137,7 @@ def longest(max_length: int) -> int:
 
 @torch.inference_mode()
 def _written(target: PreTrainedModel, vocabulary: int, batch: Conversations, length: int, seed: int) -> Chunk:
-    """The texts one after another, each of `length` tokens. A label is at the token before the one that it is of."""
+    """The texts one after another, each of `length` tokens. A label is at the token before its own."""
     device = next(target.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     stepped, texts, kept = SteppedText(target, length), batch.count, min(MAX_TOP_LOGPROBS, vocabulary)

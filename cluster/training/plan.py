@@ -19,7 +19,7 @@ from drafter_service.training.loop import Budget
 from drafter_service.training.sizes import StudentKind, StudentSize
 
 TEACHER_SHARE, STUDENT_SHARE = 0.35, 0.6  # shares of the time; the rest is for measurements
-LABELLINGS = 2  # how often each label is seen, where the training is counted in steps
+LABELLINGS = 2  # times that each label is seen, if the training is counted in steps
 Labels = Literal["disk", "fly"]
 """Where the target's labels are: on disk, computed before the training and used several times, or nowhere, computed
 when a step needs them."""

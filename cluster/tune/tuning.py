@@ -66,7 +66,7 @@ class TunePlan:
 
     target: str
     drafter: str
-    arms: tuple[TreeShape, ...]  # the drafter's configured ones, and `off` if configured
+    arms: tuple[TreeShape, ...]  # the drafter's configured shapes, and `off` if that is configured
     prompts: Prompts
     tokens: int  # most tokens of an answer
     temperatures: tuple[float, ...]
@@ -125,7 +125,7 @@ class Tuned:
 
     @property
     def paying(self) -> tuple[TreeShape, ...]:
-        """The trees found that were not slower than `off`; and the configured one that was faster than all of them."""
+        """The trees found that were not slower than `off`; and the configured tree that was faster than all of them."""
         best = self.best(self.answers)
         trees = dict.fromkeys([*self.found, *([best[0]] if best is not None else [])])
         return tuple(shape for shape in trees if (over := self.over_off(shape)) is not None and over.median >= 1)
@@ -217,7 +217,7 @@ class Tuning:
                     tuned.differences.append(f"{shape}, {name}, held-out prompt {number + 1}: other tokens than `off`")
 
     def _shuffled(self, shapes: Sequence[TreeShape], temperature: float, prompt: Sequence[int]) -> list[TreeShape]:
-        """The shapes in a random order by the seed, so that none is always run after the same other one."""
+        """The shapes in a seeded random order, so that no shape is always run after the same other shape."""
         order = list(shapes)
         random.Random(f"{self.plan.seed}/{temperature}/{prompt}").shuffle(order)
         return order

@@ -38,7 +38,7 @@ class DrawnRound:
     parents: tuple[int, ...]  # row of each row's parent; -1 for the root
     path: tuple[int, ...]  # accepted rows, the root first
     emitted: tuple[str, ...]  # text of the tokens that the target kept: one more than it accepted guesses
-    source: str  # what was run
+    source: str  # the command that was run
 
     @classmethod
     def read(cls, file: Path) -> DrawnRound:

@@ -271,7 +271,7 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
         OneCallLevels.__init__(self, model, table, shapes.NEW_NODES, shapes.NEW_TABLE, shapes.NEW_WORDS)
         self._call[shapes.NODE_TABLE] = self._tree.ctypes.data
         self._levels.fold_first(model.kernels.address("fold"), shapes.FOLDS)
-        self._folding: tuple[Ints, ...] = ()  # what the call's addresses of folds point to
+        self._folding: tuple[Ints, ...] = ()  # arrays to which the call's addresses of folds point
 
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
         table[:, 0], table[:, 1], table[:, 2] = slots, parents, texts

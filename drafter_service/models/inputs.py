@@ -130,7 +130,7 @@ class InputMemory(InputSlots):
         return LevelSize.of(rows)
 
     def padded(self, rows: Level, size: LevelSize, scratch: int) -> PaddedLevel:
-        """Lay out each tree as padding, the nodes before the level, the new ones and padding of these."""
+        """Lay out each tree as padding, the nodes before the level, the level's nodes, and their padding."""
         memory, taps = self._memory, self._memory.hang(rows.slots, rows.text_of_rows, rows.parents)
         first_new = size.nodes - size.new
         places = np.concatenate([tree * size.new + np.arange(count) for tree, count in enumerate(rows.counts)])

@@ -310,7 +310,7 @@ def _seat(checkpoint: Checkpoint, model: PreTrainedModel, forward: LibraryForwar
 def _replace_forward(module: nn.Module, forward: LibraryForward, number: int, mixer: Mixer) -> None:
     def run(self: nn.Module, hidden_states: Tensor, *_: Any, **ignored: Any) -> Tensor:
         """Run the mixer. hidden_states and the result are [1, rows, d]"""
-        if forward.mix is None:  # a probe
+        if forward.mix is None:  # a probe forward has no mixer to run
             return torch.zeros_like(hidden_states)
         u = hidden_states[0].unflatten(0, forward.form)
         return forward.mix(number, mixer, u).reshape(hidden_states.shape)

@@ -31,7 +31,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield partial
         if partial.is_dir():
-            _remove(path)  # a folder replaces no other one
+            _remove(path)  # a folder cannot replace another folder
         os.replace(partial, path)
     except (OSError, RuntimeError, SafetensorError) as error:  # the last two where torch and safetensors write
         full = shutil.disk_usage(path.parent).free < FULL_BYTES

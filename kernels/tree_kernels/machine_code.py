@@ -22,7 +22,7 @@ LIBRARY = ("sched_yield", "sem_post", "sem_wait")
 class Code:
     """Object files, and where the kernels are in them."""
 
-    objects: list[bytes] = field(default_factory=list)  # later ones may call functions of earlier ones
+    objects: list[bytes] = field(default_factory=list)  # a later object may call functions of earlier objects
     shared: list[str] = field(default_factory=list)  # symbols of the first object's functions, which the others call
     kernels: dict[str, tuple[str, str]] = field(default_factory=dict)  # symbol and arguments by the kernel's name
 

@@ -79,7 +79,7 @@ class LoadedTarget:
     """A loaded target and its properties."""
 
     model: PreTrainedModel
-    run: ForwardContext  # what its attention reads; set before each forward
+    run: ForwardContext  # rows and pages that its attention reads; set before each forward
     layouts: tuple[Layout, ...]  # one per attention layer, in the order in which they run
     mixers: tuple[MixerLayout, ...]  # one per state-space mixer
     facts: Facts

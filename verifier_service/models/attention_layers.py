@@ -175,7 +175,8 @@ def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions:
 
 @contextmanager
 def recording(model: PreTrainedModel, positions: int) -> Iterator[None]:
-    """Context after a forward of ROWS rows, at positions up to the last, whose attention returned random rows."""
+    """Run one forward of ROWS rows, whose attention returns random rows; what its modules got and made is recorded
+    until the context ends. positions: of the model, of which the rows are spread over the first FARTHEST"""
     rows = torch.arange(ROWS, device=model.device)
     tokens = rows * 7 % model.config.get_text_config().vocab_size
     places = rows * (min(positions, FARTHEST) - 1) // (ROWS - 1)

@@ -52,7 +52,7 @@ class Choice:
 class AnswerForm(Protocol):
     """The objects of an endpoint."""
 
-    prefix: str  # what ids begin with
+    prefix: str  # beginning of all ids
     whole: str  # the type of a whole answer
     part: str  # the type of a part of one
 

@@ -22,10 +22,10 @@ class MixedParts:
     """Kinds of parts that an answer may have beside text."""
 
     markers: ReasoningMarkers | None  # around reasoning; None: it has none
-    begun: bool  # whether the prompt began the reasoning
+    begun: bool  # True if the prompt began the reasoning
     marks: CallMarks | None  # around calls; None: it has none
     names: Sequence[str]  # functions that can be called
-    most_calls: int | None  # later ones are left out
+    most_calls: int | None  # later calls are left out
     tokenizer: Tokenizer  # shows the markers of reasoning
     before: str = ""  # text at the prompt's end that begins a call
 

@@ -167,7 +167,7 @@ class ReasoningReader:
         self._state = ReasoningState.INSIDE if begun else ReasoningState.BEFORE
         self._held = ""  # may be a part of a marker
         self._reasoning = Trimmed()
-        self.found = begun  # whether the answer has reasoning
+        self.found = begun  # True if the answer has reasoning
 
     @property
     def inside(self) -> bool:

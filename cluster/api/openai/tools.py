@@ -28,8 +28,8 @@ class Tools:
 
     described: Sequence[Mapping[str, Any]]  # all functions, for the chat template, as they were sent
     schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of the functions that can be called
-    required: bool = False  # whether the answer must be a call
-    parallel: bool = True  # whether an answer may have several calls
+    required: bool = False  # True if the answer must be a call
+    parallel: bool = True  # True if an answer may have several calls
 
     def fields_at(self, rules: str) -> dict[str, str]:
         """The fields of the schemas in a grammar of calls, by their lines as `line_field` names them. A line after

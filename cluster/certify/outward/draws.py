@@ -36,7 +36,7 @@ MOST_NEEDED = 10**9
 class DrawCounts:
     """Draws of one kind, counted in cells: the likeliest tokens have one each, all others share the last."""
 
-    what: str  # what was asked
+    what: str  # the request whose answers were drawn
     counts: npt.NDArray[np.int64]  # [cells]
     chances: Law  # [cells]
 

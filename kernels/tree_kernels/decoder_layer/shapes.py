@@ -21,7 +21,7 @@ class Operation(IntEnum):
     KERNEL = 0  # the kernel's address
     CALL = 1  # the address of its arguments
     NEXT = 2  # the address of its counter of units
-    NEEDS = 3  # how many operations, from the program's first on, must be complete before this one begins
+    NEEDS = 3  # number of operations, from the program's first on, that are complete before this one begins
     ENTERED = 4  # threads that began it
     LEFT = 5  # threads that found no unit left
     SIZE = 8  # a cache line

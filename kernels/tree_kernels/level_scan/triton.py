@@ -124,7 +124,7 @@ def _convolved(
 def _mix(
     given,  # [rows, 2 I + 2 G N + H], a row given_row numbers after the one before it
     recurrent,  # [texts, HEADS, P, N]
-    raw,  # [raw slots, CHANNELS]; written here, as the next three
+    raw,  # [raw slots, CHANNELS]; this and the next three are written here
     xs,  # [nodes, HEADS, P]
     Bs,  # [nodes, GROUPS, N]
     dts,  # [nodes, HEADS]

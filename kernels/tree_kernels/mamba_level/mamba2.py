@@ -187,7 +187,7 @@ def scan_node(call: int, layer: int, row: int, slot: int) -> None:
     y, before = its[shapes.READ] + row * channels * 4, its[shapes.SPARE]
     decayed, weights = floats(before + channels * 4), floats(before + 2 * channels * 4)
     clear(y, channels)
-    clear(before + channels * 4, heads)  # the logarithm of each head's decay from a node on the path to the new one
+    clear(before + channels * 4, heads)  # the logarithm of each head's decay from a node on the path to the new node
     at = slot
     while at != 0:
         dt, B = floats(own[shapes.NODE_DT] + at * heads * 4), own[shapes.NODE_B] + at * groups * size * 4

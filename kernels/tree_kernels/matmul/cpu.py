@@ -180,7 +180,7 @@ class PackedWeight:
         self._bias = None if bias is None else bias.detach().float().contiguous()
         kernels = _kernels()
         self._product, self.kernel = kernels.functions["product"], kernels.address("units")
-        call = self._call = np.zeros(len(Argument), np.int64)  # what all calls have in common
+        call = self._call = np.zeros(len(Argument), np.int64)  # numbers that all calls have in common
         call[Argument.INPUTS], call[Argument.OUTPUTS] = inputs, outputs
         call[Argument.WEIGHTS] = panels.data_ptr()
         call[Argument.ENTRY_BYTES] = entry_bytes

@@ -26,7 +26,7 @@ def in_large_pages(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def pack(weight: Tensor, panel: int) -> Tensor:
-    """A weight [outputs, inputs] as panels [panels, inputs, panel] of its dtype, the last one padded with zeros.
+    """A weight [outputs, inputs] as panels [panels, inputs, panel] of its dtype, the last panel padded with zeros.
 
     bfloat16: inputs 2k and 2k + 1 are one row of words, one for each output, with input 2k in the upper half: a mask
     and a shift widen them, and a dot product of pairs adds the upper half first. The last of an odd number of inputs is

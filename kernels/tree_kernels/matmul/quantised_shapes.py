@@ -27,7 +27,7 @@ class BlockForm:
 
     bits: int  # bits of a field
     block: int  # inputs that have an output's scale in common
-    offset: bool  # whether offsets are stored
+    offset: bool  # True if offsets are stored
     wide: bool  # scales and offsets are float32; else float16
 
     @property

@@ -86,7 +86,7 @@ class QuantisedTile(Tile):
         return {each.position: self._fma(scale, VECTOR([-float(each.base)] * LANES), offset) for each in form.places}
 
     def _shifted(self, words: Any) -> dict[int, Any]:
-        """The words by how they are shifted."""
+        """The words, shifted in each way that a place of the form needs, by that shift."""
         return {
             shift: (self._in.shl if shift > 0 else self._in.lshr)(words, WORDS([abs(shift)] * LANES))
             if shift

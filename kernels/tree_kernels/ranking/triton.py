@@ -115,7 +115,7 @@ LEAST: tl.constexpr = tl.constexpr(-(2**63))
 def _best_of_parts(
     logits,  # [rows, V], a row logits_row numbers after the one before it
     ids,  # [V]
-    temperature,  # [rows], as the next four
+    temperature,  # [rows]; the next four parameters, too
     seed,
     position,
     sample_index,

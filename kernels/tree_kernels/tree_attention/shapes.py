@@ -62,7 +62,7 @@ class AttentionArgument(IntEnum):
     SCRATCH = 35  # [threads, SCRATCH_BYTES]
     SCRATCH_BYTES = 36
     NEXT = 37  # the next unit that no thread has taken: a block and a kv head
-    WRITERS = 38  # how many threads have come to write keys and values; the first one does
+    WRITERS = 38  # number of threads that have come to write keys and values; the first one writes them
 
 
 class Block(IntEnum):

@@ -89,7 +89,7 @@ def conv_rows(
 def _conv(
     given,  # [rows, CHANNELS], a row given_row numbers after the one before it
     dts,  # [rows, HEADS], a row dt_row numbers after the one before it
-    raw,  # [slots, CHANNELS]; written here, as the next three
+    raw,  # [slots, CHANNELS]; this and the next three are written here
     x,  # [slots, X]
     B,  # [slots, SHARED]
     dt,  # [slots, HEADS]
