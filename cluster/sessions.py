@@ -24,8 +24,8 @@ import numpy as np
 import redis.exceptions
 from dendro.clock import Clock
 from dendro.errors import Conflict, NotFound, PeerLost
-from dendro.long_work import off_loop
 from dendro.modes import VerificationMode
+from dendro.tasks import off_loop
 from dendro.text import packed_ids
 
 from cluster.redis_client import REDIS_FAULTS, connect, eviction_warning, reason_of, transaction

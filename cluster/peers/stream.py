@@ -28,8 +28,8 @@ from dendro.certificates import CertificateFiles, role_options
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from dendro.long_work import off_loop
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
+from dendro.tasks import off_loop
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 

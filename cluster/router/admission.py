@@ -14,10 +14,10 @@ from dendro.daemon_threads import in_thread
 from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
 from dendro.grammars import Grammar
 from dendro.logprobs import check_echo, check_logprobs
-from dendro.long_work import PART, off_loop
 from dendro.modes import VerificationMode
 from dendro.options import SEED_BITS
 from dendro.structure import Structure, structure_from
+from dendro.tasks import PART, off_loop
 from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import edits_from, mode_from, numbers_from, stop_ids_from

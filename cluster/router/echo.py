@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from functools import partial
 
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, fill_echoed
-from dendro.long_work import off_loop
+from dendro.tasks import off_loop
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.admission import Job

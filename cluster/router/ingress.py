@@ -22,8 +22,7 @@ from dendro.answer import count_of_answers
 from dendro.clock import Clock
 from dendro.errors import BadRequest, DendroError, OutOfTime
 from dendro.logprobs import NOT_ECHOED, fill_logprobs
-from dendro.long_work import off_loop
-from dendro.tasks import BackgroundTasks
+from dendro.tasks import BackgroundTasks, off_loop
 from dendro.text import Finish, Text, Verdict, finish_at
 from dendro.v1 import generation_pb2 as pb
 

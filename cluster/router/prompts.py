@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dendro.errors import BadRequest
-from dendro.long_work import LONG, PART, off_loop
 from dendro.options import OPTIONS
+from dendro.tasks import LONG, PART, off_loop
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.served import Served

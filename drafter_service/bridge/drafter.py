@@ -11,8 +11,8 @@ from functools import partial
 from dendro.calls import CloseCall, Closed, Deliver, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadRequest, DendroError, NotFound
-from dendro.long_work import off_loop
 from dendro.measured import StepTotals
+from dendro.tasks import off_loop
 from dendro.tree import DraftTree
 
 from drafter_service.bridge.branches import LONGEST_TAIL

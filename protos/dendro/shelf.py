@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from dendro.calls import OpenCall
 from dendro.failures import described
-from dendro.long_work import off_loop
 from dendro.state import StateHeader, StateStore, most_blob_bytes, pack_state, unpack_state
+from dendro.tasks import off_loop
 from dendro.text import Tokens, state_name
 
 log = logging.getLogger("dendro.states")

@@ -1,10 +1,10 @@
-"""Tasks of asyncio that outlive the call that started them. The event loop itself keeps no task alive."""
+"""Work beside an event loop: tasks that outlive the call that started them, and long work in threads."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from dendro.errors import DendroError
@@ -12,11 +12,18 @@ from dendro.failures import log_failure
 
 log = logging.getLogger("dendro.tasks")
 
+LONG = 8192
+"""Tokens of a text from which on work goes to a thread. On fewer it takes less than a millisecond, a hop to a thread
+some tenths of one."""
+PART = 8192
+"""Tokens that one call of C code handles: such a call keeps other threads, and so the loop, from running."""
+
 Result = TypeVar("Result")
 
 
 class BackgroundTasks:
-    """Tasks that are referenced until they end. Their errors are logged, except those of the class `expected`."""
+    """Tasks that are referenced until they end: the event loop keeps no task alive. Their errors are logged, except
+    those of the class `expected`."""
 
     def __init__(self, expected: type[Exception] = DendroError) -> None:
         self._expected = expected
@@ -56,3 +63,8 @@ async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[Any]) -> N
     finally:
         for each in started:
             each.cancel()
+
+
+async def off_loop(tokens: int, work: Callable[[], Result]) -> Result:
+    """The result of `work`, which runs in a thread if it is about LONG tokens or more."""
+    return work() if tokens < LONG else await asyncio.to_thread(work)

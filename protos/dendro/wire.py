@@ -33,12 +33,12 @@ from dendro.declared import check_count
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.logprobs import echoed_from, echoed_message, fill_logprobs, logprobs_from
-from dendro.long_work import PART
 from dendro.modes import VerificationMode
 from dendro.options import MAX_BAD_WORD_TOKENS, OPTIONS, SAMPLING_NUMBERS
 from dendro.order import LONGEST_WAIT_US, Missed, Order
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
+from dendro.tasks import PART
 from dendro.text import Finish, Limits, Sampling, Verdict
 from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
 from dendro.v1 import generation_pb2

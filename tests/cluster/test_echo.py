@@ -174,14 +174,14 @@ async def test_parts_are_made_when_they_are_sent_and_large_ones_off_the_loop(
 ):
     """So the loop never has more than a part's work at once."""
     monkeypatch.setattr(echo_module, "ECHO_PART", 64)
-    monkeypatch.setattr("dendro.long_work.LONG", 1000)
+    monkeypatch.setattr("dendro.tasks.LONG", 1000)
     threads, in_thread = [], asyncio.to_thread
 
     async def to_thread(work: Any) -> Any:
         threads.append(work)
         return await in_thread(work)
 
-    monkeypatch.setattr("dendro.long_work.asyncio.to_thread", to_thread)
+    monkeypatch.setattr("dendro.tasks.asyncio.to_thread", to_thread)
     prompt = [at % 250 for at in range(200)]
     events = ingress(EdgePeers()).generate(build_request(prompt, echo=True, logprobs=top, max_new_tokens=2))
     parts = [event async for event in events if event.HasField("prompt")]

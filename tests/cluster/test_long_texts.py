@@ -10,7 +10,7 @@ import pytest
 from dendro import text as text_module
 from dendro import wire
 from dendro.calls import Hello, OpenCall, RequestParameters, TextUpdate, new_opening
-from dendro.long_work import LONG, PART
+from dendro.tasks import LONG, PART
 from dendro.text import Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
 
