@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 from dendro.tree import DraftTree
@@ -14,6 +16,8 @@ from verifier_service.rows import NO_ROWS, rows_of_texts
 LENGTHS = [1, 2, *(multiple + more for multiple in (16, 32, 64, 128, 192, 256) for more in (-1, 0, 1, 2)), 1000]
 DEPTH = 16
 SCRATCH = 70_000
+MOST_CALLS = 8
+"""Calls of Python and C functions for a text's tree; operators of arrays are none."""
 
 
 class SomeTexts:
@@ -123,3 +127,22 @@ def test_rows_for_mixers_have_the_slots_of_their_own_paths_and_one_fold_for_each
             assert rows.sources[row] == made.get(at, place.state_slot(at))
         assert place.folded == max(old, *(each for _, each in its))
     assert number == len(rows.folds) > 0
+
+
+def test_a_further_text_of_a_step_takes_few_calls():
+    """Each call of NumPy takes microseconds, and a step of 32 texts waits for all of them."""
+    texts = SomeTexts(seed=2)
+    trees = [(part, pages) for part, pages in zip(texts.parts, texts.pages, strict=True) if part.tree is not None]
+    tree, its_pages = max(trees, key=lambda each: each[0].tree.rows)
+    assert tree.tree.rows == 12 and tree.tree.depth
+
+    def calls(count):
+        found = []
+        sys.setprofile(lambda frame, event, argument: found.append(event) if event in ("call", "c_call") else None)
+        try:
+            rows_of_texts(RowPaths.of([tree] * count), [its_pages] * count, SCRATCH, 16)
+        finally:
+            sys.setprofile(None)
+        return len(found)
+
+    assert calls(32) - calls(8) <= 24 * MOST_CALLS
