@@ -115,7 +115,7 @@ def subtree(tree: DraftTree, kept: npt.NDArray[np.bool_]) -> DraftTree:
     """The part of a tree with these rows, kept [rows], which has all their parents."""
     if kept.all():
         return tree
-    place = np.append(np.cumsum(kept) - 1, -1)  # of the root's parent, too
+    place = np.append(np.cumsum(kept) - 1, -1)  # the last place is that of the root's parent
     return DraftTree.unchecked(tree.tokens[kept], place[tree.parents[kept]], tree.values[kept], tree.proposer)
 
 

@@ -62,7 +62,7 @@ class DeviceStates:
         order = np.argsort(states, kind="stable")
         of_items, counts = np.unique(states, return_counts=True)
         within = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)  # place among the rows of a state
-        items = -(-counts // ITEM_ROWS)  # of each state
+        items = -(-counts // ITEM_ROWS)  # number of each state's items
         item = np.repeat(np.cumsum(items) - items, counts) + within // ITEM_ROWS
         whole["items"][item, 2 + within % ITEM_ROWS] = order
         whole["items"][: items.sum(), 0] = np.bincount(item)

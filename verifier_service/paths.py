@@ -101,7 +101,7 @@ class PathSlots:
         first = first_seen(rows.positions, self._block)
         windows = np.ndarray((len(self.line) - width + 1, width), np.int64, self.line, strides=self.line.strides * 2)
         found: Ints = windows[self._zero[rows.texts] + first]
-        column = rows.positions - first  # of a row's own slot
+        column = rows.positions - first  # the place of each row's own slot
         early = np.flatnonzero(~rows.guessed & (rows.positions < rows.certain[rows.texts]))
         if len(early):
             found[early] = np.where(np.arange(width) > column[early, None], 0, found[early])

@@ -99,7 +99,9 @@ class FarSplits:
             return 0
         begins, rows_end, places = np.array([(part.start, part.stop, part.first * PAGE) for part in parts]).T
         counts = rows_end - begins
-        rows = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())  # of all parts
+        rows = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(
+            counts.sum()
+        )  # numbers of the rows of all parts
         ends = np.zeros(len(positions), np.int64)  # [rows] end of each row's far keys
         ends[rows] = np.maximum(self.near * (positions[rows] // self.near - 1), 0)
         splits[: len(ends), 1] = np.searchsorted(self.bounds, ends)  # a split is seen if it begins before the end
