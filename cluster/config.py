@@ -228,6 +228,10 @@ class SpeculationConfig(Section):
         return self
 
 
+MOST_TTL_S = 10**9
+"""Some 30 years. Redis refuses to write a key with more than it can count."""
+
+
 class Redis(Section):
     """Where records, states and priors are stored."""
 
@@ -245,13 +249,13 @@ class Redis(Section):
     authority: Path | None = None
     """The authority of the server's certificate, in PEM, for a url that begins with rediss://. Default: this machine's
     authorities."""
-    record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
+    record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1, le=MOST_TTL_S)
     """How long the text of a session is kept after its last turn."""
-    state_ttl_s: int = Field(default=24 * 3600, ge=1)
+    state_ttl_s: int = Field(default=24 * 3600, ge=1, le=MOST_TTL_S)
     """How long the saved state of a drafter, or of a state-space target, is kept."""
     max_state_mb: int = Field(default=64, ge=0, le=MAX_BLOB_BYTES >> 20)
     """The largest saved state of a text, in MiB; a text with a larger one is processed again in the next turn."""
-    prior_ttl_s: int = Field(default=7 * 24 * 3600, ge=1)
+    prior_ttl_s: int = Field(default=7 * 24 * 3600, ge=1, le=MOST_TTL_S)
     """How long the prior of a kind of request is kept after the last request of that kind."""
     memory_mb: int = Field(default=512, ge=8)
     """Memory of the embedded server; beyond it, the keys that expire first are evicted."""

@@ -133,13 +133,17 @@ def default(field: FieldInfo) -> str:
         return f"`{value}`" if value else "empty"
     if isinstance(value, tuple | dict):
         return ", ".join(f"`{each}`" for each in value) if value else "empty"
-    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`"
+    return f"`{_number(value)}`"
+
+
+def _number(value: float) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def bounds(field: FieldInfo) -> str:
     """A field's bounds, from its checks."""
     found = [
-        text.format(f"{getattr(check, name):g}")
+        text.format(_number(getattr(check, name)))
         for check in field.metadata
         for name, text in BOUNDS.items()
         if getattr(check, name, None) is not None
