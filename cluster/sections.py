@@ -11,9 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 
 class Section(BaseModel):
-    """The base of all sections. Immutable; unknown keys are errors."""
+    """The base of all sections. Immutable; unknown keys are errors, and so are numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class Resources(Section):

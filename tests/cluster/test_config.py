@@ -186,6 +186,9 @@ def test_an_arm_with_a_wrong_drafter_is_refused_by_its_field(load, arms: str, fi
             for field in ("record_ttl_s", "state_ttl_s", "prior_ttl_s")
         ),
         ("targets: {t: {checkpoint: x}}\ngrpc: {port: 70000}", "grpc.port"),
+        ("targets: {t: {checkpoint: x}}\nrouter: {drain_s: .inf}", "router.drain_s"),
+        ("targets: {t: {checkpoint: x, longest_step_s: .nan}}", "targets.t.longest_step_s"),
+        ("targets: {t: {checkpoint: x, resources: {custom: {a: .inf}}}}", "targets.t.resources.custom.a"),
         ("targets: {t: {checkpoint: x}}\nrouter: {replicas: 0}", "router.replicas"),
         ("targets: {t: {checkpoint: x}}\nredys: {}", "redys"),
     ],
