@@ -385,7 +385,7 @@ async def test_an_order_beside_a_tree_that_the_verifier_refuses_is_not_claimed(c
         assert refused and Missed.UNKNOWN not in missed
 
 
-@pytest.mark.parametrize("timeout_ms", [90_000, float("inf")])
+@pytest.mark.parametrize("timeout_ms", [90_000, 1e12])
 async def test_a_draft_may_be_waited_for_longer_than_an_order_can_say(timeout_ms):
     async with served(demo_config(router={"draft_timeout_ms": timeout_ms})) as cluster:
         assert (await cluster.answer(SHAPE)).token_ids == (await cluster.answer("off")).token_ids
