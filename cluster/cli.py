@@ -1,6 +1,7 @@
 """The command `dendro`. Each command imports what it needs when it runs; nothing here imports torch.
 
-Environment variables that arithmetic depends on are set before other imports: see CONTRIBUTING.md, "Numbers on a CPU".
+Environment variables are set before other imports, as libraries read them when they are imported: for those that
+arithmetic depends on see CONTRIBUTING.md, "Numbers on a CPU".
 """
 
 from __future__ import annotations
@@ -9,6 +10,9 @@ import os
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+# gRPC's handlers of a fork may crash the child where a thread calls gRPC meanwhile: then Ray, for one, does not start.
+# Children of ours call gRPC after they have begun another program alone, and need no handlers.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import asyncio
 import contextlib

@@ -1,10 +1,11 @@
-"""Sets the environment that our processes set before they import torch (see CONTRIBUTING.md)."""
+"""Sets the environment that our processes set before they import torch and gRPC (see CONTRIBUTING.md)."""
 
 import os
 from importlib.util import find_spec
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("TRITON_INTERPRET", "1")
 

@@ -7,6 +7,8 @@ import ctypes
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -67,3 +69,44 @@ def caught_below_python() -> bool:
     """Whether the kernel calls a function of this process at a SIGTERM."""
     caught = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+FORKS_BESIDE_CALLS = """
+import cluster.cli  # sets the environment before gRPC is imported
+
+import asyncio, subprocess, threading, time
+import grpc, grpc.aio
+
+class Echo(grpc.GenericRpcHandler):
+    def service(self, details):
+        async def echo(request, context):
+            calls.release()
+            return request
+        return grpc.unary_unary_rpc_method_handler(echo)
+
+async def serve_and_call():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Echo(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async def call():
+        while True:
+            async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+                for _ in range(20):
+                    await channel.unary_unary("/a/b")(b"x")
+    await asyncio.gather(*(call() for _ in range(4)))
+
+calls = threading.Semaphore(0)
+threading.Thread(target=asyncio.run, args=[serve_and_call()], daemon=True).start()
+calls.acquire()
+ends = [subprocess.call(["/bin/true"], preexec_fn=lambda: None) for _ in range(200)]  # preexec_fn: a fork, as Ray's
+print(sum(end != 0 for end in ends), "of", len(ends))
+"""
+
+
+def test_a_command_that_calls_grpc_starts_processes_unharmed():
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_ENABLE_FORK_SUPPORT"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS_BESIDE_CALLS], env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout == "0 of 200\n", done.stderr
