@@ -444,10 +444,14 @@ async def test_a_client_that_leaves_amid_ordered_rounds_leaves_no_text_open(conf
 
 
 async def test_texts_that_run_together_with_ordered_trees_have_the_tokens_that_they_have_alone(config):
+    """On a busy machine short answers may end before a tree is ordered, so they are asked for until one was."""
     async with served(config) as cluster:
         alone = [(await cluster.answer("off", seed=seed)).token_ids for seed in range(6)]
-        together = await asyncio.gather(*(cluster.answer(SHAPE, seed=seed) for seed in range(6)))
-        assert [done.token_ids for done in together] == alone
+        for _ in range(20):
+            together = await asyncio.gather(*(cluster.answer(SHAPE, seed=seed) for seed in range(6)))
+            assert [done.token_ids for done in together] == alone
+            if cluster.verifier.stats()["ordered"]:
+                break
         assert cluster.verifier.stats()["ordered"] > 0
 
 
