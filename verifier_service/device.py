@@ -25,6 +25,7 @@ from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
 from tree_kernels.noise.triton import gumbel_rows
 from tree_kernels.row_draw import UNUSABLE
+from tree_kernels.runs import places_in_runs
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_attention.splits import ITEM, FarSplits
 from tree_kernels.tree_attention.tensor_cores import SplitRows
@@ -276,7 +277,7 @@ class DeviceRunner(StepRunner):
         if draws := plan.draws:
             first, counts = np.array([(draw.wanted, draw.tree.rows) for draw in draws]).T
             each = np.repeat(np.arange(len(draws)), counts)  # [rows of trees] number of the draw
-            mine = np.arange(len(each)) + np.repeat(first - np.cumsum(counts) + counts, counts)
+            mine = first[each] + places_in_runs(counts)
             whole["guesses"][mine] = np.concatenate([draw.tree.tokens for draw in draws])
             whole["parents"][mine] = np.concatenate([draw.tree.parents for draw in draws])
             whole["seeds"][mine] = np.array([draw.sampling.seed for draw in draws], np.uint64).view(np.int64)[each]

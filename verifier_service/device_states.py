@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
+from tree_kernels.runs import places_in_runs
 from tree_kernels.tree_scan.triton import ITEM_ROWS, ScanTable
 from tree_layers.device_mixers import FoldRooms, TabledStep
 from tree_layers.tree_mixers import RecurrentMemory
@@ -61,7 +62,7 @@ class DeviceStates:
         states[folded] = placed[-1 - states[folded]]
         order = np.argsort(states, kind="stable")
         of_items, counts = np.unique(states, return_counts=True)
-        within = np.arange(count) - np.repeat(np.cumsum(counts) - counts, counts)  # place among the rows of a state
+        within = places_in_runs(counts)  # place among the rows of a state
         items = -(-counts // ITEM_ROWS)  # number of each state's items
         item = np.repeat(np.cumsum(items) - items, counts) + within // ITEM_ROWS
         whole["items"][item, 2 + within % ITEM_ROWS] = order

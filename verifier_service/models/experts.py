@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tree_kernels.runs import places_in_runs
 from tree_layers.linear import Form, RowForms
 
 SAFE_ROWS = 64
@@ -83,9 +84,8 @@ def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weight
     ends = np.cumsum(room)
     begins = ends - room
     order = np.argsort(chosen, kind="stable")  # pairs of row and rank, by expert
-    own = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
     places = np.empty(len(order), np.int64)
-    places[order] = begins[chosen[order]] + own
+    places[order] = begins[chosen[order]] + places_in_runs(counts)
     source = np.zeros(-(-int(ends[-1]) // SAFE_ROWS) * SAFE_ROWS, np.int64)  # padding copies the first row
     source[places] = np.arange(len(order)) // ranks
 

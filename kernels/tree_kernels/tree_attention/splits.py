@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tree_kernels.runs import places_in_runs
 from tree_kernels.tree_attention.rows import PAGE, Layout
 
 Ints = npt.NDArray[np.int64]
@@ -99,23 +100,20 @@ class FarSplits:
             return 0
         begins, rows_end, places = np.array([(part.start, part.stop, part.first * PAGE) for part in parts]).T
         counts = rows_end - begins
-        rows = np.repeat(begins - np.cumsum(counts) + counts, counts) + np.arange(
-            counts.sum()
-        )  # numbers of the rows of all parts
+        rows = np.repeat(begins, counts) + places_in_runs(counts)  # numbers of the rows of all parts
         ends = np.zeros(len(positions), np.int64)  # [rows] end of each row's far keys
         ends[rows] = np.maximum(self.near * (positions[rows] // self.near - 1), 0)
         splits[: len(ends), 1] = np.searchsorted(self.bounds, ends)  # a split is seen if it begins before the end
         earliest = np.searchsorted(self.bounds, places, "right") - 1
         splits[rows, 0] = np.repeat(earliest, counts)
         counts = -(-counts // self.block)  # blocks of each part
-        within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        starts = np.repeat(begins, counts) + self.block * within
+        starts = np.repeat(begins, counts) + self.block * places_in_runs(counts)
         stops = np.minimum(starts + self.block, np.repeat(rows_end, counts))
         first = np.repeat(earliest, counts)
         last = np.maximum.reduceat(ends, starts)  # a row between two parts has no far keys
         counts = np.maximum(np.searchsorted(self.bounds, last) - first, 0)
         block = np.repeat(np.arange(len(starts)), counts)
-        its = first[block] + np.arange(len(block)) - np.repeat(np.cumsum(counts) - counts, counts)
+        its = first[block] + places_in_runs(counts)
         ended = np.minimum(self.bounds[its + 1], last[block])
         found = (starts[block], (stops - starts)[block], its, self.bounds[its], ended)
         items[: len(block)] = np.stack(found, 1)
