@@ -122,8 +122,9 @@ class PreparedText(DrafterText):
     def sent_by(self) -> DraftCall | None:
         """The call whose caller takes the tree before it is asked for; None if it does not."""
         call = self.of.drafted
-        wanted = call is not None and 0.0 < call.prepared_from <= self.outcome.chance
-        return call if wanted and call is not None and call.take_prepared is not None else None
+        if call is None or call.take_prepared is None or not 0.0 < call.prepared_from <= self.outcome.chance:
+            return None
+        return call
 
     def message(self, name: str) -> PreparedTree:
         """The complete tree, with the trace that a call would give it. name: of the drafter"""

@@ -29,11 +29,11 @@ class VerificationMode(StrEnum):
         return self is VerificationMode.LENIENT
 
 
-LISTED_MODES = (VerificationMode.NAIVE, VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
-"""Modes that a cluster serves only where its configuration lists them. In the last three a drafter that reports false
-probabilities changes the law of answers."""
-DRAWING_MODES = LISTED_MODES[1:]
-"""Modes in which guesses are drawn from the drafter's law, at a temperature above 0."""
+DRAWING_MODES = (VerificationMode.MULTI_STEP, VerificationMode.BLOCK, VerificationMode.LENIENT)
+"""Modes in which guesses are drawn from the drafter's law, at a temperature above 0. A drafter that reports false
+probabilities changes the law of their answers."""
+LISTED_MODES = (VerificationMode.NAIVE, *DRAWING_MODES)
+"""Modes that a cluster serves only where its configuration lists them."""
 
 
 def draft_seed(seed: int) -> int:
