@@ -272,6 +272,29 @@ def test_a_guess_whose_value_is_above_its_parents_is_not_kept_without_its_parent
     assert [each.rows for each in kept] == [2, 2]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_drafters_whose_values_rise_along_long_paths_have_their_trees_trimmed_to_whole_paths(seed):
+    """A drafter may send any values that are finite and at most 0: zeros of both signs, the least, rising ones."""
+    rng = np.random.default_rng(seed)
+    some = [0.0, -0.0, -1e-45, -1.0, -50.0, -3e38]
+    trees, minima = [], []
+    for rows in (2, 33, 64):
+        parents = [-1, *(row - 1 if rng.random() < 0.9 else int(rng.integers(0, row)) for row in range(1, rows))]
+        tree = DraftTree.of(range(rows), parents, rng.choice(some, rows))
+        least = tree.values.astype(np.float64)
+        for row in range(1, rows):
+            least[row] = min(least[row], least[parents[row]])
+        trees.append(tree)
+        minima.append(least)
+    assert reached(trees).tolist() == np.exp(np.concatenate(minima)).tolist()
+    for most in (1, 20, 60, 95):
+        kept = worthwhile(trees, len(trees), most, SIZES, StepCosts())
+        assert sum(tree.guesses for tree in kept) == most
+        for tree, part in zip(trees, kept, strict=True):
+            rows = part.tokens.tolist()  # the rows' numbers here
+            assert [rows[above] for above in part.parents[1:]] == [tree.parents[row] for row in rows[1:]]
+
+
 def test_a_subtrees_path_is_given_in_the_rows_of_the_whole_tree():
     tree = DraftTree.of([0, 5, 6, 7, 8], [-1, 0, 0, 2, 2])
     part = subtree(tree, np.array([True, False, True, False, True]))
