@@ -22,7 +22,6 @@ import torch
 from dendro.calls import DraftCall, DrafterPeer, Hello
 from dendro.engine import Ticket
 from dendro.shapes import MAX_ROWS, TreeShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
 from tokenizers import Tokenizer
@@ -40,6 +39,7 @@ from cluster.measure.report import Row
 from cluster.measure.statistics import paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.policies import ConservativeUCB, Experience
+from cluster.policies.step_time import StepSizes
 from cluster.training.acceptance import PROMPT_TOKENS
 from drafter_service.models import load_model
 from drafter_service.prepared import PreparedText

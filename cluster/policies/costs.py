@@ -10,12 +10,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from dendro.measured import OUTLIER
 from dendro.shapes import TreeShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.step_time import StepTime, nonnegative_fit, usual_step_time
+from cluster.policies.step_time import StepSizes, StepTime, nonnegative_fit, usual_step_time
 
 PRIOR_ROUNDS = 8.0
 """Most rounds that the data of earlier requests weighs in a new request."""

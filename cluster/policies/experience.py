@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from dendro.modes import VerificationMode
-from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -35,7 +34,7 @@ from cluster.policies.costs import (
     usual_costs,
 )
 from cluster.policies.prices import Marginal, Prices, hops
-from cluster.policies.step_time import degree_of
+from cluster.policies.step_time import StepSizes, degree_of
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 
 CONCURRENCY_DECAY_US = 500_000.0

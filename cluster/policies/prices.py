@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dendro.step_sizes import StepSizes
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies.costs import LEAST_US, Costs
+from cluster.policies.step_time import StepSizes
 
 
 def hops(arm: Arm) -> int:

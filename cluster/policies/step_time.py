@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,9 +33,25 @@ LEAST_WEIGHT = 1e-7
 to 1e-26 a fit lost the constant, so 8 rows seemed to take 1/16 of the time of 128; and a prior with a weight of 0
 counts as missing."""
 
+MULTIPLE = 8
+"""Steps of a verifier that does not report its sizes, and rows above its largest, count as padded to a multiple."""
+
 Matrix = npt.NDArray[np.float64] | Sequence[Sequence[float]]
 Vector = npt.NDArray[np.float64] | Sequence[float]
 Coefficients = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepSizes:
+    """Numbers of rows to which a verifier pads its steps, ascending, from its hello; none: every multiple of MULTIPLE.
+    Times of steps are learned and predicted for padded rows."""
+
+    sizes: tuple[int, ...] = ()
+
+    def padded(self, rows: int) -> int:
+        """Padded size of a step with `rows` rows."""
+        at = bisect_left(self.sizes, rows)
+        return self.sizes[at] if at < len(self.sizes) else -(-rows // MULTIPLE) * MULTIPLE
 
 
 def nonnegative_fit(design: Matrix, values: Vector) -> list[float]:

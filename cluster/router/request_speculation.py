@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from dendro.calls import Hello, Opened
 from dendro.clock import Clock
-from dendro.step_sizes import StepSizes
 from dendro.text import Text, Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
@@ -15,6 +14,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, RunningRequest
 from cluster.policies.prior import Prior
+from cluster.policies.step_time import StepSizes
 from cluster.policies.stopping import StopRule
 from cluster.proposers.proposals import Proposals
 from cluster.router.account import RoundAccount

@@ -17,13 +17,12 @@ from dendro.answer import SpeculationStats
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import TreeShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Finish, Sampling
 
 from cluster.config import DrafterConfig
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
-from cluster.policies.step_time import nonnegative_fit
+from cluster.policies.step_time import StepSizes, nonnegative_fit
 from drafter_service.models import load_model
 from drafter_service.options import DTYPES
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan

@@ -14,7 +14,6 @@ from statistics import fmean
 
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Sampling
 
 from cluster.arms import OFF_ARM, Arm
@@ -23,6 +22,7 @@ from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Row
 from cluster.measure.statistics import Estimate, median_estimate, paired_ratio
 from cluster.policies.sequoia import Accept, best_tree, expected_tokens
+from cluster.policies.step_time import StepSizes
 from cluster.tune import leviathan
 from cluster.tune.measuring import (
     LinearCosts,

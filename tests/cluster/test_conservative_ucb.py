@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from dendro.errors import BadRequest
 from dendro.shapes import TreeShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import RANKED, DraftTree
 from pydantic import ValidationError
@@ -23,6 +22,7 @@ from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior, pair_prior
 from cluster.policies.replay import static_path
+from cluster.policies.step_time import StepSizes
 from cluster.proposers.proposals import Chances, Count, usual_chances
 
 OFF_US, LEVEL_US, ROW_US = 10_000, 800, 300

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import redis.asyncio
 from dendro.shapes import TreeShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import RANKED, DraftTree
 
@@ -23,6 +22,7 @@ from cluster.drafter_figures import DrafterFigures, RankFigures
 from cluster.policies import ConservativeUCB, Experience, make_policy, with_chain_and_off
 from cluster.policies.costs import DraftPlane, EmittedLength
 from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
+from cluster.policies.step_time import StepSizes
 from cluster.redis_server import RedisServer
 from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors

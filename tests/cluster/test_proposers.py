@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dendro.shapes import MAX_ROWS, OFF, LevelShape, ProposedShape, TreeShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 from hypothesis import given
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from cluster.arms import Arm
 from cluster.policies import Experience, Static
 from cluster.policies.experience import Concurrency
+from cluster.policies.step_time import StepSizes
 from cluster.proposers import lookup, suffix
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.proposal import LEAST, Proposal

@@ -9,7 +9,6 @@ from itertools import product
 import numpy as np
 import pytest
 from dendro.shapes import BeamShape, LevelShape, NodeShape, TreeShape, child_counts
-from dendro.step_sizes import StepSizes
 
 from cluster.policies.sequoia import (
     best_tree,
@@ -18,6 +17,7 @@ from cluster.policies.sequoia import (
     forwarded_rows,
     longest_trees,
 )
+from cluster.policies.step_time import StepSizes
 from cluster.tune import leviathan
 
 FLAT = (0.5, 0.2, 0.1)

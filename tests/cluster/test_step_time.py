@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from dendro.calls import PROTOCOL_VERSION, Hello
 from dendro.measured import OUTLIER
-from dendro.step_sizes import StepSizes
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -19,7 +18,15 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, step_time
 from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
-from cluster.policies.step_time import MOST_SIZES, STEP, StepTime, fit_steps, nonnegative_fit, usual_step_time
+from cluster.policies.step_time import (
+    MOST_SIZES,
+    STEP,
+    StepSizes,
+    StepTime,
+    fit_steps,
+    nonnegative_fit,
+    usual_step_time,
+)
 from tests.support.edge import EdgePeers, ingress
 
 RECORDED: list[tuple[int, float]] = [
@@ -242,3 +249,13 @@ def test_a_new_tenant_begins_with_ratios_of_steps_that_most_tenants_measured():
     usual = usual_step_time(found, degree=1)
     assert usual.at(1, degree=1) == pytest.approx(1_050, rel=0.02)
     assert usual.at(9, degree=1) == pytest.approx(1.5 * 1_050, rel=0.02)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (2, 2), (3, 8), (8, 8), (9, 32), (32, 32), (33, 40)])
+def test_a_step_is_padded_to_the_next_size_and_above_the_largest_to_a_multiple_of_8(rows, size):
+    assert StepSizes((1, 2, 8, 32)).padded(rows) == size
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 8), (8, 8), (9, 16), (64, 64), (65, 72)])
+def test_steps_of_a_verifier_that_reports_no_sizes_count_as_padded_to_multiples_of_8(rows, size):
+    assert StepSizes().padded(rows) == size

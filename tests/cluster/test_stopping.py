@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from dendro.shapes import DynamicShape, LevelShape, MarginalShape, UntilShape
-from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text, Verdict
 from dendro.tree import DraftTree
 
@@ -17,6 +16,7 @@ from cluster.policies import Experience, Static
 from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
 from cluster.policies.experience import Concurrency
 from cluster.policies.prices import Marginal
+from cluster.policies.step_time import StepSizes
 from cluster.policies.stopping import FIRST_H, StopRule
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan

@@ -15,7 +15,6 @@ from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, Text
 from dendro.errors import BadRequest
 from dendro.shapes import OFF, LevelShape, NodeShape, TreeShape
 from dendro.state import MemoryStates
-from dendro.step_sizes import StepSizes
 from dendro.text import Limits, Sampling, Text
 from typer.testing import CliRunner
 
@@ -27,6 +26,7 @@ from cluster.measure.bench import cells_of
 from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
+from cluster.policies.step_time import StepSizes
 from cluster.router.rounds import rounds
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.tune.command import TABLES, TuneSize, facts_of, plans_of, run_tune, tune, verdict_line
