@@ -21,9 +21,9 @@ from urllib.parse import quote
 
 import yaml
 from dendro.destinations import is_loopback
+from dendro.engine import LONGEST_STEP_S
 from dendro.errors import BadRequest
 from dendro.guidance import LIMITS, StructureLimits
-from dendro.health import LONGEST_STEP_S
 from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from dendro.state import MAX_BLOB_BYTES

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from dendro.engine import LONGEST_STEP_S
 from dendro.errors import BadRequest
-from dendro.health import LONGEST_STEP_S
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS
 from dendro.tree import LONGEST_TRACE
 

@@ -31,12 +31,11 @@ from dendro.calls import (
 )
 from dendro.clock import Clock
 from dendro.daemon_threads import in_thread
-from dendro.engine import EngineThread, Ticket
+from dendro.engine import LONGEST_STEP_S, EngineThread, Ticket
 from dendro.errors import BadRequest
 from dendro.failures import described, log_failure
 from dendro.grammars import Grammars, GrammarText, TokenBytes
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
-from dendro.health import LONGEST_STEP_S
 from dendro.measured import StepTotals
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore

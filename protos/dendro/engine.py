@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -21,10 +21,12 @@ from dendro.calls import Deliver, DraftCall, DrafterLinks, DrafterPeer, Peer, Ve
 from dendro.clock import Clock
 from dendro.errors import DendroError, EngineFailed, PeerLost
 from dendro.failures import described, log_failure
-from dendro.health import LONGEST_STEP_S, StepWatch
 from dendro.measured import StepTotals
 
 log = logging.getLogger("dendro.engine")
+
+LONGEST_STEP_S = 60.0
+"""The time limit of one step. A long prompt is processed in many steps, each with this limit."""
 
 Result = TypeVar("Result")
 
@@ -156,6 +158,34 @@ def _resolve(future: asyncio.Future[Any] | Future[Any], value: object) -> None:
             future.set_exception(value)
         else:
             future.set_result(value)
+
+
+class StepWatch:
+    """Measures how long an engine's current step has run: a step that takes too long makes its replica unhealthy.
+
+    The engine's thread runs each step inside `busy`. An idle engine is healthy. `fault` may be called from any thread.
+    """
+
+    def __init__(self, longest_s: float = LONGEST_STEP_S, clock: Clock = time.monotonic) -> None:
+        self.longest_s = longest_s
+        self._clock = clock
+        self._since: float | None = None  # start of the current step, by `clock`; None: idle
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        """Context in which one step is timed."""
+        self._since = self._clock()
+        try:
+            yield
+        finally:
+            self._since = None
+
+    def fault(self) -> str:
+        """Reason why the engine counts as hanging; empty if it does not."""
+        since = self._since  # read once: the engine's thread may change it
+        if since is None or self._clock() - since <= self.longest_s:
+            return ""
+        return f"a step has not come back for {self._clock() - since:.0f} s; the limit is {self.longest_s:g} s"
 
 
 class EngineThread:

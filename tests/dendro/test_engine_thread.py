@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from dendro.engine import EngineThread, Ticket
+from dendro.engine import EngineThread, StepWatch, Ticket
 from dendro.errors import DendroError, EngineFailed, NotFound, PeerLost
 
 from tests.support.faults import Panic
@@ -200,3 +200,23 @@ async def test_a_step_that_waits_for_calls_is_repeated_after_that_time():
     steps.thread.post(lambda ticket: None)
     assert await asyncio.to_thread(done.wait, 10)
     await steps.thread.stop()
+
+
+def test_many_short_steps_and_a_long_idle_time_are_no_hang():
+    now = [0.0]
+    watch = StepWatch(10.0, clock=lambda: now[0])
+    for _ in range(100):
+        with watch.busy():
+            now[0] += 9.0
+            assert watch.fault() == ""
+    now[0] += 1000.0
+    assert watch.fault() == "", "it is idle"
+
+
+def test_a_step_that_takes_too_long_is_a_hang_until_it_ends():
+    now = [0.0]
+    watch = StepWatch(10.0, clock=lambda: now[0])
+    with watch.busy():
+        now[0] += 11.0
+        assert "has not come back for 11 s" in watch.fault()
+    assert watch.fault() == ""
