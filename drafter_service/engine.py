@@ -203,14 +203,6 @@ class DrafterEngine:
         """Free node slots; all but slot 0 if no tree is growing or kept."""
         return self._scheduler.nodes.free
 
-    @property
-    def held_bytes(self) -> int:
-        """Most bytes of the text and node slots in use, with texts of `max_length` tokens."""
-        memory = self._runner.memory
-        texts = self._text_slots - 1 - self.free_slots
-        nodes = self._node_slots - 1 - self.free_nodes
-        return texts * memory.text_bytes(self._hello.max_length) + nodes * memory.node_bytes
-
     def _fresh(self) -> DraftScheduler:
         options, texts, nodes = self._options, SlotPool(self._text_slots), SlotPool(self._node_slots)
         return DraftScheduler(
