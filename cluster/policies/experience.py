@@ -57,7 +57,7 @@ class RunningRequest:
         self._concurrency = concurrency
         self._fixed = fixed
         self._opening = True
-        concurrency.count_opening(1)
+        concurrency.opening += 1
 
     @property
     def speculates(self) -> bool:
@@ -74,15 +74,15 @@ class RunningRequest:
     @contextlib.contextmanager
     def opening(self) -> Iterator[None]:
         """Count the text as being opened while a drafter prefills it, which slows the rounds of all requests."""
-        self._concurrency.count_opening(1)
+        self._concurrency.opening += 1
         try:
             yield
         finally:
-            self._concurrency.count_opening(-1)
+            self._concurrency.opening -= 1
 
     def begun(self) -> None:
         """Record that the text is open at the verifier. May be called again."""
-        self._concurrency.count_opening(-self._opening)
+        self._concurrency.opening -= self._opening
         self._opening = False
 
 
@@ -99,10 +99,6 @@ class Concurrency:
     sizes: StepSizes = StepSizes()  # padded sizes of the target's steps, from its replica's hello
     trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # one per load class
     _places: int = 0  # places given out so far
-
-    def count_opening(self, more: int) -> None:
-        """Count `more` texts as being opened; negative: fewer."""
-        self.opening += more
 
     def learn_target(self, attends: bool, sizes: StepSizes) -> None:
         """Record what a verifier says of the target: whether it has attention layers, which decides how its steps grow
@@ -124,8 +120,10 @@ class Concurrency:
     def trial(self) -> SpeculationTrial | None:
         """The trial at the expected load. None if each request decides alone: when only one is expected, or when shapes
         fixed by clients are running and this load's gain is unknown."""
+        if round(self.expected) < 2:
+            return None
         trial = self.trial_at(self.expected_load)
-        return trial if round(self.expected) > 1 and (not self.fixed or trial.gain is not None) else None
+        return trial if not self.fixed or trial.gain is not None else None
 
     def trial_at(self, load: int) -> SpeculationTrial:
         """The trial of a load class, made if missing. Guesses gain less the more texts share a step. So a win at a
