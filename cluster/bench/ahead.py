@@ -36,7 +36,7 @@ from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option,
 from cluster.measure.in_process import DRAFTER_DTYPE, EngineText, drafter_of, verifier_of
 from cluster.measure.measurement import Begin
 from cluster.measure.report import Row
-from cluster.measure.statistics import paired_ratio
+from cluster.measure.statistics import Key, paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.policies import ConservativeUCB, Experience
 from cluster.policies.step_time import StepSizes
@@ -185,24 +185,22 @@ async def recorded(
     await text.open(verifier, tokens + MAX_ROWS)
     sessions = [drafter.open(text) for drafter in drafters]
     found, before = [], (list[float](), dict[PreparedText, PreparedSpan]())
-    held = len(text.text)
     while len(text.text) < begin + tokens:
         steps, spans = before
-        call, of = DraftCall(text.update(held), shape), list(spans)
-        new = text.text.ids[held:]
+        call, of = DraftCall(text.update(), shape), list(spans)
+        new = text.text.ids[text.held :]
         used = next((place for place, each in enumerate(of) if each.guessed == new and each.complete), None)
         (tree, _), (plain, draft_us) = [drafter.answer(call) for drafter in drafters]
         if not (tree.tokens.tolist() == plain.tokens.tolist() and (tree.values == plain.values).all()):
             raise RuntimeError("a prepared tree differs from that of its call")
         before = drafters[0].prepare(sessions[0])
         drafters[1].prepare(sessions[1])  # computes noise alone
-        verdict = await text.verify(verifier, tree, held)
+        verdict = await text.verify(verifier, tree)
         if len(text.text) > begin:  # no tree is prepared before the first round
             own = tuple(spans[each] for each in of)
             found.append(AheadRound(len(verdict.tokens), verdict.verify_us, draft_us, tuple(steps), own, used))
-        held = len(text.text)
-        text.text.extend(verdict.tokens)
-    await text.close(verifier, held)
+        text.grow(verdict.tokens)
+    await text.close(verifier)
     for drafter, session in zip(drafters, sessions, strict=True):
         drafter.close(session)
     return found
@@ -228,17 +226,17 @@ async def live(
     text, begin = EngineText(ids, sampling), len(ids)
     await text.open(verifier, tokens + MAX_ROWS)
     await text.open(drafter, tokens + MAX_ROWS)
-    held, rounds, waited_s, began_s = begin, 0, 0.0, time.perf_counter()
+    rounds, waited_s, began_s = 0, 0.0, time.perf_counter()
     while len(text.text) < begin + tokens:
         asked_s = time.perf_counter()
-        tree = await text.draft(drafter, shape, held)
+        tree = await text.draft(drafter, shape)
         waited_s += time.perf_counter() - asked_s
-        verdict = await text.verify(verifier, tree, held)
-        held, rounds = len(text.text), rounds + 1
-        text.text.extend(verdict.tokens)
+        verdict = await text.verify(verifier, tree)
+        text.grow(verdict.tokens)
+        rounds += 1
     took_s = time.perf_counter() - began_s
     for engine in (verifier, drafter):
-        await text.close(engine, held)
+        await text.close(engine)
     return LiveAnswer(rounds, took_s, waited_s)
 
 
@@ -246,13 +244,11 @@ async def plain_us(verifier: VerifierEngine, ids: Sequence[int], sampling: Sampl
     """Time of each step of an answer without trees, in microseconds."""
     text, found = EngineText(ids, sampling), list[float]()
     await text.open(verifier, tokens + MAX_ROWS)
-    held = len(text.text)
     for _ in range(tokens):
-        verdict = await text.verify(verifier, DraftTree.root_only(text.text.ids[-1]), held)
-        held = len(text.text)
-        text.text.extend(verdict.tokens)
+        verdict = await text.verify(verifier, DraftTree.root_only(text.text.ids[-1]))
+        text.grow(verdict.tokens)
         found.append(verdict.verify_us)
-    await text.close(verifier, held)
+    await text.close(verifier)
     return found
 
 
@@ -353,9 +349,7 @@ def policy_over_off(
     return emitted * off_us / spent_us
 
 
-def compared(
-    ahead: Mapping[tuple[int, int], LiveAnswer], plain: Mapping[tuple[int, int], LiveAnswer], stats: Mapping[str, int]
-) -> Row:
+def compared(ahead: Mapping[Key, LiveAnswer], plain: Mapping[Key, LiveAnswer], stats: Mapping[str, int]) -> Row:
     """Compare answers with prepared trees with the same answers without. stats: of the drafter that prepares trees"""
     rounds = sum(each.rounds for each in ahead.values())
     waited = [sum(each.waited_s for each in answers.values()) for answers in (ahead, plain)]
@@ -401,22 +395,21 @@ async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
         stepped = [SteppedDrafter(drafter, prepares) for prepares in (True, False)]
         async with engines_of(target, drafter, options.tokens) as (verifier, drafters):
             for temperature in options.temperatures:
-                of_shapes, plain = dict[TreeShape, list[AheadRound]](), list[float]()
-                for place, prompt in enumerate(ids):
-                    sampling = Sampling(temperature=temperature, seed=options.seed + place)
-                    plain += await plain_us(verifier, prompt, sampling, options.tokens)
-                for shape in SHAPES:
+                asked = [
+                    (prompt, Sampling(temperature=temperature, seed=options.seed + place))
+                    for place, prompt in enumerate(ids)
+                ]
+                plain = [us for each in asked for us in await plain_us(verifier, *each, options.tokens)]
+                of_shapes: dict[TreeShape, list[AheadRound]] = {shape: [] for shape in SHAPES}
+                for shape, rounds in of_shapes.items():
                     head = {"pair": name, "temperature": temperature, "shape": str(shape)}
-                    rounds, both = list[AheadRound](), ({}, {})  # type: ignore[var-annotated]
-                    of_shapes[shape] = rounds
+                    both: tuple[dict[Key, LiveAnswer], dict[Key, LiveAnswer]] = ({}, {})
                     stats = drafters[0].stats()
-                    for place, prompt in enumerate(ids):
-                        sampling = Sampling(temperature=temperature, seed=options.seed + place)
-                        rounds += await recorded(verifier, stepped, prompt, sampling, shape, options.tokens)
+                    for place, each in enumerate(asked):
+                        rounds += await recorded(verifier, stepped, *each, shape, options.tokens)
                         step()
                         for which in ((0, 1), (1, 0))[place % 2]:
-                            given_ = prompt, sampling, shape, options.tokens
-                            both[which][place, 0] = await live(verifier, drafters[which], *given_)
+                            both[which][place, 0] = await live(verifier, drafters[which], *each, shape, options.tokens)
                             step()
                     now = drafters[0].stats()
                     found["live"].append(head | compared(*both, {key: now[key] - stats[key] for key in stats}))

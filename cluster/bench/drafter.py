@@ -121,7 +121,6 @@ class InlineDrafter:
         self.scheduler = DraftScheduler(
             "bench", *pools, texts, LONGEST_TRACE, runs_levels=at_once, longest_prepared=longest
         )
-        self._lengths: dict[EngineText, int] = {}  # tokens of each text at the last call
         self._last: DraftPlan | None = None  # the last draft's last level
 
     @torch.inference_mode()
@@ -133,7 +132,6 @@ class InlineDrafter:
         while self.step() is not None:
             pass
         self.scheduler.answers.clear()
-        self._lengths[text] = len(text.text)
         return session
 
     def step(self) -> DraftPlan | None:
@@ -152,7 +150,7 @@ class InlineDrafter:
         scheduler, runner = self.scheduler, self.runner
         if self._last is not None:
             runner.run(self._last)
-        calls = [DraftCall(text.update(self._lengths[text]), shape) for text in texts]
+        calls = [DraftCall(text.update(), shape) for text in texts]
         tickets = [Ticket(scheduler.clock()) for _ in calls]
         self._prepare_noise()
         plans = list[DraftPlan]()
@@ -170,7 +168,6 @@ class InlineDrafter:
         scheduler.answers.clear()
         # A level writes the same into the kept nodes again; a chain would advance its text.
         self._last = plans[-1] if isinstance(plans[-1].rows, Level | Levels) else None
-        self._lengths.update((text, len(text.text)) for text in texts)
         return TimedDraft(tuple(trees[ticket] for ticket in tickets), tuple(plans), seconds)
 
     def _prepare_noise(self) -> None:
@@ -272,7 +269,7 @@ class DraftCase:
                 np.array_equal(trees[0].parents, tree.parents) for tree in trees
             )
             following = prompt.continuation_ids[self._rounds % len(prompt.continuation_ids)]
-            text.text.extend([*accepted_path(trees[0]), following])
+            text.grow([*accepted_path(trees[0]), following])
         self._rounds += 1
 
 

@@ -31,7 +31,7 @@ class WorthTimer:
         text = EngineText(ids, Sampling())
         async with started(target):
             await text.open(target, min(MAX_ROWS, longest - len(ids)))
-            times = await by_turns(rows, lambda count: text.verify(target, star(ids[-1], count), len(ids)), REPETITIONS)
+            times = await by_turns(rows, lambda count: text.verify(target, star(ids[-1], count)), REPETITIONS)
             await text.close(target)
         return medians_us(times)
 
@@ -39,7 +39,7 @@ class WorthTimer:
         text = EngineText(IDS, Sampling())
         async with started(drafter):
             await text.open(drafter, MAX_ROWS)
-            times = await by_turns(SHAPES, lambda shape: text.draft(drafter, shape, len(IDS)), REPETITIONS)
+            times = await by_turns(SHAPES, lambda shape: text.draft(drafter, shape), REPETITIONS)
             await text.close(drafter)
         return medians_us(times)
 

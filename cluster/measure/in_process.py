@@ -55,34 +55,39 @@ def drafter_of(
 
 
 class EngineText:
-    """One text at engines of this process."""
+    """One text at engines of this process. Each is called between two growths of the text."""
 
     def __init__(self, ids: Sequence[int], sampling: Sampling) -> None:
         self.text = Tokens(ids)
+        self.held = len(self.text)  # tokens before the last growth, which the engines have
         self._sampling = sampling
         self._opening = new_opening()
 
-    def update(self, start: int) -> TextUpdate:
-        """A call's text: the tokens from `start` on."""
-        return TextUpdate.of(self._opening, self.text, start)
+    def grow(self, tokens: Sequence[int]) -> None:
+        self.held = len(self.text)
+        self.text.extend(tokens)
+
+    def update(self) -> TextUpdate:
+        """A call's text: the tokens that the engines lack."""
+        return TextUpdate.of(self._opening, self.text, self.held)
 
     def open_call(self, room: int) -> OpenCall:
         """The call that opens this text, which may grow by `room` tokens."""
         limits = Limits(len(self.text) + room, ignore_end=True)
-        return OpenCall(self.update(0), RequestParameters(self._sampling, limits, "", ()))
+        whole = TextUpdate.of(self._opening, self.text, 0)
+        return OpenCall(whole, RequestParameters(self._sampling, limits, "", ()))
 
     async def open(self, engine: DrafterPeer | VerifierPeer, room: int) -> None:
         await engine.open(self.open_call(room))
 
-    async def draft(self, drafter: DrafterPeer, shape: TreeShape, start: int) -> DraftTree:
-        return await drafter.draft(DraftCall(self.update(start), shape))
+    async def draft(self, drafter: DrafterPeer, shape: TreeShape) -> DraftTree:
+        return await drafter.draft(DraftCall(self.update(), shape))
 
-    async def verify(self, verifier: VerifierPeer, tree: DraftTree, start: int) -> Verdict:
-        return await verifier.verify(VerifyCall(self.update(start), tree))
+    async def verify(self, verifier: VerifierPeer, tree: DraftTree) -> Verdict:
+        return await verifier.verify(VerifyCall(self.update(), tree))
 
-    async def close(self, engine: DrafterPeer | VerifierPeer, start: int | None = None) -> None:
-        """Close it; the engine has ids[:start] (None: all of it)."""
-        await engine.close(CloseCall(self.update(len(self.text) if start is None else start)))
+    async def close(self, engine: DrafterPeer | VerifierPeer) -> None:
+        await engine.close(CloseCall(self.update()))
 
 
 def star(root: int, rows: int) -> DraftTree:

@@ -84,14 +84,12 @@ async def test_a_measured_draft_is_the_engines(checkpoint, shape):
     async with started(engine):
         inline.open(text)
         await text.open(engine, 100)
-        known = len(text.text)
         for following in ids_of(3, seed=1):
-            theirs = await text.draft(engine, TreeShape.parse(shape), known)
+            theirs = await text.draft(engine, TreeShape.parse(shape))
             (ours,) = inline.draft([text], TreeShape.parse(shape)).trees
             assert ours.tokens.tolist() == theirs.tokens.tolist() and ours.parents.tolist() == theirs.parents.tolist()
             assert ours.trace.tolist() == theirs.trace.tolist()
-            known = len(text.text)
-            text.text.extend([*accepted_path(ours), following])
+            text.grow([*accepted_path(ours), following])
 
 
 def test_accepted_nodes_are_folded(checkpoint):
@@ -103,7 +101,7 @@ def test_accepted_nodes_are_folded(checkpoint):
     inline.open(text)
     first = inline.draft([text], shape)
     assert [plan.rows.count for plan in first.plans] == [1, 3, 6]
-    text.text.extend([*accepted_path(first.trees[0]), 1])
+    text.grow([*accepted_path(first.trees[0]), 1])
     second = inline.draft([text], shape)
     assert all(isinstance(plan.rows, Level) for plan in second.plans), "the accepted nodes are folded, not read again"
 
@@ -127,7 +125,7 @@ def test_noise_is_ready_before_a_draft_is_timed(checkpoint, monkeypatch):
     monkeypatch.setattr(noise_rows, "gumbel_noise", watched_noise)
     for _ in range(3):
         (tree,) = inline.draft([text], TreeShape.parse("1,1,1,1")).trees
-        text.text.extend([*accepted_path(tree), 1])
+        text.grow([*accepted_path(tree), 1])
     assert computed and not any(computed)
 
 
