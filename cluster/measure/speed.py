@@ -161,13 +161,11 @@ class Writer(Contender, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Contenders:
-    """The library, our cluster, and llama.cpp where they can be used. While one answers, the others idle. A failure of
-    one that is not ours leaves out its rows alone."""
+    """Our cluster, and the library and llama.cpp where they can be used. While one answers, the others idle. A failure
+    of one that is not ours leaves out its rows alone."""
 
-    library: Contender | None
     ours: Writer
-    llama_cpp: Contender | None = None
-    llama_cpp_file: Contender | None = None
+    others: Mapping[str, Contender] = field(default_factory=dict)  # row -> who answers it
     llama_facts: Mapping[str, Any] = field(default_factory=dict)  # version and instructions of its build
     left_out: dict[str, str] = field(default_factory=dict)  # rows that do not answer -> the reason
     best: dict[tuple[str, float], str] = field(default_factory=dict)  # row of GRIDS and temperature -> its setting
@@ -178,8 +176,8 @@ class Contenders:
         `plan.choosing_answers` answers."""
         if not plan.chosen_rows:
             return
-        assert self.library is not None
-        await self.library.answer(GENERATE, plan.choosing[0], 0.0, 0, plan.tokens)
+        library = self.others[GENERATE]
+        await library.answer(GENERATE, plan.choosing[0], 0.0, 0, plan.tokens)
         step()
         for temperature in plan.temperatures:
             for row in plan.chosen_rows:
@@ -188,7 +186,7 @@ class Contenders:
                     logs = []
                     for at, prompt in enumerate(plan.choosing):
                         request = prompt, temperature, plan.answer_seed(-1 - at, 0), plan.tokens
-                        found = await self.library.answer(setting, *request)
+                        found = await library.answer(setting, *request)
                         logs.append(math.log(found.tokens_per_second))
                         step()
                     rates[setting] = fmean(logs)
@@ -204,13 +202,8 @@ class Contenders:
         request = (plan.prompts[prompt], temperature, seed, tokens)
         if row in plan.ours:
             return await self.ours.answer(row, *request)
-        name, other = "llama.cpp", self.llama_cpp_file if row == LLAMA_CPP_FILE else self.llama_cpp
-        if row in BASELINES:
-            name, other = "transformers", self.library
         try:
-            if other is None:
-                raise EngineFailed(f"{name} was not started")
-            return await other.answer(self.best.get((row, temperature), row), *request)
+            return await self.others[row].answer(self.best.get((row, temperature), row), *request)
         except EngineFailed as error:
             self.left_out[row] = str(error)
             return None

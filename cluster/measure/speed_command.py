@@ -48,10 +48,10 @@ from cluster.measure.measurement import (
     LOOKUP,
     OFF,
     Begin,
+    Contender,
 )
 from cluster.measure.ours import ClusterClient, TenantRule
 from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
-from cluster.measure.processes import ContenderProcess
 from cluster.measure.speed import (
     OWN,
     Contenders,
@@ -147,11 +147,12 @@ def demo_pairs(names: Sequence[str], options: SpeedOptions) -> list[MeasuredPair
         config = target_config(models, name)
         # The library's others need a cache that can be cropped.
         baselines = (*(BASELINES if name != MAMBA2 else (GENERATE,)), *LLAMA_CPP_ROWS)
-        plan = _plan(name, config, tuple(prompt.token_ids for prompt in texts[:-CHOOSING_PROMPTS]), options, baselines)
-        choosing = tuple(prompt.token_ids for prompt in texts[-CHOOSING_PROMPTS:])
+        ids = tuple(prompt.token_ids for prompt in texts)
         # The bars are for the costly target on a processor with two threads.
         comparable = name == COSTLY and THREADS == 2 and not torch.cuda.is_available()
-        plan = replace(plan, choosing=choosing, judged=COSTLY if comparable else "")
+        judged = COSTLY if comparable else ""
+        plan = _plan(name, config, ids[:-CHOOSING_PROMPTS], options, baselines, judged)
+        plan = replace(plan, choosing=ids[-CHOOSING_PROMPTS:])
         last = index == len(names) - 1
         found.append(MeasuredPair(config, plan, assistant, until_s=TIME_LIMIT_S * (1.0 if last else COSTLY_SHARE)))
     return found
@@ -172,15 +173,10 @@ def file_pairs(
         ids = tuple(prompt.token_ids for prompt in prompts)
         for whose in rules:
             group = f"{label}, tenants: {whose}" if len(rules) > 1 else label
-            plan = _plan(group, config, ids, options, () if options.alone else others)
+            plan = _plan(group, config, ids, options, () if options.alone else others, OWN)
             pair = MeasuredPair(
                 config,
-                replace(
-                    plan,
-                    categories=categories if any(categories) else (),
-                    shapes=() if options.no_arms else plan.shapes,
-                    judged=OWN,
-                ),
+                replace(plan, categories=categories if any(categories) else ()),
                 own_file=own_file if LLAMA_CPP_FILE in plan.baselines else None,
                 rule=whose,
                 to_end=True,
@@ -191,18 +187,24 @@ def file_pairs(
 
 
 def _plan(
-    name: str, config: Config, prompts: tuple[tuple[int, ...], ...], options: SpeedOptions, baselines: tuple[str, ...]
+    name: str,
+    config: Config,
+    prompts: tuple[tuple[int, ...], ...],
+    options: SpeedOptions,
+    baselines: tuple[str, ...],
+    judged: str,
 ) -> SpeedPlan:
     sizes = options.tokens, options.temperatures, options.repetitions
-    return SpeedPlan(name, prompts, *sizes, own_arms(config), baselines, options.seed)
+    arms = () if options.no_arms else own_arms(config)
+    return SpeedPlan(name, prompts, *sizes, arms, baselines, options.seed, judged)
 
 
 @asynccontextmanager
 async def contenders_for(pair: MeasuredPair, local: bool) -> AsyncIterator[Contenders]:
     """Start our cluster, the library and llama.cpp for one target; all stop at the end. Of the others, one that cannot
     be started leaves out its rows alone."""
-    target, rows, left_out = pair.target, pair.plan.baselines, dict[str, str]()
-    library = exported = own_file = None
+    target, rows = pair.target, pair.plan.baselines
+    others, left_out, facts = dict[str, Contender](), dict[str, str](), dict[str, Any]()
     llama = partial(llama_cpp_process, target.checkpoint, target.dtype, target.threads, pair.positions)
     async with (
         AsyncExitStack() as stack,
@@ -211,22 +213,16 @@ async def contenders_for(pair: MeasuredPair, local: bool) -> AsyncIterator[Conte
     ):
         if set(rows) & set(BASELINES):
             process = library_process(target.checkpoint, pair.assistant, target.dtype, target.threads)
-            library = await stack.enter_async_context(process)
-
-        async def started(which: Sequence[str], file: Path | None = None) -> ContenderProcess | None:
+            others |= dict.fromkeys(BASELINES, await stack.enter_async_context(process))
+        for which, file in ((LLAMA_CPP_ROWS, None), ((LLAMA_CPP_FILE,), pair.own_file)):
+            if not set(rows) & set(which):
+                continue
             try:
-                return await stack.enter_async_context(llama(file))
+                started = await stack.enter_async_context(llama(file))
+                others, facts = others | dict.fromkeys(which, started), started.facts
             except EngineFailed as error:
-                left_out.update(dict.fromkeys(which, str(error)))
-                return None
-
-        if set(rows) & set(LLAMA_CPP_ROWS):
-            exported = await started(LLAMA_CPP_ROWS)
-        if pair.own_file is not None:
-            own_file = await started((LLAMA_CPP_FILE,), pair.own_file)
-        some = exported or own_file
-        facts = some.facts if some else {}
-        yield Contenders(library, ClusterClient(client, pair.rule), exported, own_file, facts, left_out)
+                left_out |= dict.fromkeys(which, str(error))
+        yield Contenders(ClusterClient(client, pair.rule), others, facts, left_out)
 
 
 async def measure_pair(

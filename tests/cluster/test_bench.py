@@ -29,6 +29,7 @@ from cluster.measure.costly import WIDTH_STEP, costly_checkpoint, costly_width
 from cluster.measure.measurement import (
     ASSISTED,
     AUTO,
+    BASELINES,
     BATCH,
     BEST_LOOKUP,
     GENERATE,
@@ -293,20 +294,22 @@ class ScriptedSpeeds:
 
 async def measured_with(speeds: dict[str, float] = SPEED, plan: SpeedPlan = PLAN, wrong: str = "") -> SpeedResult:
     scripted = ScriptedSpeeds(speeds, wrong)
-    return await measure(plan, Contenders(scripted, scripted), 1000.0, lambda: None)
+    return await measure(plan, Contenders(scripted, dict.fromkeys(plan.baselines, scripted)), 1000.0, lambda: None)
 
 
 async def measured_with_llama(
     speeds: dict[str, float] = LLAMA_SPEED, plan: SpeedPlan = WITH_LLAMA, wrong: str = ""
 ) -> SpeedResult:
     scripted = ScriptedSpeeds(speeds, wrong)
-    return await measure(plan, Contenders(scripted, scripted, scripted), 1000.0, lambda: None)
+    return await measure(
+        plan, Contenders(scripted, dict.fromkeys(WITH_LLAMA.baselines, scripted)), 1000.0, lambda: None
+    )
 
 
 async def test_every_row_answers_every_prompt_equally_often_and_in_changing_order():
     scripted = ScriptedSpeeds(SPEED)
     steps = []
-    await measure(PLAN, Contenders(scripted, scripted), 1000.0, lambda: steps.append(1))
+    await measure(PLAN, Contenders(scripted, dict.fromkeys(PLAN.baselines, scripted)), 1000.0, lambda: steps.append(1))
     assert len(steps) == len(scripted.requests) == PLAN.answers == 6 * 6 * 2 * 2
     assert all(scripted.requests.count((row, prompt, 1.0)) == 2 for row in PLAN.rows for prompt in range(6))
     rows = len(PLAN.rows)
@@ -323,7 +326,7 @@ async def test_a_pair_shares_its_seed_and_repetitions_differ():
 
 async def test_a_prompt_past_the_time_limit_is_left_out_for_all_rows():
     scripted = ScriptedSpeeds(SPEED)
-    measured = await measure(PLAN, Contenders(scripted, scripted), 0.0, lambda: None)
+    measured = await measure(PLAN, Contenders(scripted, dict.fromkeys(PLAN.baselines, scripted)), 0.0, lambda: None)
     assert "after 1 of 12 passes" in measured.note
     assert {tuple(answers) for answers in measured.answers.values()} == {((0, 0),)}
     assert {(row["prompts"], row["answers"]) for row in rows_of(measured)} == {(1, 1)}
@@ -345,7 +348,7 @@ async def test_the_librarys_settings_are_chosen_on_other_prompts_and_answer_in_t
     plan = replace(PLAN, baselines=(GENERATE, BEST_LOOKUP), choosing=((7,), (8,)))
     few, some, many = GRIDS[BEST_LOOKUP]
     scripted = ScriptedSpeeds({**SPEED, few: 9.0, some: 14.0, many: 13.0})
-    contenders, steps = Contenders(scripted, scripted), []
+    contenders, steps = Contenders(scripted, dict.fromkeys(plan.baselines, scripted)), []
     await contenders.choose(plan, lambda: steps.append(1))
     assert len(steps) == len(scripted.requests) == plan.choosing_answers == 1 + 3 * 2 * 2
     assert {prompt for _, prompt, _ in scripted.requests} == {7, 8}
@@ -365,7 +368,7 @@ class LuckyArm(ScriptedSpeeds):
 
 async def test_the_policy_is_compared_with_the_arm_that_was_best_on_the_other_half_of_the_prompts():
     scripted = LuckyArm(SPEED)
-    measured = await measure(PLAN, Contenders(scripted, scripted), 1000.0, lambda: None)
+    measured = await measure(PLAN, Contenders(scripted, dict.fromkeys(PLAN.baselines, scripted)), 1000.0, lambda: None)
     auto = next(row for row in rows_of(measured) if row["name"] == AUTO)
     found = auto["over_best_arm"]
     assert found["arms"] == ["(3,2,1)", "(1,1,1,1)"]  # the even prompts' by the odd ones, then the other way round
@@ -385,7 +388,9 @@ async def test_a_round_is_split_into_the_peers_times_and_the_rest():
 
 async def test_a_different_token_is_found_and_named_in_the_check_and_in_the_measurement():
     scripted = ScriptedSpeeds(SPEED, wrong="(3,2,1)")
-    identity = await check_and_warm(PLAN, Contenders(scripted, scripted), 2, lambda: None)
+    identity = await check_and_warm(
+        PLAN, Contenders(scripted, dict.fromkeys(PLAN.baselines, scripted)), 2, lambda: None
+    )
     assert (identity.answers_compared, identity.tokens_compared) == (2 * 2 * 3, 2 * 2 * 3 * 12)
     assert len(identity.differences) == 4
     assert identity.differences[0].startswith("costly, (3,2,1), prompt 1, temperature 0: token 12 differs")
@@ -433,7 +438,8 @@ class FailsAfter(ScriptedSpeeds):
 @pytest.mark.parametrize("answers", [0, 1, 5])
 async def test_llama_cpp_that_fails_loses_its_rows_and_no_others(answers):
     scripted = ScriptedSpeeds(SPEED)
-    contenders = Contenders(scripted, scripted, FailsAfter(answers))
+    others = dict.fromkeys(PLAN.baselines, scripted) | dict.fromkeys(LLAMA_CPP_ROWS, FailsAfter(answers))
+    contenders = Contenders(scripted, others)
     await check_and_warm(WITH_LLAMA, contenders, 1, lambda: None)
     steps = []
     measured = await measure(WITH_LLAMA, contenders, 1000.0, lambda: steps.append(1))
@@ -598,7 +604,8 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
         async def scripted(pair, local):
             speeds = dict.fromkeys((*SPEED, *SETTINGS, *pair.config.speculation.arms), 20.0)
             fake = ScriptedSpeeds(speeds, wrong)
-            yield Contenders(fake, fake)
+            left_out = dict.fromkeys(LLAMA_CPP_ROWS, "llama.cpp was not started")
+            yield Contenders(fake, dict.fromkeys(BASELINES, fake), left_out=left_out)
 
         monkeypatch.setattr(command, "contenders_for", scripted)
         monkeypatch.setattr(command, "load_tokenizer", lambda models: None)

@@ -19,10 +19,12 @@ from cluster.measure import speed_command as command
 from cluster.measure import targets
 from cluster.measure.measurement import (
     AUTO,
+    BASELINES,
     GENERATE,
     LLAMA_CPP,
     LLAMA_CPP_FILE,
     LLAMA_CPP_LOOKUP,
+    LLAMA_CPP_ROWS,
     LOOKUP,
     OFF,
     TimedAnswer,
@@ -71,7 +73,7 @@ RATES = {
 
 async def measured(rates=RATES, plan=PLAN, broken=""):
     script = ByCategory(rates, broken)
-    contenders = Contenders(script, script, None, script)
+    contenders = Contenders(script, dict.fromkeys(plan.baselines, script))
     plan = replace(plan, lengths=await answer_lengths(plan, script, lambda: None))
     return await measure(plan, contenders, 1000.0, lambda: None), contenders
 
@@ -285,7 +287,8 @@ def run_with(config: Path, file: Path, folder: Path, monkeypatch: pytest.MonkeyP
     @asynccontextmanager
     async def scripted(pair, local):
         script = Own({row: (10.0, 10.0) for row in pair.plan.rows})
-        yield Contenders(script, script, None, None)
+        left_out = dict.fromkeys((*LLAMA_CPP_ROWS, LLAMA_CPP_FILE), "llama.cpp was not started")
+        yield Contenders(script, dict.fromkeys(BASELINES, script), left_out=left_out)
 
     monkeypatch.setattr(command, "contenders_for", scripted)
     monkeypatch.setattr(targets, "parameter_count", lambda checkpoint: 1)
