@@ -20,7 +20,7 @@ from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
 from cluster.measure.measurement import AUTO, OFF, Begin, TimedAnswer
 from cluster.measure.ours import ClusterClient, TenantRule
-from cluster.measure.statistics import median_estimate, paired_ratio
+from cluster.measure.statistics import estimate, paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.running import running
 from cluster.training.acceptance import PROMPT_TOKENS
@@ -95,7 +95,7 @@ async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
                 rates = [options.tokens / each for each in seconds[way].values()]
                 row = {"temperature": temperature, "prediction": way[0], "row": way[1]}
                 emitted = [options.tokens / each.round_count for each in answers[way].values()]
-                row |= {"rate": median_estimate(rates).as_json(), "emitted": median_estimate(emitted).as_json()}
+                row |= {"rate": estimate(rates), "emitted": estimate(emitted)}
                 if way[1] != OFF:
                     row["over_off"] = paired_ratio(seconds[NONE, OFF], seconds[way]).as_json()
                 rows.append(row)

@@ -36,7 +36,6 @@ from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
 from cluster.measure.options import MarkdownFile, PlotFile, as_given, numbers_in, present, with_bars
 from cluster.measure.report import Cells, Report, Row, aim_row, aims_table, figure_at, machine_facts, medians, text_of
-from cluster.measure.statistics import Estimate
 from cluster.measure.targets import THREADS
 from cluster.tables import PLAIN_WIDTH
 
@@ -232,13 +231,11 @@ class Aim:
             bar = rows[0][bar] if isinstance(bar, str) else bar
             found = [(self._value(value), row) for row in rows if (value := at(row, path)) is not None]
             if not found:
-                yield aim_row(name, bar, None, None, "was not measured")
+                yield aim_row(name, bar, None, None, None, "was not measured")
                 continue
             value, row = (max if self.least is None else min)(found, key=lambda each: each[0])
             met = value <= bar if self.least is None else value >= bar
-            whole = at(row, path)
-            estimate = Estimate.of(whole) if isinstance(whole, Mapping) else None
-            yield aim_row(name, bar, met, estimate, "" if met else self.why.format_map(row)) | {"value": value}
+            yield aim_row(name, bar, met, value, at(row, path), "" if met else self.why.format_map(row))
 
     def _value(self, found: Any) -> float:
         value: float = found[self.end] if isinstance(found, Mapping) else found

@@ -24,7 +24,7 @@ from cluster.measure.ours import TenantClients, TenantRule, timed
 from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
 from cluster.measure.speed import Identity
-from cluster.measure.statistics import Estimate, estimate, median_estimate
+from cluster.measure.statistics import estimate
 
 FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)
@@ -299,11 +299,11 @@ def open_load(share: float) -> str:
     return f"{share:g} of capacity"
 
 
-def ratio(blocks: Sequence[LoadBlock], load: str, over: str, under: str) -> Estimate:
-    """Tokens per second of one way over another's at one load, paired by repetition."""
+def ratio(blocks: Sequence[LoadBlock], load: str, over: str, under: str) -> dict[str, float]:
+    """A row's field: tokens per second of one way over another's at one load, paired by repetition."""
     rates = {(block.way, block.repetition): block.rate for block in blocks if block.load == load}
     pairs = [(rates[over, each], rates[under, each]) for way, each in rates if way == over and (under, each) in rates]
-    return median_estimate([high / low for high, low in pairs])
+    return estimate([high / low for high, low in pairs])
 
 
 def times_row(blocks: Sequence[LoadBlock], judged: str) -> Row:
@@ -338,9 +338,9 @@ def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str
             if way in ways:
                 row |= _counts(mine) | {"over_one": _over_one(blocks, mine)}
             if way != OFF:
-                row["over_off"] = ratio(blocks, load, way, OFF).as_json()
+                row["over_off"] = ratio(blocks, load, way, OFF)
             if way == AUTO:
-                row |= {"over_best": ratio(blocks, load, AUTO, best).as_json(), "best": best}
+                row |= {"over_best": ratio(blocks, load, AUTO, best), "best": best}
             rows.append(row)
     return rows
 

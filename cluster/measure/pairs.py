@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from cluster.measure.load import LoadBlock, closed_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Step
 from cluster.measure.report import Row
-from cluster.measure.statistics import Estimate, median_estimate
+from cluster.measure.statistics import estimate
 
 PAIRS = "pairs"
 """These blocks, among what is judged."""
@@ -86,14 +86,14 @@ def rows_against_off(blocks: Sequence[LoadBlock]) -> list[Row]:
             mine = [block for block in blocks if block.load == row["load"]]
             seconds, over_off = first_minute(mine)
             row |= {"first_s": round(seconds), "first_minute_over_off": round(over_off, 4)}
-            row["first_token_over_off"] = first_token_over_off(mine).as_json()
+            row["first_token_over_off"] = first_token_over_off(mine)
     return rows
 
 
-def first_token_over_off(blocks: Sequence[LoadBlock]) -> Estimate:
-    """The policy's median time to the first token over off's, by pair."""
+def first_token_over_off(blocks: Sequence[LoadBlock]) -> dict[str, float]:
+    """A row's field: the policy's median time to the first token over off's, by pair."""
     times = {(block.way, block.repetition): median(block.first_s) for block in blocks}
-    return median_estimate([took / times[OFF, pair] for (way, pair), took in times.items() if way == AUTO])
+    return estimate([took / times[OFF, pair] for (way, pair), took in times.items() if way == AUTO])
 
 
 def first_minute(blocks: Sequence[LoadBlock]) -> tuple[float, float]:

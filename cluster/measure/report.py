@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cluster.measure.statistics import CONFIDENCE, Estimate
+from cluster.measure.statistics import CONFIDENCE
 from cluster.tables import folding_table
 
 Report = Mapping[str, Any]
@@ -41,14 +41,14 @@ def text_of(value: Any, form: str = "") -> str:
 
 
 # Aims
-def aim_row(aim: str, bar: float, met: bool | None, found: Estimate | None, why: str = "") -> Row:
-    """An aim of a report."""
-    row: Row = {"aim": aim, "value": None, "interval": None, "bar": bar, "met": met}
-    if found is not None:
-        row["value"], row["interval"] = found.median, [found.low, found.high]
+def aim_row(aim: str, bar: float, met: bool | None, value: float | None, found: Any, why: str = "") -> Row:
+    """An aim of a report. value: that is judged, of the field `found`, a number or an estimate"""
+    row: Row = {"aim": aim, "value": value, "interval": None, "bar": bar, "met": met}
     few = ""
-    if found is not None and found.coverage < CONFIDENCE:
-        few = f"few measurements: the interval is their range and covers {found.coverage:.0%}"
+    if isinstance(found, Mapping):
+        row["interval"] = [found["low"], found["high"]]
+        if found["coverage"] < CONFIDENCE:
+            few = f"few measurements: the interval is their range and covers {found['coverage']:.0%}"
     if reasons := "; ".join(filter(None, (why, few))):
         row["why"] = reasons
     return row

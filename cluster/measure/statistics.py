@@ -19,11 +19,6 @@ class Estimate:
     high: float
     coverage: float  # coverage of the interval; less than 0.9 for fewer than 5 values, whose range it is
 
-    @classmethod
-    def of(cls, fields: Mapping[str, float]) -> Estimate:
-        """The inverse of `as_json`."""
-        return cls(fields["median"], fields["low"], fields["high"], fields["coverage"])
-
     def as_json(self) -> dict[str, float]:
         return {
             "median": round(self.median, 4),

@@ -142,7 +142,7 @@ def surface_rows(blocks: Sequence[LoadBlock]) -> list[Row]:
                 "client_ms": estimate(client_ms),
             }
             if way == WHOLE:
-                row["over_bare"] = ratio(blocks, load, WHOLE, BARE).as_json()
+                row["over_bare"] = ratio(blocks, load, WHOLE, BARE)
             rows.append(row)
     return rows
 

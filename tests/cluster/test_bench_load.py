@@ -65,7 +65,7 @@ def some_blocks():
 
 def test_ratios_are_of_blocks_of_one_repetition():
     found = ratio(some_blocks(), "1 client", "auto", "off")
-    assert (found.low, found.median, found.high) == pytest.approx((1.6, 1.6, 1.6))
+    assert (found["low"], found["median"], found["high"]) == pytest.approx((1.6, 1.6, 1.6))
 
 
 def test_percentiles_are_measured_values():
