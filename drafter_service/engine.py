@@ -212,11 +212,10 @@ class DrafterEngine:
             options.max_sessions,
             options.prefill_chunk,
             self._clock,
-            self._runner.runs_levels,
+            self._runner.one_forward,
             wake=lambda: self._thread.post(lambda ticket: None),
             longest_prepared=self._hello.max_length if options.draft_ahead else 0,
             counters=self._prepared,
-            longest_chain=self._runner.longest_chain,
         )
 
     # -- the caller's side ---------------------------------------------------------------------------------------

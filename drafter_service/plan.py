@@ -8,7 +8,7 @@ empty text, and no node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -34,6 +34,27 @@ class Chains:
     target: IntArray  # [rows] text slot in which each row ends; may be its source
     roots: IntArray  # [rows] node slot for the row's last token, which is not put into the text (lengths are then at
     # least 2). Empty if all tokens are put into the text.
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        starts: Sequence[int],
+        source: Sequence[int],
+        target: Sequence[int],
+        roots: Sequence[int],
+    ) -> Chains:
+        """Chains of these tokens, which are padded with zeros."""
+        lengths = np.array([len(row) for row in tokens], np.int64)
+        padded = np.zeros((len(tokens), int(lengths.max())), np.int64)
+        for row, each in zip(padded, tokens, strict=True):
+            row[: len(each)] = each
+        return cls(padded, lengths, *(np.array(each, np.int64) for each in (starts, source, target, roots)))
+
+    @property
+    def places(self) -> IntArray:
+        """row * time + t of every token, ascending."""
+        return np.flatnonzero(np.arange(self.tokens.shape[1]) < self.lengths[:, None])
 
     @property
     def kept(self) -> IntArray:
@@ -126,11 +147,17 @@ class Levels:
     nodes: Nodes  # nodes of the whole tree, the rows of these levels last
     counts: Sequence[int]  # [levels] nodes of each level
     ranks: Sequence[int]  # [rows] place of each node among its parent's candidates; unused on the first level
+    text: Chains | None = None  # tokens of the text before the root, which go through the model with its level
+
+    @property
+    def text_rows(self) -> int:
+        """Number of tokens of the text that go through the model with the first level."""
+        return 0 if self.text is None else self.text.count
 
     @property
     def count(self) -> int:
         """Number of tokens that go through the model."""
-        return sum(self.counts)
+        return self.text_rows + sum(self.counts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +180,40 @@ class DraftPlan:
                 return self.rows.depths
             case Levels():
                 first = self.rows.first.depths[0]
-                return range(first, first + len(self.rows.counts))
+                return [0] * self.rows.text_rows + [first + level for level in range(len(self.rows.counts))]
         return [0] * len(self.groups)
+
+    def with_levels(self, nodes: Nodes, counts: Sequence[int], ranks: Sequence[int]) -> DraftPlan:
+        """This plan of a level of one tree, with the levels below it. Arguments: those of `Levels`."""
+        assert isinstance(self.rows, Level)
+        first = self.positions[0]
+        positions = range(first, first + len(counts))
+        return DraftPlan(
+            Levels(self.rows, nodes, counts, ranks),
+            None,
+            counts,
+            [self.sessions[0]] * len(counts),
+            positions,
+            self.width,
+        )
+
+    def after(self, text: DraftPlan) -> DraftPlan:
+        """This plan of one tree's first level, or levels, with the plan of the text's tokens before its root, which are
+        all scored."""
+        rows = self.rows
+        assert isinstance(text.rows, Chains) and not isinstance(rows, Chains)
+        levels = rows if isinstance(rows, Levels) else Levels(rows, rows.trees[0], rows.counts, [0] * rows.count)
+        groups, positions = [*text.groups, *self.groups], [*text.positions, *self.positions]
+        sessions = [*text.sessions, *self.sessions]
+        return DraftPlan(replace(levels, text=text.rows), None, groups, sessions, positions, self.width)
+
+
+class OneForward(NamedTuple):
+    """What a forward of one session alone may have besides a level or a chain."""
+
+    levels: bool = False  # all levels of a tree whose form is known
+    longest_chain: int = 0  # most tokens of a chain that runs as levels, before a forward of its root; 0: none does
+    text_and_levels: bool = False  # tokens before a root, and the levels of its tree
 
 
 @dataclass(frozen=True, slots=True)

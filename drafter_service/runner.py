@@ -28,7 +28,7 @@ from drafter_service.mapped_noise import MappedNoise
 from drafter_service.models import DrafterModel
 from drafter_service.models.backbone import Backbone
 from drafter_service.models.memory import FusedMemory
-from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, TextFold
+from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, OneForward, TextFold
 from drafter_service.recorded_levels import RecordableMemory, RecordedLevels
 
 NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
@@ -156,15 +156,12 @@ class DraftRunner:
         self._laws: dict[int, DraftLaw] = {}
         prepare_kernel()
 
-    def runs_levels(self, session: int) -> bool:
-        """True if a plan of this session may have `Levels`."""
+    def one_forward(self, session: int) -> OneForward:
+        """What a plan of this session alone may have."""
         law = self._laws[session]
-        return _by_kernels(law) if self._trees is not None else self._fused is not None and not law.warp.masks
-
-    def longest_chain(self, session: int) -> int:
-        """Most tokens of a chain of this session that runs as levels, if it ends before a root; 0: none does."""
-        by_kernels = self._on_device is not None and self.head is None and _by_kernels(self._laws[session])
-        return LONGEST_CHAIN if by_kernels else 0
+        fused, by_kernels = self._fused is not None and not law.warp.masks, _by_kernels(law)
+        longest = LONGEST_CHAIN if self._on_device is not None and self.head is None and by_kernels else 0
+        return OneForward(by_kernels if self._trees is not None else fused, longest, fused)
 
     @property
     def vocabulary(self) -> int:

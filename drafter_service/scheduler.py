@@ -11,7 +11,7 @@ While nothing waits, trees are prepared that texts may ask for next (`drafter_se
 time. A call finds its tree prepared, or whatever is prepared of it, if it has the same text and shape.
 
 All sessions that wait for the same kind of forward share it, whatever their shapes; they join and leave between levels.
-One session alone gets all levels in one forward, where a call can run them (`Levels`).
+One session alone gets all levels in one forward, where a call can run them (`Levels`), with the chain before its root.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
 from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
@@ -34,7 +33,7 @@ from tree_layers.states import SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibration
 from drafter_service.grow import fixed_form, growth_of, ranks
-from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Level, Levels, Nodes, TextFold
+from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Nodes, OneForward, TextFold
 from drafter_service.prepared import NEXT_TOKEN, Outcome, Preparations, PreparedCounters, PreparedText
 from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
 from drafter_service.structures import DraftStructure, keep_allowed
@@ -74,17 +73,15 @@ class DraftScheduler:
         max_sessions: int,
         chunk: int,
         clock: Clock = time.monotonic,
-        runs_levels: Callable[[int], bool] = lambda session: False,
+        one_forward: Callable[[int], OneForward] = lambda session: OneForward(),
         wake: Callable[[], None] = lambda: None,
         longest_prepared: int = 0,
         counters: PreparedCounters | None = None,
-        longest_chain: Callable[[int], int] = lambda session: 0,
     ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
-        chunk: most tokens of a prompt per forward   runs_levels: True if a plan of this session may have `Levels`
+        chunk: most tokens of a prompt per forward   one_forward: what a forward of this session alone may have
         wake: called, from any thread, when a text that was left out of a forward has its masks
         longest_prepared: most tokens of a text for which a tree is prepared; 0: none are   counters: of prepared trees
-        longest_chain: most tokens of a chain of this session that runs as levels, before a forward of its root
         """
         self.name = name
         self.texts = texts
@@ -92,8 +89,7 @@ class DraftScheduler:
         self.max_sessions = max_sessions
         self.chunk = chunk
         self.clock = clock
-        self.runs_levels = runs_levels
-        self.longest_chain = longest_chain
+        self.one_forward = one_forward
         self.text_masks = TextMasks(clock, wake)
         self.answers: list[tuple[Ticket, Answer]] = []  # answers to send; the engine clears them
         self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
@@ -255,9 +251,11 @@ class DraftScheduler:
         self._turn += 1
         if prompts and (self._turn % PREFILL_EVERY == 0 or not (growing or starting)):
             return self._plan_prompts(prompts[:PREFILL_ROWS])
+        alone = len(growing) + len(starting) == 1 and not prompts
         if chains:
-            return self._plan_chains(chains)
-        if len(growing) + len(singles) == 1 and not prompts:
+            joined = alone and self._is_joined(chains[0])
+            return self._plan_text_and_levels(chains[0]) if joined else self._plan_chains(chains)
+        if alone:
             return self._plan_levels(growing + singles)
         return self._plan_level(growing + singles) if growing or singles else None
 
@@ -295,7 +293,7 @@ class DraftScheduler:
         if self._masks:
             keep_allowed(self._masks[mine], candidates, scores, chances)
         if self._kind != "level":  # text from `rows.start`; all but a chain's root rank the token after them
-            session.covers = rows.stop - (self._kind == "chain")
+            session.covers = rows.stop if self._kind == "before" else session.base - 1
             for covered in range(rows.start + 1, session.covers + 1):
                 session.record_rank(covered, candidates.pop(0), scores.pop(0), self.calibrations)
         if self._kind == "before":
@@ -329,33 +327,36 @@ class DraftScheduler:
         return self._chain_plan([session.round.slots[0] for session in sessions if session.round is not None])
 
     def _is_short(self, session: DrafterText) -> bool:
-        return session.base - 1 - session.covers <= self.longest_chain(session.number)
+        return session.base - 1 - session.covers <= self.one_forward(session.number).longest_chain
+
+    def _is_joined(self, session: DrafterText) -> bool:
+        """True if the tokens that a session's memory lacks go through the model with the levels of its tree. Masks and
+        draws need the candidates of a level before the next."""
+        assert session.round is not None
+        return not (session.structured or session.round.draws) and self.one_forward(session.number).text_and_levels
+
+    def _plan_text_and_levels(self, session: DrafterText) -> DraftPlan:
+        """Plan the tokens before a root, the root, and further levels if the tree's form is known."""
+        self._kind, self._planned = "chain", [(session, range(session.covers, session.base - 1))]
+        text, levels = self._chain_plan([]), self._plan_levels([session])
+        ((_, nodes),) = self._planned
+        self._kind, self._planned = "chain", [(session, range(session.covers, session.base - 1 + len(nodes)))]
+        return levels.after(text)
 
     def _chain_plan(self, roots: list[int]) -> DraftPlan:
         """Plan one row of consecutive tokens per planned session, scored unless they are prompts."""
-        lengths = np.array([len(rows) for _, rows in self._planned], np.int64)
-        tokens = np.zeros((len(lengths), int(lengths.max())), np.int64)
-        places, numbers, positions, masks = [], [], [], list[Bits | None]()
-        source = [session.slot for session, _ in self._planned]
-        for row, (session, span) in enumerate(self._planned):
+        tokens = [session.tokens(span) for session, span in self._planned]
+        starts, source = zip(*((span.start, session.slot) for session, span in self._planned), strict=True)
+        for session, _ in self._planned:
             self._own_slot(session)
-            tokens[row, : len(span)] = session.tokens(span)
-            if self._kind != "prompt":
-                places += [row * tokens.shape[1] + time for time in range(len(span))]
-                numbers += [session.number] * len(span)
-                positions += [covered + 1 + session.ahead for covered in span]
-                masks += session.masks(span.start)
-        rows = Chains(
-            tokens=tokens,
-            lengths=lengths,
-            starts=np.array([span.start for _, span in self._planned], np.int64),
-            source=np.array(source, np.int64),
-            target=np.array([session.slot for session, _ in self._planned], np.int64),
-            roots=np.array(roots, np.int64),
-        )
+        rows = Chains.of(tokens, starts, source, [session.slot for session, _ in self._planned], roots)
+        scored = [] if self._kind == "prompt" else self._planned
+        numbers = [session.number for session, span in scored for _ in span]
+        positions = [covered + 1 + session.ahead for session, span in scored for covered in span]
+        masks = [mask for session, span in scored for mask in session.masks(span.start)]
         self._masks = masks if any(mask is not None for mask in masks) else ()
-        scored = np.array(places, np.int64)
-        return DraftPlan(rows, scored, [1] * len(places), numbers, positions, self._width(), self._masks)
+        places = rows.places if scored else rows.places[:0]
+        return DraftPlan(rows, places, [1] * len(places), numbers, positions, self._width(), self._masks)
 
     def _plan_level(self, sessions: list[DrafterText]) -> DraftPlan:
         """Plan one row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
@@ -371,18 +372,16 @@ class DraftScheduler:
     def _plan_levels(self, sessions: list[DrafterText]) -> DraftPlan:
         """Plan all remaining levels of one session if their form is known and one call can run them, else the next."""
         plan, (session,) = self._plan_level(sessions), sessions
-        assert isinstance(plan.rows, Level) and session.round is not None
+        assert session.round is not None
         growth, form = session.round.growth, fixed_form(session.round.shape)
         counts = () if form is None else form.counts[growth.level :]
-        if form is None or session.round.draws or len(counts) < 2 or not self.runs_levels(session.number):
+        if form is None or session.round.draws or len(counts) < 2 or not self.one_forward(session.number).levels:
             return plan
         if self._masks or (growth.processed and session.structured):  # masks decide the tree's form
             return plan
         done, count = growth.processed, len(form.above)
         self._planned = [(session, range(done, count))]
-        levels = Levels(plan.rows, Nodes(session.round.slots, form.above), counts, form.ranks[done:])
-        positions = range(plan.positions[0], plan.positions[0] + len(counts))
-        return DraftPlan(levels, None, counts, [session.number] * len(counts), positions, plan.width)
+        return plan.with_levels(Nodes(session.round.slots, form.above), counts, form.ranks[done:])
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)

@@ -256,7 +256,7 @@ def level_of(sessions: Sequence[DrafterText]) -> Level:
         tokens=np.array([growth.tokens[row] for growth, _ in grown for row in growth.frontier], np.int64),
         counts=[len(each.new_rows) for each in rounds],
         texts=[session.slot for session in sessions],
-        starts=[session.covers for session in sessions],
+        starts=[session.base - 1 for session in sessions],
         depths=[growth.level for growth, _ in grown],
         trees=[Nodes(slots[: len(growth.above)], growth.above[:]) for growth, slots in grown],
     )

@@ -39,7 +39,7 @@ from cluster.measure.statistics import estimates, over
 from cluster.measure.targets import parameter_count
 from drafter_service.engine import node_slots, text_slots
 from drafter_service.models import DrafterModel, load_model
-from drafter_service.plan import DraftPlan, Level, Levels
+from drafter_service.plan import DraftPlan, Level, Levels, OneForward
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import DrafterText
@@ -116,10 +116,10 @@ class InlineDrafter:
         slots, nodes = text_slots(texts), node_slots(MAX_ROWS, DEFAULT_DEPTH)
         self.runner = DraftRunner(model, slots, nodes, CPU)
         pools = SlotPool(slots), SlotPool(nodes)
-        at_once = (lambda session: False) if by_level else self.runner.runs_levels
+        at_once = (lambda session: OneForward()) if by_level else self.runner.one_forward
         longest = model.max_length if prepares else 0
         self.scheduler = DraftScheduler(
-            "bench", *pools, texts, LONGEST_TRACE, runs_levels=at_once, longest_prepared=longest
+            "bench", *pools, texts, LONGEST_TRACE, one_forward=at_once, longest_prepared=longest
         )
         self._last: DraftPlan | None = None  # the last draft's last level
 

@@ -171,7 +171,8 @@ class OneCallLevels(ABC):
         self._call[shapes.LAYER_TABLE] = layers.address
         self._address = int(self._call.ctypes.data)
         self._count, self._table = count, table
-        self._levels = LevelCalls(model.kernels, self._call, (shapes.ROWS, shapes.TOKENS, count, table), entry)
+        places = shapes.ROWS, shapes.TOKENS, count, table, shapes.SEQUENCES
+        self._levels = LevelCalls(model.kernels, self._call, places, entry)
         self._head: HeadCalls | None = None
 
     def use_head(self, head: HeadCalls) -> None:
@@ -185,6 +186,11 @@ class OneCallLevels(ABC):
         places: number of each row in its level   slots, parents: node slots of the rows and of their parents
         texts: slots of the rows' texts
         """
+
+    @abstractmethod
+    def _enter_text(self, root: Ints, text: Chains) -> None:
+        """Called after `_enter` where a text's tokens come before the root of its tree. root: the root's entry"""
+        ...
 
     def level(self, rows: Level) -> Tensor:
         self._levels.reserve(rows.count, 0)
@@ -201,19 +207,24 @@ class OneCallLevels(ABC):
         levels.tokens[:count] = rows.tokens
         texts = rows.texts[0] if len(rows.texts) == 1 else rows.text_of_rows
         self._enter(levels.table[:count], np.arange(count), rows.slots, rows.parents, texts)
-        return self._ranked([count], groups, depths, orders, width)
+        return self._ranked([count], groups, depths, orders, width, count)
 
     def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> RankedGuesses:
-        levels, count = self._levels, rows.count
-        slots, before = np.array(rows.nodes.slots, np.int64), len(rows.nodes.slots) - count
+        levels, count, first = self._levels, rows.count, rows.text_rows
+        nodes = count - first
+        slots, before = np.array(rows.nodes.slots, np.int64), len(rows.nodes.slots) - nodes
         above = np.array(rows.nodes.above[before:], np.int64)
         levels.reserve(count, width)
-        levels.tokens[: rows.first.count] = rows.first.tokens
-        levels.above[:count], levels.ranks[:count] = above - before, rows.ranks
+        levels.tokens[first : first + rows.first.count] = rows.first.tokens
+        levels.above[first:count], levels.ranks[first:count] = above + (first - before), rows.ranks
         places = np.array([place for each in rows.counts for place in range(each)], np.int64)
         parents = np.where(above < 0, NO_NODE, slots[above])
-        self._enter(levels.table[:count], places, slots[before:], parents, rows.first.texts[0])
-        return self._ranked(rows.counts, rows.counts, depths, orders, width)
+        self._enter(levels.table[:nodes], places, slots[before:], parents, rows.first.texts[0])
+        if rows.text is not None:
+            levels.tokens[:first] = rows.text.tokens[0]
+            self._enter_text(levels.table[0], rows.text)
+        counts, groups = [first + rows.counts[0], *rows.counts[1:]], [1] * first + [*rows.counts]
+        return self._ranked(counts, groups, depths, orders, width, rows.counts[0])
 
     def guesses_of_hidden(
         self, hidden: Tensor, groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
@@ -228,13 +239,20 @@ class OneCallLevels(ABC):
         return RankedGuesses(*ranking.results(rows, width), head.results(rows, width))
 
     def _ranked(
-        self, counts: Sequence[int], groups: Sequence[int], depths: Sequence[int], orders: Orders, width: int
+        self,
+        counts: Sequence[int],
+        groups: Sequence[int],
+        depths: Sequence[int],
+        orders: Orders,
+        width: int,
+        entries: int,
     ) -> RankedGuesses:
-        """Run the levels that `_levels` was prepared for; returns their guesses. counts: rows of each level"""
+        """Run the levels that `_levels` was prepared for; returns their guesses. counts: rows of each level
+        entries: of the first level"""
         ends, step = self._ends, self._ends.head.step
         self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
         self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
-        return RankedGuesses(*self._levels.run(counts, groups, depths, orders, width, logits, step))
+        return RankedGuesses(*self._levels.run(counts, groups, depths, orders, width, logits, step, entries))
 
     def _forward(self, tokens: Ints) -> Tensor:
         """Hidden rows [rows, d] of the rows that the call's tables describe."""
@@ -272,10 +290,17 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
         self._call[shapes.NODE_TABLE] = self._tree.ctypes.data
         self._levels.fold_first(model.kernels.address("fold"), shapes.FOLDS)
         self._folding: tuple[Ints, ...] = ()  # arrays to which the call's addresses of folds point
+        self._text = np.zeros((1, shapes.SEQUENCE_WORDS), np.int64)  # tokens of a text before the root of its tree
 
     def _enter(self, table: Ints, places: Ints, slots: Ints, parents: Ints, texts: Ints | int) -> None:
         table[:, 0], table[:, 1], table[:, 2] = slots, parents, texts
         self._call[shapes.SEQUENCES] = 0
+
+    def _enter_text(self, root: Ints, text: Chains) -> None:
+        row = self._text[0]
+        row[shapes.SOURCE], row[shapes.TARGET] = text.source[0], text.target[0]
+        row[shapes.FIRST], row[shapes.KEPT], row[shapes.COUNT], row[shapes.END] = 0, text.count, text.count, NONE
+        self._call[shapes.SEQUENCES], self._call[shapes.SEQUENCE_TABLE] = 1, self._text.ctypes.data
 
     def chain(self, rows: Chains) -> Tensor:
         texts, time = rows.tokens.shape
@@ -403,9 +428,14 @@ class FusedStateMemory(OneCallLevels, StateSlots):
         table[:, shapes.KEPT] = table[:, shapes.COUNT] = 1
         table[:, shapes.END] = NONE
 
+    def _enter_text(self, root: Ints, text: Chains) -> None:
+        root[shapes.END] = root[shapes.TARGET]
+        root[shapes.SOURCE], root[shapes.TARGET] = text.source[0], text.target[0]
+        root[shapes.KEPT], root[shapes.COUNT] = text.count, text.count + 1
+
     def chain(self, rows: Chains) -> Tensor:
         texts, time = rows.tokens.shape
-        places = np.flatnonzero(np.arange(time) < rows.lengths[:, None])
+        places = rows.places
         sequences = np.empty((texts, shapes.SEQUENCE_WORDS), np.int64)
         sequences[:, shapes.SOURCE], sequences[:, shapes.TARGET] = rows.source, rows.target
         sequences[:, shapes.FIRST] = np.cumsum(rows.lengths) - rows.lengths

@@ -95,9 +95,10 @@ class FusedMemory(DrafterMemory, Protocol):
         ...
 
     def guesses_of_levels(self, rows: Levels, depths: Sequence[int], orders: Orders, width: int) -> RankedGuesses:
-        """Run levels and rank their tokens. Returns the `width` best of each row; writes the new nodes' slots.
+        """Run levels and rank their tokens, after those of the text before the root. Returns the `width` best of each
+        row; writes the new nodes' slots, and the text's.
 
-        depths, orders: one per level   width: more than any of `rows.ranks`
+        depths, orders: one per token of the text, then one per level   width: more than any of `rows.ranks`
         """
         ...
 

@@ -42,8 +42,9 @@ class OneText:
 
     def __init__(self, model, *, whole_trees, law, graphs):
         self.runner = DraftRunner(model, TEXTS, NODES, DEVICE, graphs=graphs, whole_trees=whole_trees)
-        by_device = {"runs_levels": self.runner.runs_levels, "longest_chain": self.runner.longest_chain}
-        self.scheduler = DraftScheduler("d", SlotPool(TEXTS), SlotPool(NODES), 1, 8, **by_device)
+        self.scheduler = DraftScheduler(
+            "d", SlotPool(TEXTS), SlotPool(NODES), 1, 8, one_forward=self.runner.one_forward
+        )
         self.text, self.opening = Tokens([5, 9, 2, 7, 1]), new_opening()
         call = OpenCall(self.update(), RequestParameters(law, Limits(64, ignore_end=True), "", ()))
         session = self.scheduler.open(Ticket(0.0), call, 0, VOCABULARY)

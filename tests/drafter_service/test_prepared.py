@@ -189,7 +189,9 @@ async def test_whatever_happens_to_texts_in_little_memory_trees_and_memories_are
     """Texts go on by a prepared outcome or otherwise, before or after all is prepared; are drafted with another shape,
     cut, closed and abandoned. Two or four text slots are left by two texts at times, and node slots for few trees.
     Chains of up to `longest_chain` tokens end before their roots, as on a GPU."""
-    monkeypatch.setattr(DraftRunner, "longest_chain", lambda runner, session: longest_chain)
+    own = DraftRunner.one_forward
+    changed = {"longest_chain": longest_chain, "text_and_levels": not longest_chain}
+    monkeypatch.setattr(DraftRunner, "one_forward", lambda runner, session: own(runner, session)._replace(**changed))
     rng = random.Random(seed)
     family = rng.choice(FAMILIES)
     async with both_of(paths[family], max_sessions=2 + seed % 2, max_rows=8) as (ahead, plain, idle):

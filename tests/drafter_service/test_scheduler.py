@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate
 from dendro.clock import Clock
 from dendro.engine import Ticket
@@ -14,7 +15,7 @@ from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service import prepared
-from drafter_service.plan import DraftOutcome, DraftPlan
+from drafter_service.plan import DraftOutcome, DraftPlan, OneForward
 from drafter_service.scheduler import DraftScheduler
 from drafter_service.texts import DrafterText
 
@@ -38,10 +39,18 @@ def forwards(scheduler: DraftScheduler) -> list[DraftPlan]:
     return plans
 
 
-def scheduler_of(clock: Clock = time.monotonic, *, runs_levels: bool = False, longest_chain: int = 0) -> DraftScheduler:
+def scheduler_of(
+    clock: Clock = time.monotonic, *, runs_levels: bool = False, longest_chain: int = 0, joins_text: bool = False
+) -> DraftScheduler:
     slots = SlotPool(1 + 2 * SESSIONS), SlotPool(1 + LARGE.forwarded)
-    by_device = {"runs_levels": lambda session: runs_levels, "longest_chain": lambda session: longest_chain}
-    return DraftScheduler("d", *slots, SESSIONS, 8, clock, **by_device)
+    return DraftScheduler(
+        "d",
+        *slots,
+        SESSIONS,
+        8,
+        clock,
+        one_forward=lambda session: OneForward(runs_levels, longest_chain, joins_text),
+    )
 
 
 def opened(scheduler: DraftScheduler, name: int) -> DrafterText:
@@ -147,6 +156,25 @@ def test_a_chain_that_runs_as_levels_ends_before_its_root_and_the_whole_tree_is_
         (tree,) = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
         found.append((tree.tokens.tolist(), tree.parents.tolist(), list(tree.trace)))
     assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("shape", [LevelShape((2, 1, 1)), LevelShape((2,)), DynamicShape(2, 3, 7)])
+def test_tokens_that_a_memory_lacks_are_one_forward_with_the_root_and_all_levels_whose_form_is_known(shape):
+    found = []
+    for joins_text in (False, True):
+        scheduler = scheduler_of(runs_levels=True, joins_text=joins_text)
+        session = opened(scheduler, 1)
+        forwards(scheduler)
+        text = Tokens(PROMPT)
+        for more in ((0, 9), (0, 0, 0, 0, 9)):  # the second begins with guesses of the first tree, which are folded
+            text.extend(more)
+            scheduler.draft(Ticket(0.0), DraftCall(TextUpdate.of(session.opening, text, session.base), shape))
+            planned = len(forwards(scheduler))
+            assert not joins_text or planned == (3 if isinstance(shape, DynamicShape) else 1)
+        trees = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
+        found.append([(tree.tokens.tolist(), tree.parents.tolist(), list(tree.trace)) for tree in trees])
+        assert session.covers == session.base - 1
+    assert found[0] == found[1]
 
 
 def test_a_tree_whose_form_depends_on_its_guesses_grows_level_by_level():

@@ -205,9 +205,10 @@ class DrafterHost:
         options = DrafterOptions(name="d")
         slots = text_slots(4), node_slots(options.max_rows, options.max_depth)
         self.runner = DraftRunner(model, *slots, CPU, graphs=Once())
-        by_device = {"runs_levels": self.runner.runs_levels, "longest_chain": self.runner.longest_chain}
         texts, nodes = map(SlotPool, slots)
-        self.scheduler = DraftScheduler("d", texts, nodes, 4, options.prefill_chunk, **by_device)
+        self.scheduler = DraftScheduler(
+            "d", texts, nodes, 4, options.prefill_chunk, one_forward=self.runner.one_forward
+        )
         self.text, self.opening = Tokens(3 + at % 200 for at in range(length)), new_opening()
         law = Sampling(temperature=1.0, seed=1)
         parameters = RequestParameters(law, Limits(10**6, ignore_end=True), "", ())

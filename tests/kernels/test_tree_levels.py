@@ -14,7 +14,7 @@ from tree_kernels.ranking import Orders, ranked
 from drafter_service.grow import fixed_form
 from drafter_service.models import DrafterModel, load_model
 from drafter_service.models.memory import FusedMemory
-from drafter_service.plan import Level, Levels, Nodes
+from drafter_service.plan import Chains, Level, Levels, Nodes, TextFold
 from tests.support.text_cases import ints
 from tests.support.tiny_mamba import Family, make_checkpoint, tiny_config
 
@@ -75,3 +75,56 @@ def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
         ids, scores, _ = again.guesses_of_levels(rows, range(first, len(form.counts)), orders, WIDTH)
         assert np.array_equal(ids, np.concatenate([each.ids for each in wanted[first:]]))
         assert np.array_equal(scores, np.concatenate([each.scores for each in wanted[first:]]))
+
+
+@pytest.mark.parametrize("shape", ["(1)", "(1,1,1)", "(3,2,1)"])
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@torch.inference_mode()
+def test_tokens_of_the_text_before_the_levels_give_what_a_chain_of_their_own_gives(tmp_path, family, shape):
+    """With a fold before both. Afterwards the text's memory is the same, too."""
+    model, form = model_of(tmp_path, family), fixed_form(TreeShape.parse(shape))
+    slots, text, root = list(range(11, 11 + len(form.above))), [5, 6, 8], 9
+    noise = list(gumbel_noise(5, range(4, 7 + len(form.counts)), model.vocabulary))
+    rows = len(text) + len(form.counts)
+    first = Level(ints(root), [1], [1], [4], [0], [Nodes(slots[:1], [-1])])
+    fold = TextFold(0, 0, 1, (3,))
+
+    def begun() -> FusedMemory:
+        memory = memory_of(model, 60)
+        memory.guesses(Level(ints(7), [1], [0], [0], [0], [Nodes([3], [-1])]), [1], [0], one_order(0), WIDTH)
+        return memory
+
+    def one_order(place: int, count: int = 1) -> Orders:
+        span = slice(place, place + count)
+        return Orders([0.7] * count, noise[span], [model.vocabulary] * count)
+
+    apart = begun()
+    apart.fold([fold])
+    hidden = apart.chain(chain_of([*text, root], roots=[slots[0]])).flatten(0, 1)
+    wanted = [apart.guesses_of_hidden(hidden, [1] * len(hidden), [0] * len(hidden), one_order(0, len(hidden)), WIDTH)]
+    if len(form.counts) > 1:
+        child = [wanted[0].ids[-1][rank] for rank in form.ranks[1 : 1 + form.counts[1]]]
+        nodes = Nodes(slots[: 1 + form.counts[1]], form.above[: 1 + form.counts[1]])
+        below = Levels(
+            Level(np.array(child), [form.counts[1]], [1], [4], [1], [nodes]),
+            Nodes(slots, form.above),
+            form.counts[1:],
+            form.ranks[1:],
+        )
+        later = one_order(len(hidden), len(form.counts) - 1)
+        wanted.append(apart.guesses_of_levels(below, range(1, len(form.counts)), later, WIDTH))
+    joined = begun()
+    joined.fold_first([fold])
+    every = Levels(first, Nodes(slots, form.above), form.counts, form.ranks, text=chain_of(text, roots=[]))
+    depths = [0] * len(text) + list(range(len(form.counts)))
+    ids, scores, _ = joined.guesses_of_levels(every, depths, one_order(0, rows), WIDTH)
+    assert np.array_equal(ids, np.concatenate([each.ids for each in wanted]))
+    assert np.array_equal(scores, np.concatenate([each.scores for each in wanted]))
+    saved = joined.save(1, 4), apart.save(1, 4)
+    assert all(np.array_equal(ours, saved[1][name]) for name, ours in saved[0].items())
+    again = joined.guesses(first, [1], [0], one_order(len(text)), WIDTH)  # no text goes before a later call's rows
+    assert np.array_equal(again.ids[0], ids[len(text)])
+
+
+def chain_of(tokens: list[int], roots: list[int]) -> Chains:
+    return Chains(np.array([tokens]), ints(len(tokens)), ints(1), ints(1), ints(1), np.array(roots, np.int64))

@@ -44,7 +44,8 @@ class LevelCalls:
     def __init__(self, kernels: Kernels, model: Ints, places: Sequence[int], entry: int) -> None:
         """kernels: the model's forward and logits   model: their words
         places: the words of `model` with the number of rows, the address of their tokens, the number of entries of the
-        table of rows, and its address   entry: words of an entry
+        table of rows, its address, and the number of texts with rows before those of the table   entry: words of an
+        entry
         """
         self._model, self._entry, self._room, self._width = model, entry, 0, 0
         self.words = np.zeros(shapes.CALL_WORDS, np.int64)
@@ -53,7 +54,7 @@ class LevelCalls:
         self.words[shapes.RANKING] = ranking_kernels().address("ranking")
         self._model_address = self.words[shapes.MODEL] = int(model.ctypes.data)
         self.words[shapes.ENTRY] = 8 * entry
-        self.words[[shapes.ROWS_AT, shapes.TOKENS_AT, shapes.COUNT_AT, shapes.TABLE_AT]] = places
+        self.words[[shapes.ROWS_AT, shapes.TOKENS_AT, shapes.COUNT_AT, shapes.TABLE_AT, shapes.TEXTS_AT]] = places
         self._head: HeadCalls | None = None
         self._make(LEAST_ROOM, GUESSES)
 
@@ -101,19 +102,21 @@ class LevelCalls:
         width: int,
         logits: int,
         logits_step: int,
+        entries: int,
     ) -> tuple[Ids, Scores, Chances | None]:
         """Ids, scores and log chances [rows, width] of the best tokens of all rows, level after level; no chances
         without a head.
 
         levels: rows of each level   groups: rows of each group, in order; depths, orders: of each group's tokens
-        logits: address of memory for the logits of one level, `logits_step` bytes between rows
+        logits: address of memory for the logits of one level, `logits_step` bytes between rows   entries: of the first
+        level in `table`; later levels have one for each row
         The caller has set `tokens` of the first level, `table`, and, of levels after the first, `above` and `ranks`.
         """
         rows = sum(levels)
         assert rows <= self._room and width <= min(self._width, *orders.vocabularies) and sum(groups) == rows
         self._ranking.set(logits, logits_step, orders, groups, width)
         self._counts[: len(levels)] = levels
-        self.words[shapes.LEVELS] = len(levels)
+        self.words[shapes.LEVELS], self.words[shapes.ENTRIES] = len(levels), entries
         if self._head is not None:
             self._head.reserve(rows, width)
             self._head.set(self._model_address, self._ranking_address, groups, depths)

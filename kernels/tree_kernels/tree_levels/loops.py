@@ -23,25 +23,30 @@ def levels(call: int) -> None:
     if its[shapes.FOLD] != 0 and model[its[shapes.FOLDS_AT]] != 0:
         call_words(its[shapes.FOLD], its[shapes.MODEL])
         model[its[shapes.FOLDS_AT]] = 0
-    guesses, first = longs(ids), 0
+    guesses, first, entry = longs(ids), 0, 0
     for level in range(its[shapes.LEVELS]):
-        count = counts[level]
-        if level > 0:
+        count = entries = counts[level]
+        if level == 0:
+            entries = its[shapes.ENTRIES]
+        else:
             for row in range(first, first + count):
                 tokens[row] = guesses[above[row] * width + ranks[row]]
-        model[its[shapes.ROWS_AT]] = model[its[shapes.COUNT_AT]] = ranking[ROWS] = count
+        model[its[shapes.ROWS_AT]] = ranking[ROWS] = count
+        model[its[shapes.COUNT_AT]] = entries
         model[its[shapes.TOKENS_AT]] = its[shapes.TOKENS] + first * 8
-        model[its[shapes.TABLE_AT]] = its[shapes.TABLE] + first * its[shapes.ENTRY]
+        model[its[shapes.TABLE_AT]] = its[shapes.TABLE] + entry * its[shapes.ENTRY]
         ranking[TABLE] = table + first * ROW_WORDS * 8
         ranking[TEMPERATURES] = temperatures + first * 4
         ranking[IDS], ranking[SCORES] = ids + first * width * 8, scores + first * width * 4
         call_words(its[shapes.FORWARD], its[shapes.MODEL])
+        model[its[shapes.TEXTS_AT]] = 0
         call_words(its[shapes.LOGITS], its[shapes.MODEL])
         call_words(its[shapes.RANKING], its[shapes.RANKED])
         if its[shapes.HEAD] != 0:
             head[DEPTHS], head[CHANCES] = depths + first * 8, chances + first * width * 4
             call_words(its[shapes.HEAD], its[shapes.HEAD_WORDS])
         first += count
+        entry += entries
     ranking[TABLE], ranking[TEMPERATURES] = table, temperatures
     ranking[IDS], ranking[SCORES] = ids, scores
     if its[shapes.HEAD] != 0:
