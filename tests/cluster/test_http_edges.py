@@ -79,6 +79,20 @@ async def test_an_error_has_its_status_reason_and_header_and_no_internals(error,
     assert ("secret" in caplog.text) == (status == 500), "it is in the log"
 
 
+@pytest.mark.parametrize(
+    "error, calls", [(OutOfTime("request: late"), 1), (PeerLost("verifier: gone"), 2)], ids=["504", "503"]
+)
+async def test_openais_client_repeats_a_request_at_once_unless_it_would_take_as_long_again(error, calls):
+    failing, made = Failing(error), []
+    generate = failing.generate
+    failing.generate = lambda *given: made.append(given) or generate(*given)
+    async with http_at(served_ingress=failing) as (server, _), client_of(server, max_retries=1) as client:
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.chat.completions.create(model="demo", messages=HELLO)
+    assert len(made) == calls
+    assert ("retry-after" in refused.value.response.headers) == (calls > 1)
+
+
 async def test_an_error_after_the_first_event_of_a_stream_is_its_last_event():
     async with (
         http_at(served_ingress=Failing(PeerLost("verifier: gone"), 3)) as (server, _),
