@@ -164,8 +164,8 @@ WAYS = _rated(
 )
 ROUND_TIME = _rated(
     f"{R}round_seconds_total",
-    "Time of rounds. part: draft, verify and queue, at the peers; opening, the rest of first rounds; hop, that of the "
-    "others.",
+    "Time of rounds, from the choice of a shape to the verdict. part: draft, verify and queue, at the peers; opening, "
+    "the rest of first rounds; hop, that of the others.",
     "target part",
     "target part",
 )

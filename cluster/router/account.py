@@ -22,15 +22,15 @@ UNACCEPTED = 1000
 """Number of guesses from a router's start, none of them accepted, after which it warns."""
 
 
-def round_parts(tree: DraftTree, verdict: Verdict, took_us: float, first: bool) -> dict[str, float]:
+def round_parts(tree: DraftTree, verdict: Verdict, took_us: int, first: bool) -> dict[str, int]:
     """Divide a round's time, `took_us`, into microseconds by part. What its peers do not report is `opening` in a first
     round, otherwise `hop`; it is not negative, as peers round their times and their sum may exceed ours.
 
     >>> verdict = Verdict((8,), (0,), (), None, 1, verify_us=50, queue_us=5)
-    >>> round_parts(DraftTree.root_only(7), verdict, 60.5, first=False)
-    {'draft': 0, 'verify': 50, 'queue': 5, 'hop': 5.5}
+    >>> round_parts(DraftTree.root_only(7), verdict, 60, first=False)
+    {'draft': 0, 'verify': 50, 'queue': 5, 'hop': 5}
     """
-    parts: dict[str, float] = {"draft": tree.draft_us, "verify": verdict.verify_us, "queue": verdict.queue_us}
+    parts = {"draft": tree.draft_us, "verify": verdict.verify_us, "queue": verdict.queue_us}
     parts["opening" if first else "hop"] = max(took_us - sum(parts.values()), 0)
     return parts
 
@@ -45,11 +45,14 @@ class RoundAccount:
         self._drafters: dict[str, pb.DrafterStats] = {}  # key: name; in the order of first rounds
         self._first_s = 0.0  # time at which the first round ended
 
-    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float) -> None:
-        """Record a round. took_us: time of the round   now_s: time at which it ended"""
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float) -> Mapping[str, int]:
+        """Record a round. Returns the microseconds of its parts. took_us: time of the round, from the choice of its arm
+        to its verdict   now_s: time at which it ended"""
         first = self.stats.rounds == 0
+        parts = round_parts(tree, verdict, took_us, first)
         self._count(arm, tree, verdict)
-        self._time(tree, verdict, took_us, now_s, first)
+        self._time(parts, verdict, now_s, first)
+        return parts
 
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         stats, tokens, accepted = self.stats, len(verdict.tokens), len(verdict.ranks)
@@ -74,11 +77,11 @@ class RoundAccount:
             drafter.drafted_tokens += tree.guesses - len(tree.proposed)
             drafter.accepted_tokens += _accepted_of_drafter(tree, verdict)
 
-    def _time(self, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, first: bool) -> None:
+    def _time(self, parts: Mapping[str, int], verdict: Verdict, now_s: float, first: bool) -> None:
         stats = self.stats
-        for part, us in round_parts(tree, verdict, took_us, first).items():
-            setattr(stats, f"{part}_us", getattr(stats, f"{part}_us") + int(us))
-            stats.rounds_us += int(us)
+        for part, us in parts.items():
+            setattr(stats, f"{part}_us", getattr(stats, f"{part}_us") + us)
+            stats.rounds_us += us
         stats.ahead_us += verdict.ahead_us
         if first:
             self._first_s = now_s

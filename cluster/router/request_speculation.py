@@ -164,9 +164,9 @@ class RequestSpeculation:
             self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
         if self._stopping is not None:
             self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
-        self.account.learn(arm, tree, verdict, int(took_us), now_s)
+        parts = self.account.learn(arm, tree, verdict, int(took_us), now_s)
         if self._meter is not None:
-            self._meter.round(arm, tree, verdict, now_s, self._why)
+            self._meter.round(arm, tree, verdict, parts, now_s, self._why)
 
     @property
     def fallbacks(self) -> Mapping[tuple[str, str], int]:

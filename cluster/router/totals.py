@@ -17,7 +17,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config
-from cluster.router.account import ROUND_PARTS, round_parts
+from cluster.router.account import ROUND_PARTS
 from cluster.router.traces import AnswerSpan
 
 OTHER = "other"
@@ -108,17 +108,18 @@ class AnswerMeter:
         totals.begun(prompt_tokens, resumed)
         self._began_s = self._last_s = began_s
 
-    def round(self, arm: Arm, tree: DraftTree, verdict: Verdict, now_s: float, why: str) -> None:
-        """Count a round that ended at `now_s`. why: reason why the arm is `off`, where it is; the way of a drafted
-        arm's tree"""
+    def round(
+        self, arm: Arm, tree: DraftTree, verdict: Verdict, parts: Mapping[str, int], now_s: float, why: str
+    ) -> None:
+        """Count a round that ended at `now_s`. parts: microseconds, as the answer's account divides the round   why:
+        reason why the arm is `off`, where it is; the way of a drafted arm's tree"""
         totals, tokens = self._totals, len(verdict.tokens)
         totals.arm(arm).learn(tree, verdict)
         if arm.off:
             totals.without_tree["", why] += 1
         elif arm.drafted:
             totals.ways[why] += 1
-        # A round began when the one before it ended, or when the request arrived.
-        for part, us in round_parts(tree, verdict, 1e6 * (now_s - self._last_s), self.first_token_s is None).items():
+        for part, us in parts.items():
             totals.round_s[part] += us / 1e6
         if self.first_token_s is not None:
             totals.between_tokens_s.observe((now_s - self._last_s) / max(tokens, 1), tokens)

@@ -22,9 +22,11 @@ from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.pools import Peers
 from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, RunningRequest, Static
+from cluster.router.account import ROUND_PARTS
 from cluster.router.ingress import Ingress
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan, plan_speculation
+from cluster.router.totals import AnswerMeter, TargetTotals
 from cluster.sessions import MemorySessions
 from tests.support import fakes
 from tests.support.edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
@@ -364,12 +366,18 @@ def verdict(emitted: int, length: int, verify_us: int, queue_us: int, trimmed: i
 
 
 def speculation_of(
-    experience: Experience, running: RunningRequest, arms: list[Arm], stays: bool = False, clock: Clock = monotonic
+    experience: Experience,
+    running: RunningRequest,
+    arms: list[Arm],
+    stays: bool = False,
+    clock: Clock = monotonic,
+    meter: AnswerMeter | None = None,
 ) -> RequestSpeculation:
     """Of a text without drafters, whose policy chooses these arms."""
     policy, text = ScriptedPolicy(arms), Text((1, 2, 3), Sampling(), Limits(64))
     policy.next_arm = OFF_ARM if stays else None
-    return RequestSpeculation(SpeculationPlan("fixed", policy), experience, running, text, NoDrafter(), clock=clock)
+    plan = SpeculationPlan("fixed", policy)
+    return RequestSpeculation(plan, experience, running, text, NoDrafter(), clock=clock, meter=meter)
 
 
 async def announces(speculation: RequestSpeculation, arm: Arm) -> bool:
@@ -398,8 +406,10 @@ async def test_a_tree_is_drafted_at_once_where_no_round_was_announced():
 
 
 def test_the_account_of_a_hand_example():
-    """Five rounds with their times in milliseconds, and all fields of their account."""
-    clock, experience = SetClock(), Experience()
+    """Five rounds with their times in milliseconds, and all fields of their account; the router's totals have its parts
+    too, without the time between rounds."""
+    clock, experience, totals = SetClock(), Experience(), TargetTotals.of(config(), "demo")
+    meter = AnswerMeter(totals, clock())
     rounds = [  # arm, tree, verdict, wall in ms
         (CHAIN, drafted(3, 2000), verdict(4, 4, 5000, 1000), 50.0),  # the first: 42 ms of it are its opening
         (CHAIN, drafted(3, 2000), verdict(2, 2, 5000, 0, trimmed=1), 9.0),
@@ -408,7 +418,7 @@ def test_the_account_of_a_hand_example():
         (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: the third accepted token and the target's
     ]
     with experience.concurrency.running() as running:
-        speculation = speculation_of(experience, running, [arm for arm, *_ in rounds], clock=clock)
+        speculation = speculation_of(experience, running, [arm for arm, *_ in rounds], clock=clock, meter=meter)
         for arm, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow
             assert speculation.choose() == arm
@@ -437,6 +447,7 @@ def test_the_account_of_a_hand_example():
         decode_us=stats.decode_us,
     )
     assert stats.decode_us == pytest.approx(4 * 250_000 + 30_000, abs=10)
+    assert totals.round_s == pytest.approx({part: getattr(stats, f"{part}_us") / 1e6 for part in ROUND_PARTS})
 
 
 class ScriptedPolicy:

@@ -7,14 +7,11 @@ import doctest
 import json
 import re
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import pytest
 from aiohttp import web
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest
-from dendro.text import Verdict
-from dendro.tree import DraftTree
 from typer.testing import CliRunner
 
 from cluster import cli, top
@@ -22,10 +19,8 @@ from cluster.api.collectors import RouterMetrics
 from cluster.api.grpc import serve_router
 from cluster.api.health import HealthReport
 from cluster.api.status import serve_status
-from cluster.arms import OFF_ARM
-from cluster.router.totals import AnswerMeter, TargetTotals
 from cluster.top import Scrape, checked_addresses, tables_of, view_of
-from tests.support.edge import EdgePeers, config, ingress
+from tests.support.edge import EdgePeers, ingress
 from tests.support.scraped import series_of
 
 BEGAN = "process_start_time_seconds 1000\n"
@@ -103,17 +98,6 @@ def test_a_replica_has_its_texts_its_memory_and_its_steps():
     (row,) = view_of([scrape(VERIFIER)]).pools
     assert (row.role, row.model, row.texts, row.places, row.waiting, row.memory) == ("verifier", "t", 4, 16, 1, 0.5)
     assert (row.steps_per_s, row.rows_per_step, row.step_ms) == (1.0, 4.0, 20.0)
-
-
-def test_the_parts_of_a_rounds_time_are_all_of_it():
-    totals = TargetTotals.of(config(), "demo")
-    meter = AnswerMeter(totals, began_s=10.0)
-    tree = replace(DraftTree.root_only(1), draft_us=100_000)
-    verdict = Verdict((2,), (0,), (), None, 1, verify_us=200_000, queue_us=50_000)
-    for now_s in (10.5, 11.5):
-        meter.round(OFF_ARM, tree, verdict, now_s, "chosen")
-    parts = {"draft": 0.2, "verify": 0.4, "queue": 0.1, "opening": 0.15, "hop": 0.65}
-    assert totals.round_s == pytest.approx(parts) and sum(parts.values()) == 1.5
 
 
 @pytest.mark.parametrize("address", ["", "host", "ftp://host:1", "http://user@host:1", "host:1?x", "host:x", "h:99999"])
