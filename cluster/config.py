@@ -30,6 +30,7 @@ from dendro.state import MAX_BLOB_BYTES
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
 
 from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms, quoted_arm
+from cluster.distinct_keys import RepeatedKey, yaml_of
 from cluster.model_paths import absolute_path, hub_name, resolved_path
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
@@ -455,12 +456,14 @@ class Config(Section):
         """Read and check a YAML file; raises BadRequest naming the file or the field."""
         path = Path(path)
         try:
-            sections = yaml.safe_load(path.read_text())
+            sections = yaml_of(path.read_text())
         except FileNotFoundError:
             raise BadRequest("config", f"there is no file {path}") from None
         except (OSError, UnicodeDecodeError) as error:
             raise BadRequest("config", f"{path} cannot be read: {error}") from error
-        except yaml.YAMLError as error:
+        except RepeatedKey as error:
+            raise BadRequest("config", f"{path}: {error}") from None
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date without such a month, for instance
             raise BadRequest("config", f"{path} is not YAML: {error}") from error
         if not isinstance(sections, dict):
             raise BadRequest("config", f"{path} has no mapping of sections")

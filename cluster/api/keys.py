@@ -18,6 +18,7 @@ from pathlib import Path
 from dendro.errors import BadRequest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from cluster.distinct_keys import RepeatedKey, check_distinct
 from cluster.router.allowance import KeyLimits
 from cluster.sections import Section, first_fault
 
@@ -114,7 +115,10 @@ def read_keys(path: Path) -> ApiKeys:
     if len(data) > MAX_FILE_BYTES:
         raise BadRequest("auth.keys", f"{path} has more than {MAX_FILE_BYTES} bytes")
     try:
+        check_distinct(data.decode(errors="replace"))
         return ApiKeys.model_validate_json(data)
+    except RepeatedKey as error:
+        raise BadRequest("auth.keys", f"{path}: {error}") from None
     except ValidationError as error:
         field, reason = first_fault(error)
         raise BadRequest("auth.keys", f"{path}: {field + ': ' if field else ''}{reason}") from None

@@ -12,6 +12,7 @@ from dendro.options import OPTIONS
 from dendro.tasks import LONG, PART, off_loop
 from dendro.v1 import generation_pb2 as pb
 
+from cluster.distinct_keys import distinct
 from cluster.router.served import Served
 from cluster.router.tokenizer import Tokenizer
 
@@ -178,7 +179,7 @@ def _template_names(text: str) -> Mapping[str, Any]:
 
 def _parsed(field: str, text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=distinct)
     except (ValueError, RecursionError) as error:
         raise BadRequest(field, f"is not JSON: {error}") from None
 

@@ -10,6 +10,7 @@ import yaml
 from dendro.errors import BadRequest
 from yaml.nodes import MappingNode
 
+from cluster.distinct_keys import yaml_of
 from cluster.tune.writing import inserted, value_of
 
 
@@ -24,7 +25,7 @@ def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
 
     Raises BadRequest for a name that is taken, and if the edit would change anything else.
     """
-    old, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    old, root = yaml_of(text), yaml.compose(text, yaml.SafeLoader)
     assert isinstance(root, MappingNode), "the configuration was loaded"
     drafters = old.get("drafters") or {}
     if drafters.get(name) == dict(entry):
@@ -33,8 +34,8 @@ def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
         raise BadRequest("--write", f"the configuration has another drafter {name!r}; name another --out")
     new = _edited(text, root, f"{name}: {entry_line(entry)}")
     try:
-        edited = yaml.safe_load(new)
-    except yaml.YAMLError:
+        edited = yaml_of(new)
+    except (yaml.YAMLError, ValueError):
         edited = None
     if edited != old | {"drafters": {name: dict(entry), **drafters}}:
         raise BadRequest("--write", "the configuration's YAML is too unusual to edit; add the lines that are printed")
@@ -61,7 +62,7 @@ def write_drafter(config: Path, name: str, entry: Mapping[str, Any]) -> None:
 def with_head(text: str, drafter: str, head: str) -> str:
     """Add an acceptance head to a drafter's entry in a YAML text. Raises BadRequest if the entry has another head, or
     if the edit would change anything else."""
-    old, root = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
+    old, root = yaml_of(text), yaml.compose(text, yaml.SafeLoader)
     assert isinstance(root, MappingNode), "the configuration was loaded"
     own = old["drafters"][drafter]
     if own.get("head") == head:
@@ -72,8 +73,8 @@ def with_head(text: str, drafter: str, head: str) -> str:
     entry = value_of(section, drafter) if isinstance(section, MappingNode) else None
     new = inserted(text, entry, entry_line({"head": head})[1:-1]) if isinstance(entry, MappingNode) else text
     try:
-        edited = yaml.safe_load(new)
-    except yaml.YAMLError:
+        edited = yaml_of(new)
+    except (yaml.YAMLError, ValueError):
         edited = None
     if edited != old | {"drafters": old["drafters"] | {drafter: own | {"head": head}}}:
         raise BadRequest("--write", "the configuration's YAML is too unusual to edit; add the line that is printed")

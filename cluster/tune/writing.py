@@ -11,6 +11,7 @@ from dendro.errors import BadRequest
 from yaml.nodes import MappingNode, Node, SequenceNode
 
 from cluster.config import Config
+from cluster.distinct_keys import yaml_of
 
 Keys = tuple[str, ...]
 """Keys from a configuration's root: `("speculation", "arms")`, or `("targets", "big", "arms")`."""
@@ -27,14 +28,14 @@ def field_of_arms(config: Config, target: str) -> Keys:
 
 def with_arms(text: str, field: Keys, arms: Sequence[str]) -> str:
     """Replace the arms at `field` in a YAML text. Raises BadRequest if the edit would change anything else."""
-    old = yaml.safe_load(text)
+    old = yaml_of(text)
     root = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(root, MappingNode) or not isinstance(old, dict):
         raise BadRequest("config", "holds no mapping of sections")
     new = _edited(text, root, field, arms)
     try:
-        edited = yaml.safe_load(new)
-    except yaml.YAMLError:
+        edited = yaml_of(new)
+    except (yaml.YAMLError, ValueError):
         edited = None
     if edited != _replaced(old, field, arms):
         reason = f"its YAML is too unusual to edit; write {'.'.join(field)}: {_flow(arms)} into it"
@@ -115,7 +116,7 @@ def check_writable(source: Path | None, write: bool, out: Path | None, force: bo
         checkpoints = [
             model.get("checkpoint", "")
             for pool in ("targets", "drafters")
-            for model in (yaml.safe_load(source.read_text()).get(pool) or {}).values()
+            for model in (yaml_of(source.read_text()).get(pool) or {}).values()
         ]
         if not all(Path(path).expanduser().is_absolute() for path in checkpoints):
             raise BadRequest("--out", f"must lie in the folder of {source}, where its relative checkpoints start")

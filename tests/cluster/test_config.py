@@ -44,6 +44,29 @@ def test_a_valid_file_is_read_completely(load, tmp_path: Path):
     assert config.target_named("") == "demo"
 
 
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        (GOOD + "grpc: {port: 1}\ngrpc: {port: 2}\n", "line 9: the key 'grpc' occurs twice"),
+        (GOOD + "grpc:\n  port: 1\n  host: ::1\n  'port': 2\n", "line 11: the key 'port' occurs twice"),
+        (GOOD.replace("max_rows: 16", "max_rows: 16, threads: 3"), "line 3: the key 'threads' occurs twice"),
+        ("a: &a {b: 1}\nc: {<<: *a, d: 1, <<: *a}", "line 2: the key '<<' occurs twice"),
+        ("targets: {t: {checkpoint: x}}\ndrafters: {1: {checkpoint: x}, 0x1: {checkpoint: y}}", "line 2: the key 1"),
+        ("targets: {t: {checkpoint: 2026-13-01}}", "is not YAML: month must be in 1..12"),
+        ("targets: " + "[" * 2000, "is not YAML: it has more than 100 mappings and lists in each other"),
+    ],
+    ids=["section", "field", "flow", "merge", "spelled otherwise", "date", "depth"],
+)
+def test_a_file_that_two_readers_may_take_for_different_values_is_refused_with_the_line(load, text, fault):
+    with pytest.raises(BadRequest, match=fault.replace(".", r"\.")):
+        load(text)
+
+
+def test_a_key_may_stand_in_a_mapping_and_in_one_that_is_merged_into_it(load):
+    merged = load("targets:\n  a: &a {checkpoint: x, threads: 2}\n  b: {<<: *a, threads: 3}\ndrafters: {}")
+    assert [target.threads for target in merged.targets.values()] == [2, 3]
+
+
 def test_the_tokenizer_is_in_the_checkpoint_or_where_its_field_points(load, tmp_path: Path):
     (tmp_path / "y" / "z").mkdir(parents=True)
     config = load("targets: {t: {checkpoint: x, tokenizer: y/z}}\ndrafters: {d: {checkpoint: x}}")

@@ -86,6 +86,23 @@ def test_a_file_has_hashes_alone_and_its_owner_alone_can_read_it(keys):
 
 
 @pytest.mark.parametrize(
+    "text, line, key",
+    [
+        ('{"keys": [],\n "keys": []}', 2, "keys"),
+        (
+            '{"keys": [\n {"name": "a", "tenant": "a"},\n {"name": "b",\n  "tenant": "b", "na\\u006de": "c"}]}',
+            4,
+            "name",
+        ),
+    ],
+)
+def test_a_key_of_json_that_occurs_twice_in_the_file_is_refused_with_its_line(tmp_path, text, line, key):
+    (tmp_path / "keys.json").write_text(text)
+    with pytest.raises(BadRequest, match=rf"^auth\.keys: .*keys\.json: line {line}: the key '{key}' occurs twice"):
+        read_keys(tmp_path / "keys.json")
+
+
+@pytest.mark.parametrize(
     ("change", "field"),
     [
         ({"tenant": "é"}, "keys.0.tenant"),

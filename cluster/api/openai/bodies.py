@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from dendro.arguments import shown
 from dendro.client import MAX_MESSAGE_BYTES
 from starlette.requests import ClientDisconnect, Request
 
 from cluster.api.openai.errors import HttpRefused
 from cluster.api.reading import MOST_FIELDS, MOST_LISTED, SHORT_BYTES
+from cluster.distinct_keys import distinct
 
 BODY_S = 30.0
 """Seconds in which a client must send a body."""
@@ -92,7 +92,7 @@ def _too_long() -> HttpRefused:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        value = json_of(body.decode(), _distinct)
+        value = json_of(body.decode(), distinct)
     except ValueError as error:  # an encoding's error is a ValueError
         raise HttpRefused(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -111,17 +111,6 @@ def json_of(text: str, object_of: Callable[[list[tuple[str, Any]]], dict[str, An
         if "set_int_max_str_digits" in str(error):
             raise ValueError("a number has too many digits") from None
         raise
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object. Readers of JSON differ in which value of a repeated key counts, so none is read."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(
-            f"the key {shown(next(key for key in found if keys.count(key) > 1))} occurs twice in an object"
-        )
-    return found
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -30,6 +30,7 @@ from cluster.certify.outward.token_checks import greedy_answers, log_probabiliti
 from cluster.certify.promises import Promise, report
 from cluster.config import TargetConfig
 from cluster.demo.prompts import load_passages
+from cluster.distinct_keys import RepeatedKey, distinct
 from cluster.hub import fetched_model
 from cluster.json_lines import json_lines
 from cluster.measure.machine import report_head
@@ -103,7 +104,9 @@ def extra_fields(text: str) -> Mapping[str, Any]:
     {'top_k': -1}
     """
     try:
-        found = json.loads(text or "{}")
+        found = json.loads(text or "{}", object_pairs_hook=distinct)
+    except RepeatedKey as error:
+        raise BadRequest("--fields", str(error)) from None
     except ValueError:
         found = None
     if not isinstance(found, dict):

@@ -1,0 +1,106 @@
+"""Reads YAML and JSON in which no key occurs twice in an object. Readers differ in which of a repeated key's values
+counts, so none is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from json.decoder import WHITESPACE, scanstring  # type: ignore[attr-defined]  # typeshed leaves out both
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # left out too
+from typing import Any
+
+import yaml
+from dendro.arguments import shown
+from yaml.nodes import MappingNode, ScalarNode
+
+DEEPEST = 100
+"""Mappings and lists in each other. Deeper ones would take the stack of a recursive reader."""
+
+
+class RepeatedKey(ValueError):
+    """A key that occurs twice. line: of its second place, from 1; None where it is not known"""
+
+    def __init__(self, key: object, line: int | None = None) -> None:
+        where = "" if line is None else f"line {line}: "
+        super().__init__(f"{where}the key {shown(key)} occurs twice in an object")
+
+
+class _DistinctLoader(yaml.SafeLoader):
+    """PyYAML's loader, which takes the last value of a repeated key and does not limit depth."""
+
+    _depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self._depth += 1
+        if self._depth > DEEPEST:
+            raise yaml.YAMLError(f"it has more than {DEEPEST} mappings and lists in each other")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> MappingNode:
+        node = super().compose_mapping_node(anchor)
+        assert isinstance(node, MappingNode)
+        found: set[tuple[type, object]] = set()
+        for key, _ in node.value:
+            if not isinstance(key, ScalarNode):
+                continue
+            value = self.construct_object(key) if key.tag != "tag:yaml.org,2002:merge" else key.value
+            if (type(value), value) in found:
+                raise RepeatedKey(value, key.start_mark.line + 1)
+            found.add((type(value), value))
+        return node
+
+
+def yaml_of(text: str) -> Any:
+    """The value of a YAML text. Raises RepeatedKey, and yaml.YAMLError for a text that is no YAML."""
+    return yaml.load(text, _DistinctLoader)  # a SafeLoader
+
+
+def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, as the `object_pairs_hook` of a reader. Raises RepeatedKey without a line."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise RepeatedKey(next(key for key in found if keys.count(key) > 1))
+    return found
+
+
+def check_distinct(text: str) -> None:
+    """Raise RepeatedKey with its line where an object of a JSON text has a key twice. Any other text passes: the reader
+    that takes its values refuses one that is no JSON."""
+    try:
+        json.loads(text, object_pairs_hook=distinct)
+    except RepeatedKey:
+        _Lines().decode(text)  # slower, and knows places
+        raise
+    except (ValueError, RecursionError):
+        return
+
+
+class _Lines(json.JSONDecoder):
+    """Raises RepeatedKey with its line. Expects JSON up to the end of the object with that key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parse_object = self._object
+        self.scan_once = py_make_scanner(self)
+
+    def _object(
+        self, place: tuple[str, int], strict: bool, value_at: Callable[[str, int], tuple[Any, int]], *_: object
+    ) -> tuple[dict[str, Any], int]:
+        def after_space(at: int) -> int:
+            return int(WHITESPACE.match(text, at).end())
+
+        text, at = place
+        at, found = after_space(at), {}
+        while text[at] == '"':
+            begin = at
+            key, at = scanstring(text, at + 1, strict)
+            if key in found:
+                raise RepeatedKey(key, text.count("\n", 0, begin) + 1)
+            found[key], at = value_at(text, after_space(after_space(at) + 1))
+            at = after_space(at)
+            if text[at] == ",":
+                at = after_space(at + 1)
+        return found, at + 1
