@@ -110,13 +110,19 @@ def _run(work: Coroutine[Any, Any, Result]) -> Result:
     async def main() -> Result:
         task = asyncio.ensure_future(work)
         if threading.current_thread() is threading.main_thread():
-            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, _cancel_once, task)
         return await task
 
     try:
         return asyncio.run(main())
     except asyncio.CancelledError:
         raise typer.Exit(128 + signal.SIGTERM) from None
+
+
+def _cancel_once(task: asyncio.Task[Any]) -> None:
+    """Cancel a task; a later signal does not interrupt what it stops then."""
+    if not task.cancelling():
+        task.cancel()
 
 
 @asynccontextmanager
@@ -174,13 +180,16 @@ def serve(
     _log_to_stderr(logging.INFO)
 
     async def run() -> None:
-        stop = asyncio.Event()
+        stop, task = asyncio.Event(), asyncio.current_task()
+        assert task is not None
         for number in (signal.SIGINT, signal.SIGTERM):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, _cancel_once, task)
         checked = given_config(config)
         from cluster.deploy import http_address
 
         async with running_cluster(checked, ray) as address:
+            for number in (signal.SIGINT, signal.SIGTERM):  # a signal before this ends the start
+                asyncio.get_running_loop().add_signal_handler(number, stop.set)
             http = await asyncio.to_thread(http_address, checked)
             print(address, http, sep="\n", flush=True)
             errors.print(f"serving {', '.join(checked.targets)} at {address} and {http}; Ctrl-C stops everything")

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import sys
-import time
+from threading import Event
 from typing import Any, TypeVar
 
 import psutil
@@ -38,12 +38,15 @@ AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
 """Ray's default, set explicitly to silence its warning."""
 
 
-def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any) -> str:
+def start(config: Config, redis_url: str, ray_address: str = "", ending: Event | None = None, **loaders: Any) -> str:
     """Start Ray and Serve in processes below this one and deploy. Returns the addresses that clients call, separated by
     commas. `stop` ends what this started.
 
     ray_address: of a running Ray, whose processes were started with ENVIRONMENT; it keeps running, only Serve is ours.
+    ending: set by another thread, it ends the start: EngineFailed is raised once nothing runs. Ray's own start of a few
+        seconds is not interrupted, as its processes would stay.
     """
+    ending = ending or Event()
     # Ray reads its mode when it is imported; set later, it would apply only to the processes that Ray starts.
     for key, value in (ENVIRONMENT if "ray" in sys.modules else ENVIRONMENT | AUTHENTICATION).items():
         os.environ.setdefault(key, value)
@@ -79,15 +82,23 @@ def start(config: Config, redis_url: str, ray_address: str = "", **loaders: Any)
     _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        _go_on(ending)
         serve.start(proxy_location=ProxyLocation.Disabled)
-        _run(build(_with_ports(config), redis_url, **loaders))
+        _go_on(ending)
+        _run(build(_with_ports(config), redis_url, **loaders), ending)
         return ",".join(sorted({each["clients"] for each in router_addresses()}))
     except BaseException:
-        stop()
+        stop(drains=not ending.is_set())
         raise
 
 
-def _run(application: Any) -> None:
+def _go_on(ending: Event, after_s: float = 0.0) -> None:
+    """Wait. Raises EngineFailed where the start is ended."""
+    if ending.wait(after_s):
+        raise EngineFailed("cluster: it was stopped while it started")
+
+
+def _run(application: Any, ending: Event) -> None:
     """Run an application like `serve.run`, but end at once if a replica refuses a model: Serve would start the replica
     twice more, and report the name of the deployment alone."""
     from ray import serve
@@ -107,11 +118,14 @@ def _run(application: Any) -> None:
             if status.status == ApplicationStatus.DEPLOY_FAILED:
                 reasons = "; ".join(filter(None, map(last_line, messages)))
                 raise EngineFailed(f"cluster: {status.message} {reasons}. {REPLICA_LOGS}")
-        time.sleep(STATUS_PERIOD_S)
+        _go_on(ending, STATUS_PERIOD_S)
 
 
-def stop() -> None:
-    """Stop what `start` started; kills processes of Ray that remain after STOP_S. May be called again."""
+def stop(drains: bool = True) -> None:
+    """Stop what `start` started; kills processes of Ray that remain after STOP_S. May be called again.
+
+    drains: False ends a Ray of ours without Serve's own shutdown, which waits for replicas that load
+    """
     import ray
     from ray import serve
 
@@ -123,7 +137,7 @@ def stop() -> None:
     try:
         # Ray prints to our output that calls to Serve's controller failed, as the controller is stopped here.
         with contextlib.redirect_stdout(io.StringIO()):
-            if ray.is_initialized():
+            if ray.is_initialized() and (drains or not ours):
                 serve.shutdown()
     finally:
         with contextlib.redirect_stdout(io.StringIO()):

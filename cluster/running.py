@@ -89,12 +89,16 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
         if not ray_address:  # the replicas will run on this machine
             stack.enter_context(precompiled(config))
         url = url or stack.enter_context(RedisServer(config.redis.memory_mb)).url
-        starting = asyncio.ensure_future(asyncio.to_thread(deploy.start, config, url, ray_address))
+        ending = threading.Event()
+        starting = asyncio.ensure_future(asyncio.to_thread(deploy.start, config, url, ray_address, ending))
         try:
             await _done(starting)
             address = starting.result()
-        except asyncio.CancelledError:  # the thread goes on: wait for it, then stop what it started
+        except asyncio.CancelledError:  # the thread ends as soon as it can: wait for it, then stop what it started
+            ending.set()
             await _done(starting)
+            with contextlib.suppress(EngineFailed):
+                starting.result()
             await asyncio.to_thread(deploy.stop)
             raise
         except RuntimeError as error:  # raised by Ray or Serve

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from dendro.errors import EngineFailed
 
-from cluster import deploy
+from cluster import cli, deploy
 from cluster.config import Redis, demo_config
 from cluster.running import running_cluster
 from tests.support.toy_cluster import LOADERS, toy_config
@@ -39,6 +42,63 @@ def test_a_ray_that_does_not_start_is_one_sentence_and_leaves_no_process(monkeyp
     left = set(psutil.Process().children(recursive=True)) - before
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
     gc.collect()
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_start_that_is_ended_while_a_model_loads_ends_then_and_leaves_no_process():
+    """The verifier never loads: without the event the start would wait for it."""
+    before, ending, raised = set(psutil.Process().children(recursive=True)), threading.Event(), []
+
+    def loads_forever(*_: object) -> None:
+        time.sleep(1000)
+
+    def start() -> None:
+        try:
+            deploy.start(toy_config(), "redis://127.0.0.1:1", "", ending, **LOADERS | {"verifier": loads_forever})
+        except EngineFailed as error:
+            raised.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    until = time.monotonic() + 120
+    while time.monotonic() < until and thread.is_alive() and not loading():
+        time.sleep(0.1)
+    ending.set()
+    thread.join(120)
+    assert not thread.is_alive() and raised == ["cluster: it was stopped while it started"]
+    left = set(psutil.Process().children(recursive=True)) - before
+    assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    gc.collect()
+
+
+def loading() -> bool:
+    """Whether a replica of the verifier has begun to load."""
+    found = (" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True))
+    with contextlib.suppress(psutil.Error):
+        return any("verifier-toy" in each for each in found)
+    return False
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_sigterm_while_serve_starts_ends_the_start_once(signals, monkeypatch):
+    """A second signal does not interrupt what the first one stops."""
+    stopped = []
+
+    def start(config: object, url: str, ray: str, ending: threading.Event) -> str:
+        for _ in range(signals):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert ending.wait(60)
+        time.sleep(0.3)  # the second signal comes before this thread has ended
+        raise EngineFailed("cluster: it was stopped while it started")
+
+    monkeypatch.setattr(deploy, "start", start)
+    monkeypatch.setattr(deploy, "stop", lambda: stopped.append(True))
+    monkeypatch.setattr(cli, "given_config", lambda _: demo_config())
+    with pytest.raises(typer.Exit) as ended:
+        cli.serve(ray="auto")
+    assert ended.value.exit_code == 128 + signal.SIGTERM and stopped
 
 
 async def test_a_sigterm_while_ray_starts_ends_no_process(monkeypatch):
