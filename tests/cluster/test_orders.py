@@ -287,32 +287,39 @@ async def order_a_tree(cluster):
 async def test_a_fault_of_the_drafter_amid_ordered_rounds_changes_no_token_and_ends_no_answer(
     config, fault, monkeypatch
 ):
-    config = demo_config(router={"draft_timeout_ms": 200})
+    if fault == "hangs":
+        config = demo_config(router={"draft_timeout_ms": 200})
     async with served(config) as cluster:
         off = await cluster.answer("off", count=120)
         await order_a_tree(cluster)
-        calls, draft = [], cluster.drafter.draft
+        struck, draft, before = [], cluster.drafter.draft, cluster.verifier.stats()
 
         async def failing(call):
-            calls.append(call)
-            if len(calls) > 10:
-                if fault == "hangs":
-                    await asyncio.sleep(30)
-                if fault == "forgets":
-                    raise NotFound("opening: gone")
-                if fault == "lies":
-                    return DraftTree.of([call.update.tokens[-1] ^ 1, 3], [-1, 0])
-                if len(calls) == 11:
-                    asyncio.get_running_loop().create_task(cluster.drafters._server.stop(None))
+            early = call.update.base < len(cluster.prompt) + 60
+            if not struck and not (early and cluster.verifier.stats()["ordered"] > before["ordered"] + 5):
+                return await draft(call)
+            struck.append(call)
+            if fault == "hangs":
+                await asyncio.sleep(30)
+            if fault == "forgets":
+                raise NotFound("opening: gone")
+            if fault == "lies":
+                return DraftTree.of([call.update.tokens[-1] ^ 1, 3], [-1, 0])
+            if len(struck) == 1:
+                asyncio.get_running_loop().create_task(cluster.drafters._server.stop(None))
             return await draft(call)
 
         monkeypatch.setattr(cluster.drafter, "draft", failing)
-        done = await cluster.answer(SHAPE, count=120)
-        assert done.token_ids == off.token_ids
-        assert cluster.verifier.stats()["ordered"] > 5 and cluster.verifier.stats()["ordered_missed"] > 0
-        assert done.complete.speculation.late_drafts > 0
+        for _ in range(20):  # an answer may end before so many of its trees were ordered
+            before = cluster.verifier.stats()
+            done = await cluster.answer(SHAPE, count=120)
+            assert done.token_ids == off.token_ids
+            if struck:
+                break
+        missed = cluster.verifier.stats()["ordered_missed"] - before["ordered_missed"]
+        assert struck and missed > 0 and done.complete.speculation.late_drafts > 0
         if fault == "lies":
-            assert cluster.verifier.stats()["ordered_missed"] <= 5, "a drafter of malformed trees is given up"
+            assert missed <= 5, "a drafter of malformed trees is given up"
     assert cluster.verifier.sessions == 0
 
 
@@ -370,10 +377,12 @@ async def test_times_of_an_ordered_tree_that_its_verifier_reports_are_at_most_th
         verdict.drafted_us = verdict.tree.draft_us = 2**64 - 1
 
     async with served(config, verifier_kind=changing(exaggerate)) as cluster:
-        done = await cluster.answer(SHAPE)
-        done = await cluster.answer(SHAPE)
-        account = done.complete.speculation
-        assert account.ordered_trees > 0 and account.draft_us <= account.rounds_us < 100e6
+        for _ in range(20):  # an answer may end before its drafter has opened the text
+            account = (await cluster.answer(SHAPE)).complete.speculation
+            assert account.draft_us <= account.rounds_us < 100e6
+            if account.ordered_trees:
+                break
+        assert account.ordered_trees > 0
 
 
 async def test_an_order_beside_a_tree_that_the_verifier_refuses_is_not_claimed(config, monkeypatch):
@@ -415,17 +424,23 @@ async def test_a_drafter_that_is_slower_than_a_step_may_be_does_not_make_the_ver
 
         monkeypatch.setattr(cluster.drafter, "draft", slowly)
         monkeypatch.setattr(verifier_module, "CallLimit", lambda limit_s: CallLimit(1.0))
-        done = await cluster.answer(SHAPE, count=12)
-        assert done.token_ids == off.token_ids
+        for _ in range(20):  # an answer may end before its drafter has opened the text
+            done = await cluster.answer(SHAPE, count=12)
+            assert done.token_ids == off.token_ids
+            assert done.complete.speculation.verifier_moves == 0
+            if cluster.verifier.stats()["ordered"] > ordered:
+                break
         assert cluster.verifier.stats()["ordered"] > ordered
-        assert done.complete.speculation.verifier_moves == 0
 
 
 async def test_a_verifier_that_cannot_reach_the_drafter_costs_few_rounds_their_trees(monkeypatch):
     monkeypatch.setattr(StreamLinks, "draft", lambda self, drafter, call, deliver: None)  # packets are dropped
     async with served(demo_config(router={"draft_timeout_ms": 200})) as cluster:
-        off, done = await cluster.answer("off", count=120), await cluster.answer(SHAPE, count=120)
-        assert done.token_ids == off.token_ids
+        off = await cluster.answer("off", count=120)
+        for _ in range(20):  # an answer may end before its drafter has opened the text
+            assert (await cluster.answer(SHAPE, count=120)).token_ids == off.token_ids
+            if cluster.verifier.stats()["ordered_missed"]:
+                break
         assert 0 < cluster.verifier.stats()["ordered_missed"] <= 5, (
             "4, 8, 16, ... trees pass through the router between"
         )
@@ -470,9 +485,12 @@ async def test_engines_of_one_process_pass_trees_without_an_event_loop(config):
     peers = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
     try:
         client, prompt = LocalClient(Ingress(config, peers, MemorySessions())), held_out_prompts(1, 64)[0].token_ids
-        options = {"temperature": 1.0, "seed": 3, "max_new_tokens": COUNT, "ignore_end": True}
-        off = await client.generate_text(prompt, speculation="off", **options)
-        assert (await client.generate_text(prompt, speculation=SHAPE, **options)).token_ids == off.token_ids
+        for seed in range(30):  # an answer may end before its drafter has opened the text
+            options = {"temperature": 1.0, "seed": seed, "max_new_tokens": COUNT, "ignore_end": True}
+            off = await client.generate_text(prompt, speculation="off", **options)
+            assert (await client.generate_text(prompt, speculation=SHAPE, **options)).token_ids == off.token_ids
+            if peers.engines[0].stats()["ordered"] > 5:
+                break
         stats = peers.engines[0].stats()
         assert stats["ordered"] > 5 and stats["ordered_missed"] == 0
     finally:
