@@ -463,7 +463,7 @@ class Config(Section):
             raise BadRequest("config", f"{path} cannot be read: {error}") from error
         except RepeatedKey as error:
             raise BadRequest("config", f"{path}: {error}") from None
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: of a date without such a month, for instance
+        except yaml.YAMLError as error:
             raise BadRequest("config", f"{path} is not YAML: {error}") from error
         if not isinstance(sections, dict):
             raise BadRequest("config", f"{path} has no mapping of sections")

@@ -54,7 +54,12 @@ class _DistinctLoader(yaml.SafeLoader):
 
 def yaml_of(text: str) -> Any:
     """The value of a YAML text. Raises RepeatedKey, and yaml.YAMLError for a text that is no YAML."""
-    return yaml.load(text, _DistinctLoader)  # a SafeLoader
+    try:
+        return yaml.load(text, _DistinctLoader)
+    except (yaml.YAMLError, RepeatedKey):
+        raise
+    except Exception as error:  # PyYAML's readers of `!!bool x`, dates and numbers raise what they meet
+        raise yaml.YAMLError(f"a value is not of its kind: {type(error).__name__}: {error}") from None
 
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Self
+from typing import Self, get_args
 
 from dendro.certificates import CertificateFiles
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 
 class Section(BaseModel):
     """The base of all sections. Immutable; unknown keys are errors, and so are numbers that are not finite."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_boolean(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse a boolean for a number, which pydantic takes for 0 or 1: YAML reads `on` and `yes` as one."""
+        if isinstance(value, bool) and info.field_name is not None:
+            kind = cls.model_fields[info.field_name].annotation
+            if not {kind, *get_args(kind)}.isdisjoint((int, float)):
+                raise ValueError("is a boolean; must be a number")
+        return value
+
+
+RESERVED = frozenset({"", "cpu", "gpu", "memory", "object_store_memory"})
+"""Names of Ray's resources, in lower case, that are no custom ones."""
 
 
 class Resources(Section):
@@ -25,6 +39,16 @@ class Resources(Section):
     """Accelerators."""
     custom: dict[str, float] = Field(default_factory=dict)
     """Ray's own named resources, such as `{verifier: 1}`, that pin a pool to its machines."""
+
+    @field_validator("custom")
+    @classmethod
+    def _check_custom(cls, custom: dict[str, float]) -> dict[str, float]:
+        for name, amount in custom.items():
+            if name.lower() in RESERVED:
+                raise ValueError(f"{name!r} is no name of one's own; cores are `cpu`, accelerators `gpu`")
+            if amount < 0:
+                raise ValueError(f"{name}: {amount:g}; must be at least 0")
+        return custom
 
     @property
     def bundle(self) -> dict[str, float]:

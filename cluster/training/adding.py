@@ -10,7 +10,7 @@ import yaml
 from dendro.errors import BadRequest
 from yaml.nodes import MappingNode
 
-from cluster.distinct_keys import yaml_of
+from cluster.distinct_keys import RepeatedKey, yaml_of
 from cluster.tune.writing import inserted, value_of
 
 
@@ -35,7 +35,7 @@ def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
     new = _edited(text, root, f"{name}: {entry_line(entry)}")
     try:
         edited = yaml_of(new)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, RepeatedKey):
         edited = None
     if edited != old | {"drafters": {name: dict(entry), **drafters}}:
         raise BadRequest("--write", "the configuration's YAML is too unusual to edit; add the lines that are printed")
@@ -74,7 +74,7 @@ def with_head(text: str, drafter: str, head: str) -> str:
     new = inserted(text, entry, entry_line({"head": head})[1:-1]) if isinstance(entry, MappingNode) else text
     try:
         edited = yaml_of(new)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, RepeatedKey):
         edited = None
     if edited != old | {"drafters": old["drafters"] | {drafter: own | {"head": head}}}:
         raise BadRequest("--write", "the configuration's YAML is too unusual to edit; add the line that is printed")

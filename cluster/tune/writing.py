@@ -11,7 +11,7 @@ from dendro.errors import BadRequest
 from yaml.nodes import MappingNode, Node, SequenceNode
 
 from cluster.config import Config
-from cluster.distinct_keys import yaml_of
+from cluster.distinct_keys import RepeatedKey, yaml_of
 
 Keys = tuple[str, ...]
 """Keys from a configuration's root: `("speculation", "arms")`, or `("targets", "big", "arms")`."""
@@ -35,7 +35,7 @@ def with_arms(text: str, field: Keys, arms: Sequence[str]) -> str:
     new = _edited(text, root, field, arms)
     try:
         edited = yaml_of(new)
-    except (yaml.YAMLError, ValueError):
+    except (yaml.YAMLError, RepeatedKey):
         edited = None
     if edited != _replaced(old, field, arms):
         reason = f"its YAML is too unusual to edit; write {'.'.join(field)}: {_flow(arms)} into it"
