@@ -318,8 +318,10 @@ class RedisSessions:
             secret = await self._ask(lambda: self._redis.get(SECRET_KEY))
         if secret is None:
             raise PeerLost("session: the store lost its secret")
-        self._known_secret = _bytes(secret)
-        return self._known_secret
+        if len(found := _bytes(secret)) != SECRET_BYTES:  # anybody could make the tokens of an empty secret
+            raise PeerLost(f"session: the store's {SECRET_KEY} has {len(found)} bytes, not {SECRET_BYTES}")
+        self._known_secret = found
+        return found
 
     def _key(self, tenant: str, name: str) -> str:
         return f"{PREFIX}{hashlib.sha256(tenant.encode()).hexdigest()[:16]}:{name}"

@@ -22,7 +22,7 @@ from dendro.errors import NotFound, PeerLost
 
 from cluster.redis_client import eviction_warning
 from cluster.redis_server import RedisServer, find_redis_server
-from cluster.sessions import Record, RedisSessions
+from cluster.sessions import SECRET_KEY, Record, RedisSessions
 from cluster.state_store import RedisStates
 from tests.support.chart import ROOT, rendered
 from tests.support.sockets import until
@@ -102,6 +102,19 @@ async def check_first_calls(sessions: RedisSessions, states: RedisStates, token:
     assert await sessions.read(token, "") == RECORD
     assert await states.load("a", MOST) == b"x"
     assert states.counters.errors == 0 and states.breaker.allows()
+
+
+async def test_a_secret_of_another_length_makes_no_token_and_is_not_written_again(server: RedisServer):
+    """Whoever can write one key, or an answer to another command, would else decide what makes tokens."""
+    async with stores(server.url) as (sessions, _, token):
+        for wrong in (b"", b"hello", bytes(33)):
+            with admin(server) as client:
+                own = client.getset(SECRET_KEY, wrong)
+                with pytest.raises(PeerLost, match=f"session-secret has {len(wrong)} bytes, not 32"):
+                    await sessions.new_token("")
+                client.delete(SECRET_KEY)
+                assert await sessions.read(token, "") == RECORD
+                assert client.get(SECRET_KEY) == own
 
 
 def are_closed(server: RedisServer) -> bool:
