@@ -255,13 +255,13 @@ class Experience:
         if self.concurrency.requests != 1:
             self._opening_us = 0.0
         elif disturbed:
-            self._opening_us += max(took_us - (self.predicted_us(arm) or took_us), 0.0)
+            self._opening_us += max(took_us - (self.prices().predicted_us(arm) or took_us), 0.0)
         elif self._opening_us:
             costs.opening.learn(self._opening_us)
             self._opening_us = 0.0
 
     def share_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
-        """Measured microseconds of what `predicted_us` predicts: the text's share of a round's draft, step and hops."""
+        """Measured microseconds of what `Prices.predicted_us` predicts: the text's share of draft, step and hops."""
         step_us = (verdict.verify_us + verdict.ahead_us) / verdict.texts
         return max(tree.draft_us / tree.texts + step_us + self._hops_us(tree, verdict, took_us), LEAST_US)
 
@@ -292,17 +292,6 @@ class Experience:
     def degree(self) -> int:
         """Degree of the polynomial fitted to the target's step times."""
         return degree_of(self.concurrency.attends)
-
-    def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round of this arm, also of one never played: a text's share of draft, step and
-        hops. The step time is read off the fit of steps, the draft time off the drafter's plane. None until a step, and
-        for a drafted arm any draft of its drafter, was measured.
-
-        rows: rows of the tree if known; by default those usual for the arm
-        All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
-        be.
-        """
-        return self.prices().predicted_us(arm, rows)
 
     def prices(self) -> Prices:
         """Predictions for several arms, valid until the next round is learned."""

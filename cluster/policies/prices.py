@@ -50,7 +50,14 @@ class Prices:
         self._costs, self._degree, self._sizes = costs, degree, sizes
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round, also of an arm never played (`Experience.predicted_us`)."""
+        """Predicted microseconds of a round of this arm, also of one never played: a text's share of draft, step and
+        hops. The step time is read off the fit of steps, the draft time off the drafter's plane. None until a step, and
+        for a drafted arm any draft of its drafter, was measured.
+
+        rows: rows of the tree if known; by default those usual for the arm
+        All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
+        be.
+        """
         costs = self._costs
         if not costs.step.sizes:
             return None

@@ -86,8 +86,8 @@ def test_a_new_tenants_costs_are_those_of_the_tenant_in_the_middle():
             experiences.of(tenant).learn(
                 OFF_ARM, DraftTree.root_only(1), Verdict((1,), (0,), (), None, 1, us, step_rows=1)
             )
-    assert experiences.of("new").predicted_us(OFF_ARM) < 11_100
-    assert experiences.of("one").predicted_us(OFF_ARM) == pytest.approx(10_000, rel=0.01)
+    assert experiences.of("new").prices().predicted_us(OFF_ARM) < 11_100
+    assert experiences.of("one").prices().predicted_us(OFF_ARM) == pytest.approx(10_000, rel=0.01)
 
 
 async def test_a_tenants_requests_share_their_costs():
@@ -182,7 +182,7 @@ def test_a_prior_of_any_numbers_counts_as_missing_or_predicts_times_above_zero(p
     experience = Experience()
     experience.take(prior.costs)
     for arm in ARMS:
-        us = experience.predicted_us(arm)
+        us = experience.prices().predicted_us(arm)
         assert us is None or (np.isfinite(us) and us > 0)
     policy = make_policy("conservative_ucb", ARMS, experience, prior)
     assert policy.choose() in ARMS

@@ -139,8 +139,8 @@ def test_guesses_of_other_texts_do_not_raise_the_predicted_cost_of_off():
         experience.learn(CHAIN, tree(5, 10_000, 4), verdict(2, step_us(76), 16, 76))
         experience.learn(OFF, tree(1), verdict(1, step_us(76), 16, 76))
         experience.learn(OFF, tree(1), verdict(1, step_us(40), 16, 40))
-    assert experience.predicted_us(OFF) == pytest.approx(step_us(16) / 16, rel=0.1)
-    assert 2 / experience.predicted_us(CHAIN) < 1 / experience.predicted_us(OFF)
+    assert experience.prices().predicted_us(OFF) == pytest.approx(step_us(16) / 16, rel=0.1)
+    assert 2 / experience.prices().predicted_us(CHAIN) < 1 / experience.prices().predicted_us(OFF)
 
 
 def test_the_fit_of_steps_follows_a_change_of_speed():
@@ -183,7 +183,7 @@ def test_one_slow_round_does_not_condemn_an_arm():
     experience = Experience()
     for us in [10_000] * 50 + [1_000_000]:
         experience.learn(CHAIN, tree(5, 2_000), verdict(3, us))
-    assert experience.predicted_us(CHAIN) < 1.3 * 13_000
+    assert experience.prices().predicted_us(CHAIN) < 1.3 * 13_000
 
 
 @pytest.mark.parametrize("name, arms, field", [("greedy", [OFF], "policy"), ("conservative_ucb", [], "arms")])
@@ -568,9 +568,9 @@ def test_proposals_cost_their_rows_and_one_call_and_a_drafters_tree_two_calls():
         guesses = replace(tree(rows), draft_us=0)
         experience.learn(arm, guesses, verdict(1, step_us(rows), step_rows=rows))
         experience.learn_time(arm, guesses, verdict(1, step_us(rows)), step_us(rows) + hops * 30_000)
-    assert experience.predicted_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
-    assert experience.predicted_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
-    assert experience.predicted_us(CHAIN) == pytest.approx(step_us(5) + 60_000, rel=0.05)
+    assert experience.prices().predicted_us(OFF) == pytest.approx(step_us(1) + 30_000, rel=0.05)
+    assert experience.prices().predicted_us(PROPOSED) == pytest.approx(step_us(10) + 30_000, rel=0.05)
+    assert experience.prices().predicted_us(CHAIN) == pytest.approx(step_us(5) + 60_000, rel=0.05)
     assert PROPOSED not in experience.costs.draft
 
 
@@ -648,8 +648,8 @@ def test_the_way_of_a_round_without_a_tree_says_nothing_of_that_of_one_with_a_tr
     for arm, rows, hop_us in ((OFF, 1, 300), (PROPOSED, 8, 2_000)) * 20:
         experience.learn(arm, tree(rows), found := verdict(1, 10_000))
         experience.learn_time(arm, tree(rows), found, 10_000 + hop_us)
-    assert experience.predicted_us(OFF) == pytest.approx(10_300, rel=0.01)
-    assert experience.predicted_us(PROPOSED, 8) == pytest.approx(12_000, rel=0.01)
+    assert experience.prices().predicted_us(OFF) == pytest.approx(10_300, rel=0.01)
+    assert experience.prices().predicted_us(PROPOSED, 8) == pytest.approx(12_000, rel=0.01)
 
 
 def test_ordered_rounds_whose_verdict_came_before_their_call_do_not_make_off_cheaper():
@@ -658,12 +658,12 @@ def test_ordered_rounds_whose_verdict_came_before_their_call_do_not_make_off_che
         for _ in range(5):
             experience.learn(OFF, plain, replace(verdict(1), verify_us=10_000))
             experience.learn_time(OFF, plain, replace(verdict(1), verify_us=10_000), 10_200)
-        before = experience.predicted_us(OFF)
+        before = experience.prices().predicted_us(OFF)
         for _ in range(5):
             claimed = replace(verdict(4), verify_us=100, ahead_us=10_400)
             experience.learn(CHAIN, tree(4, draft_us=1000), claimed)
             experience.learn_time(CHAIN, tree(4, draft_us=1000), claimed, 300)
-        after = experience.predicted_us(OFF)
+        after = experience.prices().predicted_us(OFF)
     assert before is not None and after is not None and after > 0.5 * before
 
 
@@ -674,7 +674,7 @@ def test_rounds_begun_ahead_teach_the_whole_step_and_make_off_cheaper_by_what_th
         experience.learn(OFF, tree(1), found)
         experience.learn_time(OFF, tree(1), found, 9_000)
     assert experience.costs.step.at(experience.concurrency.sizes.padded(1), 1) == pytest.approx(10_000)
-    assert experience.predicted_us(OFF) == pytest.approx(9_000)
+    assert experience.prices().predicted_us(OFF) == pytest.approx(9_000)
 
 
 def test_an_arm_from_another_process_equals_the_same_arm_of_this_one():

@@ -98,16 +98,16 @@ def test_costs_of_a_thousand_rounds_weigh_eight():
     experience.take(prior_of(4, 1000).costs)
     costs = experience.costs
     assert costs.draft[CHAIN].count == costs.tried[8] == costs.step.weight == 8
-    assert experience.predicted_us(CHAIN) == pytest.approx(10_000 + 100 * 5 + 100 + 300 * 4 + 40 * 4)
+    assert experience.prices().predicted_us(CHAIN) == pytest.approx(10_000 + 100 * 5 + 100 + 300 * 4 + 40 * 4)
 
 
 def test_costs_that_a_router_measured_are_not_replaced():
     _, experience = answer(2, 20)
-    before = experience.predicted_us(CHAIN)
+    before = experience.prices().predicted_us(CHAIN)
     slow = prior_of(2, 20).costs
     slow[0].draft[CHAIN].us = 1e6
     experience.take(slow)
-    assert experience.predicted_us(CHAIN) == before
+    assert experience.prices().predicted_us(CHAIN) == before
 
 
 def test_a_kinds_earlier_rounds_weigh_at_most_64_beside_a_new_request():
@@ -190,16 +190,16 @@ def test_the_draft_time_of_a_shape_never_played_is_read_off_the_plane():
         draft_us = 100 + 300 * arm.depth + 40 * arm.shape.forwarded
         assert experience.costs.draft_us(arm) == pytest.approx(draft_us, rel=1e-6)
         verify_us = experience.costs.verify_us(arm.rows, 1, StepSizes())
-        assert experience.predicted_us(arm) == pytest.approx(draft_us + verify_us)
-    assert experience.predicted_us(OFF) is not None
+        assert experience.prices().predicted_us(arm) == pytest.approx(draft_us + verify_us)
+    assert experience.prices().predicted_us(OFF) is not None
 
 
 def test_one_shape_gives_a_draft_time_per_level_and_none_gives_no_prediction():
     experience = Experience()
-    assert experience.predicted_us(CHAIN) is None
+    assert experience.prices().predicted_us(CHAIN) is None
     for _ in range(3):
         experience.learn(OFF, tree(OFF), verdict(1))
-    assert experience.predicted_us(CHAIN) is None and experience.predicted_us(OFF) is not None
+    assert experience.prices().predicted_us(CHAIN) is None and experience.prices().predicted_us(OFF) is not None
     for _ in range(2):
         experience.learn(CHAIN, tree(CHAIN), verdict(1, 5))
     assert experience.costs.draft_us(PAIR) == pytest.approx(tree(CHAIN).draft_us / 2)
@@ -267,7 +267,7 @@ def test_a_router_reads_the_prior_that_it_wrote_of_steps_that_were_reported_to_t
     assert unpack_prior(pack_prior(Prior(costs=experience.hints()))) is not None
     for _ in range(300):
         experience.learn(OFF, tree(OFF), replace(verdict(1), verify_us=10_000))
-    assert experience.predicted_us(OFF) > 9_000
+    assert experience.prices().predicted_us(OFF) > 9_000
 
 
 def malformed() -> list[bytes]:
@@ -516,11 +516,11 @@ def test_two_drafters_share_no_experience():
     """The same shape of another drafter: its drafts take ten times as long, and its guesses are wrong."""
     _, experience = answer(4, 20)
     _, alone = answer(4, 20)
-    assert experience.predicted_us(OTHER) is None
+    assert experience.prices().predicted_us(OTHER) is None
     slow = replace(tree(OTHER), draft_us=10 * tree(OTHER).draft_us)
     for _ in range(50):
         experience.learn(OTHER, slow, verdict(1, OTHER.rows))
-    assert experience.predicted_us(CHAIN) == pytest.approx(alone.predicted_us(CHAIN))
+    assert experience.prices().predicted_us(CHAIN) == pytest.approx(alone.prices().predicted_us(CHAIN))
     assert experience.costs.draft_us(PAIR) == alone.costs.draft_us(PAIR), "predicted from the drafter's own costs"
     assert experience.costs.draft_us(Arm("llama", PAIR.shape)) == pytest.approx(10 * alone.costs.draft_us(PAIR))
 

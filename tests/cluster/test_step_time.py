@@ -216,14 +216,14 @@ def test_rounds_after_a_tree_or_beside_an_opening_do_not_make_plain_rounds_seem_
     for _ in range(20):
         experience.learn(OFF_ARM, DraftTree.root_only(1), ahead)
         experience.learn_time(OFF_ARM, DraftTree.root_only(1), ahead, 7_700)
-    before_us = experience.predicted_us(OFF_ARM)
+    before_us = experience.prices().predicted_us(OFF_ARM)
     for _ in range(20):
         experience.learn(CHAIN, drafted, tree)
         experience.learn_time(CHAIN, drafted, tree, 12_200)
         experience.learn(OFF_ARM, DraftTree.root_only(1), after)
         experience.learn_time(OFF_ARM, DraftTree.root_only(1), after, 9_900)
     assert before_us == pytest.approx(7_700)
-    assert experience.predicted_us(OFF_ARM) == pytest.approx(before_us, rel=0.01)
+    assert experience.prices().predicted_us(OFF_ARM) == pytest.approx(before_us, rel=0.01)
 
 
 def test_plain_rounds_are_priced_anew_where_the_verifier_no_longer_begins_any_ahead():
@@ -235,7 +235,7 @@ def test_plain_rounds_are_priced_anew_where_the_verifier_no_longer_begins_any_ah
         for _ in range(rounds):
             experience.learn(OFF_ARM, DraftTree.root_only(1), found)
             experience.learn_time(OFF_ARM, DraftTree.root_only(1), found, found.verify_us + 100)
-    assert experience.predicted_us(OFF_ARM) == pytest.approx(16_100, rel=0.02)
+    assert experience.prices().predicted_us(OFF_ARM) == pytest.approx(16_100, rel=0.02)
 
 
 def test_a_new_tenant_begins_with_ratios_of_steps_that_most_tenants_measured():
