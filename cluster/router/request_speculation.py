@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from dendro.calls import Hello, Opened
 from dendro.clock import Clock
@@ -50,6 +51,7 @@ class RequestSpeculation:
         self._text = text
         self._drafters = drafters
         self._proposals = proposals
+        self._offer = None if proposals is None else partial(proposals.offer, text)
         self._stopping = StopRule(experience) if plan.stops else None
         self._clock = clock
         self._meter = meter
@@ -80,12 +82,12 @@ class RequestSpeculation:
         """If the first round has no tree, open the text at the drafter of the arm that the policy would choose: a later
         round will likely ask for its tree. Returns when the opening has begun."""
         if self._plan.plain_first:
-            await self._drafters.prepare(self._text, self._chosen())
+            await self._drafters.prepare(self._text, self._plan.policy.choose(self._offer))
 
     def choose(self) -> Arm:
         self._began_s = self._clock()
         first = self._plan.plain_first and not self.account.stats.rounds
-        chosen = OFF_ARM if first else self._chosen()
+        chosen = OFF_ARM if first else self._plan.policy.choose(self._offer)
         ordered, self._ordered = self._ordered, None
         self._claims = False
         explores = self._plan.policy.next_arm is None  # An exploring policy must get the arm that it chose.
@@ -183,10 +185,3 @@ class RequestSpeculation:
         """Set the statistics of `complete`. target: the first opening at a verifier   moves: number of moves to other
         verifiers"""
         self.account.fill(complete, self._drafters.openings, target, moves)
-
-    def _chosen(self) -> Arm:
-        return self._plan.policy.choose(self._offer if self._proposals is not None else None)
-
-    def _offer(self, least: float) -> DraftTree:
-        assert self._proposals is not None
-        return self._proposals.offer(self._text, least)
