@@ -316,33 +316,30 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     async def _lease_and_open(self, text: Text, old: Opening[DrafterPeer] | None) -> None:
         """Try once to open the text at a drafter; the next round that wants a tree retries."""
         with self._gate.opening():
-            await self._open(text, old)
-
-    async def _open(self, text: Text, old: Opening[DrafterPeer] | None) -> None:
-        try:
-            if old is not None:
-                leased = old.leased
+            try:
+                if old is not None:
+                    leased = old.leased
+                else:
+                    leased = await self._pool.lease()
+                    self.leases += 1
+                if fault := checkpoint_mismatch(leased.hello, self._facts):
+                    log.warning("drafter %s: is not used: %s", self.name, fault)
+                    self._given_up = "mismatch"
+                    return
+                target = self._verifier.hello
+                tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
+                opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters)
+                opened = await opening.open(text)
+            except (DendroError, TimeoutError) as error:
+                log.info("drafter %s: %s; trying again later", self.name, described(error))
+                self._back_off()
+                self._close_pending(text)
             else:
-                leased = await self._pool.lease()
-                self.leases += 1
-            if fault := checkpoint_mismatch(leased.hello, self._facts):
-                log.warning("drafter %s: is not used: %s", self.name, fault)
-                self._given_up = "mismatch"
-                return
-            target = self._verifier.hello
-            tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
-            opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters)
-            opened = await opening.open(text)
-        except (DendroError, TimeoutError) as error:
-            log.info("drafter %s: %s; trying again later", self.name, described(error))
-            self._back_off()
-            self._close_pending(text)
-        else:
-            self.opened = self.opened or opened
-            self._opening, self._pending = opening, None
-        finally:
-            if old is not None:  # not before: a lease ends with the last of its openings
-                self._background.start(old.close(text))
+                self.opened = self.opened or opened
+                self._opening, self._pending = opening, None
+            finally:
+                if old is not None:  # not before: a lease ends with the last of its openings
+                    self._background.start(old.close(text))
 
 
 class DrafterHandles:
