@@ -183,20 +183,17 @@ class RecurrentRows:
 
 
 def recurrent_rows(
-    place: TextStates, committed: Ints, root: int, tree: DraftTree | None, scratch: int, folds: int = 0
+    place: TextStates, committed: Ints, root: int, tree: DraftTree | None, scratch: int
 ) -> RecurrentRows:
-    """One text's rows of a step (`recurrent_rows_of`), of a text whose last token is at position `root`.
-
-    folds: number of the step's folds that come before this text's
-    """
+    """One text's rows of a step (`recurrent_rows_of`), of a text whose last token is at position `root`."""
     paths = RowPaths.of([TextPart(range(root + 1), committed, tree)])
-    return recurrent_rows_of(paths, [place], scratch, folds)
+    return recurrent_rows_of(paths, [place], scratch)
 
 
-def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int, folds: int = 0) -> RecurrentRows:
+def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int) -> RecurrentRows:
     """The rows of texts of a step. Records in `places` which checkpoints the step writes.
 
-    places: of equal extents   scratch: slot of the first row's inputs   folds: number of earlier folds of the step
+    places: of equal extents   scratch: slot of the first row's inputs
     """
     extent, block = places[0].extent, places[0].extent.block
     held = [(each.first_token, each.first_state, each.folded) for each in places]
@@ -211,7 +208,7 @@ def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int
     inputs = PathSlots(rows, block, lowest, np.arange(scratch, scratch + len(rows.texts)), rings)
     made, later = list[FoldOf](), list[int]()  # later: number of each text's first fold, less the block that it ends
     for text, (place, last) in enumerate(zip(places, newest.tolist(), strict=True)):
-        later.append(folds + len(made) - place.folded - 1)
+        later.append(len(made) - place.folded - 1)
         for after in range(place.folded + 1, last + 1):
             known = after - 1 == place.folded
             made.append(
@@ -227,17 +224,6 @@ def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int
     sources = np.where(blocks <= before[its], stored, -1 - (np.array(later)[its] + blocks))
     own = rows.positions - first_seen(rows.positions, block)
     return RecurrentRows(inputs.columns(), own, rings(its, rows.positions), sources, tuple(made))
-
-
-def pack_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:
-    """Join the rows of several texts in one step, in this order."""
-    return RecurrentRows(
-        columns=np.concatenate([part.columns for part in parts]),
-        own=np.concatenate([part.own for part in parts]),
-        homes=np.concatenate([part.homes for part in parts]),
-        sources=np.concatenate([part.sources for part in parts]),
-        folds=tuple(each for part in parts for each in part.folds),
-    )
 
 
 def last_writers(source: Ints, target: Ints) -> tuple[Ints, Ints]:

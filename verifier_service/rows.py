@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.paths import Ints, PathSlots, RowPaths, TextPart, first_seen
-from verifier_service.recurrent import RecurrentRows, pack_recurrent
+from verifier_service.recurrent import RecurrentRows
 from verifier_service.walk import Draw, Echo
 
 NO_ROWS: Ints = np.zeros(0, np.int64)
@@ -131,22 +131,17 @@ def _pages(positions: Ints) -> list[int]:
     return found
 
 
-def pack(parts: Sequence[TextRows], wanted: Ints, draws: Sequence[Draw] = (), echoes: Sequence[Echo] = ()) -> StepPlan:
-    """Join rows in one step, in this order."""
-    far, first = list[Far](), 0
-    for part in parts:
-        far += [replace(each, start=first + each.start, stop=first + each.stop) if first else each for each in part.far]
-        first += len(part.tokens)
-    recurrent = [part.recurrent for part in parts if part.recurrent is not None]
+def pack(rows: TextRows, wanted: Ints, draws: Sequence[Draw] = (), echoes: Sequence[Echo] = ()) -> StepPlan:
+    """The step of these rows."""
     return StepPlan(
-        tokens=np.concatenate([part.tokens for part in parts]),
-        positions=np.concatenate([part.positions for part in parts]),
-        slots=np.concatenate([part.slots for part in parts]),
-        homes=np.concatenate([part.homes for part in parts]),
-        near=np.concatenate([part.near for part in parts]),
-        far=tuple(far),
+        tokens=rows.tokens,
+        positions=rows.positions,
+        slots=rows.slots,
+        homes=rows.homes,
+        near=rows.near,
+        far=rows.far,
         wanted=wanted,
         draws=tuple(draws),
+        recurrent=rows.recurrent,
         echoes=tuple(echoes),
-        recurrent=pack_recurrent(recurrent) if recurrent else None,
     )

@@ -207,10 +207,10 @@ class StepRunner:
         self._own_text = list(ids[:root])
         return self._text_rows(ids, NO_ROWS, tree)
 
-    def logits_are_finite(self, seed: int = 0) -> bool:
+    def logits_are_finite(self) -> bool:
         """True if the logits of a few random tokens are finite: float16 has no number above 65504."""
         rows = min(ROW_MULTIPLE, self.target.max_positions)
-        ids = np.random.default_rng(seed).integers(0, self.target.vocabulary, rows).tolist()
+        ids = np.random.default_rng(0).integers(0, self.target.vocabulary, rows).tolist()
         return bool(torch.isfinite(self._whole_text(ids)).all())
 
     def run_rows(self, count: int) -> None:
@@ -218,13 +218,13 @@ class StepRunner:
         count = min(count, self.target.max_positions, len(self.own_pages) * PAGE)
         self._text_rows([0] * count, np.arange(count), None)
 
-    def check_rows(self, seed: int = 0) -> list[str]:
+    def check_rows(self) -> list[str]:
         """Run the largest bucket, then every bucket and a single row, on shuffled rows of it.
 
         Returns the numbers of rows whose logits have other bits, each with the first module whose results differ.
         """
         largest = min(self.buckets[-1], self.target.max_positions, len(self.own_pages) * PAGE)
-        generator = np.random.default_rng(seed)
+        generator = np.random.default_rng(0)
         ids = generator.integers(0, self.target.vocabulary, largest).tolist()
         order = generator.permutation(largest)
         truth = self._whole_text(ids)
@@ -268,7 +268,7 @@ class StepRunner:
             scratch = self.arrangement.scratch
             rows = recurrent_rows(self._own_place, committed, len(ids) - 1, tree, scratch)
             part = replace(part, recurrent=rows)
-        plan = pack([part], np.arange(len(part.tokens)))
+        plan = pack(part, np.arange(len(part.tokens)))
         with torch.inference_mode():
             logits = self.forward(plan)
             if self.target.mixers and tree is None:

@@ -694,4 +694,4 @@ def packed(shares: Sequence[StepShare], capacity: Capacity) -> StepPlan:
     if capacity.recurrent is not None:
         places = [memory.place for memory in memories if memory.place is not None]
         rows = replace(rows, recurrent=recurrent_rows_of(paths, places, capacity.recurrent.scratch))
-    return pack([rows], np.concatenate(wanted), draws, echoes)
+    return pack(rows, np.concatenate(wanted), draws, echoes)

@@ -18,6 +18,7 @@ from tree_kernels.warp import Warp, tokens_of
 from tree_kernels.warp.batched import WarpRows, _filtered, tokens_of_rows
 
 from tests.support.compiled import printed_by
+from tests.support.joined_rows import joined
 from verifier_service.rows import NO_ROWS, pack, text_rows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -165,7 +166,7 @@ class Step:
         """The plan of these texts, and their queries."""
         starts = np.cumsum([0] + [len(part.tokens) for part in self.parts])
         rows = np.concatenate([np.arange(starts[text], starts[text + 1]) for text in texts])
-        return pack([self.parts[text] for text in texts], NO_ROWS), self.queries[rows]
+        return pack(joined([self.parts[text] for text in texts]), NO_ROWS), self.queries[rows]
 
     def reference(self, texts, window=None, **more):
         plan, queries = self.take(texts)

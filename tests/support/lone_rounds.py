@@ -26,4 +26,4 @@ def lone_round(
     tree = tree or DraftTree.root_only(ids[-1])
     part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
     draw = Draw(1, 0, 0, len(ids), tree, warp or Warp(), sampling or Sampling(), history)
-    return pack([part], np.arange(tree.rows), [draw])
+    return pack(part, np.arange(tree.rows), [draw])

@@ -31,6 +31,7 @@ from tests.support.tiny_models import make_checkpoint
 pytest.importorskip("triton", reason="triton is not installed")
 
 from tests.support.engines import running
+from tests.support.joined_rows import joined
 from verifier_service.device import GREEDY, DeviceRunner, Drawn, StepShape
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import LoadedTarget, load_target
@@ -260,7 +261,7 @@ def test_a_structure_that_raises_ends_its_draw_alone(folder):
             Draw(number, number, number, len(ids), tree, Warp(), Sampling(), history, structure=structure)
             for number, structure in enumerate(structures)
         ]
-        return runner.run(pack([part] * len(draws), np.arange(len(draws)), draws)).walks
+        return runner.run(pack(joined([part] * len(draws)), np.arange(len(draws)), draws)).walks
 
     alone, _ = walks([None, None])
     for part in ("masks", "foresee"):

@@ -24,6 +24,7 @@ from tests.support.tiny_hybrids import VOCABULARY, make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.support.joined_rows import joined_recurrent
 from verifier_service.device import DeviceRunner
 from verifier_service.device_states import folds_in_place
 from verifier_service.engine import VerifierEngine
@@ -34,7 +35,6 @@ from verifier_service.recurrent import (
     Arrangement,
     FoldOf,
     RecurrentRows,
-    pack_recurrent,
     place_of,
     recurrent_rows,
 )
@@ -106,7 +106,7 @@ def plan_of(runner, length, parents, committed=NO_ROWS, place=None):
     rows = recurrent_rows(place, committed, length - 1, tree, runner.arrangement.scratch)
     wanted = np.arange(len(parents)) + len(committed)
     draws = [Draw(1, len(committed), 0, length, tree, Warp(), Sampling())] if tree is not None else []
-    return pack([replace(part, recurrent=rows)], wanted, draws), place
+    return pack(replace(part, recurrent=rows), wanted, draws), place
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU records the steps themselves")
@@ -134,7 +134,7 @@ def test_rows_are_listed_once_beside_the_state_that_they_start_from(runner):
     new, _ = plan_of(runner, 46, [-1, 0, 1, 2, 3], place=place)
     count = len(old.tokens)
     assert old.recurrent is not None and new.recurrent is not None
-    rows = pack_recurrent([replace(old.recurrent, folds=(), sources=np.full(count, 7)), new.recurrent])
+    rows = joined_recurrent([replace(old.recurrent, folds=(), sources=np.full(count, 7)), new.recurrent])
     assert len(rows.folds) == 1 and set(rows.sources[count:].tolist()) == {rows.folds[0].source, -1}
     merged = replace(
         old,

@@ -35,7 +35,7 @@ def logits(runner, wanted):
     rows = np.arange(len(TEXT))
     part = text_rows(TEXT, rows, None, runner.own_pages, runner.pages.scratch, runner.near, runner.target.window)
     with torch.inference_mode():
-        return runner.forward(pack([part], wanted))
+        return runner.forward(pack(part, wanted))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,0 +1,34 @@
+"""Rows of several texts, made one text at a time, in one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+
+import numpy as np
+
+from verifier_service.recurrent import RecurrentRows
+from verifier_service.rows import TextRows
+
+
+def joined(parts: Sequence[TextRows]) -> TextRows:
+    """Rows without recurrent parts, in this order."""
+    arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
+    starts = np.cumsum([0, *(len(part.tokens) for part in parts)]).tolist()
+    far = [
+        replace(each, start=start + each.start, stop=start + each.stop)
+        for part, start in zip(parts, starts, strict=False)
+        for each in part.far
+    ]
+    return TextRows(**arrays, far=tuple(far))
+
+
+ARRAYS = tuple(each.name for each in fields(TextRows) if each.name not in ("far", "recurrent"))
+
+
+def joined_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:
+    """Recurrent rows, in this order; the folds keep their numbers, so one part alone may have some."""
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in parts]) for name in ("columns", "own", "homes", "sources")
+    }
+    return RecurrentRows(**arrays, folds=tuple(each for part in parts for each in part.folds))
