@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from dendro.errors import BadRequest
+from dendro.shapes import MAX_ROWS
 from dendro.tree import RANKED
 
 from cluster.arms import OFF_ARM
@@ -26,7 +27,7 @@ from cluster.measure.options import MarkdownFile, parse_temperatures, present, s
 from cluster.measure.report import Report, Row, machine_facts, text_of
 from cluster.measure.statistics import median_estimate
 from cluster.predict.predicting import Predicted, Predicting, PredictPlan, widest
-from cluster.predict.prediction import ceiling_of, over_off, row_of
+from cluster.predict.prediction import ceiling_of, longest_trees, over_off, row_of
 from cluster.prompt_files import PromptFile
 from cluster.running import running
 from cluster.training.acceptance import ANSWER_TOKENS
@@ -76,10 +77,12 @@ async def run_predict(
     local: bool,
     begin: Begin,
     figures: bool = False,
+    guesses: int | None = None,
 ) -> dict[str, Any]:
     """Run the whole measurement; returns the report as JSON values.
 
     figures: write the figures of the drafters' ranks into their checkpoints
+    guesses: report the best trees of so many guesses, too
     """
     from cluster.engines import device_of
 
@@ -87,10 +90,14 @@ async def run_predict(
     makers = {arm.maker for arm in plan.arms}
     drafters = {name: config.drafters[name] for name in ranked_drafters(config, plan.target) if name in makers}
     width = widest(plan.arms)
-    if figures:
+    if figures or guesses is not None:
         width = max(width, RANKED)
         if not drafters:
-            raise BadRequest("figures", f"no arm of {plan.target} has a drafter with the target's tokens")
+            option = "figures" if figures else "guesses"
+            raise BadRequest(option, f"no arm of {plan.target} has a drafter with the target's tokens")
+    if guesses is not None and len(plan.prompts) < 2:
+        raise BadRequest("guesses", "trees are chosen on one half of the prompts for the other; ask for 2 or more")
+    if figures:
         for drafter in drafters.values():
             check_writable(drafter.checkpoint)
     rankers = {name: Ranker(drafter, device_of(drafter), width) for name, drafter in drafters.items()}
@@ -116,6 +123,7 @@ async def run_predict(
         "answer_tokens": plan.tokens,
         "rows": rows,
         "off_ms": [{"temperature": each.temperature, "round_ms": round(each.off.round_us / 1e3, 3)} for each in found],
+        "trees": [row for each in found for row in _trees(each, guesses)],
         "ceilings": [row for each in found if (row := _ceiling(each)) is not None],
         "unknown": [{"temperature": each.temperature, "arms": [names[arm] for arm in each.unknown]} for each in found],
         "differences": [line for each in found for line in each.differences],
@@ -132,6 +140,15 @@ def _rows(found: Predicted, names: Mapping[Any, str]) -> Iterator[Row]:
             row["predicted_over_measured"] = round(row["over_off"]["median"] / row["measured"]["median"], 4)
             row["differs_by"] = abs(row["predicted_over_measured"] - 1)
         yield row
+
+
+def _trees(found: Predicted, guesses: int | None) -> Iterator[Row]:
+    if guesses is None:
+        return
+    for drafter, ranks in found.ranks.items():
+        for shape, emitted in longest_trees(ranks, guesses):
+            row: Row = {"temperature": found.temperature, "drafter": drafter, "guesses": guesses, "tree": str(shape)}
+            yield {**row, "emitted_per_round": round(emitted, 4)}
 
 
 def _ceiling(found: Predicted) -> Row | None:
@@ -167,6 +184,12 @@ def facts_of(report: Report) -> Iterator[str]:
             f"Temperature {each['temperature']:g}: the ceiling with the best arm, or off, for each prompt is "
             f"{text_of(each['best_by_prompt'], '.2f')} of off; with a drafter of this price that is always right "
             f"{each['always_right']:.2f}, by {each['always_right_arm']}"
+        )
+    for each in report["trees"]:
+        yield (
+            f"Temperature {each['temperature']:g}: of trees of fixed form and at most {each['guesses']} guesses of "
+            f"{each['drafter']}, {each['tree']} emits the most on half of the prompts; on the others it emits "
+            f"{each['emitted_per_round']:.2f} tokens a round"
         )
     for each in report["unknown"]:
         if each["arms"]:
@@ -205,6 +228,14 @@ def predict(
             "expect this of it, instead of what its training measured.",
         ),
     ] = False,
+    guesses: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MAX_ROWS - 1,
+            help="Also find, from the ranks, the trees of fixed form and at most so many guesses that emit the most.",
+        ),
+    ] = None,
     held_out: Annotated[int, typer.Option(min=0, help="Other prompts to measure on, beside the predictions.")] = 0,
     tokens: Annotated[int | None, TOKENS.info()] = None,
     seed: Annotated[int, seed_option("sampling and of the order of runs")] = 0,
@@ -229,7 +260,9 @@ def predict(
         seed,
     )
     levels = parse_temperatures(temperatures)
-    report = with_bars(lambda begin: asyncio.run(run_predict(checked, plan, source, levels, local, begin, figures)))
+    report = with_bars(
+        lambda begin: asyncio.run(run_predict(checked, plan, source, levels, local, begin, figures, guesses))
+    )
     present(report, facts_of(report), cells_of((TABLE,), report), json, markdown, differences=report["differences"])
 
 

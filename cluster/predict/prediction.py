@@ -13,18 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from dendro.shapes import LevelShape, NodeShape
+from dendro.shapes import LevelShape, NodeShape, TreeShape
+from dendro.tree import RANKED
 
 from cluster.arms import Arm
+from cluster.drafter_figures import accepted
 from cluster.measure.report import Row
 from cluster.measure.statistics import Estimate, median_estimate
 from cluster.policies.replay import static_path
+from cluster.policies.sequoia import best_tree
 from cluster.tune.measuring import RunAnswer, Timed
 
 Answers = Mapping[int, RunAnswer]
 """Answers by the prompt's number."""
 Lengths = Sequence[int]
 """Tokens of each round of an answer."""
+DEEPEST = 10
+"""Most levels of a tree that is looked for."""
 
 
 def ranks_determine(arm: Arm) -> bool:
@@ -32,11 +37,11 @@ def ranks_determine(arm: Arm) -> bool:
     return arm.drafted and isinstance(arm.shape, LevelShape | NodeShape)
 
 
-def replayed_lengths(arm: Arm, ranks: Sequence[int]) -> list[int]:
+def replayed_lengths(shape: TreeShape, ranks: Sequence[int]) -> list[int]:
     """The rounds of an answer whose tokens have these ranks; the answer's end cuts the last one."""
     lengths, position = [], 0
     while position < len(ranks):
-        path = static_path(arm.shape, ranks[position : position + arm.depth])
+        path = static_path(shape, ranks[position : position + shape.depth])
         lengths.append(min(len(path), len(ranks) - position))
         position += lengths[-1]
     return lengths
@@ -86,7 +91,7 @@ def predict_by_ranks(arm: Arm, ranks: Sequence[Sequence[int]], answers: Answers,
     ranks: the drafter's ranks of every prompt's answer   answers, off: the arm's and `off`'s to the timed prompts
     """
     price = RoundPrice.of(answers, off)
-    replays = [replayed_lengths(arm, each) for each in ranks]
+    replays = [replayed_lengths(arm.shape, each) for each in ranks]
     played = emitted_of([answer.lengths for answer in answers.values()])
     replayed = emitted_of([replays[prompt] for prompt in answers])
     if price is None or math.isnan(played) or math.isnan(replayed):
@@ -115,6 +120,21 @@ def over_off(answers: Answers, off: Answers) -> dict[int, float]:
         for prompt, answer in answers.items()
         if answer.tokens_per_second and (plain := off[prompt].tokens_per_second)
     }
+
+
+def longest_trees(ranks: Sequence[Sequence[int]], guesses: int) -> list[tuple[NodeShape, float]]:
+    """The trees of fixed form and at most so many guesses that emit the most on each half of the answers, with their
+    tokens a round on the other half: on the answers on which it was chosen, a tree seems better than it is.
+
+    ranks: the drafter's ranks of each answer's tokens, RANKED where it is none of the first so many
+    """
+    found = []
+    for chosen, other in ((ranks[::2], ranks[1::2]), (ranks[1::2], ranks[::2])):
+        deepest = min(guesses, DEEPEST)
+        table = accepted(chosen, deepest, RANKED)
+        shape = best_tree(table, lambda rows: 0.0, lambda rows: 1.0, max_rows=1 + guesses, max_depth=deepest).shape
+        found.append((shape, emitted_of([replayed_lengths(shape, each) for each in other])))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from cluster.predict.command import TABLE, facts_of, plan_of, run_predict
 from cluster.predict.prediction import (
     ceiling_of,
     emitted_of,
+    longest_trees,
     over_off,
     predict_by_ranks,
     predict_by_runs,
@@ -53,9 +54,18 @@ def test_only_trees_of_fixed_form_follow_from_ranks():
 
 
 def test_the_last_replayed_round_ends_with_the_answer():
-    assert replayed_lengths(CHAIN, [0, 0, 9, 0, 0]) == [3, 2]
-    assert replayed_lengths(TREE, [1, 0, 9, 1, 9]) == [3, 2]
-    assert replayed_lengths(CHAIN, []) == []
+    assert replayed_lengths(CHAIN.shape, [0, 0, 9, 0, 0]) == [3, 2]
+    assert replayed_lengths(TREE.shape, [1, 0, 9, 1, 9]) == [3, 2]
+    assert replayed_lengths(CHAIN.shape, []) == []
+
+
+def test_a_tree_of_so_many_guesses_is_chosen_on_one_half_of_the_prompts_and_judged_on_the_other():
+    always_first, always_second = [0] * 12, [1] * 12
+    found = longest_trees([always_first, always_second] * 2, guesses=4)
+    assert [str(shape) for shape, _ in found] == ["nodes(1,1,1,1)", "nodes(2,0,2)"]
+    assert [emitted for _, emitted in found] == [1.0, 2.0]  # on the other half the first guess is wrong, or right
+    (shape, emitted), _ = longest_trees([always_first] * 2, guesses=3)
+    assert (str(shape), emitted) == ("nodes(1,1,1)", 4.0)
 
 
 def test_the_first_round_is_left_out_of_tokens_a_round_as_of_the_measured_rate():
@@ -148,10 +158,11 @@ def test_what_cannot_be_predicted_is_refused_before_anything_is_loaded(pair, tmp
 
 
 def test_the_command_prints_and_writes_its_report(pair, tmp_path):
-    words = ["predict", str(configured(pair, tmp_path)), "--local", "--quick", "--temperatures", "0", "--prompts", "1"]
+    words = ["predict", str(configured(pair, tmp_path)), "--local", "--quick", "--temperatures", "0", "--prompts", "2"]
     sizes = ["--timed", "1", "--tokens", "8", "--json", str(tmp_path / "p.json"), "--markdown", str(tmp_path / "p.md")]
-    done = CliRunner().invoke(cli.app, words + sizes, env={"COLUMNS": "200"})
+    done = CliRunner().invoke(cli.app, [*words, *sizes, "--guesses", "3"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
+    assert done.output.count("of trees of fixed form and at most 3 guesses of noisy") == 2
     assert (tmp_path / "p.md").read_text().startswith("# dendro predict\n")
     assert json.loads((tmp_path / "p.json").read_text())["bench"] == "predict"
 
