@@ -1,5 +1,5 @@
-"""Levels of a Mamba drafter on an accelerator, recorded as graphs: a level is an upload and a replay, not a launch of
-each of its hundreds of operations.
+"""Levels of a Mamba drafter on an accelerator, and folds of accepted nodes, recorded as graphs: either is an upload and
+a replay, not a launch of each of its hundreds of operations.
 
 A level is padded to one of few sizes, and each size is recorded when it first occurs. Padded rows write to a node slot
 that no tree has.
@@ -8,7 +8,7 @@ that no tree has.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from tree_layers.graphs import Graphs, Recordings
 from tree_layers.step_buffers import StepBuffers
 
-from drafter_service.plan import Level
+from drafter_service.plan import Level, TextFold
 
 log = logging.getLogger("dendro.drafter")
 
@@ -77,6 +77,17 @@ class RecordableMemory(Protocol):
         """
         ...
 
+    def fold_arrays(self, folds: Sequence[TextFold], longest: int) -> Mapping[str, IntArray]:
+        """Called once for each number of folds and each `longest`, which is no less than the nodes of a path. Returns
+        arrays of the same shapes for both. Arrays of zeros fold nothing into the empty text, which leaves it as it
+        is."""
+        ...
+
+    def run_folds(self, given: Mapping[str, Tensor]) -> Tensor:
+        """Fold paths of nodes into their texts, from uploaded arrays, without waiting for the device. Returns the text
+        slots that were written. Folds of equal arrays may be given twice at once."""
+        ...
+
     def run(self, given: Mapping[str, Tensor], size: LevelSize) -> Tensor:
         """Run a level from its uploaded arrays, without waiting for the device. Returns hidden rows [size.rows, d]; a
         second run with the same arrays writes the same."""
@@ -118,6 +129,48 @@ class RecordedLevels:
                 buffers.host[name][:] = array
             buffers.upload()
         return self._buffers[size][0].device | self._buffers[size][1].device
+
+
+@dataclass(frozen=True, slots=True)
+class FoldSize:
+    """Padded numbers of the folds of a step."""
+
+    rows: int  # folds
+    longest: int  # nodes of each path
+
+    @classmethod
+    def of(cls, folds: Sequence[TextFold]) -> FoldSize:
+        longest = max([len(fold.path) for fold in folds])
+        return cls(at_least(len(folds)), max(at_least(longest), FEWEST_NODES))
+
+
+class RecordedFolds:
+    """The recorded folds of one memory."""
+
+    def __init__(self, memory: RecordableMemory, device: torch.device, graphs: Graphs) -> None:
+        self._memory = memory
+        self._device = device
+        self._buffers: dict[FoldSize, StepBuffers] = {}
+        self.recordings = Recordings[FoldSize, Tensor](graphs, "drafter: folds", log)
+
+    def fold(self, folds: Sequence[TextFold]) -> None:
+        """Fold accepted nodes into the memories of their texts."""
+        size = FoldSize.of(folds)
+        padded = [*folds, *[folds[0]] * (size.rows - len(folds))]
+        arrays = self._memory.fold_arrays(padded, size.longest)
+        buffers = self._buffers.get(size)
+        if buffers is None:
+            shapes = {name: array.shape for name, array in arrays.items()}
+            buffers = self._buffers[size] = StepBuffers(shapes, torch.int64, self._device)
+            self._run(size, buffers)  # recording runs a fold twice, so here it is one that changes nothing
+        buffers.clear()
+        for name, array in arrays.items():
+            buffers.host[name][:] = array
+        buffers.upload()
+        self._run(size, buffers)
+
+    def _run(self, size: FoldSize, buffers: StepBuffers) -> None:
+        self.recordings.run(size, lambda: self._memory.run_folds(buffers.device))
 
 
 def at_least(count: int) -> int:

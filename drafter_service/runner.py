@@ -29,7 +29,7 @@ from drafter_service.models import DrafterModel
 from drafter_service.models.backbone import Backbone
 from drafter_service.models.memory import FusedMemory
 from drafter_service.plan import Chains, DraftOutcome, DraftPlan, Level, Levels, OneForward, TextFold
-from drafter_service.recorded_levels import RecordableMemory, RecordedLevels
+from drafter_service.recorded_levels import RecordableMemory, RecordedFolds, RecordedLevels
 
 NOTHING = DraftOutcome(np.zeros((0, 0), np.int64), np.zeros((0, 0), np.float32))
 
@@ -141,9 +141,10 @@ class DraftRunner:
         if graphs is None and device.type == "cuda":
             graphs = CudaGraphs()
         self.memory = model.memory(texts, nodes + 1 + CHAIN_NODES if graphs is not None else nodes)
-        self._recorded = None
+        self._recorded = self._recorded_folds = None
         if graphs is not None and isinstance(self.memory, RecordableMemory):
             self._recorded = RecordedLevels(self.memory, nodes, device, graphs)
+            self._recorded_folds = RecordedFolds(self.memory, device, graphs)
         self._on_device = self._trees = None
         if graphs is not None and kernels and (layers := layers_of(model, self.memory)) is not None:
             assert isinstance(model, Backbone)
@@ -217,7 +218,7 @@ class DraftRunner:
         """Fold accepted nodes into the memories of their texts. before: the forward that is run next, if any"""
         compiled = None if before is None or isinstance(before.rows, Chains) else self._compiled(before)
         if compiled is None:
-            self.memory.fold(folds)
+            self._fold(folds)
         else:
             compiled.fold_first(folds)
 
@@ -229,6 +230,9 @@ class DraftRunner:
         finally:
             if self._fused is not None:
                 self._fused.fold_rest()
+
+    def _fold(self, folds: Sequence[TextFold]) -> None:
+        (self.memory if self._recorded_folds is None else self._recorded_folds).fold(folds)
 
     def _compiled(self, plan: DraftPlan) -> FusedMemory | None:
         """The memory if its call ranks the plan's tokens, too."""
@@ -254,7 +258,7 @@ class DraftRunner:
             chosen = slice(None) if plan.scored is None else plan.scored
             return DraftOutcome(ids[chosen], scores[chosen])
         if len(by_row) == rows.count and self._on_device is not None and isinstance(rows, Chains) and is_short(rows):
-            return DraftOutcome(*self._on_device.chain(rows, by_row, _width(laws, plan), self.memory.fold))
+            return DraftOutcome(*self._on_device.chain(rows, by_row, _width(laws, plan), self._fold))
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self._level(rows)
         if not plan.groups:
             return NOTHING

@@ -13,7 +13,7 @@ from torch import Tensor
 from tree_kernels.level_scan import Lines
 from tree_kernels.state_step import Slots
 from tree_layers.mixers import Mamba2Mixer, Root
-from tree_layers.nodes import LayerNodes, LevelStep, NodeLayout, NodeStates
+from tree_layers.nodes import LayerNodes, LevelStep, NodeFolds, NodeLayout, NodeStates
 from tree_layers.states import as_slots
 
 from drafter_service.models.backbone import Backbone
@@ -105,12 +105,21 @@ class InputSlots(SavedTexts):
         return mix
 
     def fold(self, folds: Sequence[TextFold]) -> None:
-        paths = np.full((len(folds), max(len(fold.path) for fold in folds)), NO_NODE, np.int64)
-        for row, fold in enumerate(folds):
-            paths[row, : len(fold.path)] = fold.path
+        arrays = self.fold_arrays(folds, max(len(fold.path) for fold in folds))
+        target = as_slots(arrays.pop("target"), self._device)
+        given = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+        self._memory.fold(NodeFolds(target=target, **given), self._factors)
+
+    def fold_arrays(self, folds: Sequence[TextFold], longest: int) -> dict[str, IntArray]:
         source = np.array([fold.source for fold in folds], np.int64)
         target = np.array([fold.target for fold in folds], np.int64)
-        self._memory.fold(source, target, paths, self._factors)
+        paths = np.array([[*fold.path, *[NO_NODE] * (longest - len(fold.path))] for fold in folds], np.int64)
+        tails, into = self._memory.last_inputs([fold.path[-1] for fold in folds], target)
+        return {"source": source, "target": target, "paths": paths, "tails": tails, "into": into}
+
+    def run_folds(self, given: Mapping[str, Tensor]) -> Tensor:
+        self._memory.fold(NodeFolds(**given), self._factors)
+        return given["target"]
 
 
 class InputMemory(InputSlots):

@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 import torch
 from dendro.shelf import Arrays
+from dendro.tree import IntArray
 from torch import Tensor
 from tree_kernels.state_step import Slots
 from tree_layers.mixers import Mamba1Mixer, Stop
@@ -58,6 +59,16 @@ class StateSlots(SavedTexts):
         """Copy the state of each path's last node to the text slot."""
         for fold in folds:
             self._saved.copy(self.first_node + fold.path[-1], fold.target)
+
+    def fold_arrays(self, folds: Sequence[TextFold], longest: int) -> dict[str, IntArray]:
+        both = [(self.first_node + fold.path[-1], fold.target) for fold in folds]
+        source, target = np.array(both, np.int64).T
+        return {"source": source, "target": target}
+
+    def run_folds(self, given: Mapping[str, Tensor]) -> Tensor:
+        for memory in (*self.states.recurrent, *self.states.conv):
+            memory.index_copy_(0, given["target"], memory.index_select(0, given["source"]))
+        return given["target"]
 
 
 class StepMixer(Protocol):

@@ -90,6 +90,16 @@ class LevelStep:
         return flat if self.places is None else flat.index_select(0, self.places)
 
 
+class NodeFolds(NamedTuple):
+    """Paths of nodes that are folded into texts. All layers share it."""
+
+    source: Tensor  # [folds] text slots
+    target: Slots  # [folds] text slots that are written
+    paths: Tensor  # [folds, T] node slots from the root on, 0 past a path's end
+    tails: Tensor  # [folds, W - 1] slots of the last raw inputs of each path
+    into: Tensor  # [folds, W - 1] slots of the last raw inputs of each target
+
+
 class NodeStates:
     """The texts and nodes of all layers, which have equal shapes. Text slot 0 is the empty text; node slot 0 is
     padding: its inputs are zero."""
@@ -142,20 +152,20 @@ class NodeStates:
             return found, slice(self.first + found.start, self.first + found.stop)
         return found, self.first + found
 
-    def fold(self, source: Ints, target: Ints, paths: Ints, factors: Tensor) -> None:
+    def last_inputs(self, ends: Sequence[int], texts: Ints) -> tuple[Ints, Ints]:
+        """Slots of the last raw inputs of paths that end with these nodes, and of texts, [rows, W - 1] each."""
+        return self._taps[ends, 1:], self.tail(texts)
+
+    def fold(self, folds: NodeFolds, factors: Tensor) -> None:
         """Advance texts by accepted nodes, in all layers.
 
-        source, target [folds] text slots   paths [folds, T] node slots from the root on, 0 past a path's end
         factors [layers, 1, 1, H] A of each layer
         """
-        folds, depth = paths.shape
-        index = torch.from_numpy(paths.ravel()).to(self._device)
-        x, B, dt = (store.index_select(1, index).unflatten(1, (folds, depth)) for store in (self._x, self._B, self._dt))
-        ends = paths[np.arange(folds), (paths != 0).sum(1) - 1]
-        tails = torch.from_numpy(self._taps[ends][:, 1:].ravel()).to(self._device)
-        into = torch.from_numpy(self.tail(target).ravel()).to(self._device)
-        self._raw.index_copy_(1, into, self._raw.index_select(1, tails))
-        begin, end = torch.from_numpy(source).to(self._device), as_slots(target, self._device)
+        index = folds.paths.view(-1)
+        x, B, dt = (
+            store.index_select(1, index).unflatten(1, folds.paths.shape) for store in (self._x, self._B, self._dt)
+        )
+        self._raw.index_copy_(1, folds.into.view(-1), self._raw.index_select(1, folds.tails.view(-1)))
         left, driven = mamba2_drive(x, dt, factors)
         for layer, states in enumerate(self.texts.recurrent):
-            mamba2_fold(states, begin, end, left[layer], driven[layer], B[layer])
+            mamba2_fold(states, folds.source, folds.target, left[layer], driven[layer], B[layer])

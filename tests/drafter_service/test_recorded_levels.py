@@ -9,8 +9,8 @@ import torch
 from dendro.text import Sampling
 
 from drafter_service.models import load_model
-from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
-from drafter_service.recorded_levels import LevelSize, RecordedLevels
+from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan, TextFold
+from drafter_service.recorded_levels import LevelSize, RecordedFolds, RecordedLevels
 from drafter_service.runner import DraftRunner
 from tests.support.launches import launches
 from tests.support.recordings import RunAgain
@@ -128,3 +128,49 @@ def test_a_runner_with_recorded_levels_guesses_what_one_without_does(model):
         assert graphs is None or graphs.recordings == 1
     assert (found[0].candidates == found[1].candidates).all()
     assert np.allclose(found[0].scores, found[1].scores, atol=1e-4)
+
+
+def folded(model, fold, cases):
+    """What the texts of some cases hold after a level of nodes and two folds: of all paths, then of the first again,
+    which starts from the empty text."""
+    memory = model.memory(TEXTS, NODES + 1)
+    read(memory, cases)
+    for upto in range(1, 4):
+        parts = [TextCase(c.slot, c.ids, c.covers, c.tokens[:upto], c.slots[:upto], c.parents[:upto]) for c in cases]
+        for part in parts:
+            part.level = [upto - 1]
+        memory.level(level_of(parts))
+    folding = fold(memory)
+    folding([TextFold(3, case.slot, case.slot, tuple(case.slots[:count])) for count, case in enumerate(cases, 1)])
+    folding([TextFold(0, EMPTY_TEXT, cases[0].slot, (cases[0].slots[0],))])
+    return [memory.save(slot, 6) for slot in (EMPTY_TEXT, *(case.slot for case in cases))]
+
+
+@pytest.mark.parametrize("fails", [(), range(99)], ids=["recorded", "not recorded"])
+def test_recorded_folds_leave_the_texts_as_folds_that_are_not_recorded(model, fails):
+    """Three texts and one more that stands for padding; recording runs a fold several times."""
+    slots = [range(1, 4), range(11, 14), range(21, 24)]
+    cases = [TextCase(at + 1, [3, 1, 4, 1], 3, [5, 9, 2], list(its), [-1, 0, 1]) for at, its in enumerate(slots)]
+    graphs = RunAgain(fails)
+    found = folded(model, lambda memory: RecordedFolds(memory, CPU, graphs).fold, cases)
+    expected = folded(model, lambda memory: memory.fold, cases)
+    assert graphs.recordings == (0 if fails else 2)
+    for mine, theirs in zip(found, expected, strict=True):
+        for name in theirs:
+            assert np.allclose(mine[name], theirs[name], atol=1e-6), name
+    assert not any(array.any() for array in found[0].values()), "the empty text stays empty"
+
+
+def test_folds_of_one_size_launch_the_same_without_waiting_for_the_device(model, monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    rng, graphs = np.random.default_rng(0), RunAgain()
+    cases = [case_of(rng, 1, 1), case_of(rng, 2, 1)]
+    memory = model.memory(TEXTS, NODES + 1)
+    read(memory, cases)
+    folds, found = RecordedFolds(memory, CPU, graphs), []
+    for case in cases:
+        folds.fold([TextFold(3, case.slot, case.slot, tuple(case.slots[: case.slot]))])
+        with launches(monkeypatch) as launched:
+            graphs.steps[0]()
+        found.append(launched)
+    assert found[0] == found[1] and graphs.recordings == 1
