@@ -228,6 +228,10 @@ def layers_of(model: object, memory: object) -> LevelLayers | None:
     return None
 
 
+Guesses = Callable[[Level, Sequence[RowOrder], int], tuple[IntArray, np.ndarray]]
+"""Runs a level whose rows have these orders. Returns the tokens and the scores of each row's best guesses."""
+
+
 class DeviceLevels:
     """The levels of one drafter, recorded by size, and the ranking of hidden rows."""
 
@@ -261,12 +265,17 @@ class DeviceLevels:
         return ranked_of(found.cpu().numpy()[places])
 
     def chain(
-        self, rows: Chains, orders: Sequence[RowOrder], width: int, fold: Callable[[Sequence[TextFold]], None]
+        self,
+        rows: Chains,
+        orders: Sequence[RowOrder],
+        width: int,
+        fold: Callable[[Sequence[TextFold]], None],
+        guesses: Guesses,
     ) -> tuple[IntArray, np.ndarray]:
         """Put the tokens of chains without roots into their texts: as paths of nodes, level after level, then folded.
         Returns the best guesses after each token, chain after chain.
 
-        orders: one per token   fold: writes paths of nodes into their texts
+        orders: one per token   fold: writes paths of nodes into their texts   guesses: runs a level
         """
         lengths, first = rows.lengths.tolist(), np.cumsum(rows.lengths) - rows.lengths
         ids = np.empty((len(orders), width), np.int64)
@@ -283,7 +292,7 @@ class DeviceLevels:
                 ones, depths = [1] * len(going), [depth] * len(going)
                 level = Level(rows.tokens[going, depth], ones, texts, starts, depths, paths)
                 places = first[going] + depth
-                ids[places], scores[places] = self.guesses(level, [orders[place] for place in places], width)
+                ids[places], scores[places] = guesses(level, [orders[place] for place in places], width)
             texts_of = zip(chains, rows.starts[chains], rows.source[chains], rows.target[chains], strict=True)
             fold(
                 [

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, chain
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -88,11 +88,13 @@ class DeviceTrees:
         self.recordings = Recordings[DeviceTreeLevel, Tensor](graphs, "drafter: levels of trees", log)
         self._done = torch.cuda.Event() if self._device.type == "cuda" else None
 
-    def guesses(self, rows: Levels, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
+    def guesses(
+        self, rows: Levels, order: RowOrder, positions: Sequence[int], width: int
+    ) -> tuple[IntArray, np.ndarray]:
         """Run levels of new nodes. Returns the tokens and the scores of each row's best guesses, [rows, width] each;
         writes the nodes' slots.
 
-        orders: one per level   width: more than any of `rows.ranks`
+        order: of all rows, but for the position   positions: one per level   width: more than any of `rows.ranks`
         """
         from tree_kernels.ranking.triton import ranked_of
 
@@ -102,7 +104,7 @@ class DeviceTrees:
         own = layers.numbers(rows.nodes.slots, first.texts[0], self._levels.scratch)
         numbers = table.numbers
         tokens = token_read(first.tokens, self._levels.model).tolist()
-        of_tree = [*own, *tokens, *chain.from_iterable(zip(*orders, strict=True))]
+        of_tree = [*own, *tokens, *order, *positions]
         numbers[: len(of_tree)] = of_tree
         np.take(numbers, table.pattern, out=memory.given.flat, mode="clip")
         for level in memory.levels:  # the first one begins while the others are launched
@@ -156,11 +158,13 @@ class DeviceTrees:
         size = DeviceTreeSize(tuple(layers.size_of(level, width) for level in levels))
         tokens = len(layers.numbers(range(count), 0, 0))
         orders = tokens + rows.counts[0]
-        first_place = orders + 5 * len(levels)
+        first_place = orders + len(RowOrder._fields) + len(levels)
         arrays, taps, ranks = dict[str, IntArray](), [], np.array(rows.ranks)
         for number, (level, its) in enumerate(zip(levels, size.levels, strict=True)):
             pattern = layers.pattern(level, its, count)
-            pattern["orders"] = np.repeat(orders + number + len(levels) * np.arange(5)[:, None], its.rows, 1)
+            fields = orders + np.arange(len(RowOrder._fields))
+            fields[RowOrder._fields.index("position")] = orders + len(fields) + number
+            pattern["orders"] = np.repeat(fields[:, None], its.rows, 1)
             if number == 0:
                 pattern["tokens"] = np.resize(tokens + np.arange(level.count), its.rows)
             else:

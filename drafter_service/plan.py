@@ -90,6 +90,11 @@ class Level:
         """Number of tokens that go through the model."""
         return len(self.tokens)
 
+    @property
+    def is_path(self) -> bool:
+        """True for the end of a single tree whose nodes are all on one path, such as a root alone."""
+        return len(self.trees) == 1 and len(self.trees[0].slots) == self.depths[0] + 1
+
     @cached_property
     def slots(self) -> IntArray:
         """Node slot of each row, [rows]."""
@@ -153,6 +158,11 @@ class Levels:
     def text_rows(self) -> int:
         """Number of tokens of the text that go through the model with the first level."""
         return 0 if self.text is None else self.text.count
+
+    @classmethod
+    def of(cls, level: Level) -> Levels:
+        """A level of one tree, alone."""
+        return cls(level, level.trees[0], level.counts, range(level.count))
 
     @property
     def count(self) -> int:

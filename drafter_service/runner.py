@@ -243,8 +243,8 @@ class DraftRunner:
         rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
         compiled = self._compiled(plan)
         if isinstance(rows, Levels) and self._trees is not None:
-            (law, *_), width = laws, _width(laws, plan)
-            return DraftOutcome(*self._trees.guesses(rows, [_order_of(law, at) for at in plan.positions], width))
+            (order, *_), width = self._device_orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*self._trees.guesses(rows, order, plan.positions, width))
         if isinstance(rows, Levels):
             assert compiled is not None
             orders, width = _orders(laws, plan), _width(laws, plan)
@@ -254,11 +254,12 @@ class DraftRunner:
         by_row = self._device_orders(laws, plan)
         if by_row and self._on_device is not None and isinstance(rows, Level):
             whole = by_row if plan.scored is None else _scattered(by_row, plan.scored, rows.count)
-            ids, scores = self._on_device.guesses(rows, whole, _width(laws, plan))
+            ids, scores = self._guesses_of_level(rows, whole, _width(laws, plan))
             chosen = slice(None) if plan.scored is None else plan.scored
             return DraftOutcome(ids[chosen], scores[chosen])
         if len(by_row) == rows.count and self._on_device is not None and isinstance(rows, Chains) and is_short(rows):
-            return DraftOutcome(*self._on_device.chain(rows, by_row, _width(laws, plan), self._fold))
+            runs = self._fold, self._guesses_of_level
+            return DraftOutcome(*self._on_device.chain(rows, by_row, _width(laws, plan), *runs))
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self._level(rows)
         if not plan.groups:
             return NOTHING
@@ -276,6 +277,13 @@ class DraftRunner:
             return []
         groups = zip(laws, plan.positions, plan.groups, strict=True)
         return [_order_of(law, position) for law, position, count in groups for _ in range(count)]
+
+    def _guesses_of_level(self, rows: Level, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
+        """The best guesses of a level by kernels. The table of a path is kept, as most drafts begin with one."""
+        assert self._on_device is not None
+        if self._trees is not None and rows.is_path:
+            return self._trees.guesses(Levels.of(rows), orders[0], [orders[0].position], width)
+        return self._on_device.guesses(rows, orders, width)
 
     def _level(self, rows: Level) -> Tensor:
         if self._on_device is not None:

@@ -14,7 +14,7 @@ from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service import device_trees
-from drafter_service.plan import Levels
+from drafter_service.plan import Chains, Level, Levels
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from tests.support.launches import launches
@@ -143,6 +143,17 @@ def test_a_drafted_tree_downloads_once(device_model, monkeypatch):
     monkeypatch.setattr(torch, "from_numpy", lambda array: uploads.append(array) or taken(array))
     whole.draft("(2,1)")
     assert not downloads and not uploads, "the arrays go through memory that is pinned on a GPU"
+
+
+def test_a_short_chain_and_a_root_alone_make_no_arrays_of_their_own(device_model, monkeypatch):
+    whole = whole_trees_of(device_model)
+    for _ in range(2):  # the second round goes through a leaf, which a chain reads
+        whole.text.extend([int(whole.draft("(2)").tokens[1]), 3])
+    plans = whole.plans
+    monkeypatch.setattr(torch.Tensor, "cpu", None)
+    monkeypatch.setattr(torch, "from_numpy", None)
+    whole.draft("(2)")
+    assert [type(plan.rows) for plan in whole.plans] == [type(plan.rows) for plan in plans] == [Chains, Level]
 
 
 def test_a_tree_that_cannot_be_recorded_is_run(device_model):

@@ -36,6 +36,7 @@ from cluster.measure.machine import processor_name
 from drafter_service.engine import node_slots, text_slots
 from drafter_service.models import load_model
 from drafter_service.options import DrafterOptions
+from drafter_service.plan import EMPTY_TEXT
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from tests.support import tiny_mamba, tiny_models
@@ -205,6 +206,9 @@ class DrafterHost:
         options = DrafterOptions(name="d")
         slots = text_slots(4), node_slots(options.max_rows, options.max_depth)
         self.runner = DraftRunner(model, *slots, CPU, graphs=Once())
+        empty = self.runner.memory.save(EMPTY_TEXT, 0)
+        for slot in range(1, slots[0]):  # folds are not replayed, and a slot that nothing wrote may hold anything
+            self.runner.memory.load(slot, empty)
         texts, nodes = map(SlotPool, slots)
         self.scheduler = DraftScheduler(
             "d", texts, nodes, 4, options.prefill_chunk, one_forward=self.runner.one_forward
