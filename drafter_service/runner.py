@@ -155,14 +155,14 @@ class DraftRunner:
         if self._fused is not None and head is not None:
             self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
         self._laws: dict[int, DraftLaw] = {}
+        self._orders: dict[int, RowOrder] = {}  # orders at position 0, by sessions that kernels rank
         prepare_kernel()
 
     def one_forward(self, session: int) -> OneForward:
         """What a plan of this session alone may have."""
-        law = self._laws[session]
-        fused, by_kernels = self._fused is not None and not law.warp.masks, _by_kernels(law)
-        longest = LONGEST_CHAIN if self._on_device is not None and self.head is None and by_kernels else 0
-        return OneForward(by_kernels if self._trees is not None else fused, longest, fused)
+        by_kernels = session in self._orders
+        fused = self._fused is not None and not self._laws[session].warp.masks
+        return OneForward(by_kernels if self._trees is not None else fused, LONGEST_CHAIN if by_kernels else 0, fused)
 
     @property
     def vocabulary(self) -> int:
@@ -183,19 +183,24 @@ class DraftRunner:
         else:
             ids = None if self.ids is None else self.ids.below(vocabulary)
             law = DraftLaw.of(sampling, self.guessed(vocabulary), ids)
+        self.forget(session)
         self._laws[session] = law
+        if self._on_device is not None and self.head is None and (order := order_of(law)) is not None:
+            self._orders[session] = order
 
     def forget(self, session: int) -> None:
         """Drop a session's law, if there is one."""
         self._laws.pop(session, None)
+        self._orders.pop(session, None)
 
     def forget_all(self) -> None:
         self._laws.clear()
+        self._orders.clear()
 
     def prepare(self, session: int, positions: range) -> bool:
         """Compute one missing row of noise of these positions; False if none is missing. Drops earlier rows."""
         law = self._laws.get(session)
-        if law is None or law.noise is None or (self._on_device is not None and self.head is None and _by_kernels(law)):
+        if law is None or law.noise is None or session in self._orders:
             return False
         law.noise.forget_before(positions.start)
         ready = len(law.noise)
@@ -243,7 +248,7 @@ class DraftRunner:
         rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
         compiled = self._compiled(plan)
         if isinstance(rows, Levels) and self._trees is not None:
-            (order, *_), width = self._device_orders(laws, plan), _width(laws, plan)
+            order, width = self._orders[plan.sessions[0]], _width(laws[:1], plan)
             return DraftOutcome(*self._trees.guesses(rows, order, plan.positions, width))
         if isinstance(rows, Levels):
             assert compiled is not None
@@ -251,7 +256,7 @@ class DraftRunner:
             return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
         if compiled is not None and isinstance(rows, Level):
             return DraftOutcome(*compiled.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
-        by_row = self._device_orders(laws, plan)
+        by_row = self._device_orders(plan)
         if by_row and self._on_device is not None and isinstance(rows, Level):
             whole = by_row if plan.scored is None else _scattered(by_row, plan.scored, rows.count)
             ids, scores = self._guesses_of_level(rows, whole, _width(laws, plan))
@@ -271,12 +276,13 @@ class DraftRunner:
             return DraftOutcome(*self._on_device.rank(hidden, by_row, _width(laws, plan)))
         return self._order(hidden, laws, plan)
 
-    def _device_orders(self, laws: Sequence[DraftLaw], plan: DraftPlan) -> list[RowOrder]:
+    def _device_orders(self, plan: DraftPlan) -> list[RowOrder]:
         """The order of each scored row; none if not all rows can be ranked by kernels."""
-        if self._on_device is None or self.head is not None or plan.masks or not all(map(_by_kernels, laws)):
+        orders = [order for session in plan.sessions if (order := self._orders.get(session)) is not None]
+        if plan.masks or len(orders) < len(plan.sessions):
             return []
-        groups = zip(laws, plan.positions, plan.groups, strict=True)
-        return [_order_of(law, position) for law, position, count in groups for _ in range(count)]
+        groups = zip(orders, plan.positions, plan.groups, strict=True)
+        return [order for each, at, count in groups for order in [each._replace(position=at)] * count]
 
     def _guesses_of_level(self, rows: Level, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
         """The best guesses of a level by kernels. The table of a path is kept, as most drafts begin with one."""
@@ -329,16 +335,14 @@ def is_short(rows: Chains) -> bool:
     return not len(rows.roots) and rows.tokens.shape[1] <= LONGEST_CHAIN
 
 
-def _by_kernels(law: DraftLaw) -> bool:
-    """Whether kernels rank by this law."""
-    return not law.warp.masks and law.shift is None and not isinstance(law.noise, MappedNoise)
-
-
-def _order_of(law: DraftLaw, position: int) -> RowOrder:
-    if not isinstance(law.noise, NoiseRows):
+def order_of(law: DraftLaw) -> RowOrder | None:
+    """The order of a law at position 0; None if kernels do not rank by this law."""
+    if law.warp.masks or law.shift is not None or isinstance(law.noise, MappedNoise):
+        return None
+    if law.noise is None:
         return RowOrder(0, 0, 0, 0, law.vocabulary)
     (bits,), (seed,) = unpack("=i", pack("=f", law.warp.temperature)), unpack("=q", pack("=Q", law.noise.seed))
-    return RowOrder(bits, seed, position, law.noise.sample_index, law.vocabulary)
+    return RowOrder(bits, seed, 0, law.noise.sample_index, law.vocabulary)
 
 
 def _scattered(orders: Sequence[RowOrder], places: IntArray, count: int) -> list[RowOrder]:
