@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -277,7 +278,9 @@ class DeviceLevels:
 
         orders: one per token   fold: writes paths of nodes into their texts   guesses: runs a level
         """
-        lengths, first = rows.lengths.tolist(), np.cumsum(rows.lengths) - rows.lengths
+        lengths, starts = rows.lengths.tolist(), rows.starts.tolist()
+        source, target = rows.source.tolist(), rows.target.tolist()
+        first = list(accumulate(lengths, initial=0))
         ids = np.empty((len(orders), width), np.int64)
         scores = np.empty((len(orders), width), np.float32)
         longest = max(lengths)
@@ -288,18 +291,12 @@ class DeviceLevels:
             for depth in range(max(lengths[row] for row in chains)):
                 going = [row for row in chains if lengths[row] > depth]
                 paths = [Nodes(own[row][: depth + 1], range(-1, depth)) for row in going]
-                texts, starts = rows.source[going].tolist(), rows.starts[going].tolist()
+                of_texts = [source[row] for row in going], [starts[row] for row in going]
                 ones, depths = [1] * len(going), [depth] * len(going)
-                level = Level(rows.tokens[going, depth], ones, texts, starts, depths, paths)
-                places = first[going] + depth
+                level = Level(rows.tokens[going, depth], ones, *of_texts, depths, paths)
+                places = [first[row] + depth for row in going]
                 ids[places], scores[places] = guesses(level, [orders[place] for place in places], width)
-            texts_of = zip(chains, rows.starts[chains], rows.source[chains], rows.target[chains], strict=True)
-            fold(
-                [
-                    TextFold(int(start), int(source), int(target), tuple(own[row][: lengths[row]]))
-                    for row, start, source, target in texts_of
-                ]
-            )
+            fold([TextFold(starts[row], source[row], target[row], tuple(own[row][: lengths[row]])) for row in chains])
         return ids, scores
 
     def rank(self, hidden: Tensor, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
