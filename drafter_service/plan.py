@@ -212,7 +212,7 @@ class DraftPlan:
         all scored."""
         rows = self.rows
         assert isinstance(text.rows, Chains) and not isinstance(rows, Chains)
-        levels = rows if isinstance(rows, Levels) else Levels(rows, rows.trees[0], rows.counts, [0] * rows.count)
+        levels = rows if isinstance(rows, Levels) else Levels.of(rows)
         groups, positions = [*text.groups, *self.groups], [*text.positions, *self.positions]
         sessions = [*text.sessions, *self.sessions]
         return DraftPlan(replace(levels, text=text.rows), None, groups, sessions, positions, self.width)
