@@ -57,6 +57,7 @@ GENERATED = tuple(
         ),
         *(
             "speed",
+            "speed-costly",
             "speed-llama",
             "speed-mamba2",
             "speed-smollm2",
