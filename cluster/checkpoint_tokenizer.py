@@ -26,6 +26,8 @@ RESERVED = frozenset(
     }
 )
 """Names that transformers gives a chat template, or takes as its own parameters."""
+MOST_TEMPLATE_BYTES = 1 << 20
+"""Bytes of a template's file: published ones have some thousands, and a device has no end."""
 
 
 def read_template(file: Path) -> str:
@@ -34,7 +36,11 @@ def read_template(file: Path) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        text = file.read_text(encoding="utf-8")
+        with file.open("rb") as stream:
+            data = stream.read(MOST_TEMPLATE_BYTES + 1)
+        if len(data) > MOST_TEMPLATE_BYTES:
+            raise BadRequest("chat_template", f"{file} has more than {MOST_TEMPLATE_BYTES:,} bytes")
+        text = data.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise BadRequest("chat_template", f"{file} cannot be read: {error}") from error
     try:

@@ -9,16 +9,24 @@ from typing import Self, get_args
 from dendro.certificates import CertificateFiles
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+LARGEST = 1 << 53
+"""Greatest integer of a configuration: all up to it are numbers of float64, too, as JSON's readers take them."""
+
 
 class Section(BaseModel):
-    """The base of all sections. Immutable; unknown keys are errors, and so are numbers that are not finite."""
+    """The base of all sections. Immutable; unknown keys are errors, and so are numbers that are not finite or that
+    nothing can count."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
-    def _check_boolean(cls, value: object, info: ValidationInfo) -> object:
-        """Refuse a boolean for a number, which pydantic takes for 0 or 1: YAML reads `on` and `yes` as one."""
+    def _check_number(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse a boolean for a number, which pydantic takes for 0 or 1: YAML reads `on` and `yes` as one. Refuse
+        integers that do not fit where they are used, such as in Redis, in protobuf and in Ray."""
+        if isinstance(value, int) and abs(value) > LARGEST:
+            digits = len(str(abs(value))) if abs(value) < 10**4000 else "thousands of"
+            raise ValueError(f"is a number of {digits} digits; must be at most {LARGEST:,}")
         if isinstance(value, bool) and info.field_name is not None:
             kind = cls.model_fields[info.field_name].annotation
             if not {kind, *get_args(kind)}.isdisjoint((int, float)):

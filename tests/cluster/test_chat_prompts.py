@@ -172,7 +172,15 @@ def test_a_target_without_a_template_is_refused_by_name_and_a_file_gives_it_one(
     assert "[user]a" in with_one.chat([{"role": "user", "content": "a"}], True)
 
 
-@pytest.mark.parametrize("text, reason", [(None, "cannot be read"), ("{% if %}", "no template of Jinja: line 1")])
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        (None, "cannot be read"),
+        ("{% if %}", "no template of Jinja: line 1"),
+        ("é" * (1 << 19) + "a", "has more than 1,048,576 bytes"),
+    ],
+    ids=["missing", "not Jinja", "long"],
+)
 def test_a_file_that_is_no_template_is_refused_at_start(tmp_path, text, reason):
     write_tokenizer(tmp_path)
     if text is not None:

@@ -77,6 +77,15 @@ def test_a_value_that_would_be_taken_for_another_is_refused(load, text, fault):
         load("targets: {t: {checkpoint: x}}\n" + text)
 
 
+@pytest.mark.parametrize("field", ["max_requests", "drain_s"])
+def test_an_integer_that_nothing_can_count_is_refused_by_its_field(load, field):
+    for number, digits in ((1 << 53) + 1, 16), (10**400, 401):
+        with pytest.raises(
+            BadRequest, match=rf"router\.{field}: is a number of {digits} digits; must be at most 9,007"
+        ):
+            load(f"targets: {{t: {{checkpoint: x}}}}\nrouter: {{{field}: {number}}}")
+
+
 def test_a_key_may_stand_in_a_mapping_and_in_one_that_is_merged_into_it(load):
     merged = load("targets:\n  a: &a {checkpoint: x, threads: 2}\n  b: {<<: *a, threads: 3}\ndrafters: {}")
     assert [target.threads for target in merged.targets.values()] == [2, 3]
