@@ -21,8 +21,12 @@ class RepeatedKey(ValueError):
     """A key that occurs twice. line: of its second place, from 1; None where it is not known"""
 
     def __init__(self, key: object, line: int | None = None) -> None:
+        super().__init__(key, line)
+
+    def __str__(self) -> str:
+        key, line = self.args
         where = "" if line is None else f"line {line}: "
-        super().__init__(f"{where}the key {shown(key)} occurs twice in an object")
+        return f"{where}the key {shown(key)} occurs twice in an object"
 
 
 class _DistinctLoader(yaml.SafeLoader):

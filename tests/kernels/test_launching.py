@@ -83,6 +83,7 @@ STEPS = [
     (DeviceRunner.warm_up, "_warm", []),
     (DraftRunner.run, "_laws", [SimpleNamespace(rows=(), sessions=[1])]),
     (DraftRunner.fold, "memory", [()]),
+    (DraftRunner.fold, "_recorded_folds", [()]),
     (DraftRunner.scores_are_finite, "memory", []),
 ]
 
@@ -91,6 +92,7 @@ STEPS = [
 def test_every_step_of_a_verifier_and_a_drafter_runs_on_its_device(current, method, first, given):
     runner = SimpleNamespace(device=SECOND, crew=None, _graphs=None, buckets=(8,), model=SimpleNamespace(vocabulary=8))
     runner._logits = runner._fused = None  # read before the rows are sent, and after their forward
+    runner._recorded_folds, runner._fold = None, lambda folds: DraftRunner._fold(runner, folds)
     runner.ids, runner.vocabulary, runner._run = None, 8, lambda plan: DraftRunner._run(runner, plan)
     setattr(runner, first, Parts(current))
     with pytest.raises(Reached) as reached:
