@@ -4,16 +4,14 @@ counts, so none is taken."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from json.decoder import WHITESPACE, scanstring  # type: ignore[attr-defined]  # typeshed leaves out both
-from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # left out too
+from contextlib import suppress
 from typing import Any
 
 import yaml
 from dendro.arguments import shown
 from yaml.nodes import MappingNode, ScalarNode
 
-DEEPEST = 100
+MOST_NESTED = 100
 """Mappings and lists in each other. Deeper ones would take the stack of a recursive reader."""
 
 
@@ -36,8 +34,8 @@ class _DistinctLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self._depth += 1
-        if self._depth > DEEPEST:
-            raise yaml.YAMLError(f"it has more than {DEEPEST} mappings and lists in each other")
+        if self._depth > MOST_NESTED:
+            raise yaml.YAMLError(f"it has more than {MOST_NESTED} mappings and lists in each other")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -76,40 +74,13 @@ def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_distinct(text: str) -> None:
-    """Raise RepeatedKey with its line where an object of a JSON text has a key twice. Any other text passes: the reader
-    that takes its values refuses one that is no JSON."""
+    """Raise RepeatedKey, with its line where that is found, if an object of a JSON text has a key twice. Any other text
+    passes: the reader that takes its values refuses one that is no JSON."""
     try:
         json.loads(text, object_pairs_hook=distinct)
     except RepeatedKey:
-        _Lines().decode(text)  # slower, and knows places
+        with suppress(yaml.YAMLError):  # nearly all JSON is YAML, whose reader knows lines
+            yaml_of(text)
         raise
     except (ValueError, RecursionError):
         return
-
-
-class _Lines(json.JSONDecoder):
-    """Raises RepeatedKey with its line. Expects JSON up to the end of the object with that key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parse_object = self._object
-        self.scan_once = py_make_scanner(self)
-
-    def _object(
-        self, place: tuple[str, int], strict: bool, value_at: Callable[[str, int], tuple[Any, int]], *_: object
-    ) -> tuple[dict[str, Any], int]:
-        def after_space(at: int) -> int:
-            return int(WHITESPACE.match(text, at).end())
-
-        text, at = place
-        at, found = after_space(at), {}
-        while text[at] == '"':
-            begin = at
-            key, at = scanstring(text, at + 1, strict)
-            if key in found:
-                raise RepeatedKey(key, text.count("\n", 0, begin) + 1)
-            found[key], at = value_at(text, after_space(after_space(at) + 1))
-            at = after_space(at)
-            if text[at] == ",":
-                at = after_space(at + 1)
-        return found, at + 1
