@@ -19,7 +19,7 @@ from torch import Tensor
 from tree_layers.graphs import Graphs, Recordings
 from tree_layers.step_buffers import StepBuffers
 
-from drafter_service.device_levels import ALIGNED, DeviceLevels, DeviceLevelSize, RowOrder
+from drafter_service.device_levels import ALIGNED, DeviceLevels, DeviceLevelSize, RowOrder, token_read
 from drafter_service.models.backbone import FOREIGN
 from drafter_service.plan import Level, Levels, Nodes
 
@@ -103,8 +103,7 @@ class DeviceTrees:
         memory = table.memory
         own = layers.numbers(rows.nodes.slots, first.texts[0], self._levels.scratch)
         numbers = table.numbers
-        known = len(self._levels.model.embedding)
-        tokens = [token if token < known else FOREIGN for token in first.tokens.tolist()]
+        tokens = token_read(first.tokens, self._levels.model).tolist()
         of_tree = [*own, *tokens, *order, *positions]
         numbers[: len(of_tree)] = of_tree
         np.take(numbers, table.pattern, out=memory.given.flat, mode="clip")
