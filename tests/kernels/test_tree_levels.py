@@ -21,9 +21,9 @@ from tests.support.tiny_mamba import Family, make_checkpoint, tiny_config
 WIDTH = 4
 
 
-def model_of(folder: Path, family: Family) -> DrafterModel:
+def model_of(folder: Path, family: Family, dtype: torch.dtype = torch.float32) -> DrafterModel:
     make_checkpoint(folder, family, config=tiny_config(family, 101))
-    return load_model(folder, torch.float32, torch.device("cpu"), form="fused")[0]
+    return load_model(folder, dtype, torch.device("cpu"), form="fused")[0]
 
 
 def memory_of(model: DrafterModel, nodes: int) -> FusedMemory:
@@ -77,16 +77,22 @@ def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
         assert np.array_equal(scores, np.concatenate([each.scores for each in wanted[first:]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 3, 100])
 @pytest.mark.parametrize("shape", ["(1)", "(1,1,1)", "(3,2,1)"])
 @pytest.mark.parametrize("family", ["mamba", "mamba2"])
 @torch.inference_mode()
-def test_tokens_of_the_text_before_the_levels_give_what_a_chain_of_their_own_gives(tmp_path, family, shape):
-    """With a fold before both. Afterwards the text's memory is the same, too."""
-    model, form = model_of(tmp_path, family), fixed_form(TreeShape.parse(shape))
-    slots, text, root = list(range(11, 11 + len(form.above))), [5, 6, 8], 9
-    noise = list(gumbel_noise(5, range(4, 7 + len(form.counts)), model.vocabulary))
+def test_tokens_of_the_text_before_the_levels_give_what_a_chain_of_their_own_gives(
+    tmp_path, family, shape, length, dtype
+):
+    """With a fold before both; a long text has more rows than there is room for at first, and ids past the embedding.
+    Afterwards the text's memory is the same, too."""
+    model, form = model_of(tmp_path, family, dtype), fixed_form(TreeShape.parse(shape))
+    text = np.random.default_rng(0).integers(0, model.vocabulary + 5, length).tolist()
+    slots, root = list(range(11, 11 + len(form.above))), 9
+    noise = list(gumbel_noise(5, range(4, 4 + length + len(form.counts)), model.vocabulary))
     rows = len(text) + len(form.counts)
-    first = Level(ints(root), [1], [1], [4], [0], [Nodes(slots[:1], [-1])])
+    first = Level(ints(root), [1], [1], [1 + length], [0], [Nodes(slots[:1], [-1])])
     fold = TextFold(0, 0, 1, (3,))
 
     def begun() -> FusedMemory:
@@ -106,7 +112,7 @@ def test_tokens_of_the_text_before_the_levels_give_what_a_chain_of_their_own_giv
         child = [wanted[0].ids[-1][rank] for rank in form.ranks[1 : 1 + form.counts[1]]]
         nodes = Nodes(slots[: 1 + form.counts[1]], form.above[: 1 + form.counts[1]])
         below = Levels(
-            Level(np.array(child), [form.counts[1]], [1], [4], [1], [nodes]),
+            Level(np.array(child), [form.counts[1]], [1], [1 + length], [1], [nodes]),
             Nodes(slots, form.above),
             form.counts[1:],
             form.ranks[1:],
@@ -120,7 +126,7 @@ def test_tokens_of_the_text_before_the_levels_give_what_a_chain_of_their_own_giv
     ids, scores, _ = joined.guesses_of_levels(every, depths, one_order(0, rows), WIDTH)
     assert np.array_equal(ids, np.concatenate([each.ids for each in wanted]))
     assert np.array_equal(scores, np.concatenate([each.scores for each in wanted]))
-    saved = joined.save(1, 4), apart.save(1, 4)
+    saved = joined.save(1, 1 + length), apart.save(1, 1 + length)
     assert all(np.array_equal(ours, saved[1][name]) for name, ours in saved[0].items())
     again = joined.guesses(first, [1], [0], one_order(len(text)), WIDTH)  # no text goes before a later call's rows
     assert np.array_equal(again.ids[0], ids[len(text)])
