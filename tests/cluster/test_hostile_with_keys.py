@@ -69,9 +69,18 @@ async def both(folder):
 
 @pytest.fixture
 def faults(caplog):
-    """What the router logs as its own faults."""
+    """Gives what was logged as a fault of the router's or of its event loop.
+
+    gRPC has one poller for all event loops of a process. It raises when an event of an example's loop, which is closed
+    by now, reaches the loop of the next example; that is a fault of the test's many loops, and a router has one.
+    """
     caplog.set_level(logging.ERROR, "dendro")
-    return caplog
+    poller = "PollerCompletionQueue._handle_events"
+
+    def logged():
+        return [each for each in caplog.records if each.name != "asyncio" or poller not in each.getMessage()]
+
+    return logged
 
 
 def invalid(drawn: str, key: str) -> dict[str, str]:
@@ -135,7 +144,7 @@ def test_any_call_of_grpc_has_a_status_and_without_a_valid_key_no_other_than_tha
                 assert (await client.generate_text("walk", max_new_tokens=2)).token_ids
 
     asyncio.run(ask())
-    assert not faults.records
+    assert not faults()
 
 
 @few(path=st.sampled_from([*PATHS, "/v1/none"]), key=KEYS, body=BODIES, messages=MESSAGES, data=st.binary(max_size=99))
@@ -154,7 +163,7 @@ def test_any_call_over_http_has_a_status_and_without_a_valid_key_no_other_than_t
             assert (await post(http, PATHS[0], asked, authorization=f"Bearer {key}"))[0] == 200
 
     asyncio.run(ask())
-    assert not faults.records
+    assert not faults()
 
 
 BROKEN = st.binary(max_size=60).map(lambda line: line.replace(b"\n", b"").replace(b"\r", b""))
@@ -193,5 +202,5 @@ def test_any_header_beside_a_valid_or_a_wrong_key_ends_with_a_status_and_most_re
             asyncio.run(ask(Path(folder), cases))
 
     drawn()
-    assert not faults.records
+    assert not faults()
     assert reached.count(200) > sent / 8 and reached.count(401) > sent / 4, (sent, reached)
