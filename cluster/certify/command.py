@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from cluster.arms import Arm, parsed_arms
 from cluster.certify import checks
 from cluster.certify.outward import command as outward
 from cluster.certify.parameters import identity_under_parameters
-from cluster.certify.promises import Promise, report, show
+from cluster.certify.promises import Promise, failed, machine_and_libraries, report, run_facts, tables
 from cluster.certify.stop_strings import STOP_LAWS, stop_strings_end_answers
 from cluster.command_options import (
     Authority,
@@ -37,18 +37,19 @@ from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import served_prompts
 from cluster.engines import verifier_options
 from cluster.hub import fetched, pinned
-from cluster.measure.machine import describe_machine
 from cluster.measure.measurement import Begin
-from cluster.measure.options import MarkdownFile, with_bars
+from cluster.measure.options import MarkdownFile, present, with_bars
+from cluster.measure.report import as_json
 from cluster.model_paths import resolved_path
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
-from cluster.tables import page
 from drafter_service.options import DTYPES
 from verifier_service.engine import VerifierEngine
 
 FarClient = Callable[[], AsyncClient]
 """Makes a client of a running cluster."""
+OnChecked = Callable[[Promise], None]
+"""Takes a promise that has been checked."""
 PROMPT_TOKENS = 128
 OF_EACH_KIND = (
     NodeShape((2, 1, 1)),
@@ -114,10 +115,11 @@ def fixed_arms(config: Config, target: str, drafters: Sequence[str]) -> list[str
 
 
 async def run_certify(
-    config: Config, far: FarClient | None, local: bool, size: CertifySize, begin: Begin
+    config: Config, far: FarClient | None, local: bool, size: CertifySize, begin: Begin, on_checked: OnChecked
 ) -> list[Promise]:
     """Check all promises, one after the other.
 
+    on_checked: is called with each promise as soon as it is checked; the list has them in the order of their letters.
     far: makes clients of a running cluster, whose first target is then checked, with the dtype and drafters that the
     cluster reports; engines that are started beside it have no drafter.
     """
@@ -133,12 +135,16 @@ async def run_certify(
     prompts = _prompts(max(size.greedy_prompts, size.prompts), target.tokenizer_folder)
     found: list[Promise] = []
 
+    def add(promise: Promise) -> None:
+        found.append(promise)
+        on_checked(promise)
+
     # (a) is checked in float32: on a cluster in that dtype, or on local engines beside a running cluster.
     ways = ["off", "auto"]
     step = begin("(a) greedy against transformers", size.greedy_prompts * len(ways))
     exact = _with_dtype(config, "float32")
     async with _serving(exact, local or far is not None) as service:
-        found.append(
+        add(
             await checks.greedy_against_transformers(
                 service, target.checkpoint, prompts[: size.greedy_prompts], size.greedy_tokens, ways, step
             )
@@ -150,34 +156,32 @@ async def run_certify(
         bitwise = hello.exactness == "bitwise"
         margin_of = None if bitwise else checks.margin_in(target.checkpoint, dtype)
         step = begin("(d) planted faults", 4)
-        found.append(await checks.planted_faults_are_noticed(engine.logits_of, prompts[0], size.own_tokens, step))
+        add(await checks.planted_faults_are_noticed(engine.logits_of, prompts[0], size.own_tokens, step))
         own = len(checks.SHAPES_OF_ITS_OWN) * len(checks.TEMPERATURES_OF_ITS_OWN)
         step = begin("(e) the target drafts for itself", own * size.own_prompts)
-        found.append(
-            await checks.the_target_drafts_for_itself(engine, prompts[: size.own_prompts], size.own_tokens, step)
-        )
+        add(await checks.the_target_drafts_for_itself(engine, prompts[: size.own_prompts], size.own_tokens, step))
 
         async def served(service: Asking) -> None:
             chosen = prompts[: size.prompts]
             ways = 1 + len(shapes) + len(checks.ways_to_choose())
             step = begin("(b) identity under sampling", len(checks.LAWS) * ways * len(chosen))
-            found.append(
-                await checks.identity_under_sampling(
-                    service, chosen, size.tokens, shapes, margin_of, checks.MARGINS[target.dtype], step
-                )
+            below = checks.MARGINS[target.dtype]
+            identity = await checks.identity_under_sampling(
+                service, chosen, size.tokens, shapes, margin_of, below, step
             )
-            found[-1].found.append(f"the verifier's exactness, in {target.dtype}: {_exactness(engine)}")
+            identity.found.append(f"the verifier's exactness, in {target.dtype}: {_exactness(engine)}")
+            add(identity)
             step = begin("(c) the law", size.far_draws)
-            found.append(
+            add(
                 await checks.law_of_the_sampler(service, engine.logits_of, prompts[0], size.draws, size.far_draws, step)
             )
-            step, below = begin("(f) parameters", size.combinations), checks.MARGINS[target.dtype]
+            step = begin("(f) parameters", size.combinations)
             given = size.tokens, size.combinations, shapes, hello.vocabulary
-            found.append(await identity_under_parameters(service, chosen, *given, margin_of, below, step))
+            add(await identity_under_parameters(service, chosen, *given, margin_of, below, step))
             stop_ways = ["off", "auto", *shapes]
             steps = len(STOP_LAWS) * len(chosen) * (1 + size.stop_draws * len(stop_ways))
             step = begin("(g) stop strings", steps)
-            found.append(
+            add(
                 await stop_strings_end_answers(
                     service, chosen, size.tokens, size.stop_draws, stop_ways, margin_of, below, step
                 )
@@ -302,7 +306,6 @@ def certify(
         "--at-once": at_once,
         "--time-limit": time_limit,
         "--fields": fields or None,
-        "--markdown": markdown,
     }
     for name, value in beside.items():
         if value is not None:
@@ -320,10 +323,18 @@ def certify(
     checked = fetched(pinned(checked))
     subject = address or (str(config) if config else "the bundled demo")
     size = QUICK if quick else FULL
-    found = with_bars(lambda begin: asyncio.run(run_certify(checked, far, local, size, begin)))
-    show(page(), found, subject)
-    if json_file is not None:
-        threads = next(iter(checked.targets.values())).threads
-        json_file.write_text(json.dumps(report(found, describe_machine(threads), subject), indent=2) + "\n")
-    if any(promise.kept is not True for promise in found):
+    threads, began = next(iter(checked.targets.values())).threads, time.monotonic()
+    so_far: list[Promise] = []
+
+    def keep(promise: Promise) -> None:
+        """Write what is known: the whole takes an hour on a model of 135 million parameters, and may be ended."""
+        so_far.append(promise)
+        if json_file is not None:
+            json_file.write_text(as_json(report(so_far, began, threads, subject, complete=False)))
+
+    found = with_bars(lambda begin: asyncio.run(run_certify(checked, far, local, size, begin, keep)))
+    written = report(found, began, threads, subject)
+    lines = [*run_facts(written), f"Checked: {subject}, by {machine_and_libraries(written)}"]
+    present(written, lines, tables(written), json_file, markdown)
+    if failed(written):
         raise typer.Exit(1)

@@ -1,17 +1,17 @@
-"""Promises with the findings of their checks, and the report of both."""
+"""Promises with the findings of their checks, and their report, whether of this system or of another server."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from rich.console import Console
-from rich.text import Text as RichText
-
-from cluster.tables import folding_table
+from cluster.measure.machine import report_head
+from cluster.measure.report import Cells
 
 VERDICTS = {True: "kept", False: "BROKEN", None: "not checked"}
-COLOURS = {True: "green", False: "red", None: "yellow"}
+MOST_BROKEN = 8
+"""Broken findings of a promise that are shown."""
 
 
 @dataclass(slots=True)
@@ -50,28 +50,57 @@ def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
     return None if len(ours) == len(theirs) else min(len(ours), len(theirs))
 
 
-def report(promises: Sequence[Promise], machine: dict[str, object], subject: str) -> dict[str, object]:
-    """The report as JSON values: the form of a bench's, with `promises` instead of `aims`."""
-    return {
-        "bench": "certify",
-        "subject": subject,
-        "machine": machine,
-        "promises": [asdict(promise) for promise in promises],
-    }
+def report(
+    promises: Sequence[Promise], started: float, threads: int, subject: str, complete: bool = True
+) -> dict[str, Any]:
+    """The report as JSON values: the form of a bench's, with `promises` instead of `aims`.
+
+    started: a time of the monotonic clock
+    complete: False while promises are still to be checked
+    """
+    head = report_head("certify", started, False, 0, threads)
+    settings = {name: value for name, value in head["settings"].items() if name not in ("local", "seed")}
+    found = [asdict(promise) for promise in promises]
+    return {**head, "settings": settings, "subject": subject, "complete": complete, "promises": found}
 
 
-def show(console: Console, promises: Sequence[Promise], subject: str) -> None:
-    """Print the report as a table; of the broken findings, the first 8."""
-    rows = [
-        (
-            promise.promise,
-            RichText(promise.verdict, COLOURS[promise.kept]),
-            f"{promise.answers:,}",
-            f"{promise.tokens_compared:,}",
-            f"{promise.excused:,}",
-            "\n".join(promise.broken[:8] + promise.found + ([promise.why] if promise.why else [])),
-        )
-        for promise in promises
+def failed(report: Mapping[str, Any]) -> bool:
+    """True if a promise is broken or could not be checked; what is not offered is neither."""
+    return any(each["kept"] is not True and each["offered"] for each in report["promises"])
+
+
+def machine_and_libraries(report: Mapping[str, Any]) -> str:
+    """Where a report was made, as part of a line."""
+    machine = report["machine"]
+    libraries = ", ".join(f"{name} {machine['libraries'][name]}" for name in ("torch", "transformers"))
+    return f"Python {machine['python']}, {libraries}, on {machine['processor']}, {machine['cores']} cores"
+
+
+def run_facts(report: Mapping[str, Any]) -> list[str]:
+    """Lines about the command and when it ran."""
+    settings = report["settings"]
+    return [
+        f"Command: `{settings['command']}`",
+        f"Date: {settings['date']}; commit {settings['commit']}; took {settings['seconds']:.0f} s",
     ]
-    columns = ("promise", "kept", "answers", "tokens compared", "excused", "found")
-    console.print(folding_table(f"dendro certify: {subject}", columns, rows, right=[2, 3, 4], lines=True))
+
+
+def tables(report: Mapping[str, Any]) -> list[Cells]:
+    """The promises, and each finding of their checks."""
+    promises = [Promise(**fields) for fields in report["promises"]]
+    rows: list[tuple[str, ...]] = [
+        (each.promise, each.verdict, f"{each.answers:,}", f"{each.tokens_compared:,}", f"{each.excused:,}")
+        for each in promises
+    ]
+    findings: list[tuple[str, ...]] = [
+        (each.promise[:3], word, line)
+        for each in promises
+        for word, lines in (
+            ("BROKEN", each.broken[:MOST_BROKEN]),
+            ("", each.found),
+            (each.verdict, [each.why] if each.why else []),
+        )
+        for line in lines
+    ]
+    columns = ("promise", "kept", "answers", "tokens compared", "excused")
+    return [("Promises", columns, rows), ("Findings", ("", "kept", "found"), findings)]

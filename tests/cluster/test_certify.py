@@ -238,7 +238,7 @@ def test_one_broken_finding_breaks_the_promise_whatever_follows():
     for holds in (True, False, True):
         promise.check(holds, "line")
     assert promise.kept is False
-    (found,) = json.loads(json.dumps(report([promise], {}, "s")["promises"]))
+    (found,) = json.loads(json.dumps(report([promise], 0.0, 1, "s")["promises"]))
     assert found["broken"] == ["line"]
 
 
@@ -314,9 +314,26 @@ def test_a_relative_target_of_a_running_cluster_is_a_folder_and_no_name_on_a_hub
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models" / "big").mkdir(parents=True)
-    command.certify(address="127.0.0.1:1", target=Path("models/big"))
+    command.certify(address="127.0.0.1:1", target=Path("models/big"), markdown=tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text().startswith("# dendro certify\n\n- Command: ")
     (target,) = seen
     assert target.checkpoint == tmp_path / "models" / "big" and not target.checkpoint_name
+
+
+def test_a_certification_that_is_ended_leaves_the_promises_that_it_checked(monkeypatch, tmp_path):
+    async def run_certify(*given):
+        on_checked = given[-1]
+        on_checked(Promise("(a) first", kept=True))
+        on_checked(Promise("(b) second", kept=False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "run_certify", run_certify)
+    report_file = tmp_path / "report.json"
+    with pytest.raises(KeyboardInterrupt):
+        command.certify(json_file=report_file)
+    written = json.loads(report_file.read_text())
+    assert [promise["promise"] for promise in written["promises"]] == ["(a) first", "(b) second"]
+    assert written["complete"] is False
 
 
 async def test_log_probabilities_that_speculation_changes_break_the_promise_of_parameters():

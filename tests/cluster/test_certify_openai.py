@@ -37,6 +37,7 @@ from cluster.certify.outward.reference import Reference
 from cluster.certify.outward.served import Door, find_offer, server_at
 from cluster.certify.outward.structure_checks import json_answers, tool_calls
 from cluster.certify.outward.token_checks import greedy_answers, log_probabilities
+from cluster.certify.promises import tables
 from cluster.config import demo_config
 from cluster.demo.prompts import load_passages
 from cluster.measure.options import BY_HAND
@@ -356,14 +357,13 @@ OUTWARD_ALONE = {
     "--at-once": 8,
     "--time-limit": 60.0,
     "--fields": "{}",
-    "--markdown": Path("report.md"),
 }
 INWARD_ALONE = {"CONFIG": Path("cluster.yaml"), "--address": "h:1", "--target": Path("tiny"), "--local": True}
 
 
 def test_every_option_of_the_other_kind_of_server_is_refused_by_its_name():
     declared = inspect.signature(command.certify).parameters
-    described = {name for name, each in declared.items() if "With --openai" in repr(each.annotation)} | {"markdown"}
+    described = {name for name, each in declared.items() if "With --openai" in repr(each.annotation)}
     assert {parameter(name) for name in OUTWARD_ALONE} == described
     for name, value in OUTWARD_ALONE.items():
         with pytest.raises(BadRequest, match=f"^{name}: belongs to --openai"):
@@ -392,7 +392,7 @@ async def certified(address: str, checkpoint: Path, tmp_path: Path, monkeypatch,
     except typer.Exit as end:
         status = end.exit_code
     report = json.loads(file.read_text())
-    assert page.read_text() == as_markdown(report, outward.facts(report), outward.tables(report))
+    assert page.read_text() == as_markdown(report, outward.facts(report), tables(report))
     return status, report
 
 
@@ -445,4 +445,4 @@ def test_the_page_of_a_run_is_what_its_kept_report_gives():
     docs = Path(__file__).parents[2] / "docs"
     report = json.loads((docs / "results/certify/llama-cpp.json").read_text())
     page = (docs / "certify-llama-cpp.md").read_text().partition(f"\n{BY_HAND}")[0]
-    assert page == as_markdown(report, outward.facts(report), outward.tables(report))
+    assert page == as_markdown(report, outward.facts(report), tables(report))

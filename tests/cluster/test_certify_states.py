@@ -5,6 +5,7 @@ import shutil
 import pytest
 
 from cluster.certify.command import CertifySize, run_certify
+from cluster.certify.promises import Promise
 from cluster.config import DEMO_MODELS, pair_config
 from tests.support.tiny_hybrids import make_checkpoint
 
@@ -33,8 +34,9 @@ async def test_every_promise_is_kept_for_a_target_with_states(family, tmp_path):
         make_checkpoint(checkpoint, family, vocab_size=4096)
         shutil.copy(DEMO_MODELS / "target" / "tokenizer.json", checkpoint)
     config = pair_config(checkpoint, [DEMO_MODELS / "mamba2"])
-    promises = await run_certify(config, None, True, SMALL, lambda *_: lambda: None)
-    assert len(promises) == 7
+    announced: list[Promise] = []
+    promises = await run_certify(config, None, True, SMALL, lambda *_: lambda: None, announced.append)
+    assert len(promises) == 7 and sorted(announced, key=lambda promise: promise.promise) == promises
     for promise in promises:
         assert promise.kept is True, (promise.promise, promise.broken)
     assert any("bitwise" in line for promise in promises for line in promise.found)

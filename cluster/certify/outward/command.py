@@ -27,16 +27,14 @@ from cluster.certify.outward.reference import Reference
 from cluster.certify.outward.served import Door, NotOffered, OpenAIServer, ServedPrompt, find_offer, server_at
 from cluster.certify.outward.structure_checks import json_answers, tool_calls
 from cluster.certify.outward.token_checks import greedy_answers, log_probabilities
-from cluster.certify.promises import Promise, report
+from cluster.certify.promises import Promise, failed, machine_and_libraries, report, run_facts, tables
 from cluster.config import TargetConfig
 from cluster.demo.prompts import load_passages
 from cluster.distinct_keys import RepeatedKey, distinct
 from cluster.hub import fetched_model
 from cluster.json_lines import json_lines
-from cluster.measure.machine import report_head
 from cluster.measure.measurement import Begin
 from cluster.measure.options import present, with_bars
-from cluster.measure.report import Cells
 from cluster.model_paths import resolved_path
 from cluster.prompt_files import QUESTIONS
 from drafter_service.options import DTYPES
@@ -71,8 +69,6 @@ FURTHER = 16
 LEAST_SAMPLES, MOST_SAMPLES = 100, 1_000_000
 DTYPE, AT_ONCE, LIMIT_S = "bfloat16", 8, 3600.0
 """Defaults of options."""
-MOST_BROKEN = 8
-"""Broken findings of a promise that are shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +170,9 @@ async def run_outward(options: OutwardOptions, begin: Begin) -> dict[str, Any]:
         await find_offer(server, texts[0], messages[0] if messages else None)
         prompts = messages if server.offer.door is Door.CHAT else texts
         found = await _checked(options, server, reference, prompts, passages, begin, deadline)
-    head = report_head("certify", started, False, 0, torch.get_num_threads())
-    body = report(found, head["machine"], f"{server.model} at {server.url}")
+    subject = f"{server.model} at {server.url}"
+    body = report(found, started, torch.get_num_threads(), subject)
     settings = {
-        **dict(head["settings"]),
         "model": server.model,
         "reference": options.reference,
         "dtype": options.dtype,
@@ -187,8 +182,7 @@ async def run_outward(options: OutwardOptions, begin: Begin) -> dict[str, Any]:
         "samples_a_request": server.offer.samples,
         "not_offered": server.offer.refusals,
     }
-    del settings["local"], settings["seed"]
-    return {**body, "bench": head["bench"], "settings": settings}
+    return {**body, "settings": {**body["settings"], **settings}}
 
 
 async def _checked(
@@ -245,43 +239,14 @@ async def _checked(
     return sorted(found, key=lambda promise: promise.promise)
 
 
-def failed(report: Mapping[str, Any]) -> bool:
-    """True if a promise is broken or could not be checked; what is not offered is neither."""
-    return any(each["kept"] is not True and each["offered"] for each in report["promises"])
-
-
 def facts(report: Mapping[str, Any]) -> list[str]:
     """Lines about what was checked, where and when."""
-    machine, settings = report["machine"], report["settings"]
-    libraries = ", ".join(f"{name} {machine['libraries'][name]}" for name in ("torch", "transformers"))
+    settings = report["settings"]
     fields = f"; fields of every request {json.dumps(settings['fields'])}" if settings["fields"] else ""
     lines = [
-        f"Command: `{settings['command']}`",
-        f"Date: {settings['date']}; commit {settings['commit']}; took {settings['seconds']:.0f} s",
+        *run_facts(report),
         f"Server: {report['subject']}; {settings['requests']:,} requests, {settings['door']}, "
         f"{settings['samples_a_request']} answers each at most{fields}",
-        f"Reference: {settings['reference']} in float32 and {settings['dtype']}, by Python {machine['python']}, "
-        f"{libraries}, on {machine['processor']}, {machine['cores']} cores",
+        f"Reference: {settings['reference']} in float32 and {settings['dtype']}, by {machine_and_libraries(report)}",
     ]
     return lines + [f"Not offered: {what}: {reason}" for what, reason in settings["not_offered"].items()]
-
-
-def tables(report: Mapping[str, Any]) -> list[Cells]:
-    """The promises, and each finding of their checks."""
-    promises = [Promise(**fields) for fields in report["promises"]]
-    rows: list[tuple[str, ...]] = [
-        (each.promise, each.verdict, f"{each.answers:,}", f"{each.tokens_compared:,}", f"{each.excused:,}")
-        for each in promises
-    ]
-    findings: list[tuple[str, ...]] = [
-        (each.promise[:3], word, line)
-        for each in promises
-        for word, lines in (
-            ("BROKEN", each.broken[:MOST_BROKEN]),
-            ("", each.found),
-            (each.verdict, [each.why] if each.why else []),
-        )
-        for line in lines
-    ]
-    columns = ("promise", "kept", "answers", "tokens compared", "excused")
-    return [("Promises", columns, rows), ("Findings", ("", "kept", "found"), findings)]
