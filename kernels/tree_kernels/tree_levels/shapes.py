@@ -18,8 +18,8 @@ from __future__ import annotations
     TOKENS_AT,  # the word of MODEL with the address of their tokens
     COUNT_AT,  # the word of MODEL with the number of entries of the table of rows
     TABLE_AT,  # the word of MODEL with its address
-    # TEXTS_AT: the word of MODEL with the number of texts whose tokens come before the first level's nodes. It is set to
-    # 0 after each level, and may be the word at COUNT_AT, which is set before each level.
+    # TEXTS_AT: the word of MODEL with the number of texts whose tokens come before the first level's nodes. It is set
+    # to 0 after each level, and may be the word at COUNT_AT, which is set before each level.
     TEXTS_AT,
     TABLE,  # entries of all levels
     ENTRY,  # bytes of an entry
