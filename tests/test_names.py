@@ -45,6 +45,7 @@ GENERATED = tuple(
             "ahead",
             "benchmarks",
             "certify-llama-cpp",
+            "certify-smollm2",
             "drafter",
             "edits",
             "families",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from dendro.client import Asking, AsyncClient
@@ -207,6 +207,11 @@ def _own_engine(name: str, target: TargetConfig) -> VerifierEngine:
     return VerifierEngine.load(target.checkpoint, options)
 
 
+def facts(report: Mapping[str, Any]) -> list[str]:
+    """Lines about what was checked, where and when."""
+    return [*run_facts(report), f"Checked: {report['subject']}, by {machine_and_libraries(report)}"]
+
+
 def certify(
     config: ConfigArgument = None,
     address: Annotated[str, typer.Option(help="A running cluster to check; needs --target.")] = "",
@@ -334,7 +339,6 @@ def certify(
 
     found = with_bars(lambda begin: asyncio.run(run_certify(checked, far, local, size, begin, keep)))
     written = report(found, began, threads, subject)
-    lines = [*run_facts(written), f"Checked: {subject}, by {machine_and_libraries(written)}"]
-    present(written, lines, tables(written), json_file, markdown)
+    present(written, facts(written), tables(written), json_file, markdown)
     if failed(written):
         raise typer.Exit(1)

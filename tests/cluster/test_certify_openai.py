@@ -441,8 +441,9 @@ async def test_this_projects_own_server_keeps_every_promise(tmp_path, monkeypatc
     assert status == 0 and found["(a)"] is found["(b)"] is found["(c)"] is found["(d)"] is True, report["promises"]
 
 
-def test_the_page_of_a_run_is_what_its_kept_report_gives():
+@pytest.mark.parametrize("name, facts", [("llama-cpp", outward.facts), ("smollm2", command.facts)])
+def test_the_page_of_a_run_is_what_its_kept_report_gives(name, facts):
     docs = Path(__file__).parents[2] / "docs"
-    report = json.loads((docs / "results/certify/llama-cpp.json").read_text())
-    page = (docs / "certify-llama-cpp.md").read_text().partition(f"\n{BY_HAND}")[0]
-    assert page == as_markdown(report, outward.facts(report), tables(report))
+    report = json.loads((docs / f"results/certify/{name}.json").read_text())
+    page = (docs / f"certify-{name}.md").read_text().partition(f"\n{BY_HAND}")[0]
+    assert page == as_markdown(report, facts(report), tables(report))
