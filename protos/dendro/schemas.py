@@ -11,8 +11,9 @@ import json
 import math
 from collections.abc import Iterator
 from decimal import Decimal
-from typing import Self
+from typing import Any, Self
 
+from dendro.arguments import shown
 from dendro.object_keys import NAMING, Keys, declare, is_well_formed, listed, may_be_object, shared_keys
 from dendro.patterns import FORMATS, LONGEST, translated
 from dendro.schema_refs import (
@@ -56,7 +57,8 @@ class _Lossy(float):
 def enforceable(text: str) -> str:
     """The schema of this JSON text, as JSON text that llguidance enforces as written. Raises SchemaError, naming the
     keyword, and ValueError for text that is no JSON."""
-    schema = json.loads(text.removeprefix("\ufeff"), parse_float=_number, parse_constant=_no_number)
+    plain = text.removeprefix("\ufeff")
+    schema = json.loads(plain, parse_float=_number, parse_constant=_no_number, object_pairs_hook=_distinct)
     if schema is True:
         schema = {}
     if schema is False:
@@ -64,6 +66,16 @@ def enforceable(text: str) -> str:
     if not isinstance(schema, dict):
         raise SchemaError("", f"is {json.dumps(schema)[:40]}; a schema is an object or a boolean")
     return json.dumps(_Rewriting(schema).whole())
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object, none of whose keys occurs twice: readers differ in the value that they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in found if keys.count(key) > 1)
+        raise SchemaError("", f"the key {shown(twice)} occurs twice in an object")
+    return found
 
 
 def _number(text: str) -> float:

@@ -206,6 +206,17 @@ def test_a_schema_that_describes_nothing_is_refused():
         compiled("false")
 
 
+@pytest.mark.parametrize(
+    "schema", ['{"type": "null", "type": "integer"}', '{"properties": {"a": {}, "b": {}, "a": {}}}']
+)
+def test_a_schema_with_a_key_twice_in_an_object_is_refused(schema):
+    """Its readers differ in the value that they take."""
+    with pytest.raises(BadRequest, match="the schema: the key '(type|a)' occurs twice in an object"):
+        compiled(schema)
+    with pytest.raises(BadRequest, match="the key '(type|a)' occurs twice in an object"):
+        made(Structure.grammar(f"start: %json {schema}"))
+
+
 @pytest.mark.parametrize("pattern", ["a\\", "a\\\\\\"])
 def test_an_expression_that_ends_with_a_lone_backslash_is_refused(pattern):
     with pytest.raises(BadRequest, match="structure.regex: ends with a lone backslash"):
