@@ -271,7 +271,9 @@ class Plot:
             name = " ".join(filter(None, (label, y.path[-1] if "*" in self.y else "")))
             if names:
                 places = [names.index(place) + 0.8 * index / len(lines) for place, _ in points]
-                axis.barh(places, middles, 0.8 / len(lines), xerr=reach, ecolor="black", capsize=2, label=name)
+                hatch = "////" if index // 10 % 2 else ""  # there are ten colours
+                bars = {"xerr": reach, "ecolor": "black", "capsize": 2, "hatch": hatch, "label": name}
+                axis.barh(places, middles, 0.8 / len(lines), **bars)
             else:
                 axis.errorbar([place for place, _ in points], middles, reach, fmt="o-", markersize=4, label=name)
         for each in self.log:
@@ -283,7 +285,8 @@ class Plot:
         axis.set_xlabel(x_label)
         axis.set_ylabel(y_label)
         if self.line or "*" in self.y:
-            axis.legend(frameon=False, fontsize=7)
+            beside = {"loc": "upper left", "bbox_to_anchor": (1, 1)} if len(lines) > 6 else {}
+            axis.legend(frameon=False, fontsize=7, **beside)
 
 
 def draw(plots: Iterable[Plot], report: Report, path: Path) -> None:
