@@ -55,7 +55,7 @@ OTHER_PROGRAMS = {
 """Programs that no test of this file starts, each with the reason."""
 READERS = {
     *("cluster.yaml", "demo-target.yaml", "prompts.jsonl", "schema.json", "code/", "chats.jsonl", "texts/", "texts"),
-    *("string.yaml", "intersection.yaml"),
+    *("string.yaml", "intersection.yaml", "transformer.yaml", "state-space.yaml"),
     *("keys.json", "smollm2.yaml", "two-targets.yaml", "evaluation.jsonl", "SmolLM2-135M-Instruct.Q4_1.gguf"),
     *("models/big", "CHECKPOINT", "target-mamba2", "tests/cluster/test_largest.py", "tests/dendro/test_chain.py"),
     "tests/cluster/test_bench_lookup.py",

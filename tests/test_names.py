@@ -54,6 +54,7 @@ GENERATED = tuple(
             "load-demo",
             "load-surface",
             "pairs",
+            "papers",
             "parameters",
         ),
         *(
