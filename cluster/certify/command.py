@@ -335,6 +335,7 @@ def certify(
         """Write what is known: the whole takes an hour on a model of 135 million parameters, and may be ended."""
         so_far.append(promise)
         if json_file is not None:
+            json_file.parent.mkdir(parents=True, exist_ok=True)
             json_file.write_text(as_json(report(so_far, began, threads, subject, complete=False)))
 
     found = with_bars(lambda begin: asyncio.run(run_certify(checked, far, local, size, begin, keep)))

@@ -328,7 +328,7 @@ def test_a_certification_that_is_ended_leaves_the_promises_that_it_checked(monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(command, "run_certify", run_certify)
-    report_file = tmp_path / "report.json"
+    report_file = tmp_path / "a new folder" / "report.json"
     with pytest.raises(KeyboardInterrupt):
         command.certify(json_file=report_file)
     written = json.loads(report_file.read_text())
