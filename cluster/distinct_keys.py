@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 import yaml
-from dendro.arguments import shown
+from dendro.arguments import repeated_key, shown
 from yaml.nodes import MappingNode, ScalarNode
 
 MOST_NESTED = 100
@@ -66,11 +66,10 @@ def yaml_of(text: str) -> Any:
 
 def distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object of JSON, as the `object_pairs_hook` of a reader. Raises RepeatedKey without a line."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise RepeatedKey(next(key for key in found if keys.count(key) > 1))
-    return found
+    twice = repeated_key(pairs)
+    if twice is not None:
+        raise RepeatedKey(twice)
+    return dict(pairs)
 
 
 def check_distinct(text: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -17,6 +17,13 @@ from dendro.errors import BadRequest, one_line
 
 SHOWN_CHARACTERS = 60
 UNSIGNED_BITS = {FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_UINT64: 64}
+
+
+def repeated_key(pairs: Sequence[tuple[str, object]]) -> str | None:
+    """The first key that occurs twice among the pairs of a JSON object; None if each occurs once."""
+    keys = [key for key, _ in pairs]
+    distinct = dict.fromkeys(keys)
+    return None if len(distinct) == len(keys) else next(key for key in distinct if keys.count(key) > 1)
 
 
 def shown(value: object) -> str:

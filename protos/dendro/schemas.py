@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any, Self
 
-from dendro.arguments import shown
+from dendro.arguments import repeated_key, shown
 from dendro.object_keys import NAMING, Keys, declare, is_well_formed, listed, may_be_object, shared_keys
 from dendro.patterns import FORMATS, LONGEST, translated
 from dendro.schema_refs import (
@@ -70,12 +70,10 @@ def enforceable(text: str) -> str:
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object, none of whose keys occurs twice: readers differ in the value that they take."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in found if keys.count(key) > 1)
+    twice = repeated_key(pairs)
+    if twice is not None:
         raise SchemaError("", f"the key {shown(twice)} occurs twice in an object")
-    return found
+    return dict(pairs)
 
 
 def _number(text: str) -> float:
