@@ -8,8 +8,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product, zip_longest
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
 from dendro.errors import EngineFailed
 
@@ -23,11 +24,11 @@ from cluster.measure.measurement import (
     LLAMA_CPP_FILE,
     LLAMA_CPP_ROWS,
     OFF,
-    Contender,
-    RoundTimes,
     Step,
     TimedAnswer,
 )
+from cluster.measure.ours import ClusterClient
+from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
 from cluster.measure.statistics import Key, estimate, lower_bound, paired_ratio, ratios_by_prompt
 
@@ -76,17 +77,13 @@ class SpeedPlan:
         return before % 2
 
     @property
-    def answers_of_prompt(self) -> int:
-        """Number of answers to a prompt, once by all rows at all temperatures."""
-        return sum(len(self.rows_at(temperature)) for temperature in self.temperatures)
+    def passes(self) -> list[tuple[int, int]]:
+        """Repetition and prompt of each pass over all rows: all prompts once before any is repeated."""
+        return list(product(range(self.repetitions), range(len(self.prompts))))
 
     @property
     def answers(self) -> int:
-        return self.answers_of_prompt * len(self.prompts) * self.repetitions
-
-    @property
-    def answers_of_row(self) -> int:
-        return len(self.prompts) * self.repetitions * len(self.temperatures)
+        return len(self.passes) * sum(len(self.rows_at(temperature)) for temperature in self.temperatures)
 
     @property
     def chosen_rows(self) -> tuple[str, ...]:
@@ -122,9 +119,7 @@ class Identity:
         self.answers_compared += 1
         self.tokens_compared += len(off)
         if tuple(ours) != tuple(off):
-            position = next(
-                (i for i, (a, b) in enumerate(zip(ours, off, strict=False)) if a != b), min(len(ours), len(off))
-            )
+            position = next(at for at, (mine, its) in enumerate(zip_longest(ours, off)) if mine != its)
             self.differences.append(f"{name}: token {position + 1} differs from that without speculation")
 
     def add(self, other: Identity) -> None:
@@ -153,19 +148,13 @@ class SpeedResult:
         return {key: answer.tokens_per_second for key, answer in self.answers[row, temperature].items()}
 
 
-class Writer(Contender, Protocol):
-    """A contender that also says where an answer ends."""
-
-    async def length(self, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Contenders:
     """Our cluster, and the library and llama.cpp where they can be used. While one answers, the others idle. A failure
     of one that is not ours leaves out its rows alone."""
 
-    ours: Writer
-    others: Mapping[str, Contender] = field(default_factory=dict)  # row -> who answers it
+    ours: ClusterClient
+    others: Mapping[str, ContenderProcess] = field(default_factory=dict)  # row -> who answers it
     llama_facts: Mapping[str, Any] = field(default_factory=dict)  # version and instructions of its build
     left_out: dict[str, str] = field(default_factory=dict)  # rows that do not answer -> the reason
     best: dict[tuple[str, float], str] = field(default_factory=dict)  # row of GRIDS and temperature -> its setting
@@ -174,23 +163,20 @@ class Contenders:
         """Let every setting of the plan's rows in `GRIDS` answer the choosing prompts; `best` gets the one whose rate
         has the highest geometric mean. A plain answer comes first, as warm-up. `step` is called after each of
         `plan.choosing_answers` answers."""
-        if not plan.chosen_rows:
-            return
         library = self.others[GENERATE]
         await library.answer(GENERATE, plan.choosing[0], 0.0, 0, plan.tokens)
         step()
-        for temperature in plan.temperatures:
-            for row in plan.chosen_rows:
-                rates: dict[str, float] = {}
-                for setting in GRIDS[row]:
-                    logs = []
-                    for at, prompt in enumerate(plan.choosing):
-                        request = prompt, temperature, plan.answer_seed(-1 - at, 0), plan.tokens
-                        found = await library.answer(setting, *request)
-                        logs.append(math.log(found.tokens_per_second))
-                        step()
-                    rates[setting] = fmean(logs)
-                self.best[row, temperature] = max(rates, key=lambda setting: rates[setting])
+        for temperature, row in product(plan.temperatures, plan.chosen_rows):
+            rates: dict[str, float] = {}
+            for setting in GRIDS[row]:
+                logs = []
+                for at, prompt in enumerate(plan.choosing):
+                    request = prompt, temperature, plan.answer_seed(-1 - at, 0), plan.tokens
+                    found = await library.answer(setting, *request)
+                    logs.append(math.log(found.tokens_per_second))
+                    step()
+                rates[setting] = fmean(logs)
+            self.best[row, temperature] = max(rates, key=lambda setting: rates[setting])
 
     async def answer(
         self, plan: SpeedPlan, row: str, prompt: int, temperature: float, repetition: int
@@ -209,69 +195,38 @@ class Contenders:
             return None
 
 
-async def answer_in_all_ways(
-    plan: SpeedPlan,
-    contenders: Contenders,
-    rows: Sequence[str],
-    at: tuple[int, float, int],
-    identity: Identity,
-    step: Step,
-) -> dict[str, TimedAnswer]:
-    """Answers of the rows, one after the other; those of ours are compared. at: prompt, temperature and repetition"""
-    found = {}
-    for row in rows:
-        if (answer := await contenders.answer(plan, row, *at)) is not None:
-            found[row] = answer
-        step()
-    for row in plan.ours[1:]:
-        name = f"{plan.target}, {row}, prompt {at[0] + 1}, temperature {at[1]:g}"
-        identity.compare(name, found[row].tokens, found[OFF].tokens)
-    return found
-
-
-async def answer_lengths(plan: SpeedPlan, ours: Writer, step: Step) -> dict[tuple[int, int, float], int]:
+async def answer_lengths(plan: SpeedPlan, ours: ClusterClient, step: Step) -> dict[tuple[int, int, float], int]:
     """Tokens of the target's own answers, each up to its end: all rows are then timed on as many."""
     found = {}
-    for temperature in plan.temperatures:
-        for repetition in range(plan.repetitions):
-            for at, prompt in enumerate(plan.prompts):
-                seed = plan.answer_seed(at, repetition)
-                found[at, repetition, temperature] = await ours.length(prompt, temperature, seed, plan.tokens)
-                step()
+    for temperature, (repetition, at) in product(plan.temperatures, plan.passes):
+        seed = plan.answer_seed(at, repetition)
+        found[at, repetition, temperature] = await ours.length(plan.prompts[at], temperature, seed, plan.tokens)
+        step()
     return found
-
-
-async def check_and_warm(plan: SpeedPlan, contenders: Contenders, prompts: int, step: Step) -> Identity:
-    """Answer the first prompts in every way, before timing starts: warms up all sides and compares ours.
-
-    `step` is called after each answer; there are prompts * plan.answers_of_prompt of them.
-    """
-    identity = Identity()
-    for prompt in range(min(prompts, len(plan.prompts))):
-        for temperature in plan.temperatures:
-            rows, at = plan.rows_at(temperature), (prompt, temperature, 0)
-            await answer_in_all_ways(plan, contenders, rows, at, identity, step)
-    return identity
 
 
 async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step: Step) -> SpeedResult:
-    """Every prompt at every temperature in every way, interleaved; all prompts once before any is repeated.
+    """Every prompt at every temperature in every way, interleaved; answers of ours are compared with those of `off`.
 
-    Ends early if the next prompt would exceed `seconds`: all rows lose the same prompts, and `note` reports it. A row
+    Ends early if the next pass would exceed `seconds`: all rows lose the same prompts, and `note` reports it. A row
     that is left out loses all its answers.
     """
     measured = SpeedResult(plan, {(row, each): {} for each in plan.temperatures for row in plan.rows_at(each)})
-    passes = [(repetition, prompt) for repetition in range(plan.repetitions) for prompt in range(len(plan.prompts))]
-    started = time.monotonic()
+    passes, started = plan.passes, time.monotonic()
     for done, (repetition, prompt) in enumerate(passes):
         if done and (time.monotonic() - started) * (done + 1) / done > seconds:
             measured.note = f"the time limit ended the measurement after {done} of {len(passes)} passes over all rows"
             break
         for temperature in plan.temperatures:
-            rows, at = plan.order(repetition, temperature, prompt), (prompt, temperature, repetition)
-            found = await answer_in_all_ways(plan, contenders, rows, at, measured.identity, step)
-            for row, answer in found.items():
-                measured.answers[row, temperature][prompt, repetition] = answer
+            found = {}
+            for row in plan.order(repetition, temperature, prompt):
+                answer = await contenders.answer(plan, row, prompt, temperature, repetition)
+                if answer is not None:
+                    found[row] = measured.answers[row, temperature][prompt, repetition] = answer
+                step()
+            for row in plan.ours[1:]:
+                name = f"{plan.target}, {row}, prompt {prompt + 1}, temperature {temperature:g}"
+                measured.identity.compare(name, found[row].tokens, found[OFF].tokens)
     measured.answers = {key: found for key, found in measured.answers.items() if key[0] not in contenders.left_out}
     return measured
 
@@ -313,34 +268,30 @@ def over_best_arm(measured: SpeedResult, temperature: float) -> Row:
     return {"over_best_arm": paired_ratio(rates[AUTO], fixed).as_json() | {"arms": arms}, "best_arms": chosen}
 
 
-def _computed_share(answers: Mapping[Key, TimedAnswer]) -> Row:
-    """A row's rate after the first chunk over the tokens of a round / (draft + verify): what no hop or wait takes.
+def _round_split(answers: Mapping[Key, TimedAnswer]) -> Row:
+    """Medians over prompts of the mean round's parts and of the hops' share, and each shape's share of the rounds.
 
-    Of answers with two rounds or more; `kept` is left out if there are none."""
-    kept: dict[Key, float] = {}
-    for key, answer in answers.items():
-        if answer.rounds is not None and (rate := answer.decode_tokens_per_second) is not None:
+    `kept`: the rate after the first chunk over the tokens of a round / (draft + verify): what no hop or wait takes. Of
+    answers with two rounds or more; left out if there are none, as all fields are without times of rounds."""
+    rounds = {key: answer.rounds for key, answer in answers.items() if answer.rounds is not None}
+    if not rounds:
+        return {}
+    shapes, kept = Counter[str](), dict[Key, float]()
+    for key, each in rounds.items():
+        shapes.update(each.shapes)
+        answer = answers[key]
+        if (rate := answer.decode_tokens_per_second) is not None:
             emitted = (len(answer.tokens) - answer.first_tokens) / (answer.round_count - 1)
-            kept[key] = rate * (answer.rounds.draft_ms + answer.rounds.verify_ms) / 1000 / emitted
-    return {"kept": estimate(_by_prompt(kept))} if kept else {}
-
-
-def _round_split(rounds: Mapping[Key, RoundTimes]) -> Row:
-    """Medians over prompts of the mean round's parts and of the hops' share, and each shape's share of the rounds."""
+            kept[key] = rate * (each.draft_ms + each.verify_ms) / 1000 / emitted
     parts = {
         part: {key: getattr(each, f"{part}_ms") for key, each in rounds.items()}
         for part in ("draft", "verify", "queue", "hop", "total")
     }
-    shares = {key: each.hop_ms / each.total_ms for key, each in rounds.items()}
-    shapes: Counter[str] = Counter()
-    for each in rounds.values():
-        shapes.update(each.shapes)
     return {
         "round_ms": {part: round(median(_by_prompt(values)), 3) for part, values in parts.items()},
-        "hop_share": estimate(_by_prompt(shares)),
+        "hop_share": estimate(_by_prompt({key: each.hop_ms / each.total_ms for key, each in rounds.items()})),
         "arms": {shape: round(count / shapes.total(), 4) for shape, count in shapes.most_common()},
-        "picked": ", ".join(f"{shape} {count / shapes.total():.0%}" for shape, count in shapes.most_common(4)),
-    }
+    } | ({"kept": estimate(_by_prompt(kept))} if kept else {})
 
 
 def figures_of(answers: Mapping[Key, TimedAnswer]) -> Row:
@@ -380,9 +331,7 @@ def rows_of(measured: SpeedResult) -> Iterator[Row]:
             }
             if name in LLAMA_CPP_ROWS and temperature == 0 and GENERATE in names:
                 row["equal_to_generate"] = equal_answers(measured, name, temperature)
-            rounds = {key: answer.rounds for key, answer in answers.items() if answer.rounds is not None}
-            if rounds:
-                row |= _round_split(rounds) | _computed_share(answers)
+            row |= _round_split(answers)
             if name == AUTO:
                 ratios = ratios_by_prompt(rates, measured.rates(OFF, temperature))
                 row |= {"over_off_at_least": lower_bound(ratios).as_json()} | over_best_arm(measured, temperature)

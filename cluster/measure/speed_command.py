@@ -48,10 +48,10 @@ from cluster.measure.measurement import (
     LOOKUP,
     OFF,
     Begin,
-    Contender,
 )
 from cluster.measure.ours import ClusterClient, TenantRule
 from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
+from cluster.measure.processes import ContenderProcess
 from cluster.measure.speed import (
     OWN,
     Contenders,
@@ -59,7 +59,6 @@ from cluster.measure.speed import (
     SpeedResult,
     answer_lengths,
     categories_of,
-    check_and_warm,
     measure,
     rows_of,
 )
@@ -142,17 +141,23 @@ def demo_pairs(names: Sequence[str], options: SpeedOptions) -> list[MeasuredPair
     if not (assistant / "config.json").exists():
         raise BadRequest("models", f"{assistant} holds no checkpoint: assisted generation needs one")
     texts = held_out_prompts(options.prompts + CHOOSING_PROMPTS, PROMPT_TOKENS, load_tokenizer(models), models)
+    ids = tuple(prompt.token_ids for prompt in texts)
     found = []
     for index, name in enumerate(names):
         config = target_config(models, name)
         # The library's others need a cache that can be cropped.
         baselines = (*(BASELINES if name != MAMBA2 else (GENERATE,)), *LLAMA_CPP_ROWS)
-        ids = tuple(prompt.token_ids for prompt in texts)
         # The bars are for the costly target on a processor with two threads.
         comparable = name == COSTLY and THREADS == 2 and not torch.cuda.is_available()
-        judged = COSTLY if comparable else ""
-        plan = _plan(name, config, ids[:-CHOOSING_PROMPTS], options, baselines, judged)
-        plan = replace(plan, choosing=ids[-CHOOSING_PROMPTS:])
+        plan = SpeedPlan(
+            name,
+            ids[:-CHOOSING_PROMPTS],
+            shapes=own_arms(config),
+            baselines=baselines,
+            judged=COSTLY if comparable else "",
+            choosing=ids[-CHOOSING_PROMPTS:],
+            **sizes_of(options),
+        )
         last = index == len(names) - 1
         found.append(MeasuredPair(config, plan, assistant, until_s=TIME_LIMIT_S * (1.0 if last else COSTLY_SHARE)))
     return found
@@ -167,36 +172,27 @@ def file_pairs(
         config = own_target(given, options.target)
         (served,) = config.targets.values()
         prompts = own_prompts(config, file, options.prompts, options.tokens)
-        own_file = served.checkpoint / GGUF
-        others = (GENERATE, LOOKUP, *LLAMA_CPP_ROWS, *((LLAMA_CPP_FILE,) if own_file.is_file() else ()))
+        own_file = served.checkpoint / GGUF if (served.checkpoint / GGUF).is_file() and not options.alone else None
+        others = (GENERATE, LOOKUP, *LLAMA_CPP_ROWS, *((LLAMA_CPP_FILE,) if own_file else ()))
         categories = tuple(prompt.category for prompt in prompts)
-        ids = tuple(prompt.token_ids for prompt in prompts)
         for whose in rules:
-            group = f"{label}, tenants: {whose}" if len(rules) > 1 else label
-            plan = _plan(group, config, ids, options, () if options.alone else others, OWN)
-            pair = MeasuredPair(
-                config,
-                replace(plan, categories=categories if any(categories) else ()),
-                own_file=own_file if LLAMA_CPP_FILE in plan.baselines else None,
-                rule=whose,
-                to_end=True,
-                facts=prompt_facts(file, prompts, whose),
+            plan = SpeedPlan(
+                f"{label}, tenants: {whose}" if len(rules) > 1 else label,
+                tuple(prompt.token_ids for prompt in prompts),
+                shapes=() if options.no_arms else own_arms(config),
+                baselines=() if options.alone else others,
+                judged=OWN,
+                categories=categories if any(categories) else (),
+                **sizes_of(options),
             )
-            found.append(pair)
+            facts = prompt_facts(file, prompts, whose)
+            found.append(MeasuredPair(config, plan, own_file=own_file, rule=whose, to_end=True, facts=facts))
     return found
 
 
-def _plan(
-    name: str,
-    config: Config,
-    prompts: tuple[tuple[int, ...], ...],
-    options: SpeedOptions,
-    baselines: tuple[str, ...],
-    judged: str,
-) -> SpeedPlan:
-    sizes = options.tokens, options.temperatures, options.repetitions
-    arms = () if options.no_arms else own_arms(config)
-    return SpeedPlan(name, prompts, *sizes, arms, baselines, options.seed, judged)
+def sizes_of(options: SpeedOptions) -> dict[str, Any]:
+    """Fields of a plan that are options."""
+    return {name: getattr(options, name) for name in ("tokens", "temperatures", "repetitions", "seed")}
 
 
 @asynccontextmanager
@@ -204,7 +200,7 @@ async def contenders_for(pair: MeasuredPair, local: bool) -> AsyncIterator[Conte
     """Start our cluster, the library and llama.cpp for one target; all stop at the end. Of the others, one that cannot
     be started leaves out its rows alone."""
     target, rows = pair.target, pair.plan.baselines
-    others, left_out, facts = dict[str, Contender](), dict[str, str](), dict[str, Any]()
+    others, left_out, facts = dict[str, ContenderProcess](), dict[str, str](), dict[str, Any]()
     llama = partial(llama_cpp_process, target.checkpoint, target.dtype, target.threads, pair.positions)
     async with (
         AsyncExitStack() as stack,
@@ -230,22 +226,22 @@ async def measure_pair(
 ) -> tuple[SpeedResult, dict[str, Any]]:
     """The measurement of one target, and its part of the report."""
     plan, name = pair.plan, pair.plan.target
+    first = min(CHECKED_PROMPTS, max(len(plan.prompts) // 2, 1))
     async with contenders_for(pair, local) as contenders:
-        checked = min(CHECKED_PROMPTS, max(len(plan.prompts) // 2, 1))
         if plan.chosen_rows:
-            await contenders.choose(
-                plan, progress(f"{name} target: the library's best settings", plan.choosing_answers)
-            )
+            step = progress(f"{name} target: the library's best settings", plan.choosing_answers)
+            await contenders.choose(plan, step)
         if pair.to_end:
-            step = progress(f"{name} target: where answers end", plan.answers_of_row)
+            step = progress(f"{name} target: where answers end", len(plan.passes) * len(plan.temperatures))
             plan = replace(plan, lengths=await answer_lengths(plan, contenders.ours, step))
-        step = progress(f"{name} target: check and warm-up", checked * plan.answers_of_prompt)
-        identity = await check_and_warm(plan, contenders, checked, step)
+        check = replace(plan, prompts=plan.prompts[:first], repetitions=1)
+        step = progress(f"{name} target: check and warm-up", check.answers)
+        checked = await measure(check, contenders, math.inf, step)
         remaining_s = pair.until_s - (time.monotonic() - started)
         measured = await measure(plan, contenders, remaining_s, progress(f"{name} target: measuring", plan.answers))
         best = [f"{setting} at {temperature:g}" for (_, temperature), setting in contenders.best.items()]
         llama_cpp = {"facts": contenders.llama_facts, "left_out": contenders.left_out}
-    measured.identity.add(identity)
+    measured.identity.add(checked.identity)
     return measured, {
         **target_facts(pair.config),
         "prompts": len(plan.prompts),
@@ -393,7 +389,7 @@ SPEED = Bench(
             "rows",
             "row = name; "
             + "; ".join(f"{part} ms = round_ms/{part}:.2f" for part in (*PARTS, "total"))
-            + "; hops = hop_share:.1%; kept of draft + verify = kept:.2f; shapes picked = picked",
+            + "; hops = hop_share:.1%; kept of draft + verify = kept:.2f; shapes picked = arms:.0%",
             where=lambda row: "round_ms" in row,
         ),
     ),

@@ -49,7 +49,6 @@ from cluster.measure.speed import (
     Contenders,
     SpeedPlan,
     SpeedResult,
-    check_and_warm,
     measure,
     rows_of,
 )
@@ -387,10 +386,8 @@ async def test_a_round_is_split_into_the_peers_times_and_the_rest():
 
 
 async def test_a_different_token_is_found_and_named_in_the_check_and_in_the_measurement():
-    scripted = ScriptedSpeeds(SPEED, wrong="(3,2,1)")
-    identity = await check_and_warm(
-        PLAN, Contenders(scripted, dict.fromkeys(PLAN.baselines, scripted)), 2, lambda: None
-    )
+    check = replace(PLAN, prompts=PLAN.prompts[:2], repetitions=1)
+    identity = (await measured_with(plan=check, wrong="(3,2,1)")).identity
     assert (identity.answers_compared, identity.tokens_compared) == (2 * 2 * 3, 2 * 2 * 3 * 12)
     assert len(identity.differences) == 4
     assert identity.differences[0].startswith("costly, (3,2,1), prompt 1, temperature 0: token 12 differs")
@@ -440,7 +437,7 @@ async def test_llama_cpp_that_fails_loses_its_rows_and_no_others(answers):
     scripted = ScriptedSpeeds(SPEED)
     others = dict.fromkeys(PLAN.baselines, scripted) | dict.fromkeys(LLAMA_CPP_ROWS, FailsAfter(answers))
     contenders = Contenders(scripted, others)
-    await check_and_warm(WITH_LLAMA, contenders, 1, lambda: None)
+    await measure(replace(WITH_LLAMA, prompts=PLAN.prompts[:1], repetitions=1), contenders, 1000.0, lambda: None)
     steps = []
     measured = await measure(WITH_LLAMA, contenders, 1000.0, lambda: steps.append(1))
     assert len(steps) == WITH_LLAMA.answers
