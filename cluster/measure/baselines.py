@@ -7,29 +7,23 @@ communication between the processes is not counted.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from dendro.errors import BadRequest, EngineFailed
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 from tree_layers.gguf_weights import gguf_settings
 
 from cluster.checkpoints import check_library_has
 from cluster.engines import engine_environment
-from cluster.measure.measurement import (
-    ASSISTED,
-    BATCH,
-    BEST_ASSISTED,
-    BEST_LOOKUP,
-    GENERATE,
-    GRIDS,
-    LOOKUP,
-    TimedAnswer,
-)
-from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
+from cluster.measure.measurement import ASSISTED, BEST_ASSISTED, BEST_LOOKUP, GENERATE, GRIDS, LOOKUP, TimedAnswer
+from cluster.measure.processes import Call, ContenderProcess, Reply, contender_process, serve_calls
 
 LOOKUPS = {LOOKUP: (10, 2)} | {name: (guesses, 3) for name, guesses in GRIDS[BEST_LOOKUP].items()}
 """Guesses of a round and the longest n-gram that is looked up; `LOOKUP` has the defaults of the library's generator."""
@@ -56,12 +50,8 @@ class Baselines:
     """The library's ways to generate, in this process."""
 
     def __init__(self, target: Path, assistant: Path | None, dtype: str, threads: int) -> None:
-        import torch
-        from transformers import AutoModelForCausalLM
-
         check_library_has(target)
         torch.set_num_threads(threads)
-        self._torch = torch
         device = "cuda" if torch.cuda.is_available() else "cpu"
 
         def load(path: Path) -> Any:
@@ -80,7 +70,7 @@ class Baselines:
 
     def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
         """`tokens` new tokens after a prompt, timed from the call to the last one. No top-k or top-p."""
-        torch, clock = self._torch, TokenClock()
+        clock = TokenClock()
         options: dict[str, object] = {"do_sample": False}
         if temperature > 0:
             options = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -103,20 +93,15 @@ class Baselines:
         return TimedAnswer(tuple(answer), seconds, clock.times[1] - started, clock.counts[1], len(clock.times) - 1)
 
     def batch(self, row: str, prompts: Sequence[Sequence[int]], tokens: int) -> dict[str, float]:
-        """Greedy answers of `tokens` tokens to all prompts at once: the total `tokens` and the `seconds` taken.
-
-        Shorter prompts are padded on the left.
-        """
-        if row != BATCH:
-            raise BadRequest("row", f"{row!r} is not {BATCH}")
-        answers, seconds = self._generate(row, prompts, tokens, do_sample=False)
-        return {"tokens": sum(map(len, answers)), "seconds": seconds}
+        """The `seconds` that greedy answers of `tokens` tokens to all prompts at once take. Shorter prompts are padded
+        on the left."""
+        return {"seconds": self._generate(row, prompts, tokens, do_sample=False)[1]}
 
     def _generate(
         self, row: str, prompts: Sequence[Sequence[int]], tokens: int, **options: object
     ) -> tuple[list[list[int]], float]:
         """The answers to all prompts at once, and the seconds from the call to the last token."""
-        torch, longest = self._torch, max(map(len, prompts))
+        longest = max(map(len, prompts))
         ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts], device=self.device)
         mask = torch.tensor([[at >= longest - len(prompt) for at in range(longest)] for prompt in prompts]).long()
         started = time.perf_counter()
@@ -129,23 +114,22 @@ class Baselines:
         return answers, seconds
 
 
-def load(target: Path, assistant: Path | None, dtype: str, threads: int) -> tuple[Reply, Callable[[Call], Reply]]:
+def load(target: str, assistant: str | None, dtype: str, threads: int) -> tuple[Reply, Callable[[Call], Reply]]:
     """No facts, and the function that answers a call of `library_process`."""
-    from transformers.utils import logging
-
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    baselines = Baselines(target, assistant, dtype, threads)
+    baselines = Baselines(Path(target), Path(assistant) if assistant else None, dtype, threads)
     return {}, lambda call: baselines.batch(**call) if "prompts" in call else asdict(baselines.answer(**call))
 
 
-def library_process(target: Path, assistant: Path | None, dtype: str, threads: int) -> ContenderProcess:
+def library_process(
+    target: Path, assistant: Path | None, dtype: str, threads: int
+) -> AbstractAsyncContextManager[ContenderProcess]:
     """The baselines in a separate process, with the environment of an engine of so many threads."""
-    arguments = [str(target), str(assistant or ""), dtype, str(threads)]
+    arguments = (str(target), assistant and str(assistant), dtype, threads)
     quiet = engine_environment(threads) | {"TQDM_DISABLE": "1"}  # no bars of weights that are unpacked
-    return ContenderProcess("transformers", __name__, arguments, os.environ | quiet)
+    return contender_process("transformers", __name__, arguments, os.environ | quiet)
 
 
 if __name__ == "__main__":
-    _target, _assistant, _dtype, _threads = sys.argv[1:]
-    serve_calls(lambda: load(Path(_target), Path(_assistant) if _assistant else None, _dtype, int(_threads)))
+    serve_calls(load)

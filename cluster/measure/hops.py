@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from cluster.measure.processes import ContenderProcess, serve_calls
+from cluster.measure.processes import ContenderProcess, contender_process, serve_calls
 
 SERVICE = "dendro.bench.Hops"
 METHOD = f"/{SERVICE}/Stream"
@@ -31,9 +31,8 @@ HOPS = 40
 @asynccontextmanager
 async def hop_process() -> AsyncIterator[Callable[[int], Awaitable[float]]]:
     """Start the process; it ends with the context. Yields the function `hop_us`; raises EngineFailed."""
-    process = ContenderProcess("hops", __name__, [], os.environ)
     async with (
-        process,
+        contender_process("hops", __name__, [], os.environ) as process,
         grpc.aio.insecure_channel(process.facts["address"], options=(("grpc.enable_http_proxy", 0),)) as channel,
     ):
         yield partial(hop_us, process, channel.stream_stream(METHOD, None, None))
@@ -42,18 +41,17 @@ async def hop_process() -> AsyncIterator[Callable[[int], Awaitable[float]]]:
 async def hop_us(process: ContenderProcess, stream: Any, streams: int) -> float:
     """The processor time of a hop, in microseconds, where `streams` of them come at once."""
     calls = [stream() for _ in range(streams)]
-    used_us = [0, 0]
     try:
         await _hop(calls)  # the streams exist
-        used_us[0] = (await process.call(SERVICE))["used_us"]
+        before = await process.call(SERVICE)
         for _ in range(HOPS):
             await asyncio.sleep(TICK_S)
             await _hop(calls)
-        used_us[1] = (await process.call(SERVICE))["used_us"]
+        after = await process.call(SERVICE)
+        return float(after["used_us"] - before["used_us"]) / (streams * HOPS)
     finally:
         for call in calls:
             call.cancel()
-    return (used_us[1] - used_us[0]) / (streams * HOPS)
 
 
 async def _hop(calls: Sequence[Any]) -> None:

@@ -9,30 +9,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from dendro.errors import BadRequest, EngineFailed
 
-from cluster.measure.measurement import (
-    GREEDY_ROWS,
-    LLAMA_CPP_FILE,
-    LLAMA_CPP_LOOKUP,
-    LLAMA_CPP_ROWS,
-    TimedAnswer,
-)
-from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
+from cluster.measure.measurement import GREEDY_ROWS, LLAMA_CPP_FILE, LLAMA_CPP_LOOKUP, LLAMA_CPP_ROWS, TimedAnswer
+from cluster.measure.processes import Call, ContenderProcess, Reply, contender_process, serve_calls
 
 LOOKUP_TOKENS = 5
 LOOKUP_NGRAM = 3
 """Tokens of a lookup and of a matched n-gram, as in the row of transformers' prompt lookup."""
-NOT_INSTALLED = "{} is not installed; the extra `llama` has it"
 OURS_ALONE = ("OMP_WAIT_POLICY", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR")
 """Variables that our engines need. llama.cpp runs without them: waiting passively makes it slower."""
 
@@ -45,7 +37,7 @@ def imported(library: str) -> Any:
         return import_module(library)
     except ModuleNotFoundError as error:
         if error.name == library:
-            raise EngineFailed(NOT_INSTALLED.format(library)) from error
+            raise EngineFailed(f"{library} is not installed; the extra `llama` has it") from error
         raise EngineFailed(f"{library} cannot be imported: {error}") from error
     except Exception as error:  # the loader's errors are of many types
         raise EngineFailed(f"{library} cannot be imported: {type(error).__name__}: {error}") from error
@@ -120,9 +112,9 @@ def _enabled(system_info: str) -> list[str]:
     return [pair[0].strip() for pair in pairs if len(pair) == 2 and pair[1].strip() == "1"]
 
 
-def load(file: Path, threads: int, positions: int, rows: Sequence[str]) -> tuple[Reply, Callable[[Call], Reply]]:
+def load(file: str, threads: int, positions: int, rows: Sequence[str]) -> tuple[Reply, Callable[[Call], Reply]]:
     """Facts of the build, and the function that answers a call of `llama_cpp_process`."""
-    models = LlamaCppModels(file, threads, positions, rows)
+    models = LlamaCppModels(Path(file), threads, positions, rows)
     return models.facts, lambda call: asdict(models.answer(**call))
 
 
@@ -134,15 +126,13 @@ async def llama_cpp_process(
     file as it is, in place of these. Raises EngineFailed, in a sentence, if it cannot be started."""
     rows = LLAMA_CPP_ROWS if file is None else (LLAMA_CPP_FILE,)
     environment = {name: value for name, value in os.environ.items() if name not in OURS_ALONE}
-    async with AsyncExitStack() as stack:
-        with tempfile.TemporaryDirectory() as folder:  # the process has mapped the file when it is ready
-            if file is None:
-                file = Path(folder) / "model.gguf"
-                await asyncio.to_thread(_export, checkpoint, file, dtype)
-            arguments = [str(file), str(threads), str(positions + LOOKUP_TOKENS), *rows]
-            process = ContenderProcess("llama.cpp", __name__, arguments, environment, keep_log=True)
-            await stack.enter_async_context(process)
-        yield process
+    with tempfile.TemporaryDirectory() as folder:
+        if file is None:
+            file = Path(folder) / "model.gguf"
+            await asyncio.to_thread(_export, checkpoint, file, dtype)
+        arguments = (str(file), threads, positions + LOOKUP_TOKENS, rows)
+        async with contender_process("llama.cpp", __name__, arguments, environment, keep_log=True) as process:
+            yield process
 
 
 def _export(checkpoint: Path, file: Path, dtype: str) -> None:
@@ -157,5 +147,4 @@ def _export(checkpoint: Path, file: Path, dtype: str) -> None:
 
 
 if __name__ == "__main__":
-    _file, _threads, _positions, *_rows = sys.argv[1:]
-    serve_calls(lambda: load(Path(_file), int(_threads), int(_positions), _rows))
+    serve_calls(load)

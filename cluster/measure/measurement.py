@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 GENERATE = "transformers generate"
 LOOKUP = "transformers prompt lookup"
@@ -62,11 +61,6 @@ class TimedAnswer:
     round_count: int  # chunks of tokens
     rounds: RoundTimes | None = None  # None for the library's answers and for answers of one round
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> TimedAnswer:
-        """Read another process's fields, which JSON turned into lists; without `rounds`."""
-        return cls(**{**fields, "tokens": tuple(fields["tokens"])})
-
     @property
     def tokens_per_second(self) -> float:
         return len(self.tokens) / self.seconds
@@ -77,11 +71,3 @@ class TimedAnswer:
         if len(self.tokens) <= self.first_tokens:
             return None
         return (len(self.tokens) - self.first_tokens) / (self.seconds - self.first_seconds)
-
-
-class Contender(Protocol):
-    """Answers a prompt in the way that `row` names."""
-
-    async def answer(
-        self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int
-    ) -> TimedAnswer: ...

@@ -13,11 +13,10 @@ import shutil
 import signal
 import ssl
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from cluster.api.keys import ApiKeys, new_key, write_keys
 from cluster.config import Auth, Config
 from cluster.measure.load import LoadAnswer, LoadBlock, LoadedDoor, Prompt, percentiles, ratio, times_row
 from cluster.measure.ours import timed
-from cluster.measure.processes import Call, ContenderProcess, Reply, serve_calls
+from cluster.measure.processes import Call, ContenderProcess, Reply, contender_process, serve_calls
 from cluster.measure.report import Row
 from cluster.measure.statistics import estimate
 from cluster.router.allowance import KeyLimits
@@ -214,9 +213,9 @@ async def _collector() -> AsyncIterator[tuple[str, Callable[[], int]]]:
         await runner.cleanup()
 
 
-def _process(config: Config, way: str) -> ContenderProcess:
-    fields = json.dumps(config.model_dump(mode="json", exclude_unset=True))
-    return ContenderProcess(f"the cluster of {way}", __name__, [fields], os.environ, keep_log=True)
+def _process(config: Config, way: str) -> AbstractAsyncContextManager[ContenderProcess]:
+    arguments = [config.model_dump_json(exclude_unset=True)]
+    return contender_process(f"the cluster of {way}", __name__, arguments, os.environ, keep_log=True)
 
 
 def router_stats() -> dict[str, int]:
@@ -224,20 +223,20 @@ def router_stats() -> dict[str, int]:
     return {f"router_{name}": value for name, value in deploy.deployment_stats("router").items()}
 
 
-def _serve(config: Config) -> None:
+def _serve() -> None:
     """Run a cluster until the end of standard input; its calls are answered by the router's counters."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # this process ends after it has stopped the cluster
     with asyncio.Runner() as runner:
-        cluster = running_cluster(config)
+        running = AsyncExitStack()
 
-        def load() -> tuple[Reply, Callable[[Call], Reply]]:
-            runner.run(cluster.__aenter__())
+        def load(text: str) -> tuple[Reply, Callable[[Call], Reply]]:
+            runner.run(running.enter_async_context(running_cluster(Config.model_validate_json(text))))
             (addresses,) = deploy.router_addresses()
             return dict(addresses), lambda _: router_stats()
 
         serve_calls(load)
-        runner.run(cluster.__aexit__(None, None, None))
+        runner.run(running.aclose())
 
 
 if __name__ == "__main__":
-    _serve(Config.model_validate_json(sys.argv[1]))
+    _serve()
