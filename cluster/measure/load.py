@@ -16,11 +16,11 @@ from itertools import accumulate, pairwise
 from statistics import median
 from typing import Protocol
 
-from dendro.client import Asking
+from dendro.answer import Completion
 from dendro.errors import EngineFailed
 
 from cluster.measure.measurement import AUTO, BATCH, OFF, Step
-from cluster.measure.ours import TenantClients, TenantRule, timed
+from cluster.measure.ours import TenantClients, timed
 from cluster.measure.processes import ContenderProcess
 from cluster.measure.report import Row
 from cluster.measure.speed import Identity
@@ -29,12 +29,9 @@ from cluster.measure.statistics import estimate
 FIXED = "(3,2,1)"
 WAYS = (OFF, FIXED, AUTO)
 PERCENTILES = (50, 95, 99)
-FIRST_SAMPLE_S, SAMPLE_S = 0.5, 1.0
-"""First time and interval of sampling the pages in use; rare, as each sample is a call that loads the machine."""
 
 Prompt = Sequence[int]
 Stats = Callable[[], Awaitable[Mapping[str, int]]]
-"""Counters of the verifier; and of the router, with names that begin with `router_`."""
 HopTime = Callable[[int], Awaitable[float]]
 """Processor time in microseconds of a hop on one of so many grpc.aio streams (`hops.py`)."""
 
@@ -50,7 +47,6 @@ class LoadBlock:
     seconds: float = 0.0
     first_s: list[float] = field(default_factory=list)  # seconds from each request to its first token
     between_s: list[float] = field(default_factory=list)  # seconds between tokens: a chunk's wait over its tokens
-    pages: int = 0  # most pages in use, by samples
     shapes: Counter[str] = field(default_factory=Counter)  # requested shape -> rounds
     counters: Counter[str] = field(default_factory=Counter)  # growth of the door's counters
     hop_us: float = 0.0  # processor time of a hop on one of as many streams; 0 in open loops
@@ -93,95 +89,73 @@ class LoadedDoor(Protocol):
         """An answer of at most `tokens` tokens."""
         ...
 
-    async def stats(self) -> Mapping[str, int]:
+    def stats(self) -> Awaitable[Mapping[str, int]]:
         """Counters of the verifier; and of the router, with names that begin with `router_`."""
         ...
 
-    async def watch(self, block: LoadBlock) -> None:
+    async def watch(self) -> None:
         """Runs while a block is measured, and is then cancelled."""
         ...
 
 
+def by_token(done: Completion, times: Sequence[float]) -> LoadAnswer:
+    """The answer as its tokens. times: of the call, then of each round, whose wait counts once for each token"""
+    between_s = list[float]()
+    for part, (before, now) in zip(done.rounds[1:], pairwise(times[1:]), strict=True):
+        between_s += [(now - before) / len(part.token_ids) for _ in part.token_ids]
+    shapes = done.complete.speculation.rounds_by_shape
+    return LoadAnswer(done.token_ids, len(done.token_ids), times[1] - times[0], between_s, shapes)
+
+
+@dataclass(frozen=True, slots=True)
 class GrpcDoor:
     """The client library, or a router of this process."""
 
-    def __init__(
-        self,
-        client: Asking,
-        stats: Stats,
-        temperature: float = 0.0,
-        rule: TenantRule | None = None,
-        to_end: bool = False,
-    ) -> None:
-        """rule: as of TenantClients   to_end: whether an end-of-text token ends an answer"""
-        self._clients = TenantClients(client, rule)
-        self._temperature = temperature
-        self._to_end = to_end
-        self._stats = stats
+    clients: TenantClients
+    stats: Stats
+    temperature: float = 0.0
+    to_end: bool = False  # True if an end-of-text token ends an answer
+    read: Callable[[Completion, Sequence[float]], LoadAnswer] = by_token
 
     async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> LoadAnswer:
         done, times = await timed(
-            self._clients.client_for(speculation, seed),
+            self.clients.client_for(speculation, seed),
             prompt,
             max_new_tokens=tokens,
-            ignore_end=not self._to_end,
+            ignore_end=not self.to_end,
             speculation=speculation,
-            temperature=self._temperature,
+            temperature=self.temperature,
             seed=seed,
         )
-        between_s = list[float]()
-        for part, (before, now) in zip(done.rounds[1:], pairwise(times[1:]), strict=True):
-            if part.token_ids:
-                between_s += [(now - before) / len(part.token_ids)] * len(part.token_ids)
-        shapes = done.complete.speculation.rounds_by_shape
-        return LoadAnswer(done.token_ids, len(done.token_ids), times[1] - times[0], between_s, shapes)
+        return self.read(done, times)
 
-    async def stats(self) -> Mapping[str, int]:
-        return await self._stats()
-
-    async def watch(self, block: LoadBlock) -> None:
-        """Samples the pages in use."""
-        await asyncio.sleep(FIRST_SAMPLE_S)
-        while True:
-            block.pages = max(block.pages, (await self.stats()).get("pages_held", 0))
-            await asyncio.sleep(SAMPLE_S)
+    async def watch(self) -> None:
+        """Nothing else runs."""
 
 
+@dataclass(frozen=True, slots=True)
 class Loader:
     """Clients of running clusters. A prompt has the same seed in every block, and so the same answer, which `identity`
     compares with the first one to it."""
 
-    def __init__(
-        self,
-        doors: Callable[[str], LoadedDoor],
-        prompts: Sequence[Prompt],
-        tokens: int,
-        *,
-        to_end: bool = False,
-        speculation: str | None = None,
-        after: Loader | None = None,
-    ) -> None:
-        """doors: gives the door of a block's way   to_end: whether answers may have fewer than `tokens` tokens
-        speculation: of all requests; None: the block's way   after: the loader with which this one shares `identity`
-        """
-        self._doors = doors
-        self._prompts = prompts
-        self._tokens = tokens
-        self._to_end = to_end
-        self._speculation = speculation
-        self._answers: dict[int, Sequence[int]] = after._answers if after else {}  # the first by its prompt's number
-        self.identity: Identity = after.identity if after else Identity()
+    doors: Callable[[str], LoadedDoor]  # gives the door of a block's way
+    prompts: Sequence[Prompt]
+    tokens: int
+    to_end: bool = False  # True if answers may have fewer than `tokens` tokens
+    speculation: str | None = None  # speculation of all requests; None: the block's way
+    answers: dict[int, Sequence[int]] = field(default_factory=dict)  # the first by its prompt's number
+    identity: Identity = field(default_factory=Identity)
 
     def length(self, number: int) -> int:
         """Tokens of the answer to the prompt of this number, which was asked before."""
-        return len(self._answers[number % len(self._prompts)])
+        return len(self.answers[number % len(self.prompts)])
 
     async def closed(self, block: LoadBlock, clients: int, answers: int) -> LoadBlock:
         """Each client sends `answers` requests, each as soon as the one before is answered."""
 
         async def one(index: int) -> None:
             for turn in range(answers):
-                await self._answer(block, (index + turn * clients) % len(self._prompts))
+                await self._answer(block, (index + turn * clients) % len(self.prompts))
 
         return await self._timed(block, [one(index) for index in range(clients)])
 
@@ -192,14 +166,14 @@ class Loader:
 
         async def one(index: int) -> None:
             await asyncio.sleep(times[index])
-            await self._answer(block, index % len(self._prompts))
+            await self._answer(block, index % len(self.prompts))
 
         return await self._timed(block, [one(index) for index in range(requests)])
 
     async def _timed(self, block: LoadBlock, work: Sequence[Awaitable[None]]) -> LoadBlock:
-        door = self._doors(block.way)
+        door = self.doors(block.way)
         before = await door.stats()
-        watching = asyncio.ensure_future(door.watch(block))
+        watching = asyncio.ensure_future(door.watch())
         used_us, started = time.process_time_ns() // 1000, time.perf_counter()
         try:
             await asyncio.gather(*work)
@@ -214,15 +188,15 @@ class Loader:
 
     async def _answer(self, block: LoadBlock, number: int) -> None:
         """Ask with the prompt of this number, which is also the seed."""
-        door, speculation = self._doors(block.way), self._speculation or block.way
-        done = await door.answer(self._prompts[number], self._tokens, speculation, number)
-        if done.tokens != self._tokens and not self._to_end:
-            raise EngineFailed(f"{block.way}: {done.tokens} tokens instead of {self._tokens}")
+        door, speculation = self.doors(block.way), self.speculation or block.way
+        done = await door.answer(self.prompts[number], self.tokens, speculation, number)
+        if done.tokens != self.tokens and not self.to_end:
+            raise EngineFailed(f"{block.way}: {done.tokens} tokens instead of {self.tokens}")
         block.first_s.append(done.first_s)
         block.between_s += done.between_s
         block.shapes.update(done.shapes)
         block.tokens += done.tokens
-        first = self._answers.setdefault(number, done.output)
+        first = self.answers.setdefault(number, done.output)
         if first is not done.output:
             self.identity.compare(f"{block.load}, {block.way}, prompt {number + 1}", done.output, first)
 
@@ -251,9 +225,7 @@ async def measure_load(
     plan: LoadPlan, loader: Loader, library: ContenderProcess, hop_time: HopTime, step: Step
 ) -> tuple[list[LoadBlock], dict[str, str]]:
     """All blocks, and the errors of baselines that failed."""
-    order = random.Random(plan.seed)
-    blocks: list[LoadBlock] = []
-    silent: dict[str, str] = {}
+    order, blocks, silent = random.Random(plan.seed), list[LoadBlock](), dict[str, str]()
     for way in plan.ways:  # warm-up: every way, and the step sizes at full load
         await loader.closed(LoadBlock(way, "warm-up", 0), max(plan.clients), 1)
     for clients in plan.clients:  # the policy learns each load once per router
@@ -284,7 +256,7 @@ async def measure_load(
         for share in plan.arrivals:
             per_second = share * full
             for way in order.sample(plan.ways, len(plan.ways)):
-                block = LoadBlock(way, open_load(share), repetition)
+                block = LoadBlock(way, f"{share:g} of capacity", repetition)
                 seed = plan.seed + repetition  # gives all ways equal arrivals
                 blocks.append(await loader.open(block, per_second, plan.requests, seed))
                 step()
@@ -295,15 +267,11 @@ def closed_load(clients: int) -> str:
     return f"{clients} client{'s' if clients > 1 else ''}"
 
 
-def open_load(share: float) -> str:
-    return f"{share:g} of capacity"
-
-
-def ratio(blocks: Sequence[LoadBlock], load: str, over: str, under: str) -> dict[str, float]:
-    """A row's field: tokens per second of one way over another's at one load, paired by repetition."""
-    rates = {(block.way, block.repetition): block.rate for block in blocks if block.load == load}
-    pairs = [(rates[over, each], rates[under, each]) for way, each in rates if way == over and (under, each) in rates]
-    return estimate([high / low for high, low in pairs])
+def ratio(over: Sequence[LoadBlock], under: Sequence[LoadBlock]) -> dict[str, float] | None:
+    """A row's field: tokens per second of blocks over those of others, paired by repetition; None without a pair."""
+    rates = {block.repetition: block.rate for block in under}
+    pairs = [block.rate / rates[block.repetition] for block in over if block.repetition in rates]
+    return estimate(pairs) if pairs else None
 
 
 def times_row(blocks: Sequence[LoadBlock], judged: str) -> Row:
@@ -321,13 +289,13 @@ def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str
     """One row for each load and way: closed loops first, by size. ways: ours, in order   judged: whose aims are judged
     by the rows"""
     rows = []
+    alone = {way: [each for each in blocks if (each.load, each.way) == (closed_load(1), way)] for way in ways}
     for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):
-        here = [block for block in blocks if block.load == load]
-        rates = {way: [block.rate for block in here if block.way == way] for way in ways if way != AUTO}
-        best = max((way for way in rates if rates[way]), key=lambda way: median(rates[way]))
-        arriving, number = _load_order(here[0])
-        for way in (*ways, BATCH):
-            mine = [block for block in here if block.way == way]
+        here = {way: [each for each in blocks if (each.load, each.way) == (load, way)] for way in (*ways, BATCH)}
+        fixed = [way for way in ways if way != AUTO and here[way]]
+        best = max(fixed, key=lambda way: median(block.rate for block in here[way]))
+        arriving, number = _load_order(here[best][0])
+        for way, mine in here.items():
             if not mine:
                 continue
             row = times_row(mine, judged) | {
@@ -336,11 +304,11 @@ def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str
                 "between_tokens_ms": percentiles([each for block in mine for each in block.between_s]),
             }
             if way in ways:
-                row |= _counts(mine) | {"over_one": _over_one(blocks, mine)}
+                row |= _counts(mine) | {"over_one": ratio(mine, alone[way])}
             if way != OFF:
-                row["over_off"] = ratio(blocks, load, way, OFF)
+                row["over_off"] = ratio(mine, here[OFF])
             if way == AUTO:
-                row |= {"over_best": ratio(blocks, load, AUTO, best), "best": best}
+                row |= {"over_best": ratio(mine, here[best]), "best": best}
             rows.append(row)
     return rows
 
@@ -359,17 +327,8 @@ def _counts(blocks: Sequence[LoadBlock]) -> Row:
         "step_overhead": estimate(stepped) if stepped else None,
         "router_ms": estimate([block.router_ms for block in blocks]),
         "router_over_hop": estimate(hops) if hops else None,
-        "pages_in_use": max(block.pages for block in blocks),
         "shapes": {name: round(rounds / shapes.total(), 3) for name, rounds in shapes.most_common()},
     }
-
-
-def _over_one(blocks: Sequence[LoadBlock], mine: Sequence[LoadBlock]) -> Row | None:
-    """The rate of these blocks over that of one client in the same way and repetition; None where there is none."""
-    way, one = mine[0].way, closed_load(1)
-    alone = {block.repetition: block.rate for block in blocks if (block.load, block.way) == (one, way)}
-    pairs = [block.rate / alone[block.repetition] for block in mine if block.repetition in alone]
-    return estimate(pairs) if pairs else None
 
 
 def _load_order(block: LoadBlock) -> tuple[bool, float]:

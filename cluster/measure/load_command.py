@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cluster.measure.bench import Aim, Bench, Plot, ReportTable, judged_as, mode
 from cluster.measure.hops import hop_process
 from cluster.measure.load import FIXED, WAYS, GrpcDoor, Loader, LoadPlan, measure_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Begin
-from cluster.measure.ours import TenantRule
+from cluster.measure.ours import TenantClients, TenantRule
 from cluster.measure.own_target import FIXED_ARM_BAR, NEVER_SLOWER, own_arms, own_prompts, own_target, prompt_facts
 from cluster.measure.pairs import FIRST_S, PAIRS, PairsPlan, measure_pairs, rows_against_off
 from cluster.measure.report import Row
@@ -41,6 +41,8 @@ ARRIVALS = {False: (0.25, 0.5, 0.75, 1.0), True: (0.5,)}
 """Rates of the open loops, as shares of the capacity, without and with --quick."""
 BUNDLED = "bundled"
 """The costly target, among what is judged."""
+Loaded = tuple[list[Row], Identity, dict[str, Any]]
+"""What a run gives: rows, compared answers, and facts for the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +103,8 @@ class LoadOptions:
         return self.config is not None or self.prompt_file is not None
 
     def __post_init__(self) -> None:
-        if not self.own and self.target and not self.against_off:
-            raise BadRequest("target", "has an effect with --against-off or CONFIG; all else is on the costly target")
-        if not self.own and self.target not in ("", DEMO, COSTLY):
-            raise BadRequest(
-                "target", f"is {self.target}, but load has the demo and the costly target; with CONFIG, name its own"
-            )
+        if not self.own and self.target not in ("", *((DEMO, COSTLY) if self.against_off else ())):
+            raise BadRequest("target", "has an effect with --against-off (demo or costly) or CONFIG (its own) alone")
         if not self.own and self.tenants is not TenantRule.ANSWERS:
             raise BadRequest("tenants", "has an effect with CONFIG or --prompt-file alone")
         if self.temperatures and not self.against_off:
@@ -139,22 +137,18 @@ class LoadSubject:
         return self.config.targets[self.name]
 
     def loader(self, client: AsyncClient, tokens: int, temperature: float = 0.0) -> Loader:
-        door = GrpcDoor(client, partial(stats_of, self.name), temperature, self.rule, self.to_end)
-        return Loader(lambda way: door, self.prompts, tokens, to_end=self.to_end)
-
-    def report_facts(self) -> dict[str, Any]:
-        return {"target": self.name, **target_facts(self.config), **self.facts}
+        door = GrpcDoor(TenantClients(client, self.rule), partial(stats_of, self.name), temperature, self.to_end)
+        return Loader(lambda way: door, self.prompts, tokens, self.to_end)
 
 
 def with_room(config: Config, texts: int) -> Config:
     """The configuration of one target with room for so many texts at every replica."""
-    ((name, target),) = config.targets.items()
-    target = target.model_copy(update={"max_sessions": max(texts, target.max_sessions)})
-    drafters = {
-        drafter: each.model_copy(update={"max_sessions": max(texts, each.max_sessions)})
-        for drafter, each in config.drafters.items()
-    }
-    return config.model_copy(update={"targets": {name: target}, "drafters": drafters})
+
+    def roomy(served: Mapping[str, Any]) -> dict[str, Any]:
+        rooms = {name: {"max_sessions": max(texts, each.max_sessions)} for name, each in served.items()}
+        return {name: each.model_copy(update=rooms[name]) for name, each in served.items()}
+
+    return config.model_copy(update={"targets": roomy(config.targets), "drafters": roomy(config.drafters)})
 
 
 async def stats_of(target: str) -> Mapping[str, int]:
@@ -177,7 +171,7 @@ def subject_of(options: LoadOptions) -> LoadSubject:
     return LoadSubject(chosen, ids, options.tenants, to_end=True, facts=facts)
 
 
-async def run_against_off(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> tuple[list[Row], Identity]:
+async def run_against_off(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> Loaded:
     plan = PairsPlan(
         ways=(AUTO, OFF),
         settings={f" at {temperature:g}": temperature for temperature in options.temperatures or PAIRED_TEMPERATURES},
@@ -195,30 +189,26 @@ async def run_against_off(options: LoadOptions, loaded: LoadSubject, begin: Begi
             yield loader
             identity.add(loader.identity)
 
-    return rows_against_off(await measure_pairs(plan, fresh_router, begin("blocks", plan.blocks))), identity
+    blocks = await measure_pairs(plan, fresh_router, begin("blocks", plan.blocks))
+    return rows_against_off(blocks), identity, {"fresh": True}
 
 
-async def run_surface(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> tuple[list[Row], Identity, int]:
-    """Also returns how often traces were sent."""
+async def run_surface(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> Loaded:
     async with both_doors(with_room(loaded.config, max(options.clients or SURFACE_CLIENTS))) as (doors, sent):
-        first = Loader(doors.__getitem__, loaded.prompts, options.tokens, speculation=OFF)
-        others = Loader(doors.__getitem__, loaded.prompts, options.tokens, speculation=AUTO, after=first)
+        loader = Loader(doors.__getitem__, loaded.prompts, options.tokens)
         plan = PairsPlan(
             ways=(WHOLE, BARE),
-            settings={f", {OFF}": first, f", {AUTO}": others},
+            settings={f", {each}": replace(loader, speculation=each) for each in (OFF, AUTO)},  # one identity
             clients=options.clients or SURFACE_CLIENTS,
             answers=options.answers or 1,
             pairs=options.repetitions or SURFACE_PAIRS,
             warm=(BARE, WHOLE),
         )
         blocks = await measure_pairs(plan, nullcontext, begin("blocks", plan.blocks))
-        return surface_rows(blocks), first.identity, sent()
+        return surface_rows(blocks), loader.identity, {"traces": sent()}
 
 
-async def run_loads(
-    options: LoadOptions, loaded: LoadSubject, begin: Begin
-) -> tuple[list[Row], Identity, Mapping[str, str]]:
-    """Also returns the errors of baselines that failed."""
+async def run_loads(options: LoadOptions, loaded: LoadSubject, begin: Begin) -> Loaded:
     plan = LoadPlan(
         prompts=loaded.prompts,
         tokens=options.tokens,
@@ -239,28 +229,18 @@ async def run_loads(
     ):
         loader = loaded.loader(client, plan.tokens)
         blocks, silent = await measure_load(plan, loader, library, hop_us, begin("loads", plan.blocks))
-    return rows_of(blocks, plan.ways, OWN if options.own else BUNDLED), loader.identity, silent
+    failed = "; ".join(f"{way}: {why}" for way, why in silent.items())
+    return rows_of(blocks, plan.ways, OWN if options.own else BUNDLED), loader.identity, {"silent": failed}
 
 
 async def run_load(options: LoadOptions, begin: Begin) -> dict[str, Any]:
     loaded = subject_of(options)
-    silent: Mapping[str, str] = {}
-    traces = None
-    if options.surface:
-        rows, identity, traces = await run_surface(options, loaded, begin)
-    elif options.against_off:
-        rows, identity = await run_against_off(options, loaded, begin)
-    else:
-        rows, identity, silent = await run_loads(options, loaded, begin)
-    facts = loaded.report_facts() | {"tokens": options.tokens, "fresh": options.against_off or None}
-    compared = {
-        "compared": identity.answers_compared,
-        "silent": "; ".join(f"{way}: {why}" for way, why in silent.items()),
-        "traces": traces,
-    }
+    run = run_surface if options.surface else run_against_off if options.against_off else run_loads
+    rows, identity, facts = await run(options, loaded, begin)
+    given = {"target": loaded.name, **target_facts(loaded.config), **loaded.facts, "tokens": options.tokens}
     return {
         "threads": loaded.target.threads,
-        "plan": facts | compared,
+        "plan": given | {"compared": identity.answers_compared} | facts,
         "identity": identity.as_json(),
         "differences": identity.differences,
         "rows": rows,
@@ -301,7 +281,7 @@ LOAD = Bench(
             "row = name; tokens/s = tokens_per_second:.1f; over off = over_off:.2f; over bare gRPC = over_bare:.3f; "
             "first token ms * = first_token_ms/*:.0f; between tokens ms * = between_tokens_ms/*:.1f; between parts "
             "ms * = between_parts_ms/*:.1f; guesses per token = guesses_per_token:.2f; left out = "
-            "trimmed_per_token:.2f; pages in use = pages_in_use; step overhead = step_overhead:.1%; router ms a round "
+            "trimmed_per_token:.2f; step overhead = step_overhead:.1%; router ms a round "
             "= router_ms:.2f; client ms a round = client_ms:.2f; over a hop's = router_over_hop:.1f; rounds by shape "
             "= shapes:.0%",
         ),

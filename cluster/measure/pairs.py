@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
-from cluster.measure.load import LoadBlock, closed_load, rows_of
+from cluster.measure.load import LoadBlock, Loader, closed_load, rows_of
 from cluster.measure.measurement import AUTO, OFF, Step
 from cluster.measure.report import Row
 from cluster.measure.statistics import estimate
@@ -26,11 +26,7 @@ BLOCK_ANSWERS, LEAST_ANSWERS = 64, 2
 """Answers of a block, unless given, and the fewest for each client: so few texts at a time are rare at its end."""
 
 
-class ClosedLoops(Protocol):
-    async def closed(self, block: LoadBlock, clients: int, answers: int) -> LoadBlock: ...
-
-
-ClientsAt = Callable[[Any], AbstractAsyncContextManager[ClosedLoops]]
+ClientsAt = Callable[[Any], AbstractAsyncContextManager[Loader]]
 """Yields clients for a setting of the plan, of a router that is fresh where its answers are learned from."""
 
 
@@ -85,15 +81,11 @@ def rows_against_off(blocks: Sequence[LoadBlock]) -> list[Row]:
         if row["name"] == AUTO:
             mine = [block for block in blocks if block.load == row["load"]]
             seconds, over_off = first_minute(mine)
+            times = {(block.way, block.repetition): median(block.first_s) for block in mine}
+            first_tokens = [took / times[OFF, pair] for (way, pair), took in times.items() if way == AUTO]
             row |= {"first_s": round(seconds), "first_minute_over_off": round(over_off, 4)}
-            row["first_token_over_off"] = first_token_over_off(mine)
+            row["first_token_over_off"] = estimate(first_tokens)  # ratios of medians, by pair
     return rows
-
-
-def first_token_over_off(blocks: Sequence[LoadBlock]) -> dict[str, float]:
-    """A row's field: the policy's median time to the first token over off's, by pair."""
-    times = {(block.way, block.repetition): median(block.first_s) for block in blocks}
-    return estimate([took / times[OFF, pair] for (way, pair), took in times.items() if way == AUTO])
 
 
 def first_minute(blocks: Sequence[LoadBlock]) -> tuple[float, float]:

@@ -15,21 +15,24 @@ import ssl
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import aiohttp
 from aiohttp import web
+from dendro.answer import Completion
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, EngineFailed
 
 from cluster import deploy
 from cluster.api.keys import ApiKeys, new_key, write_keys
 from cluster.config import Auth, Config
-from cluster.measure.load import LoadAnswer, LoadBlock, LoadedDoor, Prompt, percentiles, ratio, times_row
-from cluster.measure.ours import timed
+from cluster.measure.load import GrpcDoor, LoadAnswer, LoadBlock, LoadedDoor, Stats, percentiles, ratio, times_row
+from cluster.measure.ours import TenantClients
 from cluster.measure.processes import Call, ContenderProcess, Reply, contender_process, serve_calls
 from cluster.measure.report import Row
 from cluster.measure.statistics import estimate
@@ -44,49 +47,16 @@ SCRAPE_S = 5.0
 """Seconds between two readings of the metrics."""
 
 
-class _ClusterDoor:
-    """The process of a cluster, of which one way in is used."""
-
-    def __init__(self, process: ContenderProcess) -> None:
-        self._process = process
-
-    async def stats(self) -> Mapping[str, int]:
-        return await self._process.call(SURFACE)
-
-
-class BareDoor(_ClusterDoor):
-    """The client library. Times between parts are those between rounds."""
-
-    def __init__(self, process: ContenderProcess, client: AsyncClient) -> None:
-        super().__init__(process)
-        self._client = client
-
-    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> LoadAnswer:
-        done, times = await timed(
-            self._client,
-            prompt,
-            max_new_tokens=tokens,
-            ignore_end=True,
-            speculation=speculation,
-            temperature=0.0,
-            seed=seed,
-        )
-        return answer_of(done.text, len(done.token_ids), times)
-
-    async def watch(self, block: LoadBlock) -> None:
-        pass
-
-
-class HttpDoor(_ClusterDoor):
+@dataclass(frozen=True, slots=True)
+class HttpDoor:
     """A client of OpenAI's HTTP API that keeps its connections."""
 
-    def __init__(self, process: ContenderProcess, session: aiohttp.ClientSession, address: str, status: str) -> None:
-        super().__init__(process)
-        self._session = session
-        self._address = address
-        self._status = status
+    session: aiohttp.ClientSession
+    stats: Stats
+    address: str
+    status: str  # address of the metrics
 
-    async def answer(self, prompt: Prompt, tokens: int, speculation: str, seed: int) -> LoadAnswer:
+    async def answer(self, prompt: Sequence[int], tokens: int, speculation: str, seed: int) -> LoadAnswer:
         fields = {
             "prompt": list(prompt),
             "max_tokens": tokens,
@@ -98,7 +68,7 @@ class HttpDoor(_ClusterDoor):
             "dendro": {"speculation": speculation},
         }
         times, texts, used = [time.perf_counter()], [], 0
-        async with self._session.post(f"{self._address}/v1/completions", json=fields) as response:
+        async with self.session.post(f"{self.address}/v1/completions", json=fields) as response:
             if response.status != 200:
                 raise EngineFailed(f"{WHOLE}: {response.status} {(await response.text())[:200]}")
             async for line in response.content:
@@ -111,27 +81,36 @@ class HttpDoor(_ClusterDoor):
                     times.append(time.perf_counter())
                     texts.append(text)
                 used = (part.get("usage") or {}).get("completion_tokens", used)
-        return answer_of("".join(texts), used, times)
+        return by_part("".join(texts), used, times)
 
-    async def watch(self, block: LoadBlock) -> None:
+    async def watch(self) -> None:
         """Reads the metrics."""
         while True:
-            async with self._session.get(f"http://{self._status}/metrics") as response:
+            async with self.session.get(f"http://{self.status}/metrics") as response:
                 await response.read()
             await asyncio.sleep(SCRAPE_S)
 
 
-def answer_of(text: str, tokens: int, times: Sequence[float]) -> LoadAnswer:
-    """times: of the call, then of each part with text"""
+def by_part(text: str, tokens: int, times: Sequence[float]) -> LoadAnswer:
+    """The answer as its text. times: of the call, then of each part with text"""
     return LoadAnswer(text.encode(), tokens, times[1] - times[0], [now - then for then, now in pairwise(times[1:])])
+
+
+def bare_door(client: AsyncClient, stats: Stats) -> GrpcDoor:
+    """The client library. Times between parts are those between rounds."""
+
+    def read(done: Completion, times: Sequence[float]) -> LoadAnswer:
+        return by_part(done.text, len(done.token_ids), times)
+
+    return GrpcDoor(TenantClients(client, None), stats, read=read)
 
 
 def surface_rows(blocks: Sequence[LoadBlock]) -> list[Row]:
     """A row for each load and way."""
     rows = []
     for load in dict.fromkeys(block.load for block in blocks):
-        for way in (BARE, WHOLE):
-            mine = [block for block in blocks if (block.load, block.way) == (load, way)]
+        bare, whole = ([each for each in blocks if (each.load, each.way) == (load, way)] for way in (BARE, WHOLE))
+        for mine in (bare, whole):
             client_ms = [block.client_us / 1e3 / block.counters["router_rounds"] for block in mine]
             row = times_row(mine, SURFACE) | {
                 "clients": None,
@@ -140,9 +119,8 @@ def surface_rows(blocks: Sequence[LoadBlock]) -> list[Row]:
                 "router_ms": estimate([block.router_ms for block in mine]),
                 "client_ms": estimate(client_ms),
             }
-            if way == WHOLE:
-                row["over_bare"] = ratio(blocks, load, WHOLE, BARE)
             rows.append(row)
+        rows[-1]["over_bare"] = ratio(whole, bare)
     return rows
 
 
@@ -171,9 +149,10 @@ async def both_doors(config: Config) -> AsyncIterator[tuple[dict[str, LoadedDoor
             timeout=aiohttp.ClientTimeout(total=None),
         )
         await stack.enter_async_context(session)
+        bare_stats, whole_stats = (partial(process.call, SURFACE) for process in (plain, full))
         doors: dict[str, LoadedDoor] = {
-            BARE: BareDoor(plain, client),
-            WHOLE: HttpDoor(full, session, f"https://{full.facts['http']}", full.facts["status"]),
+            BARE: bare_door(client, bare_stats),
+            WHOLE: HttpDoor(session, whole_stats, f"https://{full.facts['http']}", full.facts["status"]),
         }
         yield doors, sent
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import asynccontextmanager
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from dendro.client import AsyncClient
@@ -26,7 +27,7 @@ from cluster.measure.load import (
 )
 from cluster.measure.load_command import BUNDLED, LOAD, LoadOptions
 from cluster.measure.measurement import BATCH
-from cluster.measure.ours import TenantRule
+from cluster.measure.ours import TenantClients, TenantRule
 from cluster.measure.pairs import PairsPlan, first_minute, measure_pairs, rows_against_off
 from cluster.measure.speed import OWN
 from cluster.measure.targets import COSTLY, MAMBA2
@@ -64,8 +65,12 @@ def some_blocks():
 
 
 def test_ratios_are_of_blocks_of_one_repetition():
-    found = ratio(some_blocks(), "1 client", "auto", "off")
+    auto, off = (
+        [each for each in some_blocks() if (each.load, each.way) == ("1 client", way)] for way in ("auto", "off")
+    )
+    found = ratio(auto, off[1:])
     assert (found["low"], found["median"], found["high"]) == pytest.approx((1.6, 1.6, 1.6))
+    assert found["coverage"] == 0.5 and ratio(auto[:1], off[1:]) is None
 
 
 def test_percentiles_are_measured_values():
@@ -213,7 +218,7 @@ async def test_an_answers_tokens_are_timed_by_round():
     async def stats():
         return {}
 
-    door = GrpcDoor(LocalClient(edge.ingress(edge.EdgePeers())), stats)
+    door = GrpcDoor(TenantClients(LocalClient(edge.ingress(edge.EdgePeers())), None), stats)
     loader = Loader(lambda way: door, [list(b"the snake")], 16)
     found = await loader.closed(LoadBlock("(1,1,1)", "2 clients", 0), clients=2, answers=1)
     assert (found.tokens, len(found.first_s), len(found.between_s)) == (32, 2, 24)
@@ -230,11 +235,11 @@ async def test_answers_stop_at_their_ends_and_a_changed_one_is_a_difference(monk
     server = await serve_router(edge.ingress(edge.EdgePeers()))
     try:
         async with AsyncClient(server.address) as client:
-            door = GrpcDoor(client, stats, 1.0, TenantRule.ANSWERS, to_end=True)
+            door = GrpcDoor(TenantClients(client, TenantRule.ANSWERS), stats, 1.0, to_end=True)
             whole, some = (Loader(lambda way: door, [list(b"the snake")], tokens, to_end=True) for tokens in (100, 16))
             blocks = [await whole.closed(LoadBlock(way, "1 client", 0), 1, 2) for way in ("off", "(1,1,1)")]
             await some.closed(LoadBlock("off", "1 client", 0), 1, 1)
-            some._answers[0] = (*some._answers[0][:-1], 0)
+            some.answers[0] = (*some.answers[0][:-1], 0)
             await some.closed(LoadBlock("auto", "1 client", 0), 1, 1)
     finally:
         await server.stop()
@@ -265,6 +270,15 @@ def test_clients_must_be_different_numbers_from_one_up(text):
 def test_a_target_without_effect_is_refused(target, against_off):
     with pytest.raises(BadRequest, match="target"):
         LoadOptions(target=target, against_off=against_off)
+
+
+@pytest.mark.parametrize("given", [{"tenants": TenantRule.ROWS}, {"temperatures": (0.5,)}], ids=str)
+def test_an_option_of_another_run_is_refused(given):
+    (name,) = given
+    with pytest.raises(BadRequest, match=f"{name}: has an effect with"):
+        LoadOptions(**given)
+    needed = {"config": Path("own.yaml")} if name == "tenants" else {"against_off": True}
+    assert getattr(LoadOptions(**given, **needed), name) == given[name]
 
 
 def chosen(**given) -> LoadOptions:

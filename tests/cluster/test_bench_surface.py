@@ -19,7 +19,7 @@ from cluster.api.openai.server import serve_http
 from cluster.measure.load import Loader
 from cluster.measure.load_command import LOAD, LoadOptions
 from cluster.measure.pairs import PairsPlan, measure_pairs
-from cluster.measure.surface import BARE, WHOLE, BareDoor, HttpDoor, answer_of, self_signed, surface_rows
+from cluster.measure.surface import BARE, WHOLE, HttpDoor, bare_door, by_part, self_signed, surface_rows
 from cluster.router.allowance import KeyLimits
 from tests.support.edge import EdgePeers, config, ingress
 
@@ -36,12 +36,12 @@ class CountedDoor:
     async def answer(self, prompt, tokens, speculation, seed):
         self.rounds += 4
         await asyncio.sleep(0)
-        return answer_of(f"{self.text} {seed}", self.tokens, (0.0, 0.1, 0.2))
+        return by_part(f"{self.text} {seed}", self.tokens, (0.0, 0.1, 0.2))
 
     async def stats(self):
         return {"router_cpu_us": 100 * self.rounds, "router_rounds": self.rounds}
 
-    async def watch(self, block):
+    async def watch(self):
         self.order.append(self.name)
 
 
@@ -91,7 +91,7 @@ async def test_a_real_server_answers_over_http_with_tls_and_a_key_as_a_bare_one_
             AsyncClient(bare.address) as client,
             aiohttp.ClientSession(connector=connector, headers=headers) as session,
         ):
-            doors = BareDoor(None, client), HttpDoor(None, session, f"https://{http.address}", "")
+            doors = bare_door(client, None), HttpDoor(session, None, f"https://{http.address}", "")
             answers = await asyncio.gather(*(door.answer(list(b"walk"), 12, "off", 1) for door in doors))
             with pytest.raises(EngineFailed, match="400"):
                 await doors[1].answer(list(b"walk"), 12, "none", 1)
