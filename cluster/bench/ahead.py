@@ -1,26 +1,24 @@
 """`dendro bench ahead`: drafting time that is hidden because a drafter prepares trees while a verifier works.
 
-Live, drafter and verifier are engines of this process. Simulated, the drafter has a machine of its own: what it takes
-to prepare each tree, to draft after a call and to verify is measured one after another, and the way between both
-machines is added. The verifier asks for each tree itself, so that a round has two messages, and begins it at once with
-a prepared tree that was sent before (docs/design/drafting-ahead.md#sent-before-the-verdict). A policy then chooses
-between those rounds and plain ones, whose tokens have no way to the drafter.
+The drafter has a machine of its own: what it takes to prepare each tree, to draft after a call and to verify is
+measured one after another, in one process, and the way between both machines is added. The verifier asks for each tree
+itself, so that a round has two messages, and begins it at once with a prepared tree that was sent before
+(docs/design/drafting-ahead.md#sent-before-the-verdict). A policy then chooses between those rounds and plain ones,
+whose tokens have no way to the drafter.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from dendro.calls import DraftCall, DrafterPeer, Hello
-from dendro.engine import Ticket
+from dendro.calls import DraftCall, Hello
 from dendro.shapes import MAX_ROWS, TreeShape
 from dendro.text import Sampling, Verdict
 from dendro.tree import DraftTree
@@ -33,10 +31,9 @@ from cluster.demo.kinds import KINDS, kind_prompts
 from cluster.demo.real_pair import REAL_DRAFTER, real_config
 from cluster.hub import fetched_model
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
-from cluster.measure.in_process import DRAFTER_DTYPE, EngineText, drafter_of, verifier_of
+from cluster.measure.in_process import DRAFTER_DTYPE, EngineText, verifier_of
 from cluster.measure.measurement import Begin
 from cluster.measure.report import Row
-from cluster.measure.statistics import Key, paired_ratio
 from cluster.measure.targets import COSTLY, target_config
 from cluster.policies import ConservativeUCB, Experience
 from cluster.policies.step_time import StepSizes
@@ -129,19 +126,6 @@ class SteppedDrafter(InlineDrafter):
         super().__init__(model, TEXTS, prepares=prepares)
 
     @torch.inference_mode()
-    def answer(self, call: DraftCall) -> tuple[DraftTree, float]:
-        """A tree, and the microseconds that it took."""
-        began_s = time.perf_counter()
-        self.scheduler.draft(Ticket(0.0), call)
-        while not self.scheduler.answers:
-            self.step()
-        ((_, tree),) = self.scheduler.answers
-        took_us = 1e6 * (time.perf_counter() - began_s)
-        self.scheduler.answers.clear()
-        assert isinstance(tree, DraftTree)
-        return tree, took_us
-
-    @torch.inference_mode()
     def prepare(self, session: DrafterText) -> tuple[list[float], dict[PreparedText, PreparedSpan]]:
         """Prepare all trees. Returns when each step ended, and the span of each tree."""
         began_s, ends, spans = time.perf_counter(), [0.0], dict[PreparedText, PreparedSpan]()
@@ -190,7 +174,8 @@ async def recorded(
         call, of = DraftCall(text.update(), shape), list(spans)
         new = text.text.ids[text.held :]
         used = next((place for place, each in enumerate(of) if each.guessed == new and each.complete), None)
-        (tree, _), (plain, draft_us) = [drafter.answer(call) for drafter in drafters]
+        prepared, asked = [drafter.answer([call]) for drafter in drafters]
+        (tree,), (plain,) = prepared.trees, asked.trees
         if not (tree.tokens.tolist() == plain.tokens.tolist() and (tree.values == plain.values).all()):
             raise RuntimeError("a prepared tree differs from that of its call")
         before = drafters[0].prepare(sessions[0])
@@ -198,46 +183,13 @@ async def recorded(
         verdict = await text.verify(verifier, tree)
         if len(text.text) > begin:  # no tree is prepared before the first round
             own = tuple(spans[each] for each in of)
+            draft_us = 1e6 * asked.seconds
             found.append(AheadRound(len(verdict.tokens), verdict.verify_us, draft_us, tuple(steps), own, used))
         text.grow(verdict.tokens)
     await text.close(verifier)
     for drafter, session in zip(drafters, sessions, strict=True):
         drafter.close(session)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class LiveAnswer:
-    """One answer of engines of this process."""
-
-    rounds: int
-    seconds: float  # time of all rounds
-    waited_s: float  # time of waiting for trees
-
-
-async def live(
-    verifier: VerifierEngine,
-    drafter: DrafterPeer,
-    ids: Sequence[int],
-    sampling: Sampling,
-    shape: TreeShape,
-    tokens: int,
-) -> LiveAnswer:
-    text, begin = EngineText(ids, sampling), len(ids)
-    await text.open(verifier, tokens + MAX_ROWS)
-    await text.open(drafter, tokens + MAX_ROWS)
-    rounds, waited_s, began_s = 0, 0.0, time.perf_counter()
-    while len(text.text) < begin + tokens:
-        asked_s = time.perf_counter()
-        tree = await text.draft(drafter, shape)
-        waited_s += time.perf_counter() - asked_s
-        verdict = await text.verify(verifier, tree)
-        text.grow(verdict.tokens)
-        rounds += 1
-    took_s = time.perf_counter() - began_s
-    for engine in (verifier, drafter):
-        await text.close(engine)
-    return LiveAnswer(rounds, took_s, waited_s)
 
 
 async def plain_us(verifier: VerifierEngine, ids: Sequence[int], sampling: Sampling, tokens: int) -> list[float]:
@@ -349,21 +301,6 @@ def policy_over_off(
     return emitted * off_us / spent_us
 
 
-def compared(ahead: Mapping[Key, LiveAnswer], plain: Mapping[Key, LiveAnswer], stats: Mapping[str, int]) -> Row:
-    """Compare answers with prepared trees with the same answers without. stats: of the drafter that prepares trees"""
-    rounds = sum(each.rounds for each in ahead.values())
-    waited = [sum(each.waited_s for each in answers.values()) for answers in (ahead, plain)]
-    seconds = [{key: each.seconds / each.rounds for key, each in answers.items()} for answers in (ahead, plain)]
-    return {
-        "hit_rate": stats["prepared_used"] / rounds,
-        "hidden": 1 - waited[0] / waited[1],
-        "thrown_away": 1 - stats["prepared_used_us"] / stats["prepared_us"] if stats["prepared_us"] else None,
-        "wait_ms": 1e3 * waited[0] / rounds,
-        "wait_without_ms": 1e3 * waited[1] / rounds,
-        "round_over_without": paired_ratio(*seconds).as_json(),
-    }
-
-
 def pair_of(name: str, folder: Path) -> tuple[TargetConfig, Path, Tokenizer]:
     """A target, its drafter's folder and its tokenizer. Raises CheckpointError where its package is not installed."""
     if name == SMOLLM2:
@@ -374,57 +311,40 @@ def pair_of(name: str, folder: Path) -> tuple[TargetConfig, Path, Tokenizer]:
     return fetched_model(f"targets.{name}", target), drafter, Tokenizer.from_file(str(drafter / "tokenizer.json"))
 
 
-@asynccontextmanager
-async def engines_of(target: TargetConfig, drafter: Path, tokens: int) -> AsyncIterator[tuple[Any, list[Any]]]:
-    """A verifier, and two engines of a drafter: one prepares trees."""
-    async with AsyncExitStack() as stack:
-        length = PROMPT_TOKENS + tokens + 2 * MAX_ROWS
-        verifier = await stack.enter_async_context(verifier_of(target.checkpoint.name, target, length))
-        made = [drafter_of(drafter, TEXTS, ahead) for ahead in (True, False)]
-        yield verifier, [await stack.enter_async_context(each) for each in made]
-
-
 async def measure(options: AheadOptions, begin: Begin) -> dict[str, Any]:
     answers = len(KINDS) * options.prompts * len(options.temperatures) * len(SHAPES)
-    step = begin("answers", len(options.pairs) * answers * 3)
-    found: dict[str, list[Row]] = {"live": [], "simulated": [], "policy": []}
+    step = begin("answers", len(options.pairs) * answers)
+    found: dict[str, list[Row]] = {"simulated": [], "policy": []}
     for name in options.pairs:
-        target, drafter, tokenizer = pair_of(name, options.models)
+        target, checkpoint, tokenizer = pair_of(name, options.models)
         given = [kind_prompts(kind, options.prompts, PROMPT_TOKENS, tokenizer, options.models) for kind in KINDS]
         ids = [prompt.token_ids for own in given for prompt in own]
-        stepped = [SteppedDrafter(drafter, prepares) for prepares in (True, False)]
-        async with engines_of(target, drafter, options.tokens) as (verifier, drafters):
+        drafters = [SteppedDrafter(checkpoint, prepares) for prepares in (True, False)]
+        async with verifier_of(name, target, PROMPT_TOKENS + options.tokens + 2 * MAX_ROWS) as verifier:
             for temperature in options.temperatures:
+                seeds = range(options.seed, options.seed + len(ids))
                 asked = [
-                    (prompt, Sampling(temperature=temperature, seed=options.seed + place))
-                    for place, prompt in enumerate(ids)
+                    (each, Sampling(temperature=temperature, seed=seed)) for each, seed in zip(ids, seeds, strict=True)
                 ]
-                plain = [us for each in asked for us in await plain_us(verifier, *each, options.tokens)]
+                off_us = median([us for each in asked for us in await plain_us(verifier, *each, options.tokens)])
                 of_shapes: dict[TreeShape, list[AheadRound]] = {shape: [] for shape in SHAPES}
+                head = {"pair": name, "temperature": temperature}
                 for shape, rounds in of_shapes.items():
-                    head = {"pair": name, "temperature": temperature, "shape": str(shape)}
-                    both: tuple[dict[Key, LiveAnswer], dict[Key, LiveAnswer]] = ({}, {})
-                    stats = drafters[0].stats()
-                    for place, each in enumerate(asked):
-                        rounds += await recorded(verifier, stepped, *each, shape, options.tokens)
+                    for each in asked:
+                        rounds += await recorded(verifier, drafters, *each, shape, options.tokens)
                         step()
-                        for which in ((0, 1), (1, 0))[place % 2]:
-                            both[which][place, 0] = await live(verifier, drafters[which], *each, shape, options.tokens)
-                            step()
-                    now = drafters[0].stats()
-                    found["live"].append(head | compared(*both, {key: now[key] - stats[key] for key in stats}))
-                    found["simulated"] += [head | row for row in at_ways(rounds)]
+                    found["simulated"] += [head | {"shape": str(shape)} | row for row in at_ways(rounds)]
                 for way_ms in WAYS_MS:
-                    head, off_us = {"pair": name, "temperature": temperature, "way_ms": way_ms}, median(plain)
-                    policy = policy_over_off(of_shapes, off_us, way_ms, await verifier.hello())
-                    found["policy"].append(head | {"off_ms": off_us / 1e3, "over_off": policy})
+                    over_off = policy_over_off(of_shapes, off_us, way_ms, await verifier.hello())
+                    row = {"way_ms": way_ms, "off_ms": off_us / 1e3, "over_off": over_off}
+                    found["policy"].append(head | row)
     return {"plan": {"tokens": options.tokens, "prompts": len(KINDS) * options.prompts}, "threads": 2, **found}
 
 
 AHEAD = Bench(
     "ahead",
-    "Measure how much drafting time is hidden because a drafter prepares trees while a verifier works: live in this "
-    "process, and simulated from measured times for a drafter on a machine of its own.",
+    "Measure how much drafting time is hidden because a drafter prepares trees while a verifier works, simulated from "
+    "measured times for a drafter on a machine of its own.",
     "Under a minute: one prompt of each kind, short answers, the bundled pair.",
     AheadOptions,
     measure,
@@ -433,21 +353,14 @@ AHEAD = Bench(
         "Hit rate: rounds whose tree had been begun when it was asked for. At once: rounds that wait for no tree: it "
         "was there by the verdict. Hidden: the share of drafting time that no round waits for, beside the way there "
         "and back. Thrown away: the share of the time of prepared trees that were not used",
-        "Live: drafter and verifier share this process and its cores. Simulated: every step is measured with nothing "
-        "beside it; a round has two messages, and waits for none where a prepared tree was sent before",
+        "Every step is measured with nothing beside it; a round has two messages, and waits for none where a prepared "
+        "tree was sent before",
         f"Policy: it chooses among both shapes and off, over the first {ANSWERS} answers of {ANSWER_TOKENS} tokens "
         "after a router's start; a round of off has no way to the drafter",
     ),
     tables=(
         ReportTable(
-            "Live, in one process",
-            "live",
-            "pair; shape; T = temperature:g; hit rate = hit_rate:.2f; hidden = hidden:.2f; thrown away = "
-            "thrown_away:.2f; wait for a tree, ms = wait_ms:.2f; without = wait_without_ms:.2f; round over that "
-            "without = round_over_without:.3f",
-        ),
-        ReportTable(
-            "Simulated, {pair}: the drafter has a machine of its own",
+            "{pair}: the drafter has a machine of its own",
             "simulated",
             "shape; T = temperature:g; way, ms = way_ms:g; hit rate = hit_rate:.2f; at once = at_once:.2f; hidden = "
             "hidden:.2f; hidden over hit rate = hidden_over_hits:.2f; thrown away = thrown_away:.2f; round, ms = "
@@ -455,7 +368,7 @@ AHEAD = Bench(
             "without_ms:.2f; speed over without = over_without:.2f",
         ),
         ReportTable(
-            "Simulated: a policy that chooses between these shapes and off",
+            "A policy that chooses between these shapes and off",
             "policy",
             "pair; T = temperature:g; way, ms = way_ms:g; round of off, ms = off_ms:.2f; policy over off = "
             "over_off:.2f",

@@ -147,27 +147,31 @@ class InlineDrafter:
     def draft(self, texts: Sequence[EngineText], shape: TreeShape) -> TimedDraft:
         """Draft a tree of each text, all at once. Before the time starts, calls and noise are prepared, and the last
         draft's last level runs again: the model is then in the processor's caches."""
-        scheduler, runner = self.scheduler, self.runner
         if self._last is not None:
-            runner.run(self._last)
+            self.runner.run(self._last)
         calls = [DraftCall(text.update(), shape) for text in texts]
-        tickets = [Ticket(scheduler.clock()) for _ in calls]
         self._prepare_noise()
-        plans = list[DraftPlan]()
+        found = self.answer(calls)
+        # A level writes the same into the kept nodes again; a chain would advance its text.
+        self._last = found.plans[-1] if isinstance(found.plans[-1].rows, Level | Levels) else None
+        return found
+
+    @torch.inference_mode()
+    def answer(self, calls: Sequence[DraftCall]) -> TimedDraft:
+        """A tree for each call, all at once. Raises EngineFailed where a draft failed."""
+        scheduler, plans = self.scheduler, list[DraftPlan]()
+        tickets = [Ticket(scheduler.clock()) for _ in calls]
         started = time.perf_counter()
         for ticket, call in zip(tickets, calls, strict=True):
             scheduler.draft(ticket, call)
         while len(scheduler.answers) < len(calls):
-            plan = self.step()
-            assert plan is not None
-            plans.append(plan)
+            if (plan := self.step()) is not None:
+                plans.append(plan)
         seconds = time.perf_counter() - started
         trees = {ticket: answer for ticket, answer in scheduler.answers if isinstance(answer, DraftTree)}
         if len(trees) < len(calls):
-            raise EngineFailed(f"a draft of {shape} failed: {scheduler.answers}")
+            raise EngineFailed(f"a draft failed: {scheduler.answers}")
         scheduler.answers.clear()
-        # A level writes the same into the kept nodes again; a chain would advance its text.
-        self._last = plans[-1] if isinstance(plans[-1].rows, Level | Levels) else None
         return TimedDraft(tuple(trees[ticket] for ticket in tickets), tuple(plans), seconds)
 
     def _prepare_noise(self) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from pathlib import Path
 
-import torch
 from dendro.calls import (
     CloseCall,
     DraftCall,
@@ -21,15 +19,11 @@ from dendro.calls import (
 )
 from dendro.engine import started
 from dendro.shapes import TreeShape
-from dendro.state import NoStates
 from dendro.text import Limits, Sampling, Tokens, Verdict
 from dendro.tree import DraftTree
 
 from cluster.config import TargetConfig
 from cluster.engines import verifier_options
-from cluster.measure.targets import THREADS
-from drafter_service.engine import DrafterEngine
-from drafter_service.options import DrafterOptions
 from verifier_service.engine import VerifierEngine
 
 DRAFTER_DTYPE = "float32"
@@ -41,17 +35,6 @@ def verifier_of(name: str, target: TargetConfig, max_length: int) -> AbstractAsy
     """A target's engine for one text, on the CPU."""
     options = replace(verifier_options(name, target), max_length=max_length, max_sessions=1, device="cpu")
     return started(VerifierEngine.load(target.checkpoint, options))
-
-
-def drafter_of(
-    checkpoint: Path, texts: int = 1, draft_ahead: bool = False
-) -> AbstractAsyncContextManager[DrafterEngine]:
-    """A drafter's engine for so many texts."""
-    dtype = getattr(torch, DRAFTER_DTYPE)
-    options = DrafterOptions(
-        name=checkpoint.name, dtype=dtype, threads=THREADS, max_sessions=texts, draft_ahead=draft_ahead
-    )
-    return started(DrafterEngine.load(checkpoint, options, states=NoStates()))
 
 
 class EngineText:

@@ -10,10 +10,8 @@ from dendro.text import Sampling
 from cluster.bench.ahead import (
     TEXTS,
     AheadRound,
-    LiveAnswer,
     PreparedSpan,
     SteppedDrafter,
-    compared,
     far_rounds,
     policy_over_off,
     recorded,
@@ -84,13 +82,6 @@ def test_a_policy_stays_off_where_rounds_of_trees_are_slower_and_drafts_where_th
     hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "float32", "bitwise", 1, attends=True, step_sizes=(1, 8))
     rounds = [AheadRound(3, 9_000, 100.0, (), (), None)] * 9
     assert least <= policy_over_off({TreeShape.parse("(1,1,1,1)"): rounds}, 7_000, way_ms, hello) <= most
-
-
-def test_a_live_row_compares_waits_and_rounds_of_the_same_answers():
-    answers = {(0, 0): LiveAnswer(10, 1.0, 0.1)}, {(0, 0): LiveAnswer(10, 1.1, 0.2)}
-    row = compared(*answers, {"prepared_used": 5, "prepared_us": 400, "prepared_used_us": 100})
-    assert (row["hit_rate"], row["hidden"], row["thrown_away"]) == (0.5, 0.5, 0.75)
-    assert row["round_over_without"]["median"] == pytest.approx(1 / 1.1, abs=1e-4)
 
 
 async def test_recorded_rounds_have_the_targets_tokens_and_the_trees_that_are_used():
