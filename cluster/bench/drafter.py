@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from dendro.errors import BadRequest, EngineFailed
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from dendro.text import Sampling
 from dendro.tree import LONGEST_TRACE, DraftTree
-from torch.profiler import ProfilerActivity, profile
 from tree_layers.states import SlotPool
 
 from cluster.demo.prompts import Prompt, held_out_prompts, load_tokenizer
@@ -183,26 +181,6 @@ class InlineDrafter:
         wanted.clear()
 
 
-# Allocations of torch, by its profiler
-def peak_bytes(run: Callable[[], Any]) -> int:
-    """Peak bytes of torch tensors allocated by the call, its result included."""
-    return max(accumulate(allocated_bytes(run)), default=0)
-
-
-def allocated_bytes(run: Callable[[], Any]) -> list[int]:
-    """Bytes allocated, or released if negative, in order, until just before the call's result is dropped."""
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # silences the profiler's lines at its start and end
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            kept = run()
-        profiler.export_chrome_trace(str(trace))
-        del kept
-        events = json.loads(trace.read_text())["traceEvents"]
-    changes = [(each["ts"], each["args"]["Bytes"]) for each in events if each.get("name") == "[memory]"]
-    return [change for _, change in sorted(changes, key=lambda each: each[0])]
-
-
 # Cases: work that forms do in turns
 class LevelCase:
     """A level of a tree below one text, of so many rows."""
@@ -211,7 +189,6 @@ class LevelCase:
         self.name, self.context, self.rows = forms.name, len(ids), rows
         self.times: dict[str, list[float]] = {form: [] for form in forms.models}
         self.held: dict[str, int] = {}  # by form: bytes that the text takes
-        self.temporary: dict[str, int] = {}  # by form: peak bytes of the tensors of the level's forward
         self._runs: dict[str, Callable[[], Any]] = {}
         for form, model in forms.models.items():
             drafter, text = InlineDrafter(model, 1, by_level=True), EngineText(ids, Sampling(temperature=1.0))
@@ -219,8 +196,6 @@ class LevelCase:
             self.held[form] = drafter.runner.memory.text_bytes(len(ids))
             plans = {plan.rows.count: plan for plan in drafter.draft([text], LEVELS).plans}
             self._runs[form] = partial(drafter.runner.run, plans[rows])
-            with torch.inference_mode():
-                self.temporary[form] = peak_bytes(self._runs[form])
 
     def seconds(self, form: str) -> float:
         run = self._runs[form]
@@ -231,6 +206,11 @@ class LevelCase:
 
     def after_turns(self) -> None:
         """Nothing changes: the level is the same in each turn."""
+
+    def row(self) -> Row:
+        held = {form: round(each / 1024, 1) for form, each in self.held.items()}
+        bar = LEVEL_BARS.get(self.name, {}).get(self.rows)
+        return timed(self) | {"context": self.context, "rows": self.rows, "bar": bar, "text_kib": held}
 
 
 def accepted_path(tree: DraftTree) -> list[int]:
@@ -276,8 +256,22 @@ class DraftCase:
             text.grow([*accepted_path(trees[0]), following])
         self._rounds += 1
 
+    def row(self) -> Row:
+        counted = {"sessions": self.sessions, "trees": self.trees, "equal": self.equal}
+        bar = DRAFT_BARS.get(self.name, {}).get(str(self.shape))
+        return timed(self) | {"shape": str(self.shape), "bar": bar} | counted
 
-def measure_in_turns(cases: Sequence[LevelCase | DraftCase], repetitions: int, step: Step) -> None:
+
+Case = LevelCase | DraftCase
+
+
+def timed(case: Case) -> Row:
+    """Milliseconds by form, and their ratio where there are two."""
+    ratio = over(case.times[EAGER], case.times[FUSED]) if FUSED in case.times else None
+    return {"drafter": case.name, "ms": estimates(case.times), "eager_over_fused": ratio}
+
+
+def measure_in_turns(cases: Sequence[Case], repetitions: int, step: Step) -> None:
     """Measure all cases in turns, after a warm-up of each; forms in random order, as caches depend on what ran
     before."""
     order = random.Random(0)
@@ -292,28 +286,7 @@ def measure_in_turns(cases: Sequence[LevelCase | DraftCase], repetitions: int, s
             step()
 
 
-# Rows
-def timed(case: LevelCase | DraftCase) -> Row:
-    """Milliseconds by form, and their ratio where there are two."""
-    ratio = over(case.times[EAGER], case.times[FUSED]) if FUSED in case.times else None
-    return {"drafter": case.name, "ms": estimates(case.times), "eager_over_fused": ratio}
-
-
-def level_row(case: LevelCase, weights: int) -> Row:
-    """weights: bytes of the drafter's weights"""
-    held = {form: round(each / 1024, 1) for form, each in case.held.items()}
-    whole = {form: round((weights + each + case.temporary[form]) / 1024, 1) for form, each in case.held.items()}
-    memory = {"text_kib": held, "all_kib": whole}
-    bar = LEVEL_BARS.get(case.name, {}).get(case.rows)
-    return timed(case) | {"context": case.context, "rows": case.rows, "bar": bar} | memory
-
-
-def draft_row(case: DraftCase) -> Row:
-    counted = {"sessions": case.sessions, "trees": case.trees, "equal": case.equal}
-    bar = DRAFT_BARS.get(case.name, {}).get(str(case.shape))
-    return timed(case) | {"shape": str(case.shape), "bar": bar} | counted
-
-
+# The measurement
 def with_positions(checkpoint: Path, positions: int, folder: Path) -> Path:
     """Copy a checkpoint to `folder` with a greater last position. The copy costs the same as a model trained for such
     texts; its output for them is meaningless."""
@@ -336,23 +309,15 @@ def measure(options: DrafterBenchOptions, begin: Begin) -> dict[str, Any]:
         paths = {name: folder / name for name in DRAFTERS}
         paths[LLAMA] = with_positions(paths[LLAMA], options.contexts[-1] + MAX_ROWS, Path(copies))
         drafters = [load_forms(name, path) for name, path in paths.items()]
-    parameters = {name: parameter_count(folder / name) for name in DRAFTERS}
-    found = measure_drafters(
-        drafters,
-        {name: count * getattr(torch, DRAFTER_DTYPE).itemsize for name, count in parameters.items()},
-        prompts,
-        [token for passage in passages for token in passage.token_ids],
-        options,
-        begin,
-    )
+    parameters = ", ".join(f"{name} {parameter_count(folder / name):,}" for name in DRAFTERS)
+    ids = [token for passage in passages for token in passage.token_ids]
+    found = measure_drafters(drafters, prompts, ids, options, begin)
     missing = "; ".join(f"{each.name}: {each.missing}" for each in drafters if each.missing)
-    facts = {name: f"{count:,}" for name, count in parameters.items()}
-    return {"plan": {"parameters": facts, "missing": missing, "load": load}, **found}
+    return {"plan": {"parameters": parameters, "missing": missing, "load": load}, **found}
 
 
 def measure_drafters(
     drafters: Sequence[DrafterForms],
-    weights: Mapping[str, int],
     prompts: Sequence[Prompt],
     ids: Sequence[int],
     options: DrafterBenchOptions,
@@ -360,22 +325,17 @@ def measure_drafters(
 ) -> dict[str, list[Row]]:
     """Rows of levels, of longer texts, of drafts and of many sessions.
 
-    weights: bytes of each drafter's weights   prompts: at least one for each session
-    ids: a text of at least the longest context
+    prompts: at least one for each session   ids: a text of at least the longest context
     """
     levels = [LevelCase(forms, prompts[0].token_ids, rows) for forms in drafters for rows in LEVEL_ROWS]
     lengths = [LevelCase(forms, ids[:context], LEVEL_ROWS[0]) for context in options.contexts for forms in drafters]
     drafts = [DraftCase(forms, shape, prompts[:1]) for shape in SHAPES for forms in drafters]
     batches = [DraftCase(forms, TREE, prompts[:count]) for count in options.sessions for forms in drafters]
-    work: dict[str, list[LevelCase | DraftCase]] = {"levels": [*levels, *lengths], "drafts": [*drafts, *batches]}
+    work: dict[str, list[Case]] = {"levels": [*levels, *lengths], "drafts": [*drafts, *batches]}
     for title, cases in work.items():
         measure_in_turns(cases, options.repetitions, begin(title, options.repetitions + 1))
-    return {
-        "levels": [level_row(case, weights[case.name]) for case in levels],
-        "lengths": [level_row(case, weights[case.name]) for case in lengths],
-        "drafts": list(map(draft_row, drafts)),
-        "sessions": list(map(draft_row, batches)),
-    }
+    tables: dict[str, Sequence[Case]] = {"levels": levels, "lengths": lengths, "drafts": drafts, "sessions": batches}
+    return {name: [case.row() for case in cases] for name, cases in tables.items()}
 
 
 TIMES = "* ms = ms/*:.3f; eager over fused = eager_over_fused:.2f"
@@ -404,8 +364,7 @@ DRAFTER = Bench(
         "of the corpus. Equal: trees that all forms drafted alike, the warm-up's included",
         "Longer texts: as in Figure 1 of Mamba Drafters for Speculative Decoding (arXiv 2506.01206), drafters of equal "
         f"size. The last position of {LLAMA} is raised to the longest text: its costs are valid, its guesses there are "
-        "meaningless. Memory: bytes of a text, which a test compares with torch.profiler's; all: with weights and the "
-        "peak of a forward of one row, measured by torch.profiler",
+        "meaningless. Memory: bytes of a text, which a test compares with torch.profiler's",
     ),
     tables=(
         ReportTable("A level with ranking, median and 90 %", "levels", f"drafter; rows; {TIMES}"),
@@ -418,7 +377,7 @@ DRAFTER = Bench(
         ReportTable(
             "A level of 1 row by the length of the text, median and 90 %",
             "lengths",
-            f"tokens = context:,; drafter; {TIMES}; * text KiB = text_kib/*:,.1f; * all KiB = all_kib/*:,.1f",
+            f"tokens = context:,; drafter; {TIMES}; * text KiB = text_kib/*:,.1f",
         ),
     ),
     aims=(

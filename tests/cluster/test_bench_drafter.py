@@ -14,6 +14,7 @@ from dendro.shapes import TreeShape
 from dendro.state import NoStates
 from dendro.text import Sampling
 from dendro.tree import DraftTree
+from torch.profiler import ProfilerActivity, profile
 from tree_kernels.noise import rows as noise_rows
 
 from cluster.bench import drafter
@@ -31,11 +32,9 @@ from cluster.bench.drafter import (
     DrafterForms,
     InlineDrafter,
     accepted_path,
-    allocated_bytes,
     load_forms,
     measure_drafters,
     measure_in_turns,
-    peak_bytes,
     with_positions,
 )
 from cluster.demo.prompts import Prompt
@@ -158,6 +157,15 @@ def test_the_path_of_best_guesses_ends_at_a_leaf():
     assert accepted_path(DraftTree.root_only(9)) == []
 
 
+def allocated_bytes(run):
+    """Bytes of torch's tensors that a call allocates and does not release, its result included."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    found = sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    del kept
+    return found
+
+
 def held_by_text(model, saved):
     """Bytes of the tensors that a memory holds for each text of this saved state."""
 
@@ -170,7 +178,7 @@ def held_by_text(model, saved):
         return memory
 
     with torch.inference_mode():
-        many, one = (sum(allocated_bytes(partial(memory_of, count))) for count in (1 + copies, 1))
+        many, one = (allocated_bytes(partial(memory_of, count)) for count in (1 + copies, 1))
         return (many - one) // copies
 
 
@@ -248,9 +256,8 @@ def test_a_small_run_measures_every_part(tmp_path, forms):
         steps.append(-count)
         return lambda: steps.append(1)
 
-    weights = dict.fromkeys(FAMILIES, 1000)
     options = DrafterBenchOptions(repetitions=2, sessions=(1, 2), contexts=(70, 150))
-    found = measure_drafters(drafters, weights, prompts_of(2), ids_of(150), options, begin)
+    found = measure_drafters(drafters, prompts_of(2), ids_of(150), options, begin)
     assert sum(steps) == 0
     assert [(row["drafter"], row["rows"]) for row in found["levels"]] == [(n, r) for n in FAMILIES for r in LEVEL_ROWS]
     assert [row["shape"] for row in found["drafts"]] == [shape for shape in SHAPES for _ in FAMILIES]
@@ -261,18 +268,6 @@ def test_a_small_run_measures_every_part(tmp_path, forms):
         assert all(each["median"] > 0 for each in row["ms"].values())
     memory = {(row["drafter"], row["context"]): row["text_kib"][EAGER] for row in found["lengths"]}
     assert memory["llama", 150] > memory["llama", 70] and memory["mamba", 150] == memory["mamba", 70] > 0
-    assert all(row["all_kib"][EAGER] > row["text_kib"][EAGER] for row in found["lengths"])
     assert len(list(DRAFTER.all_tables({**found, "aims": []}))) == 4
     draw(DRAFTER.plots, found, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
-
-
-def test_a_peak_counts_tensors_held_at_the_same_time():
-    def run():
-        first = torch.ones(1 << 18)  # 1 MiB
-        del first
-        second = torch.ones(1 << 19)
-        return second + 1
-
-    run()
-    assert peak_bytes(run) == pytest.approx(4 << 20, rel=0.01)
