@@ -20,7 +20,7 @@ from cluster.demo.prompts import held_out_prompts, load_tokenizer
 from cluster.measure.bench import Aim, Bench, Plot, ReportTable, models, option, seed, temperatures
 from cluster.measure.measurement import AUTO, OFF, Begin, TimedAnswer
 from cluster.measure.ours import ClusterClient, TenantRule
-from cluster.measure.statistics import estimate, paired_ratio
+from cluster.measure.statistics import estimate, over
 from cluster.measure.targets import COSTLY, target_config
 from cluster.running import running
 from cluster.training.acceptance import PROMPT_TOKENS
@@ -81,28 +81,31 @@ async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
     ):
         ours = ClusterClient(client, TenantRule.ANSWERS)
         for temperature in options.temperatures:
-            answers: dict[tuple[str, str], dict[tuple[int, int], TimedAnswer]] = {way: {} for way in ways}
+            answers: dict[tuple[str, str], list[TimedAnswer]] = {way: [] for way in ways}  # one to each prompt
             for place, prompt in enumerate(prompts):
                 asked = prompt.token_ids, temperature, options.seed + place, options.tokens
                 truth = await ours.text(*asked)
                 step()
                 for way in ways[place % len(ways) :] + ways[: place % len(ways)]:
                     prediction = [EDITS[way[0]](truth)] if way[0] in EDITS else []
-                    answers[way][place, 0] = await ours.answer(way[1], *asked, prediction)
+                    answers[way].append(await ours.answer(way[1], *asked, prediction))
                     step()
-            seconds = {way: {key: each.seconds for key, each in found.items()} for way, found in answers.items()}
-            for way in ways:
-                rates = [options.tokens / each for each in seconds[way].values()]
-                row = {"temperature": temperature, "prediction": way[0], "row": way[1]}
-                emitted = [options.tokens / each.round_count for each in answers[way].values()]
-                row |= {"rate": estimate(rates), "emitted": estimate(emitted)}
-                if way[1] != OFF:
-                    row["over_off"] = paired_ratio(seconds[NONE, OFF], seconds[way]).as_json()
+            off = answers[NONE, OFF]
+            for (edit, name), found in answers.items():
+                row = {
+                    "temperature": temperature,
+                    "prediction": edit,
+                    "row": name,
+                    "rate": estimate([each.tokens_per_second for each in found]),
+                    "emitted": estimate([options.tokens / each.round_count for each in found]),
+                }
+                if name != OFF:
+                    row["over_off"] = over([each.seconds for each in off], [each.seconds for each in found])
                 rows.append(row)
                 differences += [
-                    f"{way[1]}, {way[0]}, temperature {temperature:g}, {prompts[place].name}"
-                    for (place, _), each in answers[way].items()
-                    if each.tokens != answers[NONE, OFF][place, 0].tokens
+                    f"{name}, {edit}, temperature {temperature:g}, {prompt.name}"
+                    for prompt, each, plain in zip(prompts, found, off, strict=True)
+                    if each.tokens != plain.tokens
                 ]
     plan = {
         "tokens": options.tokens,

@@ -14,6 +14,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from dendro.errors import BadRequest
@@ -29,12 +30,7 @@ SEED = 20
 FORMAT = 1  # increase when the same source must give another costly target
 
 
-def cache_folder() -> Path:
-    """Folder of the checkpoints made by earlier runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dendroaspis"
-
-
-def _mlps(model: PreTrainedModel) -> list[nn.Module]:
+def _mlps(model: PreTrainedModel) -> list[Any]:
     """The gated MLPs of a Llama-like model; raises BadRequest for any other."""
     mlps = [
         module
@@ -48,18 +44,11 @@ def _mlps(model: PreTrainedModel) -> list[nn.Module]:
     return mlps
 
 
-def _linear(mlp: nn.Module, name: str) -> nn.Linear:
-    layer = getattr(mlp, name)
-    assert isinstance(layer, nn.Linear)
-    return layer
-
-
 def costly_width(model: PreTrainedModel, parameters: int) -> int:
     """The smallest multiple of WIDTH_STEP, not below the model's width, that gives it at least `parameters`."""
-    mlps = _mlps(model)
     width: int = model.config.intermediate_size
     total: int = sum(parameter.numel() for parameter in model.parameters())  # tied weights are counted once
-    per_unit = sum(3 * _linear(mlp, "gate_proj").in_features for mlp in mlps)
+    per_unit: int = sum(3 * mlp.gate_proj.in_features for mlp in _mlps(model))
     needed = width + max(math.ceil((parameters - total) / per_unit), 0)
     return math.ceil(needed / WIDTH_STEP) * WIDTH_STEP
 
@@ -67,17 +56,16 @@ def costly_width(model: PreTrainedModel, parameters: int) -> int:
 def _grown(linear: nn.Linear, rows: int, columns: int, generator: torch.Generator | None) -> nn.Linear:
     """The layer with `rows` outputs and `columns` inputs; new weights are random at the old ones' scale, or zero."""
     old = linear.weight.data
-    wide = torch.zeros(rows, columns, dtype=old.dtype)
-    if generator is not None:
-        scale = old.float().std()
-        wide = (torch.randn(rows, columns, generator=generator) * scale).to(old.dtype)
-    wide[: old.shape[0], : old.shape[1]] = old
     grown = nn.Linear(columns, rows, bias=linear.bias is not None, device="meta", dtype=old.dtype)
-    grown.weight = nn.Parameter(wide, requires_grad=False)
+    grown = grown.to_empty(device="cpu").requires_grad_(False)
+    if generator is not None:
+        grown.weight.copy_((torch.randn(rows, columns, generator=generator) * old.float().std()).to(old.dtype))
+    else:
+        grown.weight.zero_()
+    grown.weight[: old.shape[0], : old.shape[1]] = old
     if linear.bias is not None:
-        bias = torch.zeros(rows, dtype=old.dtype)
-        bias[: old.shape[0]] = linear.bias.data
-        grown.bias = nn.Parameter(bias, requires_grad=False)
+        grown.bias.zero_()
+        grown.bias[: old.shape[0]] = linear.bias.data
     return grown
 
 
@@ -85,10 +73,10 @@ def widen(model: PreTrainedModel, width: int) -> None:
     """Widen every MLP of a Llama-like model to `width` hidden units, in place; its function stays the same."""
     generator = torch.Generator().manual_seed(SEED)
     for mlp in _mlps(model):
-        hidden = _linear(mlp, "gate_proj").in_features
-        for name in ("gate_proj", "up_proj"):
-            setattr(mlp, name, _grown(_linear(mlp, name), width, hidden, generator))
-        mlp.down_proj = _grown(_linear(mlp, "down_proj"), hidden, width, None)
+        hidden = mlp.gate_proj.in_features
+        mlp.gate_proj = _grown(mlp.gate_proj, width, hidden, generator)
+        mlp.up_proj = _grown(mlp.up_proj, width, hidden, generator)
+        mlp.down_proj = _grown(mlp.down_proj, hidden, width, None)
     model.config.intermediate_size = width
 
 
@@ -125,18 +113,13 @@ def add_head_groups(model: PreTrainedModel, times: int) -> PreTrainedModel:
     return wide
 
 
-def costly_times(model: PreTrainedModel, parameters: int) -> int:
-    """The factor on the groups of heads that gives a Mamba-2 model at least `parameters` parameters."""
+def _made_costly(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
+    if model.config.model_type != "mamba2":
+        widen(model, costly_width(model, parameters))
+        return model
     total: int = sum(parameter.numel() for parameter in model.parameters())
     mixers: int = sum(parameter.numel() for name, parameter in model.named_parameters() if "mixer." in name)
-    return 1 + max(math.ceil((parameters - total) / mixers), 0)
-
-
-def _made_costly(model: PreTrainedModel, parameters: int) -> PreTrainedModel:
-    if model.config.model_type == "mamba2":
-        return add_head_groups(model, costly_times(model, parameters))
-    widen(model, costly_width(model, parameters))
-    return model
+    return add_head_groups(model, 1 + max(math.ceil((parameters - total) / mixers), 0))
 
 
 def _digest(source: Path, parameters: int) -> str:
@@ -158,7 +141,8 @@ def costly_checkpoint(source: Path, folder: Path | None = None, parameters: int 
     if not (source / "config.json").exists():
         raise BadRequest("target", f"{source} holds no config.json")
     check_library_has(source)
-    made = (folder or cache_folder()) / f"costly-{_digest(source, parameters)}"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dendroaspis"
+    made = (folder or cache) / f"costly-{_digest(source, parameters)}"
     if made.exists():
         return made
     model = _made_costly(AutoModelForCausalLM.from_pretrained(source), parameters)
