@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from importlib.util import find_spec
+from typing import Any
 
 import typer
 from dendro.errors import BadRequest
@@ -16,6 +18,13 @@ LABORATORY = "cluster.bench"
 ELSEWHERE = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 
+def function_of(module: str, name: str) -> Callable[..., Any]:
+    """A command's function, by the name that it, or the bench that makes it, has in a module."""
+    found: Any = getattr(importlib.import_module(module), name)
+    function: Callable[..., Any] = found if callable(found) else found.command()
+    return function
+
+
 def _run_from(module: str, function: str, context: typer.Context) -> None:
     """Run a command that is defined, with its options and help, in a module that is slow to import.
 
@@ -26,7 +35,7 @@ def _run_from(module: str, function: str, context: typer.Context) -> None:
         reason = "measures the bundled models; the package has neither them nor this bench: clone the repository,"
         raise BadRequest(name, f"{reason} run `make setup` there, then `.venv/bin/dendro {name}`")
     command = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    command.command()(getattr(importlib.import_module(module), function))
+    command.command()(function_of(module, function))
     command(args=context.args, prog_name=context.command_path)
 
 
@@ -93,4 +102,4 @@ for _panel, _benches in {
     "The bundled models, in a checkout": BUNDLED,
 }.items():
     for _name, (_module, _text) in _benches.items():
-        _add(bench, _name, _module, f"bench_{_name.replace('-', '_')}", _text, _panel)
+        _add(bench, _name, _module, _name.upper(), _text, _panel)

@@ -90,7 +90,7 @@ def slow_command(words: tuple[str, ...]) -> tuple[Any, tuple[str, ...]]:
 
     def noted(module: str, function: str, context: typer.Context) -> None:
         app = typer.Typer(add_completion=False)
-        app.command()(getattr(importlib.import_module(module), function))
+        app.command()(slow_commands.function_of(module, function))
         found.append((typer.main.get_command(app), tuple(context.args)))
 
     with pytest.MonkeyPatch.context() as patch:

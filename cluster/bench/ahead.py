@@ -410,6 +410,3 @@ AHEAD = Bench(
     ),
     code=("cluster/bench/ahead.py", "drafter_service/prepared.py", "drafter_service/scheduler.py"),
 )
-
-
-bench_ahead = AHEAD.command()

@@ -397,4 +397,3 @@ DRAFTER = Bench(
     threads=1,
     code=("drafter_service", "kernels/tree_kernels/mamba_level"),
 )
-bench_drafter = DRAFTER.command()

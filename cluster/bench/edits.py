@@ -54,7 +54,7 @@ def changed_line(text: str) -> str:
     return "\n".join(lines)
 
 
-EDITS: Mapping[str, Callable[[str], str]] = {
+CHANGES: Mapping[str, Callable[[str], str]] = {
     "the answer itself": lambda text: text,
     "an identifier renamed": renamed,
     "a line changed": changed_line,
@@ -72,7 +72,7 @@ class EditsOptions:
 
 async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
     prompts = held_out_prompts(options.prompts, PROMPT_TOKENS, load_tokenizer(options.models), options.models)
-    ways = [(NONE, OFF), (NONE, GUESSING), (NONE, AUTO), *((name, row) for name in EDITS for row in (GUESSING, AUTO))]
+    ways = [(NONE, OFF), (NONE, GUESSING), (NONE, AUTO), *((name, row) for name in CHANGES for row in (GUESSING, AUTO))]
     step = begin("answers", len(options.temperatures) * len(prompts) * (1 + len(ways)))
     rows, differences = [], list[str]()
     async with (
@@ -87,7 +87,7 @@ async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
                 truth = await ours.text(*asked)
                 step()
                 for way in ways[place % len(ways) :] + ways[: place % len(ways)]:
-                    prediction = [EDITS[way[0]](truth)] if way[0] in EDITS else []
+                    prediction = [CHANGES[way[0]](truth)] if way[0] in CHANGES else []
                     answers[way].append(await ours.answer(way[1], *asked, prediction))
                     step()
             off = answers[NONE, OFF]
@@ -115,7 +115,7 @@ async def measure(options: EditsOptions, begin: Begin) -> dict[str, Any]:
     return {"plan": plan, "rows": rows, "differences": differences}
 
 
-EDITS_BENCH = Bench(
+EDITS = Bench(
     "edits",
     "Measure answers of which a client sends a prediction that differs from them by an edit, next to answers without "
     "one. Exits with status 1 if an answer had other tokens than without speculation.",
@@ -141,7 +141,7 @@ EDITS_BENCH = Bench(
             "rows",
             "over_off",
             least=1.0,
-            where=lambda row: row["prediction"] in EDITS,
+            where=lambda row: row["prediction"] in CHANGES,
             why="prediction: {prediction}",
         ),
     ),
@@ -157,5 +157,3 @@ EDITS_BENCH = Bench(
     ),
     code=("cluster/bench/edits.py", "cluster/proposers"),
 )
-
-bench_edits = EDITS_BENCH.command()

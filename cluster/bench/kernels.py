@@ -201,4 +201,3 @@ KERNELS = Bench(
     plots=(Plot("rows", "rows", "time of a product * (ms) = ms/*", panel="{inputs} x {outputs}", log="xy"),),
     code=("kernels/tree_kernels/matmul", "kernels/tree_layers/linear.py"),
 )
-bench_kernels = KERNELS.command()

@@ -324,4 +324,3 @@ LOAD = Bench(
     width=PLAIN_WIDTH + 30,
     code=("cluster/router", "cluster/policies", "verifier_service", "drafter_service"),
 )
-bench_load = LOAD.command()

@@ -411,4 +411,3 @@ SPEED = Bench(
     ),
     code=("cluster/router", "cluster/policies", "verifier_service", "drafter_service"),
 )
-bench_speed = SPEED.command()

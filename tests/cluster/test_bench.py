@@ -594,7 +594,7 @@ def test_a_run_exits_with_status_1_if_speculation_changed_a_token(tmp_path, monk
         (tmp_path / folder / "config.json").write_text("{}")
     save_file({"x": torch.zeros(1)}, tmp_path / "target" / "model.safetensors")
     app = typer.Typer()
-    app.command()(command.bench_speed)
+    app.command()(SPEED_BENCH.command())
 
     def run_with(wrong: str) -> tuple[int, dict]:
         @asynccontextmanager

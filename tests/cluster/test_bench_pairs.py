@@ -188,7 +188,7 @@ def test_what_cannot_be_measured_is_refused_by_the_name_of_its_option(tmp_path, 
     file.write_text(json.dumps(config.model_dump(mode="json", include={"targets"}, exclude_defaults=True)))
     words = [str(file) if word == "CONFIG" else word for word in words]
     app = typer.Typer()
-    app.command()(command.bench_speed)
+    app.command()(SPEED.command())
     result = CliRunner().invoke(app, words)
     assert isinstance(result.exception, BadRequest) and reason in str(result.exception)
 
@@ -293,7 +293,7 @@ def run_with(config: Path, file: Path, folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(command, "contenders_for", scripted)
     monkeypatch.setattr(targets, "parameter_count", lambda checkpoint: 1)
     app = typer.Typer()
-    app.command()(command.bench_speed)
+    app.command()(SPEED.command())
     options = [str(config), "--prompt-file", str(file), "--prompts", "4", "--tokens", "8", "--json", "found.json"]
     monkeypatch.chdir(folder)
     result = CliRunner().invoke(app, [*options, "--plot", "found.svg"])
