@@ -18,7 +18,7 @@ import inspect
 import json
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from cluster.tables import PLAIN_WIDTH
 ROOT = Path(__file__).parents[2]
 OLDER = "Older than the code that it measures"
 S = TypeVar("S")  # the options of a bench
+Found = dict[str, Any]
+"""What a bench finds: `plan`, a mapping, and lists of rows."""
 KeptReport = Annotated[
     Path | None, typer.Option("--report", help="Show this report, kept by --json: nothing is measured.")
 ]
@@ -57,7 +59,6 @@ class BenchOption:
     quick: Any  # default with --quick
     least: int | None = None
     most: int | None = None
-    count: int = 1  # the fewest numbers of a list
     of: Callable[[str], Any] | None = None  # reads the parts of a list; None: that of its default
     shown: bool = True  # True if help states the default
     argument: bool = False
@@ -90,7 +91,7 @@ class BenchOption:
         kind: Any = self.of or type(self.full[0])
         if kind is str:
             return tuple(part.strip() for part in given.split(","))
-        return tuple(sorted(numbers_in(name, given, kind, self.least or 0, self.count)))
+        return tuple(sorted(numbers_in(name, given, kind, self.least or 0)))
 
     @property
     def _defaults(self) -> str:
@@ -143,17 +144,17 @@ def rows_at(report: Report, key: str) -> Sequence[Row]:
     return [{"name": name} | row for name, row in found.items()] if isinstance(found, Mapping) else found
 
 
-def always(row: Row) -> bool:
-    return True
-
-
 def judged_as(kind: str, name: str, **fields: Any) -> Callable[[Row], bool]:
     """Whether a row has this name and these fields, and its aims are those of a kind of target."""
     wanted = {"judged": kind, "name": name, **fields}
     return lambda row: all(row[each] == value for each, value in wanted.items())
 
 
-def grouped(name: str, rows: Iterable[Row], where: Callable[[Row], bool] = always) -> dict[str, list[Row]]:
+Where = Callable[[Row], bool] | None
+"""Which rows are meant; None: all."""
+
+
+def grouped(name: str, rows: Iterable[Row], where: Where = None) -> dict[str, list[Row]]:
     """Rows by the text that they make of a name with fields."""
     found: dict[str, list[Row]] = {}
     for row in filter(where, rows):
@@ -191,7 +192,7 @@ class ReportTable:
     title: str
     rows: str
     columns: str
-    where: Callable[[Row], bool] = always
+    where: Where = None
 
     def cells(self, report: Report) -> Iterator[Cells]:
         for title, rows in grouped(self.title, rows_at(report, self.rows), self.where).items():
@@ -220,7 +221,7 @@ class Aim:
     least: float | str | None = None  # a text names the rows' field that has the bar
     most: float | None = None
     end: str = "median"  # the end of an estimate that is judged
-    where: Callable[[Row], bool] = always
+    where: Where = None
     why: str = ""  # reason that is shown where the aim is missed, with fields of the row
 
     def judged(self, report: Report) -> Iterator[Row]:
@@ -253,7 +254,7 @@ class Plot:
     line: str = ""
     panel: str = ""
     log: str = ""  # the axes that are logarithmic: x, y or xy
-    where: Callable[[Row], bool] = always
+    where: Where = None
 
     def panels(self, report: Report) -> Iterator[tuple[str, Callable[[Any], None]]]:
         """Each title, and what draws its axes."""
@@ -313,7 +314,7 @@ class Bench(Generic[S]):
     help: str
     quick: str  # help of --quick
     options: type[S]  # a dataclass whose fields are made by `option`
-    measure: Callable[[S, Begin], dict[str, Any] | Awaitable[dict[str, Any]]]  # `plan`, a mapping, and lists of rows
+    measure: Callable[[S, Begin], Found | Coroutine[Any, Any, Found]]
     facts: tuple[str, ...]  # conditions of a measurement, with fields of `plan`; left out where one is empty
     tables: tuple[ReportTable, ...]
     aims: tuple[Aim, ...] = ()
@@ -329,8 +330,8 @@ class Bench(Generic[S]):
         torch.set_num_threads(threads)
         logging.set_verbosity_error()
         found = self.measure(options, begin)
-        if inspect.isawaitable(found):
-            found = asyncio.run(_awaited(found))
+        if not isinstance(found, dict):
+            found = asyncio.run(found)
         local, seed = getattr(options, "local", self.local), getattr(options, "seed", 0)
         shown = [name for name, each in _declared(self.options).items() if each.shown]
         report = {
@@ -387,7 +388,6 @@ class Bench(Generic[S]):
                 given["markdown"],
                 given["plot"],
                 partial(draw, self.plots) if self.plots else None,
-                differences=report.get("differences", ()),
                 width=self.width,
             )
 
@@ -398,10 +398,6 @@ class Bench(Generic[S]):
 
 def _declared(options: Any) -> dict[str, BenchOption]:
     return {each.name: each.metadata["option"] for each in fields(options) if "option" in each.metadata}
-
-
-async def _awaited(found: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    return await found
 
 
 def _shared(

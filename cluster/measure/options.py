@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Annotated, TypeVar
@@ -46,16 +46,14 @@ def seed_option(of: str) -> OptionInfo:
     return option
 
 
-def numbers_in(field: str, text: str, kind: Callable[[str], Number], least: Number, count: int = 1) -> list[Number]:
-    """Parse `1,4,16`: at least `count` distinct finite numbers, none below `least`."""
+def numbers_in(field: str, text: str, kind: Callable[[str], Number], least: Number) -> list[Number]:
+    """Parse `1,4,16`: distinct finite numbers, none below `least`."""
     try:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
         raise BadRequest(field, f"{text!r} is no list of numbers with commas between them") from None
     if not all(least <= number < float("inf") for number in found) or len(set(found)) != len(found):
         raise BadRequest(field, f"{text!r}: each must be finite, at least {least} and named once")
-    if len(found) < count:
-        raise BadRequest(field, f"{text!r}: name at least {count}")
     return found
 
 
@@ -113,12 +111,11 @@ def present(
     plot: Path | None = None,
     draw: Callable[[Report, Path], None] | None = None,
     *,
-    differences: Sequence[str] = (),
     width: int = PLAIN_WIDTH,
 ) -> None:
-    """Show a report, and write it in every format that has a path. `differences`: answers that speculation changed;
-    exits with status 1 where there are some."""
-    facts, tables = list(facts), list(tables)
+    """Show a report, and write it in every format that has a path. Exits with status 1 where it has `differences`:
+    answers that speculation changed."""
+    facts, tables, differences = list(facts), list(tables), report.get("differences", ())
     show(page(width), facts, tables, differences)
     for path in (json, markdown, plot):
         if path is not None:

@@ -263,7 +263,7 @@ def predict(
     report = with_bars(
         lambda begin: asyncio.run(run_predict(checked, plan, source, levels, local, begin, figures, guesses))
     )
-    present(report, facts_of(report), cells_of((TABLE,), report), json, markdown, differences=report["differences"])
+    present(report, facts_of(report), cells_of((TABLE,), report), json, markdown)
 
 
 def plan_of(

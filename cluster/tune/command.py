@@ -268,7 +268,7 @@ def tune(
         prompt_file,
     )
     report = with_bars(lambda begin: asyncio.run(run_tune(checked, plans, local, begin)))
-    present(report, facts_of(report), cells_of(TABLES, report), json, markdown, differences=report["differences"])
+    present(report, facts_of(report), cells_of(TABLES, report), json, markdown)
     if goal is not None:
         field = field_of_arms(checked, name)
         write_arms(config, text, goal, field, report["arms"])

@@ -25,7 +25,7 @@ KEPT = sorted((ROOT / "docs/results").glob("*.json"))
 
 @dataclass(frozen=True)
 class ToyOptions:
-    sizes: tuple[int, ...] = option("Sizes.", (1, 2, 3), (1, 2), least=1, count=2)
+    sizes: tuple[int, ...] = option("Sizes.", (1, 2, 3), (1, 2), least=1)
     times: int = option("Times.", 7, least=1, most=9)
 
 
@@ -71,7 +71,7 @@ def test_options_are_those_given_or_the_defaults(code):
     assert measured == [ToyOptions(), ToyOptions((1, 2)), ToyOptions((4, 8), 2)]
     assert run(bench, "--times", "10").exit_code == 2
     with pytest.raises(BadRequest, match="sizes"):
-        raise run(bench, "--sizes", "4").exception
+        raise run(bench, "--sizes", "4,4").exception
 
 
 def test_a_kept_report_is_shown_without_measuring_and_what_was_written_by_hand_stays(code, tmp_path):
