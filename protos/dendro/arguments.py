@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,8 @@ UNSIGNED_BITS = {FieldDescriptor.CPPTYPE_UINT32: 32, FieldDescriptor.CPPTYPE_UIN
 
 def repeated_key(pairs: Sequence[tuple[str, object]]) -> str | None:
     """The first key that occurs twice among the pairs of a JSON object; None if each occurs once."""
-    keys = [key for key, _ in pairs]
-    distinct = dict.fromkeys(keys)
-    return None if len(distinct) == len(keys) else next(key for key in distinct if keys.count(key) > 1)
+    counts = Counter(key for key, _ in pairs)
+    return None if len(counts) == len(pairs) else next(key for key, count in counts.items() if count > 1)
 
 
 def shown(value: object) -> str:

@@ -525,6 +525,14 @@ async def test_the_values_of_a_long_body_are_counted_before_it_is_parsed():
         assert status == 400 and b"the body has 400002 values; at most" in body
 
 
+async def test_the_search_for_strings_in_a_long_body_passes_once_over_one_that_does_not_end():
+    """Else the search would begin again at each quote, for a time in proportion to the square of the body's bytes, and
+    the commas behind the quotes would count as values."""
+    async with one_server() as server:
+        status, _, answer = await post(server, COMPLETIONS, b'{"prompt": "' + b'\\"' * 100 + b"," * 500_000)
+        assert status == 400 and "Unterminated string" in answer["error"]["message"]
+
+
 async def test_a_prompt_of_as_many_commas_as_bytes_is_no_large_structure():
     async with one_server() as server:
         found, _, answer = await post(server, "/tokenize", {"prompt": ",[{" * 100_000})

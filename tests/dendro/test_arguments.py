@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from dendro import client as client_module
 from dendro.answer import build_request
+from dendro.arguments import repeated_key
 from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest
 from dendro.options import Options
@@ -137,3 +138,22 @@ async def test_a_message_over_the_limit_is_refused_with_its_size(monkeypatch, fi
     async with AsyncClient("127.0.0.1:1") as client:
         with pytest.raises(BadRequest, match=rf"^{field}: has 200\d bytes of a message of 20\d\d; .* at most 1000"):
             await client.generate_text(**{"prompt": "p", **options})
+
+
+class ComparedKey(str):
+    """A key that counts its comparisons with others."""
+
+    compared = 0
+    __hash__ = str.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        ComparedKey.compared += 1
+        return str.__eq__(self, other)
+
+
+def test_a_repeated_key_is_found_by_as_many_comparisons_as_there_are_keys():
+    keys = [ComparedKey(number) for number in range(1000)]
+    ComparedKey.compared = 0
+    assert repeated_key([(key, None) for key in keys]) is None
+    assert repeated_key([(key, None) for key in [*keys, ComparedKey("999"), ComparedKey("700")]]) == "700"
+    assert ComparedKey.compared < 10 * len(keys)

@@ -18,7 +18,9 @@ from cluster.distinct_keys import distinct
 
 BODY_S = 30.0
 """Seconds in which a client must send a body."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+"""A string, or the rest of a text in which one begins and does not end: else the search would begin again at each quote
+in that rest, and read it to the end each time."""
 
 
 @dataclass(frozen=True, slots=True)
