@@ -126,6 +126,8 @@ async def test_an_error_after_the_first_event_of_a_stream_is_its_last_event():
         (CHAT, {"messages": HELLO, "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": HELLO, "logit_bias": {"cat": 1}}, "logit_bias['cat']"),
+        (CHAT, {"messages": HELLO, "logit_bias": {"5": 10**400}}, "logit_bias['5']"),
+        (CHAT, {"messages": HELLO, "logit_bias": {"5": 1, "05": 2}}, "logit_bias['05']"),
         (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"messages": HELLO, "store": True}, "store"),
         (CHAT, {"messages": HELLO, "functions": []}, "functions"),

@@ -131,7 +131,7 @@ def http_request(
     if (seed := fields.take("seed", JsonType.INTEGER)) is not None:
         made["seed"] = seed % (1 << SEED_BITS) if -(1 << SEED_BITS - 1) <= seed < 0 else seed
     if (biases := fields.take("logit_bias", JsonType.OBJECT)) is not None:
-        made["logit_bias"] = {_token_id(token): _bias(token, bias) for token, bias in biases.items()}
+        made["logit_bias"] = _biases(biases)
     made |= _structure(fields)
     if "response_format" in fields:
         if "structure" in made:
@@ -159,8 +159,18 @@ def _token_id(text: str) -> int:
     return int(text)
 
 
-def _bias(token: str, value: Any) -> float:
-    return float(typed(f"logit_bias[{shown(token)}]", value, JsonType.NUMBER))
+def _biases(given: Mapping[str, Any]) -> dict[int, float]:
+    """The biases by token id. Raises BadRequest, naming the token, for an id that is given twice: `7` and `07`."""
+    found: dict[int, float] = {}
+    for text, value in given.items():
+        token, field = _token_id(text), f"logit_bias[{shown(text)}]"
+        if token in found:
+            raise BadRequest(field, f"is the token {token}, which has a bias already")
+        try:
+            found[token] = float(typed(field, value, JsonType.NUMBER))
+        except OverflowError:
+            raise BadRequest(field, f"must be a finite number; got {shown(value)}") from None
+    return found
 
 
 def _structure(fields: Fields) -> dict[str, Any]:
