@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import threading
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 
 from cluster.api.callers import Callers
 from cluster.api.keys import ApiKeys, new_key, write_keys
-from cluster.api.openai import bodies, serving
+from cluster.api.openai import app, bodies, serving
 from cluster.api.openai import server as http_server
+from cluster.api.openai.chat import chat_of
 from cluster.api.openai.errors import renamed
 from cluster.api.requests import RunningRequests
 from cluster.config import Config
@@ -533,6 +535,16 @@ async def test_the_search_for_strings_in_a_long_body_passes_once_over_one_that_d
     async with one_server() as server:
         status, _, answer = await post(server, COMPLETIONS, b'{"prompt": "' + b'\\"' * 100 + b"," * 500_000)
         assert status == 400 and "Unterminated string" in answer["error"]["message"]
+
+
+async def test_a_long_conversation_is_read_beside_the_event_loop_also_to_be_tokenized(monkeypatch):
+    """Its messages are made one by one: on the loop, no other request would go on meanwhile."""
+    threads = []
+    monkeypatch.setattr(app, "chat_of", lambda fields: threads.append(threading.current_thread()) or chat_of(fields))
+    async with one_server() as server:
+        status, _, answer = await post(server, "/tokenize", {"messages": HELLO * 5000})
+        assert status == 400 and answer["error"]["param"] == "messages"
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
 
 
 async def test_a_prompt_of_as_many_commas_as_bytes_is_no_large_structure():

@@ -168,16 +168,8 @@ class HttpApi:
 
     async def tokenize(self, request: Request) -> Response:
         self._callers.caller(request.headers.items())
-        fields = Fields((await self._bodies.read(request)).fields)
-        asked = pb.TokenizeRequest(model=text_of("model", fields.take("model", JsonType.STRING) or ""))
-        if (prompt := fields.take("prompt", JsonType.STRING)) is not None:
-            asked.text = text_of("prompt", prompt)
-        if "messages" in fields:
-            if prompt is not None:
-                raise BadRequest("messages", "is given beside prompt; give one of them")
-            fill_chat(asked.chat, chat_of(fields))
-        asked.literal_prompt = fields.take("literal_prompt", JsonType.BOOLEAN) or False
-        fields.finish()
+        body = await self._bodies.read(request)
+        asked = await off_loop(body.size // BODY_WORK, lambda: _tokenize_request(Fields(body.fields)))
         answer = await self._ingress.tokenize(asked)
         return _json(
             {"tokens": list(answer.token_ids), "count": len(answer.token_ids), "max_model_len": answer.max_length}
@@ -200,3 +192,17 @@ class HttpApi:
         fields.finish()
         names = {request_id, *(request_id.removeprefix(form.prefix) for form in (ChatForm, CompletionForm))}
         return _json({"aborted": await self._requests.abort_everywhere(tenant, names)})
+
+
+def _tokenize_request(fields: Fields) -> pb.TokenizeRequest:
+    """The request for a prompt's tokens. Raises BadRequest naming the field."""
+    asked = pb.TokenizeRequest(model=text_of("model", fields.take("model", JsonType.STRING) or ""))
+    if (prompt := fields.take("prompt", JsonType.STRING)) is not None:
+        asked.text = text_of("prompt", prompt)
+    if "messages" in fields:
+        if prompt is not None:
+            raise BadRequest("messages", "is given beside prompt; give one of them")
+        fill_chat(asked.chat, chat_of(fields))
+    asked.literal_prompt = fields.take("literal_prompt", JsonType.BOOLEAN) or False
+    fields.finish()
+    return asked
