@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from dendro.errors import PeerLost
 from dendro.text import Sampling
 
 from cluster.api.local import LocalClient
@@ -17,6 +18,7 @@ from tests.support.http_api import HELLO as MESSAGES
 from tests.support.http_api import HELLO_TEXT, client_of, http_at
 
 PROMPT = [*b"[user]hello", END, *b"[assistant]"]
+KEPT: dict[str, Any] = {"dendro": {"keep_session": True}}
 OFF: dict[str, Any] = {"dendro": {"speculation": "off"}}
 
 
@@ -137,6 +139,57 @@ async def test_a_session_goes_on_with_the_new_messages_and_a_repeated_turn_is_wr
             == first.usage.total_tokens + 8 + len("<end>[user]and?<end>[assistant]")
         )
         assert first.model_extra["dendro"]["seed"] == second.model_extra["dendro"]["seed"] == 3
+
+
+class UnansweredSessions(MemorySessions):
+    """A store that makes the next write, and answers neither it nor the read that follows."""
+
+    silent = 0
+
+    async def read(self, token, tenant):
+        if self.silent == 1:
+            self.silent = 0
+            raise PeerLost("session: the store does not answer")
+        return await super().read(token, tenant)
+
+    async def write(self, token, tenant, record):
+        await super().write(token, tenant, record)
+        if self.silent == 2:
+            self.silent = 1
+            raise PeerLost("session: the store does not answer")
+
+
+@pytest.mark.parametrize("key", ["", "turn-2"], ids=["without a key", "with a key"])
+async def test_openais_client_does_not_write_a_turn_twice_by_itself(key):
+    sessions = UnansweredSessions()
+    made = ingress(EdgePeers(), sessions)
+    async with http_at(served_ingress=made) as (server, _), client_of(server, max_retries=2) as client:
+        create = client.chat.completions.create
+        first = await create(model="demo", messages=MESSAGES, max_tokens=4, extra_body=KEPT)
+        session = first.model_extra["dendro"]["choices"][0]["session"]
+        sessions.silent = 2
+        headers, body = {"Idempotency-Key": key} if key else {}, {"dendro": {"session": session}}
+        turn = create(model="demo", messages=MESSAGES, max_tokens=4, extra_headers=headers, extra_body=body)
+        if key:
+            assert (await turn).id == f"chatcmpl-{key}"
+        else:
+            with pytest.raises(openai.InternalServerError, match="the store does not answer"):
+                await turn
+    assert not sessions.silent and (await sessions.read(session, "")).version == 2
+
+
+async def test_of_two_turns_at_once_openais_client_repeats_none_after_the_other():
+    peers, sessions = EdgePeers(), MemorySessions()
+    made = ingress(peers, sessions)
+    async with http_at(served_ingress=made) as (server, _), client_of(server, max_retries=2) as client:
+        create = client.chat.completions.create
+        first = await create(model="demo", messages=MESSAGES, max_tokens=4, extra_body=KEPT)
+        session = first.model_extra["dendro"]["choices"][0]["session"]
+        peers.pause_s = 0.02
+        asked = {"model": "demo", "messages": MESSAGES, "max_tokens": 4, "extra_body": {"dendro": {"session": session}}}
+        turns = await asyncio.gather(create(**asked), create(**asked), return_exceptions=True)
+    assert sorted(type(turn).__name__ for turn in turns) == ["ChatCompletion", "ConflictError"]
+    assert (await sessions.read(session, "")).version == 2
 
 
 async def test_tokenize_and_detokenize_are_those_of_the_prompt():

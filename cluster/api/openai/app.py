@@ -126,10 +126,12 @@ class HttpApi:
         model = body.fields.get("model")
         if isinstance(model, str) and model and model not in self._ingress.config.targets:
             raise self._no_model(model)
-        request_id = request.headers.get("idempotency-key", "") or secrets.token_hex(16)
+        key = request.headers.get("idempotency-key", "")
+        request_id = key or secrets.token_hex(16)
         work = LONG if "messages" in body.fields else body.size // BODY_WORK  # a template may be rendered
         asked, form = await off_loop(work, lambda: read(body.fields, request_id, self._ingress.tokenizer))
-        return AnswerResponse(self._ingress, self._requests, asked, form, caller)
+        repeatable = bool(key) or not asked.message.session
+        return AnswerResponse(self._ingress, self._requests, asked, form, caller, repeatable)
 
     def _no_model(self, model: str) -> HttpRefused:
         served = ", ".join(self._ingress.config.targets)

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dendro.errors import (
@@ -42,6 +42,8 @@ RETRY_AFTER_S = 1
 LINE = re.compile(r"line (\d+), %json: ")
 """Beginning of the fault of a schema in a grammar."""
 RETRIED = (Overloaded, PeerLost)
+NOT_REPEATED = {"x-should-retry": "false"}
+"""Tells OpenAI's clients not to send the request again by themselves, as they do after a 409 and a 5xx."""
 
 
 class HttpRefused(BadRequest):
@@ -75,6 +77,10 @@ class Failure:
     def body(self) -> bytes:
         return to_json(self.fields)
 
+    def not_repeated(self) -> Failure:
+        """Copy the failure with a header that tells OpenAI's clients not to send the request again by themselves."""
+        return replace(self, headers={**self.headers, **NOT_REPEATED})
+
 
 def failure_of(error: BaseException, request_id: str, names: Mapping[str, str] | None = None) -> Failure:
     """The status and body with which an error is sent. An internal error is logged, and sent without details.
@@ -87,8 +93,8 @@ def failure_of(error: BaseException, request_id: str, names: Mapping[str, str] |
     _, details, reason = logged_status(error, request_id)
     status = STATUSES.get(type(error), 500) if isinstance(error, DendroError) else 500
     headers: dict[str, str] = {}
-    if isinstance(error, OutOfTime):
-        headers["x-should-retry"] = "false"  # read by OpenAI's clients: it would take as long again
+    if isinstance(error, OutOfTime | Conflict):  # it would take as long again, or answer to a text that nobody has seen
+        headers |= NOT_REPEATED
     elif isinstance(error, RETRIED):
         wait_s = error.retry_after_s if isinstance(error, LimitReached) else 0.0
         headers["retry-after"] = str(max(math.ceil(wait_s), RETRY_AFTER_S))

@@ -35,14 +35,22 @@ class AnswerResponse(Response):
     """The answer to a request. A client that leaves ends the request."""
 
     def __init__(
-        self, ingress: Ingress, requests: RunningRequests, asked: HttpRequest, form: AnswerForm, caller: CallerIdentity
+        self,
+        ingress: Ingress,
+        requests: RunningRequests,
+        asked: HttpRequest,
+        form: AnswerForm,
+        caller: CallerIdentity,
+        repeatable: bool,
     ) -> None:
+        """repeatable: False if the request, sent again, would be another turn of its session"""
         super().__init__()
         self._ingress = ingress
         self._requests = requests
         self._asked = asked
         self._form = form
         self._caller = caller
+        self._repeatable = repeatable
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sender = Sender(send, self._asked.message.request_id)
@@ -58,9 +66,12 @@ class AnswerResponse(Response):
             if isinstance(raised, NO_FAULTS):
                 raise
             error = OutOfTime("request: its answer was not read in time") if unread.expired() else raised
+            failure = failure_of(error, self._asked.message.request_id, self._asked.names)
+            if failure.status >= 500 and not self._repeatable:  # the store may have its turn
+                failure = failure.not_repeated()
             try:
                 async with asyncio.timeout(ABORT_S):
-                    await sender.fail(failure_of(error, self._asked.message.request_id, self._asked.names))
+                    await sender.fail(failure)
             except TimeoutError:
                 break_connection()
 
