@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tracemalloc
 from typing import Any
 
 import grpc
@@ -16,10 +17,13 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.api import reading
 from cluster.api.grpc import serve_router
+from cluster.api.openai.answers import ChatForm, CompletionForm, ObjectWriter
+from cluster.api.openai.errors import to_json
 from cluster.api.places import Places
 from cluster.api.reading import MOST_FIELDS, read_request
 from cluster.router.stop_strings import StopAutomaton
-from tests.support.edge import MAX_LENGTH, EdgePeers, config, ingress
+from cluster.router.token_texts import VocabularyTexts
+from tests.support.edge import MAX_LENGTH, ByteTokenizer, EdgePeers, config, ingress
 from tests.support.sockets import until
 
 PROMPT = "walk the "
@@ -224,3 +228,20 @@ def test_a_sequence_may_be_an_iterator():
     once["bad_words"] = map(iter, given["bad_words"])
     asked = build_request(iter([9, 10]), request_id="A", **once)
     assert asked == build_request([9, 10], request_id="A", **given)
+
+
+@pytest.mark.parametrize("form", [ChatForm(), CompletionForm()], ids=["chat", "completion"])
+@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
+def test_log_probabilities_take_little_more_memory_than_their_json_and_none_once_they_were_sent(form, streams):
+    tokens, texts = [*b"walk"], VocabularyTexts(ByteTokenizer())
+    given = [pb.TokenLogprobs(logprob=-1.5, top_ids=range(20), top_logprobs=[-each / 7 for each in range(20)])] * 4
+    event = pb.GenerateResponse(chunk=pb.GenerateChunk(token_ids=tokens, text="walk", logprobs=given))
+    writer, sent = ObjectWriter(form, texts, False, streams), 0
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            sent += sum(len(to_json(part)) for part in writer.take(event))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < (sent / 10 if streams else 1.5 * sent)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from dendro.answer import complete_from
 from dendro.v1 import generation_pb2 as pb
 
+from cluster.api.openai.errors import to_json
 from cluster.api.openai.fields import EXTENSION
 from cluster.explaining import round_fields
 from cluster.router.token_texts import VocabularyTexts
@@ -31,16 +32,14 @@ class Choice:
     index: int
     texts: list[str] = field(default_factory=list)
     characters: int = 0  # length of all texts
-    logprobs: list[dict[str, Any]] = field(default_factory=list)  # parts, as they were sent
+    logprobs: list[Mapping[str, bytes | None]] = field(default_factory=list)  # parts, as `_encoded`; none of a stream
     tokens: list[int] = field(default_factory=list)  # the answer's
     complete: pb.GenerateComplete | None = None
 
-    def append(self, text: str, logprobs: dict[str, Any] | None) -> None:
+    def append(self, text: str) -> None:
         """Add a part."""
         self.texts.append(text)
         self.characters += len(text)
-        if logprobs is not None:
-            self.logprobs.append(logprobs)
 
     @property
     def text(self) -> str:
@@ -167,11 +166,13 @@ class CompletionForm(_TextForm):
 class ObjectWriter:
     """Takes the events of one request, in order."""
 
-    def __init__(self, form: AnswerForm, texts: VocabularyTexts | None, include_usage: bool) -> None:
-        """texts: None where no log-probabilities are asked for"""
+    def __init__(self, form: AnswerForm, texts: VocabularyTexts | None, include_usage: bool, streams: bool) -> None:
+        """texts: None where no log-probabilities are asked for   streams: True if parts are sent as they come, so that
+        there is no `whole` answer"""
         self._form = form
         self._texts = texts
         self._include_usage = include_usage
+        self._streams = streams
         self._started = pb.GenerateStarted()
         self._created = int(time.time())
         self._choices: dict[int, Choice] = {}
@@ -203,7 +204,9 @@ class ObjectWriter:
         logprobs = None
         if self._texts is not None and tokens:  # the only token of a prompt has no log-probability
             logprobs = self._form.logprobs(choice, tokens, given, self._texts)
-        choice.append(text, logprobs)
+        choice.append(text)
+        if logprobs is not None and not self._streams:
+            choice.logprobs.append(_encoded(logprobs))
         return self._part(choice, self._form.piece(choice, text), logprobs)
 
     def _part(
@@ -211,35 +214,30 @@ class ObjectWriter:
     ) -> dict[str, Any]:
         usage: dict[str, Any] = {"usage": None} if self._include_usage else {}
         choices = [{"index": choice.index, **has, "logprobs": logprobs, "finish_reason": finish}]
-        return self._envelope(self._form.part, choices) | usage
+        return self._envelope(self._form.part) | {"choices": choices} | usage
 
     def last(self) -> dict[str, Any]:
         """The part of a stream that has the usage, after all others."""
-        return self._envelope(self._form.part, []) | {"usage": self.usage}
+        return self._envelope(self._form.part) | {"choices": [], "usage": self.usage}
 
-    def whole(self) -> dict[str, Any]:
-        """The whole answer, once all events were taken."""
+    def whole(self) -> bytes:
+        """The whole answer as JSON, once all events were taken."""
         found = [self._choices[index] for index in sorted(self._choices)]
-        choices = [
-            {
-                "index": each.index,
-                **self._form.message(each),
-                "logprobs": _joined(each.logprobs),
-                "finish_reason": self._form.finish(each),
-            }
-            for each in found
-            if each.complete is not None
-        ]
-        return self._envelope(self._form.whole, choices) | {"usage": self.usage} | self._extension(found)
+        choices = []
+        for each in found:
+            if each.complete is not None:
+                fields = {"index": each.index, **self._form.message(each), "finish_reason": self._form.finish(each)}
+                choices.append(_object(fields, logprobs=_joined(each.logprobs)))
+        fields = self._envelope(self._form.whole) | {"usage": self.usage} | self._extension(found)
+        return _object(fields, choices=b"[" + b",".join(choices) + b"]")
 
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> dict[str, Any]:
         return {
             "id": self._form.prefix + self._started.request_id,
             "object": kind,
             "created": self._created,
             "model": self._started.model,
             "system_fingerprint": self._started.target,
-            "choices": choices,
         }
 
     @property
@@ -284,11 +282,21 @@ def _round(choice: Choice, chunk: pb.GenerateChunk) -> dict[str, Any]:
     return {EXTENSION: {"round": {"index": choice.index, **round_fields(chunk)}}}
 
 
-def _joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Log-probabilities of all parts of an answer; None where there are none."""
+def _encoded(logprobs: Mapping[str, Any]) -> dict[str, bytes | None]:
+    """A part's log-probabilities as they are kept: each list as JSON without its brackets. The values themselves would
+    take several times the memory."""
+    return {name: None if value is None else to_json(value)[1:-1] for name, value in logprobs.items()}
+
+
+def _joined(parts: Sequence[Mapping[str, bytes | None]]) -> bytes:
+    """Log-probabilities of all parts of an answer as JSON; null where there are none."""
     if not parts:
-        return None
-    return {
-        name: None if value is None else [each for part in parts for each in part[name]]
-        for name, value in parts[0].items()
-    }
+        return b"null"
+    lists = {name: b",".join(filter(None, (part[name] for part in parts))) for name in parts[0]}
+    return _object({}, **{name: b"null" if parts[0][name] is None else b"[%b]" % lists[name] for name in lists})
+
+
+def _object(fields: Mapping[str, Any], **others: bytes) -> bytes:
+    """An object as JSON. others: fields that are JSON already"""
+    made = {name: to_json(value) for name, value in fields.items()} | others
+    return b"{" + b",".join(to_json(name) + b":" + value for name, value in made.items()) + b"}"

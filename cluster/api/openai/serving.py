@@ -78,7 +78,7 @@ class AnswerResponse(Response):
     async def _run(self, sender: Sender) -> None:
         message = self._asked.message
         texts = await self._ingress.token_texts(message.model) if message.HasField("logprobs") else None
-        writer = ObjectWriter(self._form, texts, self._asked.include_usage)
+        writer = ObjectWriter(self._form, texts, self._asked.include_usage, self._asked.stream)
         with ExitStack() as places:
             try:
                 places.enter_context(
@@ -96,7 +96,7 @@ class AnswerResponse(Response):
                     for _ in writer.take(event):
                         pass
                     self._requests.count_rounds(event.HasField("chunk"))
-            await sender.whole(200, to_json(writer.whole()))
+            await sender.whole(200, writer.whole())
 
     def _events(self) -> AsyncGenerator[pb.GenerateResponse, None]:
         caller = self._caller
