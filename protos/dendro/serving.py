@@ -1,7 +1,8 @@
 """A replica's side of the stream: leases, streams and health. Independent of models and of Ray.
 
 When a frame arrives, all of its calls are started at once. The answers that are ready when the writer is free are sent
-in one frame. When a stream ends, every text opened on it is closed; a lease ends with its last text.
+in one frame, or in as many as their bytes need. When a stream ends, every text opened on it is closed; a lease ends
+with its last text.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dendro.certificates import has_role
 from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.failures import described, log_failure
 from dendro.tasks import BackgroundTasks, end_task
-from dendro.wire import hello_message
+from dendro.wire import batched, hello_message
 
 log = logging.getLogger("dendro.serving")
 
@@ -294,9 +295,10 @@ class StreamServer:
             while True:
                 await ready.wait()
                 ready.clear()
-                batch, answers[:] = answers[:], []
-                self._stats.frames_out += 1
-                await context.write(self._kind.answers(answers=batch))
+                taken, answers[:] = answers[:], []
+                for batch in batched(taken, MAX_MESSAGE_BYTES // 2):
+                    self._stats.frames_out += 1
+                    await context.write(self._kind.answers(answers=batch))
 
         writer = asyncio.create_task(write())
         try:

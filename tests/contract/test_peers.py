@@ -11,11 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
+from dendro.calls import CloseCall, DraftCall, OpenCall, Opened, RequestParameters, TextUpdate, VerifyCall, new_opening
 from dendro.engine import started
 from dendro.errors import BadRequest, NotFound, Overloaded
+from dendro.logprobs import EchoedLogprobs
+from dendro.options import MAX_ECHOED
 from dendro.shapes import OFF, TreeShape
 from dendro.state import MemoryStates
 from dendro.text import Finish, Limits, Sampling, Text
@@ -278,3 +281,19 @@ async def test_a_close_during_an_open_frees_the_opening(drafter):
     with pytest.raises(NotFound):
         await drafter.peer.close(CloseCall(call.update))
     assert drafter.open_texts() == 0
+
+
+@pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
+async def test_long_answers_that_are_ready_together_all_arrive(verifier):
+    """A message of a stream has at most 4 MiB; the most log-probabilities of a prompt have 1 MiB."""
+    top, texts = 20, [new_text([token, 2, 3]) for token in range(6)]
+    places = MAX_ECHOED // (1 + top)
+    ids, values = np.zeros((places, top), np.uint32), np.zeros((places, top), np.float32)
+    echoed, opened = EchoedLogprobs(values[:, 0], ids, values), verifier.engine.open
+
+    async def echoing(call: OpenCall) -> Opened:
+        return replace(await opened(call), logprobs=echoed)
+
+    verifier.engine.open, verifier.engine.before_opened = echoing, asyncio.Barrier(len(texts)).wait
+    found = await asyncio.gather(*(verifier.peer.open(opening_of(text)) for text in texts))
+    assert [each.logprobs == echoed for each in found] == [True] * len(texts)
