@@ -23,12 +23,17 @@ MAX_HEADER_BYTES = 100_000_000
 MAX_ELEMENTS = 2_000_000
 """Most elements of all arrays together. A vocabulary of 262,144 tokens has 1.3 million: tokens, scores, types and
 merges."""
+MAX_DIVIDED_BYTES = 4_000_000_000
+"""Most bytes of all ways together to divide the texts of arrays in two: where a vocabulary has no merges, transformers
+tries each way of each token. A text of n bytes counts n * n."""
 MAX_DIMENSIONS = 4
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of a value, by the number of its type."""
 _WHOLE = {0, 2, 4, 10}
 """The unsigned ones of these types."""
 _STRING, _ARRAY = 8, 9
+_LAYERS = (".block_count", ".nextn_predict_layers")
+"""Ends of the keys by which transformers counts layers: it makes a list as long before it looks at the tensors."""
 _NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 """The library's names of the matrices with a row for each token."""
 
@@ -56,7 +61,7 @@ class _Reader:
         self._file, self._stream = file, stream
         self._size = file.stat().st_size
         self._limit = min(self._size, MAX_HEADER_BYTES)
-        self._elements = 0
+        self._elements = self._divided = 0
 
     def header(self) -> GgufHeader:
         if self._stream.read(len(MAGIC)) != MAGIC:
@@ -66,15 +71,21 @@ class _Reader:
             raise self._refused(f"its version is {version}; those that are read: {', '.join(map(str, VERSIONS))}")
         tensors = self._count(8, MAX_TENSORS, "tensors")
         keys = self._count(8, MAX_KEYS, "keys")
-        numbers = dict(self._entry() for _ in range(keys))
+        numbers: dict[str, int | None] = {}
+        for _ in range(keys):
+            key, number = self._entry()
+            if key in numbers:
+                raise self._refused(f"it has two keys {key}")
+            numbers[key] = number
         if (parts := numbers.get("split.count") or 1) > 1:
             raise self._refused(
                 f"it is one of {parts} files that a model was split into; join them, with llama.cpp's "
                 "`llama-gguf-split --merge`, and name the joined file"
             )
         for key, number in numbers.items():
-            if key.endswith(".block_count") and number is not None and number > tensors:
-                raise self._refused(f"{key} is {number}, and it has {tensors} tensors")
+            if key.endswith(_LAYERS) and (number is None or number > tensors):
+                found = "no unsigned whole number" if number is None else number
+                raise self._refused(f"{key} is {found}, and it has {tensors} tensors")
         return self._tensors(tensors, numbers.get("general.alignment") or 32)
 
     def _tensors(self, count: int, alignment: int) -> GgufHeader:
@@ -112,6 +123,9 @@ class _Reader:
         kind = self._number(4)
         if kind in _WHOLE:
             return key, self._number(_SCALARS[kind])
+        if kind == _STRING:
+            self._skip_text()
+            return key, None
         if kind != _ARRAY:
             self._skip_values(key, kind, 1)
             return key, None
@@ -126,11 +140,19 @@ class _Reader:
     def _skip_values(self, key: str, kind: int, count: int) -> None:
         if kind == _STRING:
             for _ in range(count):
-                self._skip(self._number(8))
+                self._divided += self._skip_text() ** 2
+                if self._divided > MAX_DIVIDED_BYTES:
+                    raise self._refused(f"the texts of its arrays are too long, with those of {key}")
         elif kind in _SCALARS:
             self._skip(count * _SCALARS[kind])
         else:
             raise self._refused(f"{key} has values of type {kind}")
+
+    def _skip_text(self) -> int:
+        """Skip a text. Returns its bytes."""
+        size = self._number(8)
+        self._skip(size)
+        return size
 
     def _count(self, size: int, most: int, what: str) -> int:
         found = self._number(size)

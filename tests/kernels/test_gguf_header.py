@@ -9,11 +9,12 @@ import pytest
 from tree_layers.errors import CheckpointError
 from tree_layers.gguf_header import MAX_ELEMENTS, MAX_KEYS, MAX_TENSORS, read_gguf_header
 
-from tests.support.tiny_gguf import array, header, tensor, text, whole, write_llama
+from tests.support.tiny_gguf import array, header, scalar, tensor, text, whole, write_llama
 
 gguf = pytest.importorskip("gguf")
 HUGE = (1 << 64) - 1
 PADDED = bytes(32)
+LONG, LONGISH = text("a" * 64_000), text("a" * 8_000)
 
 
 def test_the_shapes_and_types_are_those_that_the_gguf_library_reads(tmp_path, monkeypatch):
@@ -46,6 +47,16 @@ HOSTILE = {
     "half a block": (header(tensor("a", (31,), kind=8), PADDED, tensors=1), "a is of type Q8_0 and has the shape"),
     "no alignment": (header(whole("general.alignment", (1 << 32) - 1), PADDED, keys=1), "general.alignment is"),
     "more layers than tensors": (header(whole("llama.block_count", 1 << 31), keys=1), "llama.block_count is"),
+    "layers of a signed number": (header(scalar("qwen2.block_count", 11, "q", 1 << 40), keys=1), "is no unsigned"),
+    "layers of a fraction": (header(scalar("qwen2.block_count", 12, "d", 1e12), keys=1), "is no unsigned whole number"),
+    "layers of a list": (header(array("qwen2.block_count", 11, 1, bytes(8)), keys=1), "is no unsigned whole number"),
+    "fewer than no layers that predict": (
+        header(scalar("qwen35.nextn_predict_layers", 5, "i", -1 << 30), keys=1),
+        "qwen35.nextn_predict_layers is no unsigned whole number",
+    ),
+    "two keys of a name": (header(whole("a", 1), whole("a", 2), keys=2), "it has two keys a"),
+    "a token that is long": (header(array("tokenizer.ggml.tokens", 8, 1, LONG), keys=1), "with those of tokenizer"),
+    "tokens that are long together": (header(array("a", 8, 99, LONGISH * 99), keys=1), "its arrays are too long"),
     "an old version": (header(version=1), "its version is 1"),
     "the other byte order": (header(version=3 << 24), "its version is"),
     "a part of a model": (header(whole("split.count", 3), keys=1), "one of 3 files .* join them"),

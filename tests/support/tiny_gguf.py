@@ -69,6 +69,11 @@ def whole(key: str, value: int) -> bytes:
     return text(key) + struct.pack("<II", 4, value)
 
 
+def scalar(key: str, kind: int, form: str, value: float) -> bytes:
+    """A key with a value of a type. form: the value's, of the module struct"""
+    return text(key) + struct.pack(f"<I{form}", kind, value)
+
+
 def array(key: str, kind: int, count: int, content: bytes = b"") -> bytes:
     """A key with an array that claims so many elements of a type."""
     return text(key) + struct.pack("<IIQ", 9, kind, count) + content
