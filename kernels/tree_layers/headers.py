@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import reprlib
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -91,7 +92,7 @@ def _check_size(file: Path, size: int) -> None:
 def _shape(sizes: Sequence[object]) -> tuple[int, ...]:
     found = tuple(size for size in sizes if type(size) is int and size >= 0)
     if len(found) != len(sizes):
-        raise ValueError(f"a tensor has the shape {sizes!r:.100}")
+        raise ValueError(f"a tensor has the shape {reprlib.repr(sizes)}")  # lists of a pickle may share others: no repr
     return found
 
 

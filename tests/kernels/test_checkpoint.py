@@ -6,6 +6,7 @@ import json
 import struct
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,28 @@ def test_reading_the_header_of_a_pickled_checkpoint_runs_no_code(tmp_path: Path)
     torch.save({"backbone.embedding.weight": UnsafePickle()}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="not a file of plain weights"):
         read_facts(tmp_path)
+
+
+class SharedShape:
+    """A tensor whose shape is two lists, which are one, of two lists, which are one, and so on: 22 in memory, and four
+    million as text."""
+
+    def __reduce__(self):
+        shape: list[object] = []
+        for _ in range(22):
+            shape = [shape, shape]
+        return torch._utils._rebuild_tensor_v2, (None, 0, shape)
+
+
+def test_a_pickled_shape_that_is_long_as_text_is_refused_in_little_memory(tmp_path: Path):
+    torch.save({"a": SharedShape()}, tmp_path / "pytorch_model.bin")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="not a file of plain weights: .*a tensor has the shape"):
+            tensor_shapes([tmp_path / "pytorch_model.bin"])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
