@@ -4,6 +4,7 @@ counts, so none is taken."""
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +14,14 @@ from yaml.nodes import MappingNode, ScalarNode
 
 MOST_NESTED = 100
 """Mappings and lists in each other. Deeper ones would take the stack of a recursive reader."""
+
+
+NUMBERS = {
+    "int": r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]*)",
+    "float": r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9][0-9_]*)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+"""Forms of numbers that are written without quotes, by kind. Anything else is a text. PyYAML follows YAML 1.1, for
+which `1:30` is 90 and `010` is 8; most other readers disagree."""
 
 
 class RepeatedKey(ValueError):
@@ -31,6 +40,10 @@ class _DistinctLoader(yaml.SafeLoader):
     """PyYAML's loader, which takes the last value of a repeated key and does not limit depth."""
 
     _depth = 0
+    yaml_implicit_resolvers = {
+        first: [(tag, form) for tag, form in found if tag.rpartition(":")[2] not in NUMBERS]
+        for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         self._depth += 1
@@ -52,6 +65,11 @@ class _DistinctLoader(yaml.SafeLoader):
                 raise RepeatedKey(value, key.start_mark.line + 1)
             found.add((type(value), value))
         return node
+
+
+for _kind, _form in NUMBERS.items():
+    _whole = re.compile(f"^({_form})$")
+    _DistinctLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_kind}", _whole, list("-+.0123456789"))
 
 
 def yaml_of(text: str) -> Any:

@@ -67,6 +67,8 @@ def test_a_file_that_two_readers_may_take_for_different_values_is_refused_with_t
     "text, fault",
     [
         ("grpc: {port: yes}", r"grpc\.port: is a boolean; must be a number"),
+        ("grpc: {port: 1:30}", r"grpc\.port: .*valid integer"),
+        ("router: {request_timeout_s: 1:30.5}", r"router\.request_timeout_s: .*valid number"),
         ("router: {request_timeout_s: on}", r"router\.request_timeout_s: is a boolean"),
         ("router: {resources: {custom: {CPU: 4}}}", r"router\.resources\.custom: 'CPU' is no name of one's own"),
         ("router: {resources: {custom: {a: -1}}}", r"router\.resources\.custom\.a: -1; must be at least 0"),
@@ -84,6 +86,10 @@ def test_an_integer_that_nothing_can_count_is_refused_by_its_field(load, field):
             BadRequest, match=rf"router\.{field}: is a number of {digits} digits; must be at most 9,007"
         ):
             load(f"targets: {{t: {{checkpoint: x}}}}\nrouter: {{{field}: {number}}}")
+
+
+def test_digits_after_a_zero_are_a_decimal_number(load):
+    assert load(GOOD + "grpc: {port: 010}").grpc.port == 10
 
 
 def test_a_key_may_stand_in_a_mapping_and_in_one_that_is_merged_into_it(load):
