@@ -498,7 +498,9 @@ def test_the_command_writes_the_arms_found_and_prints_the_arms_before(pair, tmp_
     if targets > 1:
         assert after.arms_of("other") == before.arms_of("other") and "targets.tiny.arms written" in done.stdout
     else:
-        assert "beam(2,2)" not in file.read_text() and "speculation.arms written" in done.stdout
+        # Measured times decide about the arm that the file had before, so either may be found.
+        assert ("beam(2,2)" in file.read_text()) == ("beam(2,2)" in report["arms"])
+        assert "speculation.arms written" in done.stdout
     assert (tmp_path / "tuning.md").read_text().startswith("# dendro tune\n")
     assert "E[N]" in done.stdout and "beam(2,2)" in done.stdout
 
