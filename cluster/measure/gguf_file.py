@@ -52,8 +52,7 @@ def interleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def write_gguf(checkpoint: Path, file: Path, dtype: str) -> None:
-    """Write the checkpoint's model, without its tokenizer, to `file`; its matrices are stored in `dtype`
-    bit for bit, its vectors in float32.
+    """Write the checkpoint's model, without its tokenizer, to `file`; its matrices are stored in `dtype`.
 
     Raises BadRequest as `check_exportable`, and ImportError without the library `gguf`.
     """
@@ -64,8 +63,7 @@ def write_gguf(checkpoint: Path, file: Path, dtype: str) -> None:
     with redirect_stderr(StringIO()):  # progress bars of weights that are unpacked
         model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, **gguf_settings(checkpoint))
     writer = gguf.GGUFWriter(file, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.LLAMA])
-    whole = "ALL_F32" if dtype == "float32" else f"MOSTLY_{GGUF_TYPES[dtype]}"
-    writer.add_file_type(getattr(gguf.LlamaFileType, whole))
+    writer.add_file_type(getattr(gguf.LlamaFileType, _file_type(dtype)))
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("no_vocab")  # prompts and answers are token ids
     writer.add_context_length(config.max_position_embeddings)
@@ -88,13 +86,21 @@ def write_gguf(checkpoint: Path, file: Path, dtype: str) -> None:
         if named is None:
             raise BadRequest("target", f"its tensor {name} has no name in a GGUF file of a Llama")
         ending = next((each for each in INTERLEAVED if name.endswith(each)), None)
-        weight = interleaved(weight, heads[ending]) if ending else weight
-        weight = weight.float() if weight.dim() == 1 else weight
-        kind = getattr(gguf.GGMLQuantizationType, GGUF_TYPES[str(weight.dtype).removeprefix("torch.")])
-        if weight.dtype == torch.bfloat16:  # numpy has no such dtype; the writer derives the shape from the bytes
-            weight = weight.contiguous().view(torch.uint8)
-        writer.add_tensor(named, weight.numpy(), raw_dtype=kind)
+        _add(gguf, writer, named, interleaved(weight, heads[ending]) if ending else weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _file_type(dtype: str) -> str:
+    return "ALL_F32" if dtype == "float32" else f"MOSTLY_{GGUF_TYPES[dtype]}"
+
+
+def _add(gguf: Any, writer: Any, name: str, weight: torch.Tensor) -> None:
+    """Add a tensor bit for bit, or in float32 if it is a vector."""
+    weight = weight.detach().float() if weight.dim() == 1 else weight.detach()
+    kind = getattr(gguf.GGMLQuantizationType, GGUF_TYPES[str(weight.dtype).removeprefix("torch.")])
+    if weight.dtype == torch.bfloat16:  # numpy has no such dtype; the writer derives the shape from the bytes
+        weight = weight.contiguous().view(torch.uint8)
+    writer.add_tensor(name, weight.numpy(), raw_dtype=kind)
