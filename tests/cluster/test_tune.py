@@ -498,7 +498,7 @@ def test_the_command_writes_the_arms_found_and_prints_the_arms_before(pair, tmp_
     if targets > 1:
         assert after.arms_of("other") == before.arms_of("other") and "targets.tiny.arms written" in done.stdout
     else:
-        # Measured times decide about the arm that the file had before, so either may be found.
+        # Measured times decide whether the arm that the file had before is found again.
         assert ("beam(2,2)" in file.read_text()) == ("beam(2,2)" in report["arms"])
         assert "speculation.arms written" in done.stdout
     assert (tmp_path / "tuning.md").read_text().startswith("# dendro tune\n")
