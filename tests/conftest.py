@@ -3,6 +3,8 @@
 import os
 from importlib.util import find_spec
 
+import pytest
+
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
@@ -28,3 +30,11 @@ def pytest_sessionstart(session):
     for kind in ("mamba", "mamba2"):
         why_not_compiled(kind)
     tree_levels.why_not_compiled()
+
+
+@pytest.fixture
+def opened_drafters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds wait for their drafter's opening, so that an answer of a tiny target has trees."""
+    from tests.support.opened_drafters import wait_for_openings
+
+    wait_for_openings(monkeypatch)

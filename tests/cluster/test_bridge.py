@@ -36,6 +36,8 @@ from drafter_service.structures import DraftStructure
 from tests.support import other_tokenizers, tiny_models
 from tests.support.sockets import until
 
+pytestmark = pytest.mark.usefixtures("opened_drafters")
+
 TEXT = Path(json.__file__).read_text()
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0, seed=11)
 PROMPT = [10, 20, 30, 40, 7, 8, 9, 200, 150, 151]

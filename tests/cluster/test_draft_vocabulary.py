@@ -23,6 +23,8 @@ from cluster.tune.measuring import Ranker
 from tests.support import other_tokenizers, tiny_models
 from tests.support.cut_heads import cut_head
 
+pytestmark = pytest.mark.usefixtures("opened_drafters")
+
 SIZE = tiny_models.VOCABULARY
 GUESSED = tuple(sorted(random.Random(4).sample(range(SIZE), 3 * SIZE // 4)))
 PROMPT = [10, 20, 30, 40, 7, 8, 9, 200, 150, 151]

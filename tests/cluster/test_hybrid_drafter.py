@@ -13,6 +13,8 @@ from cluster.running import local_client
 from drafter_service.models import HYBRIDS
 from tests.support import tiny_hybrids
 
+pytestmark = pytest.mark.usefixtures("opened_drafters")
+
 TEXT = [5, 9, 31, 40, 77, 31, 9, 2]
 TOKENS = 25
 SPREAD = {"tie_word_embeddings": False, "embedding_multiplier": 1.5, "logits_scaling": 0.7}

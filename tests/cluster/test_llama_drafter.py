@@ -11,6 +11,8 @@ from cluster.config import Config
 from cluster.running import local_client
 from tests.support import tiny_models
 
+pytestmark = pytest.mark.usefixtures("opened_drafters")
+
 PROMPTS = ("one two three, one two", "the end of")
 
 

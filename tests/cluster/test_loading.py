@@ -16,6 +16,8 @@ from cluster.engines import drafts_ahead
 from cluster.running import local_client
 from tests.support import tiny_mamba, tiny_models
 
+pytestmark = pytest.mark.usefixtures("opened_drafters")
+
 
 async def test_a_model_without_tokenizer_files_is_served_with_the_configured_tokenizer(tmp_path: Path):
     for name, seed in (("target", 0), ("drafter", 1)):

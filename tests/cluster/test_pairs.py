@@ -21,6 +21,8 @@ from cluster.tune.prompts import choose_prompts
 from tests import published
 from tests.published import COMMON, PAGE, PAIRS, UNRELATED, PublishedPair
 
+pytestmark = pytest.mark.usefixtures("opened_drafters")
+
 PROMPT = [5, 9, 300, 4000, 77, 31]
 
 

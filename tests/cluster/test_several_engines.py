@@ -10,7 +10,7 @@ from cluster.config import DEMO_MODELS, Config, pair_config
 from cluster.demo.prompts import held_out_prompts
 from cluster.running import local_client, local_ingress
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600), pytest.mark.usefixtures("opened_drafters")]
 
 WAYS = ("off", "(1,1,1)", "llama:(1,1,1)", "mamba2:(3,2,1)", "llama:beam(2,2)", "auto")
 

@@ -31,6 +31,8 @@ from drafter_service.sampled import DrawnGrowth, GuessDraws
 from tests.support import tiny_models
 from tests.support.edge import EdgePeers, config, ingress
 
+pytestmark = pytest.mark.usefixtures("opened_drafters")
+
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
 TOKENS = 24
 SHAPES = {"naive": "(2,2,1)", "multi-step": "(2,2,1)", "block": "(1,1,1)", "lenient": "(2,1)"}
