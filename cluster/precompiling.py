@@ -48,8 +48,8 @@ def _of_drafter(drafter: DrafterConfig) -> list[str]:
 
 def _of_target(target: TargetConfig) -> list[str]:
     if target.resources.gpu:
-        return []
-    products = ["matmul.loops", f"matmul.{PRECISIONS[target.dtype]}", "row_draw.loops"]
+        return ["row_slots.loops"]
+    products = ["matmul.loops", f"matmul.{PRECISIONS[target.dtype]}", "row_draw.loops", "row_slots.loops"]
     with suppress(CheckpointError):
         products += quantised_modules(target)
         if read_config(target.checkpoint).get("model_type") not in LEVELS:

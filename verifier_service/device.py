@@ -25,6 +25,7 @@ from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
 from tree_kernels.noise.triton import gumbel_rows
 from tree_kernels.row_draw import UNUSABLE
+from tree_kernels.row_slots import Ints
 from tree_kernels.runs import places_in_runs
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_attention.splits import ITEM, FarSplits
@@ -42,7 +43,6 @@ from verifier_service.device_states import DeviceStates, folds_in_place
 from verifier_service.guarding import guarded
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
-from verifier_service.paths import Ints
 from verifier_service.rows import StepOutcome, StepPlan
 from verifier_service.runner import StepRunner, accepted_rows
 from verifier_service.shards import Bounds, Crew

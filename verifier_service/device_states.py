@@ -8,12 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
+from tree_kernels.row_slots import Ints
 from tree_kernels.runs import places_in_runs
 from tree_kernels.tree_scan.triton import ITEM_ROWS, ScanTable
 from tree_layers.device_mixers import FoldRooms, TabledStep
 from tree_layers.tree_mixers import RecurrentMemory
 
-from verifier_service.paths import Ints
 from verifier_service.recurrent import Arrangement, RecurrentRows, last_writers
 from verifier_service.rows import StepPlan
 

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from dendro.tree import DraftTree
 from tree_kernels import ROW_MULTIPLE
+from tree_kernels.row_slots import Homes, Ints, first_seen, path_slots
 from tree_kernels.tree_scan import BlockFold, Group, Paths
 from tree_layers.tree_mixers import RecurrentStep
 
-from verifier_service.paths import Ints, PathSlots, RowPaths, TextPart, first_seen
+from verifier_service.paths import RowPaths, TextPart
 
 NOT_KEPT = -1
 """Target of a checkpoint that only its own step needs."""
@@ -196,18 +197,16 @@ def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int
     places: of equal extents   scratch: slot of the first row's inputs
     """
     extent, block = places[0].extent, places[0].extent.block
-    held = [(each.first_token, each.first_state, each.folded) for each in places]
-    first_token, first_state, before = np.array(held).T
-    newest = np.maximum(rows.most // block - 1, 0)
-
-    def rings(texts: Ints, positions: Ints) -> Ints:
-        slots: Ints = first_token[texts] + positions % extent.ring
-        return slots
-
-    lowest = np.minimum(first_seen(rows.least, block), before * block)
-    inputs = PathSlots(rows, block, lowest, np.arange(scratch, scratch + len(rows.texts)), rings)
+    newest = [max(position // block - 1, 0) for position in rows.most]
+    lowest = [
+        min(first_seen(position, block), place.folded * block)
+        for position, place in zip(rows.least, places, strict=True)
+    ]
+    rings = Homes([place.first_token for place in places], range(len(places)), extent.ring, paged=False)
+    inputs = path_slots(rows.from_lowest(lowest), block, rings, scratch, for_all=True)
+    first_state, before = np.array([(place.first_state, place.folded) for place in places]).T
     made, later = list[FoldOf](), list[int]()  # later: number of each text's first fold, less the block that it ends
-    for text, (place, last) in enumerate(zip(places, newest.tolist(), strict=True)):
+    for text, (place, last) in enumerate(zip(places, newest, strict=True)):
         later.append(len(made) - place.folded - 1)
         for after in range(place.folded + 1, last + 1):
             known = after - 1 == place.folded
@@ -222,8 +221,8 @@ def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int
     blocks, its = np.maximum(rows.positions // block - 1, 0), rows.texts
     stored = np.where(blocks > 0, first_state[its] + blocks % extent.checkpoints, 0)
     sources = np.where(blocks <= before[its], stored, -1 - (np.array(later)[its] + blocks))
-    own = rows.positions - first_seen(rows.positions, block)
-    return RecurrentRows(inputs.columns(), own, rings(its, rows.positions), sources, tuple(made))
+    own = block + rows.positions % block
+    return RecurrentRows(inputs.columns, own, inputs.homes, sources, tuple(made))
 
 
 def last_writers(source: Ints, target: Ints) -> tuple[Ints, Ints]:
@@ -239,7 +238,8 @@ def last_writers(source: Ints, target: Ints) -> tuple[Ints, Ints]:
 
 
 def on_device(device: torch.device, array: Ints) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    made = torch.from_numpy(np.ascontiguousarray(array))
+    return made if device.type == "cpu" else made.to(device)
 
 
 def recurrent_step(rows: RecurrentRows, padded: int, scratch: int, device: torch.device) -> RecurrentStep:

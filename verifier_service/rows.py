@@ -10,10 +10,11 @@ import numpy.typing as npt
 from dendro.errors import DendroError
 from dendro.logprobs import TokenLogprobs
 from dendro.tree import DraftTree
+from tree_kernels.row_slots import Homes, Ints, first_seen, path_slots
 from tree_kernels.tree_attention import PAGE
 from tree_kernels.tree_walk import Walk
 
-from verifier_service.paths import Ints, PathSlots, RowPaths, TextPart, first_seen
+from verifier_service.paths import RowPaths, TextPart
 from verifier_service.recurrent import RecurrentRows
 from verifier_service.walk import Draw, Echo
 
@@ -99,36 +100,21 @@ def rows_of_texts(
     keys go to their homes   window: the widest sliding window; None if a layer sees all positions
     The keys that a row sees must be in place already, or belong to rows of the same step.
     """
-    lowest = first_seen(rows.least, near)
-    reach = first_seen(rows.most, near) + PAGE - 1  # the end of the pages with far keys is that of this position's page
-    used, offsets = list[int](), list[int]()  # pages of all rows' columns, and where each text's page 0 would be
-    for its, begin, end in zip(pages, _pages(lowest), _pages(rows.most + PAGE), strict=True):
-        offsets.append(len(used) - begin)
-        used += its[begin:end]
-        assert len(used) - offsets[-1] == end
-    table, offset = np.array(used, np.int64), np.array(offsets)
-
-    def homes_of(texts: Ints, positions: Ints) -> Ints:
-        page, place = np.divmod(positions, PAGE)
-        homes: Ints = table[offset[texts] + page] * PAGE + place
-        return homes
-
-    homes = homes_of(rows.texts, rows.positions)
-    slots, guesses = homes.copy(), np.flatnonzero(rows.guessed)
-    slots[guesses] = np.arange(scratch, scratch + len(guesses))
-    far, stops = list[Far](), [*rows.starts[1:].tolist(), len(homes)]
-    begins = [0] * len(pages) if window is None else _pages(rows.least - window + 1)
-    for its, start, stop, begin, end in zip(pages, rows.starts.tolist(), stops, begins, _pages(reach), strict=True):
+    lowest = [first_seen(position, near) for position in rows.least]
+    table, offsets = list[int](), list[int]()  # pages of all rows' columns, and where each text's page 0 would be
+    for its, least, most in zip(pages, lowest, rows.most, strict=True):
+        begin, end = max(least, 0) // PAGE, (most + PAGE) // PAGE
+        offsets.append(len(table) - begin)
+        table += its[begin:end]
+        assert len(table) - offsets[-1] == end
+    slots = path_slots(rows.from_lowest(lowest), near, Homes(table, offsets, PAGE, paged=True), scratch, for_all=False)
+    far, stops = list[Far](), [*rows.starts[1:], len(rows.tokens)]
+    for its, start, stop, least, most in zip(pages, rows.starts, stops, rows.least, rows.most, strict=True):
+        begin = 0 if window is None else max(least - window + 1, 0) // PAGE
+        end = max(first_seen(most, near) + PAGE - 1, 0) // PAGE  # pages from here on begin in the last row's columns
         if end > begin:
             far.append(Far(start, stop, tuple(its[begin:end]), begin))
-    seen = PathSlots(rows, near, lowest, slots, homes_of).columns()
-    return TextRows(rows.tokens, rows.positions, slots, homes, seen, tuple(far))
-
-
-def _pages(positions: Ints) -> list[int]:
-    """Index of the page with each of these positions; 0 before the text."""
-    found: list[int] = (np.maximum(positions, 0) // PAGE).tolist()
-    return found
+    return TextRows(rows.tokens, rows.positions, slots.own, slots.homes, slots.columns, tuple(far))
 
 
 def pack(rows: TextRows, wanted: Ints, draws: Sequence[Draw] = (), echoes: Sequence[Echo] = ()) -> StepPlan:

@@ -13,6 +13,7 @@ from dendro.errors import DendroError
 from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
+from tree_kernels.row_slots import Ints
 from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
 from tree_kernels.tree_walk import Walk
 from tree_layers.launching import on_its_device
@@ -22,7 +23,6 @@ from tree_layers.tree_mixers import Array, RecurrentMemory
 from verifier_service.guarding import guarded
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
-from verifier_service.paths import Ints
 from verifier_service.recurrent import TextStates, last_writers, on_device, recurrent_rows, recurrent_step
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
@@ -121,10 +121,9 @@ class StepRunner:
             self.crew.broadcast(replace(plan, draws=(), echoes=()))
         count = len(plan.tokens)
         padded = self._bucket(count)
-        positions = self._tensor(plan.positions)
         self.target.run.begin(
             TreeRows(
-                positions=positions,
+                positions=self._tensor(plan.positions),
                 slots=self._tensor(plan.slots),
                 near=self._tensor(plan.near),
                 far=[FarRows(far.start, far.stop, far.pages, far.first) for far in plan.far],
@@ -135,13 +134,13 @@ class StepRunner:
             self.target.run.recurrent_step = recurrent_step(
                 plan.recurrent, padded, self.arrangement.scratch, self.device
             )
-        missing = (0, padded - count)
+        tokens, places = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
+        tokens[:count] = plan.tokens
         # A guess may be past the model's last position, but the text may not: such a row never counts.
-        places = torch.nn.functional.pad(positions.clamp(max=self.target.max_positions - 1), missing)
-        tokens = torch.nn.functional.pad(self._tensor(plan.tokens), missing)
+        places[:count] = np.minimum(plan.positions, self.target.max_positions - 1)
         wanted = np.zeros(self._bucket(len(plan.wanted)), np.int64)
         wanted[: len(plan.wanted)] = plan.wanted
-        return tokens, places, self._tensor(wanted)
+        return self._tensor(tokens), self._tensor(places), self._tensor(wanted)
 
     @on_its_device
     def keep(self, kept: AcceptedSlots) -> None:

@@ -27,6 +27,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from dendro.errors import BadRequest
+from tree_kernels.row_slots import Ints
 from tree_kernels.tree_attention import PAGE
 
 from verifier_service.collectives import (
@@ -39,7 +40,6 @@ from verifier_service.collectives import (
 )
 from verifier_service.messages import BadFrame, packed, receive
 from verifier_service.models import LoadedTarget, load_target
-from verifier_service.paths import Ints
 from verifier_service.recurrent import Arrangement
 
 JOIN_S = 120.0

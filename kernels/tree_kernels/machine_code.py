@@ -52,6 +52,11 @@ class Kernels(NamedTuple):
         found: int = ctypes.cast(self.functions[kernel], ctypes.c_void_p).value  # type: ignore[arg-type, assignment]
         return found
 
+    def locked(self, kernel: str) -> Callable[..., None]:
+        """A kernel whose calls keep the interpreter lock: for one so short that waiting for the lock takes longer."""
+        arguments = self.functions[kernel].argtypes  # type: ignore[attr-defined]
+        return ctypes.PYFUNCTYPE(None, *arguments)(self.address(kernel))
+
 
 @cache
 def target_machine() -> Any:

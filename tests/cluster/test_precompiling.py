@@ -38,7 +38,7 @@ def test_the_kernels_of_the_demo_are_those_that_its_engines_load():
     assert found.stdout.split() == sorted(kernel_modules(demo_config()))
 
 
-def test_engines_on_an_accelerator_and_eager_ones_need_the_noise_alone():
+def test_engines_on_an_accelerator_and_eager_ones_need_the_noise_and_a_verifier_the_slots_of_rows():
     config, gpu = demo_config(), Resources(gpu=1)
     targets = {"one": TargetConfig(checkpoint=next(iter(config.targets.values())).checkpoint, resources=gpu)}
     checkpoint = next(iter(config.drafters.values())).checkpoint
@@ -46,7 +46,9 @@ def test_engines_on_an_accelerator_and_eager_ones_need_the_noise_alone():
         "one": DrafterConfig(checkpoint=checkpoint, resources=gpu),
         "two": DrafterConfig(checkpoint=checkpoint, form="eager"),
     }
-    assert kernel_modules(config.model_copy(update={"targets": targets, "drafters": drafters})) == NOISE_ALONE
+    slots = "tree_kernels.row_slots.loops"
+    assert kernel_modules(config.model_copy(update={"targets": targets, "drafters": drafters})) == [*NOISE_ALONE, slots]
+    assert kernel_modules(config.model_copy(update={"targets": {}, "drafters": drafters})) == NOISE_ALONE
 
 
 def test_a_missing_checkpoint_is_no_error_here(tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from transformers import AttentionInterface, PreTrainedModel
 from tree_kernels import ROW_MULTIPLE
+from tree_kernels.row_slots import Ints
 from tree_kernels.tree_attention import FarRows, TreeRows, near_window
 from tree_layers.errors import CheckpointError
 from tree_layers.library_mixers import is_mixer
@@ -22,7 +23,6 @@ from verifier_service.models.families import FamilyError, Property, attending_by
 from verifier_service.models.head import Head
 from verifier_service.models.scaled_rows import noisy_results, scaled_results
 from verifier_service.models.seats import ForwardContext, seat_attention
-from verifier_service.paths import Ints
 from verifier_service.recurrent import Arrangement, recurrent_rows, recurrent_step
 from verifier_service.rows import text_rows
 
