@@ -53,7 +53,7 @@ def _of_target(target: TargetConfig) -> list[str]:
     with suppress(CheckpointError):
         products += quantised_modules(target)
         if read_config(target.checkpoint).get("model_type") not in LEVELS:
-            return [*products, "row_functions.loops", "tree_attention.loops", "decoder_layer.loops"]
+            return [*products, "row_functions.loops", "tree_attention.loops", "decoder_layer.loops", "taken_rows.loops"]
     return products
 
 

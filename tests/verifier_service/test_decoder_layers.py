@@ -56,7 +56,7 @@ def test_layers_of_a_llamas_form_are_ours_and_give_the_bits_that_they_did(
     engine = VerifierEngine.load(folder_of(family), options)
     replaced, layers = ours(engine.runner.target)
     assert replaced == layers > 0 and stacked(engine.runner.target)
-    monkeypatch.setattr(models, "use_decoder_layers", lambda *_: 0)
+    monkeypatch.setattr(models, "use_decoder_layers", lambda *_: None)
     single = VerifierEngine.load(folder_of(family), options)
     assert ours(single.runner.target)[0] == 0
     tokens, places = torch.arange(1, 101), torch.randperm(100)
@@ -71,7 +71,7 @@ def test_all_layers_in_one_call_give_the_bits_of_a_call_each(threads, folder_of,
         name="tiny", max_length=256, max_sessions=1, prefill_chunk=128, dtype=torch.bfloat16, threads=threads
     )
     together = VerifierEngine.load(folder_of("llama"), options).runner
-    monkeypatch.setattr(decoder_layers, "use_decoder_stack", lambda *_: False)
+    monkeypatch.setattr(decoder_layers, "use_decoder_stack", lambda *_: None)
     single = VerifierEngine.load(folder_of("llama"), options).runner
     assert stacked(together.target) and not stacked(single.target)
     assert ours(single.target)[0] == ours(single.target)[1] > 1

@@ -69,7 +69,7 @@ def test_a_step_of_one_block_and_a_head_that_workers_share_take_one_call_of_the_
     guesses, together, calls, tmp_path
 ):
     """Workers would wait for each other in every further call, and cannot predict which rows the walks visit."""
-    tiny_models.make_checkpoint(tmp_path, "llama")
+    tiny_models.make_checkpoint(tmp_path, "neox")
     engine, tree = engine_of(tmp_path), DraftTree.of([5, *range(guesses)], [-1] + [0] * guesses)
     engine.runner.target.head.together = together
     made = []

@@ -43,10 +43,11 @@ from verifier_service.collectives import Collectives
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.attention_layers import CompiledAttention, use_attention_layers
 from verifier_service.models.comparing import check_logits, short_text
-from verifier_service.models.decoder_layers import use_decoder_layers
+from verifier_service.models.decoder_layers import DecoderStack, use_decoder_layers
 from verifier_service.models.device_layers import use_device_layers
 from verifier_service.models.device_norms import use_norm_kernel
 from verifier_service.models.device_pages import attention_on_device, device_layouts
+from verifier_service.models.direct import DirectForward, direct_forward
 from verifier_service.models.experts import seat_experts
 from verifier_service.models.families import (
     FamilyError,
@@ -93,6 +94,7 @@ class LoadedTarget:
     attention: str  # form of the target's attention; empty where no layer attends
     head: Head
     last_layer: LastLayer | None  # None: it always runs on all rows
+    direct: DirectForward | None  # runs its parts without the library's code around them; None: it cannot
 
     @property
     def quantised(self) -> str:
@@ -120,6 +122,10 @@ class LoadedTarget:
         tokens, positions [rows] int64   wanted [k]: numbers of rows
         """
         with self._one_thread():
+            if self.direct is not None and self._few(tokens, wanted) is None:
+                found = self.direct.logits(tokens, positions, wanted)
+                if found is not None:
+                    return found
             logits: Tensor = self._forward(tokens, positions, wanted).logits[0]
             return logits
 
@@ -134,10 +140,13 @@ class LoadedTarget:
             return self.head.logits(hidden)
 
     def _forward(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Any:
-        # A few rows less do not pay: the last layer then runs by its parts, not in one compiled call.
-        few = self.last_layer if 4 * len(wanted) <= 3 * len(tokens) else None
-        with (few or self.head).of_rows(wanted):
+        with (self._few(tokens, wanted) or self.head).of_rows(wanted):
             return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
+
+    def _few(self, tokens: Tensor, wanted: Tensor) -> LastLayer | None:
+        """The last layer, to run on the wanted rows; None where these are not many less than all: the layer then runs
+        by its parts, not in one compiled call."""
+        return self.last_layer if 4 * len(wanted) <= 3 * len(tokens) else None
 
     def _one_thread(self) -> AbstractContextManager[None]:
         """A forward runs in one thread; large products, attention and scans of many rows set more threads themselves.
@@ -274,12 +283,14 @@ def _load(
     by_kernels = device.type != "cpu" and run_from_tables(mixers) and not (mixers and group is not None)
     attention = _choose_attention(run, device, by_kernels)
     layouts = device_layouts(run.probed) if by_kernels else tuple(layer.layout for layer in run.probed)
+    stack: DecoderStack | None = None
     if run.compiled and group is None:
         use_attention_layers(model, run, positions, CompiledAttention())
-        use_decoder_layers(model, run, positions)
+        stack = use_decoder_layers(model, run, positions)
     if by_kernels and group is None:
         use_device_layers(model, run, positions, forms)
-    check_logits(folder, model, seated, run, mixers, short_text(vocabulary, positions), library)
+    text_of_checks = short_text(vocabulary, positions)
+    check_logits(folder, model, seated, run, mixers, text_of_checks, library)
     if not mixers:
         check_layer_types(folder, model)
     last_layer = use_last_layer(model, run) if run.probed and not mixers and group is None else None
@@ -299,6 +310,7 @@ def _load(
         attention=attention,
         head=seated,
         last_layer=last_layer,
+        direct=direct_forward(model, seated, stack, run, text_of_checks, positions),
     )
 
 

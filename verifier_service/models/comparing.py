@@ -86,7 +86,12 @@ def check_logits(
     kind, dtype = model.config.model_type, model.dtype
     in_order = torch.arange(len(tokens))
     mixed = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))
-    ours = partial(_by_our_seats, model, run, mixers, tokens)
+    ours = partial(by_our_seats, model, run, mixers, tokens)
+
+    def apart(tokens: Tensor, positions: Tensor) -> Tensor:
+        """The logits by the head alone, after a forward of only the layers."""
+        return head.logits(head.take(lambda: logits_of_text(model, tokens, positions)))
+
     try:
         with torch.inference_mode():
             if mixers:
@@ -98,7 +103,7 @@ def check_logits(
             if not (torch.isfinite(ordered).all() and torch.isfinite(truth).all()):
                 return  # such rows cannot be compared; the engine refuses such a model by its dtype
             shuffled = ours(mixed)
-            if not torch.equal(ours(in_order, head), ordered):
+            if not torch.equal(ours(in_order, apart), ordered):
                 raise FamilyError(folder, kind, Property.NO_HEAD)
             if not _near_by_noise(model, ordered, truth, lambda: ours(in_order)):
                 between, placed = (_by_the_library(model, tokens, each) for each in (None, in_order))
@@ -160,17 +165,17 @@ def _by_the_library(model: PreTrainedModel, tokens: Tensor, positions: Tensor | 
         return logits_of_text(model, tokens, positions)
 
 
-def _by_our_seats(
+def by_our_seats(
     model: PreTrainedModel,
     run: ForwardContext,
     mixers: Sequence[MixerLayout],
     tokens: Tensor,
     order: Tensor,
-    apart: Head | None = None,
+    forward: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Logits [rows, vocabulary] of a text, in its order, by our modules in a step with the rows in `order`.
 
-    apart: the head that computes them after a forward of only the layers
+    forward: computes the rows' logits from their tokens and positions; by default the library's
     """
     near = near_window(0)
     layouts = [layer.layout for layer in run.probed]
@@ -193,10 +198,7 @@ def _by_our_seats(
                 padded=len(tokens),
             )
         )
-        if apart is None:
-            found = logits_of_text(model, tokens[order], order)
-        else:
-            found = apart.logits(apart.take(lambda: logits_of_text(model, tokens[order], order)))
+        found = (forward or partial(logits_of_text, model))(tokens[order], order)
     finally:
         run.pages = run.step = run.recurrent = run.recurrent_step = None
     return found[torch.argsort(order).to(found.device)]

@@ -69,14 +69,15 @@ def noted(modules: Iterable[nn.Module]) -> Iterator[list[NotedCall]]:
         yield calls
 
 
-def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: int) -> int:
-    """Replace the forwards of the decoder layers that compute what ours do; returns their number.
+def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: int) -> DecoderStack | None:
+    """Replace the forwards of the decoder layers that compute what ours do; returns the stack where all of them run as
+    one call.
 
     positions: that the model has. Called when the layers' attention has its forward (`use_attention_layers`).
     """
     layers: list[Any] = [module for module in model.modules() if _has_parts(module)]
     if not layers or why_not_compiled():
-        return 0
+        return None
     with (
         noted(module for layer in layers for module in (layer, layer.self_attn)) as found,
         recording(model, positions),
@@ -93,20 +94,18 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
         if ours is not None:
             weights += ours.weights
             layer.forward = _forward_of(layer, run, ours, whole)
-    if len(weights) == len(layers):
-        own, numbers = (
-            DecoderLayers(weights, workspace, run.threads),
-            [attention_of(layer).dendro_attends.layer for layer in layers],
-        )
+    if len(weights) < len(layers):
+        return None
+    own = DecoderLayers(weights, workspace, run.threads)
+    numbers = [attention_of(layer).dendro_attends.layer for layer in layers]
 
-        def run_all(x: Tensor, rotation: RowRotation, norm: nn.Module) -> Tensor:
-            assert run.pages is not None
-            pools = run.pages.layers
-            made: Tensor = norm(own(x[0], [pools[number] for number in numbers], run.compiled_step, rotation)[None])
-            return made
+    def run_all(x: Tensor, rotation: RowRotation, norm: nn.Module) -> Tensor:
+        assert run.pages is not None
+        pools = run.pages.layers
+        made: Tensor = norm(own(x[0], [pools[number] for number in numbers], run.compiled_step, rotation)[None])
+        return made
 
-        use_decoder_stack(model, run, layers, run_all, lambda: isinstance(run.step, TreeRows), positions)
-    return len(weights)
+    return use_decoder_stack(model, run, layers, run_all, lambda: isinstance(run.step, TreeRows), positions)
 
 
 def _has_parts(module: Any) -> bool:
@@ -236,7 +235,7 @@ def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
 
 # All layers as one call
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class StackParts:
     """The parts of the model below the head, and how it is called and answers."""
 
     embed: nn.Module
@@ -250,6 +249,52 @@ TOKENS, PLACES = "input_ids", "position_ids"
 """Arguments of the model below the head that a step sets."""
 
 
+class DecoderStack:
+    """All layers of a model as one call, between its embeddings and its norm."""
+
+    def __init__(
+        self,
+        run: ForwardContext,
+        layers: Sequence[Any],
+        parts: StackParts,
+        whole: Callable[[Tensor, RowRotation, nn.Module], Tensor],
+        serves: Callable[[], bool],
+    ) -> None:
+        """The arguments are those of `use_decoder_stack`, and the parts of the model."""
+        self.parts = parts
+        self._run, self._layers, self._whole, self._serves = run, layers, whole, serves
+        self._forwards = [layer.forward for layer in layers]
+        self._config = attention_of(layers[0]).config
+
+    @property
+    def ready(self) -> bool:
+        """True if it can run the rows of the current forward: a trace has hooks on all layers."""
+        return (
+            self._run.pages is not None
+            and self._config._attn_implementation == ATTENTION
+            and not self._layers[0]._forward_hooks
+            and self._serves()
+        )
+
+    @property
+    def whole(self) -> bool:
+        """True if no layer has another forward, as the last one has while it runs on some rows only."""
+        return all(
+            layer.forward == forward and not layer._forward_hooks
+            for layer, forward in zip(self._layers, self._forwards, strict=True)
+        )
+
+    def rotation(self, x: Tensor, positions: Tensor) -> RowRotation:
+        """The rotary embedding of positions [1, rows], for hidden rows x [1, rows, D]."""
+        found = rotation_of({"position_embeddings": self.parts.rotate(x, positions)})
+        assert found is not None
+        return found
+
+    def normed(self, x: Tensor, rotation: RowRotation) -> Tensor:
+        """The norm's results [1, rows, D] for embeddings x [1, rows, D]."""
+        return self._whole(x, rotation, self.parts.norm)
+
+
 def use_decoder_stack(
     model: PreTrainedModel,
     run: ForwardContext,
@@ -257,8 +302,8 @@ def use_decoder_stack(
     whole: Callable[[Tensor, RowRotation, nn.Module], Tensor],
     serves: Callable[[], bool],
     positions: int,
-) -> bool:
-    """Replace the forward of the model below the head, if it computes what ours does. Returns whether it was replaced.
+) -> DecoderStack | None:
+    """Replace the forward of the model below the head, if it computes what ours does; returns what runs then.
 
     layers: all that have our forward, in order   whole: runs them on rows [1, rows, D], and a norm on their result
     serves: True if it can run the rows of the current forward
@@ -268,44 +313,36 @@ def use_decoder_stack(
     inner = next((call for call in reversed(calls) if _is_below(call.module, model)), None)
     parts = inner and _parts_of(inner, calls, layers)
     if not inner or not parts:
-        return False
-    forwards = [layer.forward for layer in layers]
+        return None
+    stack = DecoderStack(run, layers, parts, whole, serves)
     module: Any = inner.module
-    library, config = module.forward, attention_of(layers[0]).config
+    library = module.forward
     fixed = {name: value for name, value in parts.given.items() if name not in (TOKENS, PLACES)}
 
     def runs(named: dict[str, Any]) -> bool:
-        """True if the call is as the recorded one, and the layers are to run as a whole: a trace has hooks on them, and
-        the last one's forward is another while it runs on some rows only."""
+        """True if the call is as the recorded one, and the layers are to run as a whole."""
         return (
             named.keys() == parts.given.keys()
             and all(named[name] is value for name, value in fixed.items())
-            and run.pages is not None
-            and config._attn_implementation == ATTENTION
-            and serves()
-            and all(
-                layer.forward == forward and not layer._forward_hooks
-                for layer, forward in zip(layers, forwards, strict=True)
-            )
+            and stack.ready
+            and stack.whole
         )
 
     def forward(*args: Any, **named: Any) -> Any:
         if len(args) != len(inner.given) or not runs(named):
             return library(*args, **named)
         x = parts.embed(args[0] if args else named[TOKENS])
-        rotation = rotation_of({"position_embeddings": parts.rotate(x, named[PLACES])})
-        assert rotation is not None
-        return parts.answer(last_hidden_state=whole(x, rotation, parts.norm))
+        return parts.answer(last_hidden_state=stack.normed(x, stack.rotation(x, named[PLACES])))
 
     module.forward = forward
-    return True
+    return stack
 
 
 def _is_below(module: nn.Module, model: nn.Module) -> bool:
     return module is not model and isinstance(module, PreTrainedModel)
 
 
-def _parts_of(inner: NotedCall, calls: Sequence[NotedCall], layers: Sequence[nn.Module]) -> _Parts | None:
+def _parts_of(inner: NotedCall, calls: Sequence[NotedCall], layers: Sequence[nn.Module]) -> StackParts | None:
     """The parts of the model below the head; None where it computes anything else."""
     of_layers = [call for call in calls if any(call.module is layer for layer in layers)]
     if len(inner.given) > 1 or [call.module for call in of_layers] != [*layers]:
@@ -331,7 +368,7 @@ def _parts_of(inner: NotedCall, calls: Sequence[NotedCall], layers: Sequence[nn.
         made = [*rotate(first.given[0], places), embed(tokens), norm(last.made)]
     if not all(map(same_bits, made, [*turned, first.given[0], answer])):
         return None
-    return _Parts(embed, rotate, norm, inner.named, type(inner.made))
+    return StackParts(embed, rotate, norm, inner.named, type(inner.made))
 
 
 def _made_from(calls: Sequence[NotedCall], is_made: Callable[[Any], bool], *given: Any) -> nn.Module | None:

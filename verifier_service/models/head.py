@@ -78,6 +78,20 @@ class Head:
         finally:
             self._given = None
 
+    def product(self, hidden: Tensor) -> Tensor:
+        """Logits [..., vocabulary] float32 of rows [..., D], without what the library computes before and after it."""
+        return self._product(hidden)
+
+    @contextmanager
+    def scaled(self, factor: float) -> Iterator[None]:
+        """Context in which the product's results are multiplied."""
+        product = self._product
+        self._product = lambda hidden: product(hidden) * factor
+        try:
+            yield
+        finally:
+            self._product = product
+
     def _forward(self, hidden: Tensor) -> Tensor:
         if self._given is not None:
             return self._product(self._given)

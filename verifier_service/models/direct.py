@@ -1,0 +1,98 @@
+"""Runs a target's parts one after another: embedding, rotary embedding, layers, norm and head.
+
+The library's code around them takes a millisecond of a step, as long as several layers: it is many functions, and
+between two forwards the caches hold the target's weights, so each is read from memory again.
+
+A target qualifies by what it computes: where its layers run in one call, the logits of a step have the same bits in
+both ways, also where the head's results are larger, as the library may cap them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from tree_kernels.taken_rows import take_rows
+from tree_kernels.tree_attention import RowRotation
+
+from verifier_service.models.comparing import by_our_seats
+from verifier_service.models.decoder_layers import DecoderStack
+from verifier_service.models.head import Head
+from verifier_service.models.rotation_table import RotationTable
+from verifier_service.models.scaled_rows import SCALES, same_bits
+from verifier_service.models.seats import ForwardContext
+
+
+class DirectForward:
+    """The forward of a target by its parts."""
+
+    def __init__(self, stack: DecoderStack, head: Head, positions: int) -> None:
+        """positions: that the model has"""
+        self._stack, self._head = stack, head
+        embed: Any = stack.parts.embed
+        plain = type(embed) is nn.Embedding and "forward" not in embed.__dict__ and embed.weight.is_contiguous()
+        self._embedding: Tensor | None = embed.weight.detach() if plain else None
+        table = RotationTable(stack.parts.rotate, embed(torch.zeros(1, 1, dtype=torch.int64)), positions)
+        self._rotations = table if table.fits else None
+
+    def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor | None:
+        """Logits [k, vocabulary] float32 of the wanted rows [k] of tokens and positions [rows]; None where the layers
+        must run one by one, as under a trace."""
+        if not self._stack.ready:
+            return None
+        x = self._embedded(tokens)
+        hidden = self._stack.normed(x, self._rotation(x, positions))
+        taken = hidden.new_empty(len(wanted), hidden.shape[-1])
+        take_rows(wanted, (hidden[0], taken))
+        return self._head.product(taken[None])[0]
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        """The embeddings [1, rows, D] of tokens [rows]."""
+        if self._embedding is None:
+            found: Tensor = self._stack.parts.embed(tokens[None])
+            return found
+        assert min(its := tokens.tolist()) >= 0 and max(its) < len(self._embedding)
+        x = self._embedding.new_empty(len(tokens), self._embedding.shape[1])
+        take_rows(tokens, (self._embedding, x))
+        return x[None]
+
+    def _rotation(self, x: Tensor, positions: Tensor) -> RowRotation:
+        furthest = max(positions.tolist())
+        if self._rotations is not None and furthest < self._rotations.most:
+            return self._rotations.at(positions, furthest)
+        return self._stack.rotation(x, positions[None])
+
+
+def direct_forward(
+    model: PreTrainedModel,
+    head: Head,
+    stack: DecoderStack | None,
+    run: ForwardContext,
+    tokens: Tensor,
+    positions: int,
+) -> DirectForward | None:
+    """The forward by parts; None where the model computes other logits.
+
+    stack: the layers as one call, where they run so   tokens [rows]: of a short text
+    positions: that the model has
+    """
+    if stack is None:
+        return None
+    with torch.inference_mode():
+        direct = DirectForward(stack, head, positions)
+
+    def by_parts(tokens: Tensor, positions: Tensor) -> Tensor:
+        found = direct.logits(tokens, positions, torch.arange(len(tokens)))
+        assert found is not None, "nothing traces this step"
+        return found
+
+    order = torch.arange(len(tokens)).flip(0)
+    with torch.inference_mode():
+        for factor in SCALES:
+            with head.scaled(factor):
+                library, ours = (by_our_seats(model, run, (), tokens, order, forward) for forward in (None, by_parts))
+                if not same_bits(ours, library):
+                    return None
+    return direct
