@@ -12,15 +12,17 @@ KEPT_SHARE = 8
 
 
 class Places:
-    """A router runs at most `most` answers, whoever asks.
+    """A router has at most `most` of something at once, such as running answers, whoever asks.
 
     One tenant cannot keep all others out: the last `most / KEPT_SHARE` places are given only to tenants that then have
     at most an equal share of all, one more tenant counted. A cluster without tenants, whose tenant is the empty one,
     uses all of them.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, taken_are: str = "answers run here") -> None:
+        """taken_are: what taken places are, in the words of a refusal that follow their number"""
         self.most = most
+        self._taken_are = taken_are
         self._taken: Counter[str] = Counter()  # places by tenant; no entry is 0
 
     @property
@@ -34,12 +36,12 @@ class Places:
             raise BadRequest("n", f"is {answers}; this router runs at most {self.most} answers")
         taken, own = self.taken + answers, self._taken[tenant] + answers
         if taken > self.most:
-            raise Overloaded(f"router: {self.taken} answers run here, of {self.most} at most; try again later")
+            raise Overloaded(f"router: {self.taken} {self._taken_are}, of {self.most} at most; try again later")
         kept = self.most // KEPT_SHARE if tenant else 0
         share = self.most // (1 + len({*self._taken, tenant}))
         if taken > self.most - kept and own > share:
             raise Overloaded(
-                f"router: {self.taken} answers run here, {own - answers} of them yours, and the last {kept} places of "
+                f"router: {self.taken} {self._taken_are}, {own - answers} of them yours, and the last {kept} places of "
                 f"{self.most} are kept for other tenants; try again later"
             )
         self._taken[tenant] = own

@@ -388,6 +388,44 @@ async def test_a_body_that_does_not_come_ends_with_a_status(monkeypatch):
         assert status == 408 and headers["connection"] == "close"
 
 
+async def test_the_bytes_of_all_bodies_that_are_not_complete_are_bounded_and_keep_no_other_tenant_out(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(bodies, "MOST_HELD_BYTES", 64 << 10)
+    (greedy, one), (modest, other) = new_key("one", "greedy", KeyLimits()), new_key("two", "modest", KeyLimits())
+    write_keys(tmp_path / "keys.json", ApiKeys(keys=(one, other)))
+
+    async def tokens(key: str) -> tuple[int, dict[str, str], Any]:
+        return await post(server, "/tokenize", {"prompt": "a" * 5000}, authorization=f"Bearer {key}")
+
+    async with http_at(auth={"keys": tmp_path / "keys.json"}) as (server, _):
+        host, _, port = server.address.rpartition(":")
+        opened = [await asyncio.open_connection(host, int(port)) for _ in range(5)]
+        unfinished = request_of(CHAT, b"{" + b" " * 13_500, authorization=f"Bearer {greedy}")[:-1]
+        for _, writer in opened:
+            writer.write(unfinished)
+            await writer.drain()
+        # with the fifth body the tenant would hold 67,500 bytes; four of them leave another what it asks for
+        refused = {asyncio.create_task(each.readline()): each for each, _ in opened}
+        done, _ = await asyncio.wait(refused, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        assert len(done) == 1 and b" 429 " in done.pop().result()
+        status, headers, answer = await tokens(greedy)
+        assert (
+            status == 429
+            and headers["retry-after"]
+            and "bytes of requests are being read" in answer["error"]["message"]
+        )
+        assert (await tokens(modest))[0] == 200
+        for task, (_, writer) in zip(refused, opened, strict=True):
+            task.cancel()
+            writer.close()
+        for _ in range(2000):  # until the server has seen that the connections are gone
+            if (status := (await tokens(greedy))[0]) == 200:
+                break
+            await asyncio.sleep(0.01)
+        assert status == 200
+
+
 @pytest.mark.parametrize(
     "body, headers, status",
     [

@@ -122,7 +122,7 @@ class HttpApi:
 
     async def generate(self, read: ReadRequest, request: Request) -> Response:
         caller = self._callers.caller(request.headers.items())
-        body = await self._bodies.read(request)
+        body = await self._bodies.read(request, caller)
         model = body.fields.get("model")
         if isinstance(model, str) and model and model not in self._ingress.config.targets:
             raise self._no_model(model)
@@ -169,8 +169,7 @@ class HttpApi:
         return _json({"status": "SERVING"}) if self._healthy() else _json({"status": "NOT_SERVING"}, 503)
 
     async def tokenize(self, request: Request) -> Response:
-        self._callers.caller(request.headers.items())
-        body = await self._bodies.read(request)
+        body = await self._bodies.read(request, self._callers.caller(request.headers.items()))
         asked = await off_loop(body.size // BODY_WORK, lambda: _tokenize_request(Fields(body.fields)))
         answer = await self._ingress.tokenize(asked)
         return _json(
@@ -178,8 +177,8 @@ class HttpApi:
         )
 
     async def detokenize(self, request: Request) -> Response:
-        self._callers.caller(request.headers.items())
-        fields = Fields((await self._bodies.read(request)).fields)
+        caller = self._callers.caller(request.headers.items())
+        fields = Fields((await self._bodies.read(request, caller)).fields)
         asked = pb.DetokenizeRequest(model=text_of("model", fields.take("model", JsonType.STRING) or ""))
         given = fields.take("tokens", JsonType.ARRAY) or []
         asked.token_ids.extend(await off_loop(len(given), lambda: ids_of("tokens", given)))
@@ -188,12 +187,12 @@ class HttpApi:
         return _json({"prompt": (await self._ingress.detokenize(asked)).text})
 
     async def abort(self, request: Request) -> Response:
-        tenant = self._callers.caller(request.headers.items()).tenant
-        fields = Fields((await self._bodies.read(request)).fields)
+        caller = self._callers.caller(request.headers.items())
+        fields = Fields((await self._bodies.read(request, caller)).fields)
         request_id = fields.take("request_id", JsonType.STRING) or ""
         fields.finish()
         names = {request_id, *(request_id.removeprefix(form.prefix) for form in (ChatForm, CompletionForm))}
-        return _json({"aborted": await self._requests.abort_everywhere(tenant, names)})
+        return _json({"aborted": await self._requests.abort_everywhere(caller.tenant, names)})
 
 
 def _tokenize_request(fields: Fields) -> pb.TokenizeRequest:

@@ -12,12 +12,16 @@ from typing import Any, NoReturn
 from dendro.client import MAX_MESSAGE_BYTES
 from starlette.requests import ClientDisconnect, Request
 
+from cluster.api.callers import CallerIdentity
 from cluster.api.openai.errors import HttpRefused
+from cluster.api.places import Places, network_of
 from cluster.api.reading import MOST_FIELDS, MOST_LISTED, SHORT_BYTES
 from cluster.distinct_keys import distinct
 
 BODY_S = 30.0
 """Seconds in which a client must send a body."""
+MOST_HELD_BYTES = 32 * MAX_MESSAGE_BYTES
+"""Bytes of all bodies that a router holds because they are not complete, or not parsed yet."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
 """A string, or the rest of a text in which one begins and does not end: else the search would begin again at each quote
 in that rest, and read it to the end each time."""
@@ -32,25 +36,38 @@ class JsonBody:
 
 
 class BodyReader:
-    """Reads bodies. Long ones are parsed one after another, so that many take no more time and memory at once than
-    one."""
+    """Reads bodies. Many take no more time and memory at once than a few: bytes that are not parsed are bounded, and
+    long bodies are parsed one after another. Bound to one event loop."""
 
     def __init__(self, most_tokens: int) -> None:
         """most_tokens: of the longest text of all targets"""
         self._most_values = most_tokens + MOST_LISTED + MOST_FIELDS
         self._parsing = asyncio.Lock()
+        self._held = Places(MOST_HELD_BYTES, "bytes of requests are being read here")
 
-    async def read(self, request: Request) -> JsonBody:
-        """A request's body. Raises HttpRefused for any other body, and ClientDisconnect."""
+    async def read(self, request: Request, caller: CallerIdentity) -> JsonBody:
+        """A request's body. Raises HttpRefused for any other body, Overloaded where too much is held of others, and
+        ClientDisconnect."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HttpRefused(415, "the content type must be application/json", "content-type")
         if request.headers.get("content-encoding", "identity") != "identity":
             raise HttpRefused(415, "the body must not be compressed", "content-encoding")
-        body = await _bytes_of(request)
-        if len(body) <= SHORT_BYTES:
-            return JsonBody(_object(body), len(body))
-        async with self._parsing:
-            return JsonBody(await asyncio.to_thread(self._long_object, body), len(body))
+        holder = caller.tenant or (network_of(request.client.host) if request.client is not None else "")
+        held = 0
+
+        def hold(size: int) -> None:
+            nonlocal held
+            self._held.take(holder, size)
+            held += size
+
+        try:
+            body = await _bytes_of(request, hold)
+            if len(body) <= SHORT_BYTES:
+                return JsonBody(_object(body), len(body))
+            async with self._parsing:
+                return JsonBody(await asyncio.to_thread(self._long_object, body), len(body))
+        finally:
+            self._held.leave(holder, held)
 
     def _long_object(self, body: bytes) -> dict[str, Any]:
         """The object of a long body. Parsed, a value takes up to thirty times its bytes, so they are counted first."""
@@ -66,7 +83,8 @@ def values_of(text: bytes) -> int:
     return sum(map(rest.count, (b",", b"[", b"{")))
 
 
-async def _bytes_of(request: Request) -> bytes:
+async def _bytes_of(request: Request, hold: Callable[[int], None]) -> bytes:
+    """A request's body. hold: called with the number of further bytes, before they are kept; may raise"""
     declared = request.headers.get("content-length", "")
     if declared and "transfer-encoding" in request.headers:  # a proxy before this server may go by the other
         raise HttpRefused(400, "is given beside transfer-encoding", "content-length")
@@ -79,9 +97,12 @@ async def _bytes_of(request: Request) -> bytes:
                 part = await request.receive()
                 if part["type"] == "http.disconnect":
                     raise ClientDisconnect
-                body += part.get("body", b"")
-                if len(body) > MAX_MESSAGE_BYTES:
+                more = part.get("body", b"")
+                if len(body) + len(more) > MAX_MESSAGE_BYTES:
                     raise _too_long()
+                if more:
+                    hold(len(more))
+                body += more
                 if not part.get("more_body", False):
                     return bytes(body)
     except TimeoutError:
