@@ -62,20 +62,22 @@ SHAPES = ((4,), (4, 4), (1, 1, 1, 1))
 
 
 class Spent:
-    """Microseconds of the phases of each round."""
+    """Microseconds of rounds, whole or by phases. Reading a thread's time takes several microseconds on some machines,
+    so the time of a whole round is that of rounds whose phases are not timed."""
 
     def __init__(self) -> None:
         self.rounds = list[dict[str, float]]()
+        self.phases = False  # whether the phases of a round are timed
         self._inside = list[float]()  # time of the phases within each phase that is running
 
     @contextmanager
     def round(self) -> Iterator[None]:
         self.rounds.append(defaultdict(float))
-        with self.phase("other"):
+        with self._timed("other"):
             yield
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def _timed(self, name: str) -> Iterator[None]:
         began = time.thread_time()
         self._inside.append(0.0)
         try:
@@ -93,16 +95,18 @@ class Spent:
         call = getattr(owner, method)
 
         def watched(*args: Any, **named: Any) -> Any:
-            with self.phase(name):
+            if not self.phases:
+                return call(*args, **named)
+            with self._timed(name):
                 return call(*args, **named)
 
         setattr(owner, method, watched)
 
-    def found(self, skipped: int) -> dict[str, Any]:
-        rounds = self.rounds[skipped:]
-        whole = [sum(each.values()) for each in rounds]
+    def found(self, times: int) -> dict[str, Any]:
+        """Of the last rounds: `times` whole ones, and after them `times` by phases."""
+        whole = [each["other"] for each in self.rounds[-2 * times : -times]]
         low, *_, high = quantiles(whole, n=10)
-        split = {name: round(median(each[name] for each in rounds), 1) for name in rounds[-1]}
+        split = {name: round(median(each[name] for each in self.rounds[-times:]), 1) for name in self.rounds[-1]}
         return {"us": round(median(whole), 1), "tenth": round(low, 1), "nine_tenths": round(high, 1), "split": split}
 
 
@@ -262,9 +266,10 @@ def targets(folder: Path) -> Iterator[tuple[str, LoadedTarget]]:
 
 
 def times_of(round: Callable[[], None], spent: Spent, times: int) -> dict[str, Any]:
-    for _ in range(times + WARM_UPS):
-        round()
-    found = spent.found(len(spent.rounds) - times)
+    for spent.phases, count in ((False, WARM_UPS + times), (True, times)):
+        for _ in range(count):
+            round()
+    found = spent.found(times)
     spent.rounds.clear()
     return found
 
