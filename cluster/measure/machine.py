@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,16 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:
-        return None
-
-
 def describe_machine(threads: int) -> dict[str, object]:
     """The `machine` object of a report; `threads` are those of each engine."""
-    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "processor": processor_name(),
         "cores": usable_cores(),
-        "accelerator": accelerator,
+        "accelerator": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "threads": threads,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
-        "libraries": {library: found for library in LIBRARIES if (found := _version(library))},
+        "libraries": {name: each.version for name in LIBRARIES for each in islice(distributions(name=name), 1)},
         "environment": {name: os.environ[name] for name in NUMERICS if name in os.environ},
     }
 
