@@ -11,7 +11,6 @@ import os
 import re
 import secrets
 import stat
-import tempfile
 from dataclasses import fields
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from dendro.errors import BadRequest
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from cluster.distinct_keys import RepeatedKey, check_distinct
+from cluster.replaced_files import replace_text
 from cluster.router.allowance import KeyLimits
 from cluster.sections import Section, first_fault
 
@@ -132,12 +132,4 @@ def _without_waiting(path: str, flags: int) -> int:
 def write_keys(path: Path, keys: ApiKeys) -> None:
     """Replace a file at once, readable by its owner alone: a router that reads it meanwhile gets the old or the new.
     Raises BadRequest where the folder cannot be written."""
-    try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "w") as file:
-            file.write(keys.model_dump_json(indent=1, exclude_none=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except OSError as error:
-        raise BadRequest("auth.keys", f"{path} cannot be written: {error.strerror}") from None
+    replace_text("auth.keys", path, keys.model_dump_json(indent=1, exclude_none=True) + "\n", mode=0o600)

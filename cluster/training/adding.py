@@ -11,6 +11,7 @@ from dendro.errors import BadRequest
 from yaml.nodes import MappingNode
 
 from cluster.distinct_keys import RepeatedKey, yaml_of
+from cluster.replaced_files import replace_text
 from cluster.tune.writing import inserted, value_of
 
 
@@ -56,7 +57,7 @@ def _edited(text: str, root: MappingNode, entry: str) -> str:
 
 def write_drafter(config: Path, name: str, entry: Mapping[str, Any]) -> None:
     """Write an entry into a configuration's file. Raises BadRequest."""
-    config.write_text(with_drafter(config.read_text(), name, entry))
+    replace_text("--write", config, with_drafter(config.read_text(), name, entry))
 
 
 def with_head(text: str, drafter: str, head: str) -> str:
@@ -83,4 +84,4 @@ def with_head(text: str, drafter: str, head: str) -> str:
 
 def write_head_entry(config: Path, drafter: str, head: str) -> None:
     """Write a head into a drafter's entry of a configuration's file. Raises BadRequest."""
-    config.write_text(with_head(config.read_text(), drafter, head))
+    replace_text("--write", config, with_head(config.read_text(), drafter, head))

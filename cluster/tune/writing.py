@@ -12,6 +12,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from cluster.config import Config
 from cluster.distinct_keys import RepeatedKey, yaml_of
+from cluster.replaced_files import replace_text
 
 Keys = tuple[str, ...]
 """Keys from a configuration's root: `("speculation", "arms")`, or `("targets", "big", "arms")`."""
@@ -128,4 +129,4 @@ def write_arms(source: Path | None, text: str, goal: Path, field: Keys, arms: Se
     if source is not None and source.read_text() != text:
         raise BadRequest("config", f"{source} has changed while we measured; nothing was written")
     goal.parent.mkdir(parents=True, exist_ok=True)
-    goal.write_text(with_arms(text, field, arms))
+    replace_text("--write" if goal == source else "--out", goal, with_arms(text, field, arms))
