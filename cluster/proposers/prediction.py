@@ -8,8 +8,9 @@ answer that goes on as predicted is verified many tokens at a time. Any other is
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from dendro.text import Text
 
@@ -38,26 +39,39 @@ class Place:
         return trust(self.matched) if self.matched else UNMATCHED
 
 
+@dataclass(frozen=True, slots=True)
+class PredictedText:
+    """A text that a client expects as the answer. All answers of a request read the same one."""
+
+    tokens: Sequence[int]
+    where: Mapping[int, Sequence[int]]  # positions in ascending order, by token
+
+    @classmethod
+    def of(cls, tokens: Sequence[int]) -> Self:
+        where: dict[int, list[int]] = {}
+        for position, token in enumerate(tokens):
+            where.setdefault(token, []).append(position)
+        return cls(tokens, where)
+
+
 class Alignment:
     """Follows an answer through one predicted text.
 
     The answer has 9 where 2 was predicted. After 9 either 3 follows (2 was replaced) or 2 (9 was inserted); 3 decides:
 
-    >>> alignment = Alignment([1, 2, 3, 4])
+    >>> alignment = Alignment(PredictedText.of([1, 2, 3, 4]))
     >>> alignment.append([1, 9]), [place.next for place in alignment.places]
     (None, [2, 1])
     >>> alignment.append([3]), [place.next for place in alignment.places], alignment.accepted
     (None, [3], 2)
     """
 
-    def __init__(self, predicted: Sequence[int]) -> None:
-        self.predicted = predicted
+    def __init__(self, predicted: PredictedText) -> None:
+        self.predicted = predicted.tokens
         self.places = [Place(0, 1)]  # likeliest first; the beginning is as certain as a match of one token
         self.accepted = 0  # tokens of the answer that a place predicted
         self._answer: list[int] = []  # the answer's last tokens
-        self._where: dict[int, list[int]] = {}  # positions by token
-        for position, token in enumerate(predicted):
-            self._where.setdefault(token, []).append(position)
+        self._where = predicted.where
 
     def append(self, tokens: Sequence[int]) -> None:
         """Follow tokens of the answer."""
@@ -99,7 +113,7 @@ class PredictedOutput:
 
     name = "prediction"
 
-    def __init__(self, predicted: Sequence[Sequence[int]], begins: int) -> None:
+    def __init__(self, predicted: Sequence[PredictedText], begins: int) -> None:
         """predicted: alternatives, the likeliest first   begins: the text's length at which the answer begins"""
         self._alignments = [Alignment(each) for each in predicted]
         self._length = begins
@@ -133,17 +147,17 @@ class PredictedOutput:
         """Do nothing: a prediction is its request's alone."""
 
 
-def predicted_tokens(predicted: Sequence[Sequence[int]], answer: Sequence[int]) -> tuple[int, int]:
+def predicted_tokens(predicted: Sequence[PredictedText], answer: Sequence[int]) -> tuple[int, int]:
     """Tokens of an answer that its prediction had next, and the others of the prediction; of alternatives, those of the
     best. Depends on the answer alone, and not on trees.
 
-    >>> predicted_tokens([[1, 2, 3, 4]], [1, 9, 3, 4])
+    >>> predicted_tokens([PredictedText.of([1, 2, 3, 4])], [1, 9, 3, 4])
     (3, 1)
     """
     accepted = []
     for each in predicted:
         alignment = Alignment(each)
         alignment.append(answer)
-        accepted.append((min(alignment.accepted, len(each)), len(each)))
+        accepted.append((min(alignment.accepted, len(each.tokens)), len(each.tokens)))
     best, length = max(accepted)
     return best, length - best

@@ -25,9 +25,10 @@ from dendro.wire import edits_from, mode_from, numbers_from, stop_ids_from
 from cluster.config import Config
 from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
+from cluster.proposers.prediction import PredictedText
 from cluster.router.allowance import NO_LIMITS, Allowance
 from cluster.router.priors import Priors
-from cluster.router.prompts import checked_ids, ids_of_prediction, ids_of_prompt, special_tokens_of, tools_digest
+from cluster.router.prompts import checked_ids, ids_of_prompt, predicted_texts, special_tokens_of, tools_digest
 from cluster.router.served import Served
 from cluster.router.speculation import SpeculationPlan, plan_speculation
 from cluster.router.tokenizer import Tokenizer
@@ -68,7 +69,7 @@ class Job:
     resume: pb.Resume | None  # the request's resume, its tokens removed
     record: Record | None  # record of the session so far; None: the session begins with this request
     began_s: float  # time of admission on the router's clock
-    prediction: list[list[int]] = field(default_factory=list)  # tokens of each predicted text
+    prediction: list[PredictedText] = field(default_factory=list)
     written: Turn | None = None  # the record's turn of this request, which an earlier attempt completed
     tools: str | None = None  # `Record.tools` of the session after this turn
 
@@ -297,7 +298,7 @@ class Admission:
             resume=_without_tokens(resume) if resume is not None else None,
             record=record,
             began_s=began_s,
-            prediction=await ids_of_prediction(request, served, self._config.router.max_prompt_bytes),
+            prediction=await predicted_texts(request, served, self._config.router.max_prompt_bytes),
             written=written,
             tools=tools_digest(request.chat.tools) or described,
         )

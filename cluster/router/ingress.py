@@ -492,7 +492,7 @@ async def _count_tokens(usage: pb.Usage, job: Job, tokens: Sequence[int]) -> Non
     """Set the usage of an answer. tokens: all of it, those that the client has already included"""
     usage.prompt_tokens, usage.completion_tokens = len(job.prompt), len(tokens)
     if job.prediction:
-        work = ALIGNING_WORK * (len(tokens) + sum(map(len, job.prediction)))
+        work = ALIGNING_WORK * (len(tokens) + sum(len(each.tokens) for each in job.prediction))
         accepted, rejected = await off_loop(work, lambda: predicted_tokens(job.prediction, tokens))
         usage.accepted_prediction_tokens, usage.rejected_prediction_tokens = accepted, rejected
 

@@ -13,6 +13,7 @@ from dendro.tasks import LONG, PART, off_loop
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.distinct_keys import distinct
+from cluster.proposers.prediction import PredictedText
 from cluster.router.served import Served
 from cluster.router.tokenizer import Tokenizer
 
@@ -55,8 +56,8 @@ async def ids_of_prompt(
     return await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
 
 
-async def ids_of_prediction(request: pb.GenerateRequest, served: Served, most_bytes: int) -> list[list[int]]:
-    """The ids of each alternative of a prediction, no more than a text has. Raises BadRequest naming the field."""
+async def predicted_texts(request: pb.GenerateRequest, served: Served, most_bytes: int) -> list[PredictedText]:
+    """The alternatives of a prediction, each no longer than a text may be. Raises BadRequest naming the field."""
     texts = request.prediction
     if not texts:
         return []
@@ -64,9 +65,9 @@ async def ids_of_prediction(request: pb.GenerateRequest, served: Served, most_by
     size = sum(_size("prediction", text, most_bytes) for text in texts)
     _check_size("prediction", size, most_bytes)
 
-    def encoded() -> list[list[int]]:
+    def encoded() -> list[PredictedText]:
         made = [served.tokenizer.encode(text, begins=False)[: served.max_length] for text in texts]
-        return [ids for ids in made if ids]
+        return [PredictedText.of(ids) for ids in made if ids]
 
     return await off_loop(size // 2, encoded)
 

@@ -11,7 +11,7 @@ from dendro.errors import BadRequest
 from dendro.text import Limits, Sampling, Text, Verdict
 
 from cluster.api.local import LocalClient
-from cluster.proposers.prediction import Alignment, PredictedOutput, predicted_tokens
+from cluster.proposers.prediction import Alignment, PredictedOutput, PredictedText, predicted_tokens
 from cluster.proposers.proposals import ProposalLibrary
 from tests.support.edge import END, EdgePeers, ingress, plain_answer
 from tests.support.http_api import HELLO, client_of, http_at
@@ -30,7 +30,7 @@ EDITS = {
 
 def guessed(predicted, answer):
     """How many tokens of an answer are among the first guesses of the round before them, each round being one token."""
-    alignment, right = Alignment(predicted), 0
+    alignment, right = Alignment(PredictedText.of(predicted)), 0
     for token in answer:
         right += any(predicted[place.next : place.next + 1] == [token] for place in alignment.places)
         alignment.append([token])
@@ -52,7 +52,7 @@ def test_after_each_difference_the_prediction_is_aligned_again(edit, missed):
 def test_rounds_of_any_length_align_as_tokens_one_by_one_do():
     random_ = random.Random(3)
     for answer in EDITS.values():
-        parts, whole, at = Alignment(OLD), Alignment(OLD), 0
+        parts, whole, at = Alignment(PredictedText.of(OLD)), Alignment(PredictedText.of(OLD)), 0
         whole.append(answer)
         while at < len(answer):
             size = random_.randint(1, 9)
@@ -62,7 +62,7 @@ def test_rounds_of_any_length_align_as_tokens_one_by_one_do():
 
 
 def test_the_work_per_token_is_bounded_whatever_the_prediction_repeats():
-    alignment = Alignment([5] * 10_000 + [6] * 10_000)
+    alignment = Alignment(PredictedText.of([5] * 10_000 + [6] * 10_000))
     for token in (5, 9, 6, 9, 5, 9, 6):
         alignment.append([token])
         assert len(alignment.places) <= 3
@@ -70,20 +70,30 @@ def test_the_work_per_token_is_bounded_whatever_the_prediction_repeats():
 
 def test_the_tokens_of_the_best_alternative_are_counted():
     answer = EDITS["one replaced"]
-    assert predicted_tokens([[1, 2, 3], OLD], answer) == (59, 1)
-    assert predicted_tokens([[1, 2, 3]], answer) == (0, 3)
-    assert predicted_tokens([OLD], []) == (0, 60)
+    other, old = PredictedText.of([1, 2, 3]), PredictedText.of(OLD)
+    assert predicted_tokens([other, old], answer) == (59, 1)
+    assert predicted_tokens([other], answer) == (0, 3)
+    assert predicted_tokens([old], []) == (0, 60)
+
+
+async def test_all_answers_of_a_request_read_one_index_of_its_prediction(monkeypatch):
+    made = []
+    of = PredictedText.of
+    monkeypatch.setattr(PredictedText, "of", lambda tokens: made.append(len(tokens)) or of(tokens))
+    client = LocalClient(ingress(EdgePeers()))
+    answers = await client.generate_samples([97, 98], n=3, max_new_tokens=4, prediction=["abcdef"], speculation="auto")
+    assert len(answers) == 3 and made == [6]
 
 
 def test_guesses_of_alternatives_are_merged_into_one_tree_within_its_limits():
     text = Text([1, 2], Sampling(), Limits(500))
-    prediction = PredictedOutput([[10, 11, 12, 13], [10, 11, 22, 23]], begins=2)
+    prediction = PredictedOutput(list(map(PredictedText.of, ([10, 11, 12, 13], [10, 11, 22, 23]))), begins=2)
     proposals = ProposalLibrary((), 64, 16).of("", 64, 0.0, prediction)
     tree = proposals.offer(text)
     assert sorted(tree.tokens[1:].tolist()) == [10, 11, 12, 13, 22, 23]
     text.commit(Verdict((10, 11, 22), (0, 1, 2), (0, 0), None, 3))
     assert proposals.offer(text).tokens.tolist()[:2] == [22, 23], "the one that goes on as predicted is the likeliest"
-    small = PredictedOutput([OLD], begins=2)
+    small = PredictedOutput([PredictedText.of(OLD)], begins=2)
     small.grow(text)
     assert 1 <= small.propose(text, 5, 3).guesses <= 4
     assert ProposalLibrary((), 64, 16).of("", 1, 0.0, prediction) is None, "a request without guesses"
