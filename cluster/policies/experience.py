@@ -204,9 +204,10 @@ def _is_usual(costs: Costs, arm: Arm, verdict: Verdict) -> bool:
 
 def _is_usual_draft(costs: Costs, arm: Arm, verdict: Verdict) -> bool:
     """False for a draft that was not ordered in the round before, where others were: it follows a round of another arm,
-    in which the drafter was idle. Until the arm's drafts have a cost, each counts."""
+    in which the drafter was idle. One that was ordered and did not come counts, and each does until the arm's drafts
+    have a cost."""
     known = (cost := costs.draft.get(arm)) is not None and cost.known
-    return verdict.has_ordered_tree or not (known and can_be_ordered(arm) and costs.ordered_hop.count)
+    return verdict.tree is not None or not (known and can_be_ordered(arm) and costs.ordered_hop.count)
 
 
 @dataclass(slots=True)

@@ -260,6 +260,19 @@ def test_first_trees_after_other_arms_do_not_make_a_drafters_trees_seem_longer()
     assert prices.switch_us(Arm.parse("mamba:until(0.6,8)")) == 0, "no tree of such an arm is ordered"
 
 
+def test_ordered_trees_that_do_not_come_make_the_drafters_rounds_longer():
+    experience = Experience(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
+    for missed in (False, True):
+        for _ in range(20):
+            tree, found, took_us = ordered_round(200, ordered=True)
+            if missed:
+                tree = dataclasses.replace(DraftTree.root_only(1), draft_us=60_000, missed=True)
+                found = dataclasses.replace(found, tree=DraftTree.root_only(1), missed="late", path=(0,), tokens=(1,))
+            experience.learn(CHAIN, tree, found)
+            experience.learn_time(CHAIN, tree, found, took_us)
+    assert (experience.prices().predicted_us(CHAIN) or 0) > 20_000
+
+
 def test_trees_are_priced_anew_where_none_is_ordered_any_more():
     experience = Experience(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
     for ordered, hop_us, rounds in ((True, 200, 20), (False, 1_000, 100)):
