@@ -230,20 +230,21 @@ class Experience:
         A draft's time is divided by the texts drafted together. A step's time is learned by its number of rows and not
         for the arm, since other texts chose most of the rows.
         """
-        load = self.concurrency.load
-        costs = self._by_load[load]
-        usual_draft = arm.drafted and _is_usual_draft(costs, arm, verdict)
+        costs, own = self._by_load[self.concurrency.load], self._own[self.concurrency.load]
+        if arm.drafted and _is_usual_draft(costs, arm, verdict):
+            costs.learn_draft(arm, tree.draft_us / tree.texts)
+            own.learn_draft(arm, tree.draft_us / tree.texts)
         # The first step touches cold memory.
-        usual_step = costs.tried.total() and not verdict.cold and _is_usual(costs, arm, verdict)
-        # A mean of 0 us would cut every later step to 0 us, as an outlier.
-        step_us = max(verdict.verify_us + verdict.ahead_us, LEAST_US)
-        for each in (costs, self._own[load]):
-            if usual_draft:
-                each.learn_draft(arm, tree.draft_us / tree.texts)
-            if usual_step:
-                each.step.learn(self.concurrency.sizes.padded(verdict.step_rows), step_us, self.degree)
-                each.texts += COST_STEP * (verdict.texts - each.texts)
-            each.tried[row_class(tree.rows)] += 1
+        if costs.tried.total() and not verdict.cold and _is_usual(costs, arm, verdict):
+            padded = self.concurrency.sizes.padded(verdict.step_rows)
+            # A mean of 0 us would cut every later step to 0 us, as an outlier.
+            us = max(verdict.verify_us + verdict.ahead_us, LEAST_US)
+            own.step.add(padded, costs.step.cut(padded, us, self.degree))
+            costs.step.learn(padded, us, self.degree)
+            costs.texts += COST_STEP * (verdict.texts - costs.texts)
+            own.texts = costs.texts
+        costs.tried[row_class(tree.rows)] += 1
+        own.tried[row_class(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)
         costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
 
@@ -253,11 +254,9 @@ class Experience:
 
         took_us: with all waits   disturbed: True if a text was being opened meanwhile
         """
-        load = self.concurrency.load
-        costs = self._by_load[load]
-        both, usual = (costs, self._own[load]), _is_usual(costs, arm, verdict)
-        opening_us = self._opening_ended(arm, took_us, disturbed)
-        for each in both:
+        costs, own = self._by_load[self.concurrency.load], self._own[self.concurrency.load]
+        opening_us, usual = self._opening_ended(arm, took_us, disturbed), _is_usual(costs, arm, verdict)
+        for each in (costs, own):
             if opening_us:
                 each.opening.learn(opening_us)
             if usual:
