@@ -92,6 +92,19 @@ class GenerationServicer:
         self._callers = callers
         self._longest_text = ingress.longest_text
         self._reading = asyncio.Lock()
+        self._calls: set[asyncio.Task[Any]] = set()  # calls whose status is not sent yet
+
+    async def ended(self) -> None:
+        """Wait until the status of each call is sent, but no longer than CUT_S. No request runs any more."""
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=CUT_S)
+
+    def _began(self) -> None:
+        """Count the current task's call until it ends."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods as gRPC takes them. Each gets a stream of bytes, so that it knows who calls before it takes the
@@ -118,6 +131,7 @@ class GenerationServicer:
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, pb.GenerateResponse]
     ) -> None:
         """Stream the answer. Refuses a caller without a valid key, and a request past a limit."""
+        self._began()
         try:
             caller = self._caller(context)
             request = await self._read(pb.GenerateRequest, await _one_message(messages))
@@ -141,6 +155,7 @@ class GenerationServicer:
         context: Any,
     ) -> Response:
         """Answer a call of a method that is no stream. Its error becomes a status."""
+        self._began()
         try:
             caller = self._caller(context)
             return await method(caller, await _one_message(messages))
@@ -229,11 +244,18 @@ class RouterServer:
     """A started server of one ingress, at `address`."""
 
     def __init__(
-        self, server: grpc.aio.Server, status: Any, requests: RunningRequests, address: str, callers: Callers
+        self,
+        server: grpc.aio.Server,
+        servicer: GenerationServicer,
+        status: Any,
+        requests: RunningRequests,
+        address: str,
+        callers: Callers,
     ) -> None:
         """status: a health.aio.HealthServicer, which the stubs lack"""
         self._watching = asyncio.create_task(callers.watch())
         self._server = server
+        self._servicer = servicer
         self._health = status
         self.requests = requests
         self.address = address
@@ -258,7 +280,7 @@ class RouterServer:
         await self._health.enter_graceful_shutdown()
         stopping = asyncio.ensure_future(self._server.stop(drain_s + 2 * CUT_S))
         await self.requests.drain(drain_s)
-        await asyncio.sleep(0)  # lets the calls of ended requests send their status
+        await self._servicer.ended()
         await self._server.stop(0.0)  # ends the calls that watch the health
         await stopping
 
@@ -291,12 +313,14 @@ async def serve_router(
     )
     server = grpc.aio.server(interceptors=(KeylessStreams(SERVICE),), options=(*SERVER_OPTIONS, *options))
     requests = RunningRequests(ingress.config.router.max_requests)
-    server.add_generic_rpc_handlers((GenerationServicer(ingress, requests, callers).handlers(),))
+    servicer = GenerationServicer(ingress, requests, callers)
+    server.add_generic_rpc_handlers((servicer.handlers(),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
     names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    running = RouterServer(server, status, requests, _bind(server, host, tuple(ports), certificates), callers)
+    address = _bind(server, host, tuple(ports), certificates)
+    running = RouterServer(server, servicer, status, requests, address, callers)
     await running.set_healthy(healthy)
     await server.start()
     return running

@@ -85,7 +85,16 @@ async def test_a_draining_server_finishes_its_streams_and_takes_no_others():
             await stopping
 
 
-async def test_streams_that_outlast_the_drain_end_with_a_status_at_which_clients_resume_and_release_their_peers():
+async def test_streams_that_outlast_the_drain_end_with_a_status_at_which_clients_resume_and_release_their_peers(
+    monkeypatch,
+):
+    send_status = api._abort
+
+    async def sent_late(*parts: Any) -> None:
+        await asyncio.sleep(0.2)
+        await send_status(*parts)
+
+    monkeypatch.setattr(api, "_abort", sent_late)
     peers = EdgePeers(0.05)
     async with serving(peers) as server, grpc.aio.insecure_channel(server.address) as channel:
         call: Any = generation_pb2_grpc.GenerationServiceStub(channel).Generate(asking(400))
