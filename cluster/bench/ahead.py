@@ -295,8 +295,6 @@ def policy_over_off(
             ranks = (0,) * (length - 1)
             path = tuple(range(length))
             verdict = Verdict((1,) * length, path, ranks, None, length, verify_us=round(verify_us), step_rows=arm.rows)
-            if arm == last and not arm.off:
-                verdict = replace(verdict, tree=tree)  # ordered
             policy.learn(arm, tree, verdict)
             experience.learn_time(arm, tree, verdict, took_us)
             spent_us, emitted, last = spent_us + took_us, emitted + length, arm

@@ -145,7 +145,6 @@ class ConservativeUCB:
         self._trace = RankTrace()
         self._unranked = dict.fromkeys(drafters_of(self.arms), 0)  # by drafter: tokens since its last tree
         self._exploring = False  # True if the current round's arm likely does not pay
-        self._ordered = ""  # the drafter whose next tree is likely ordered; empty: none
         self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
         self._tokens = 0  # tokens emitted by the text's rounds so far
         self._lost_us = 0.0  # D
@@ -240,7 +239,7 @@ class ConservativeUCB:
             return best.arm if trial.repays(best.tokens + best.bonus) else OFF_ARM
         if not timed:
             return OFF_ARM
-        return self._within_budget(best, estimates, plain, prices)
+        return self._within_budget(best, estimates, plain)
 
     def _estimates(self, arms: Sequence[Arm], prices: Prices) -> list[ArmEstimate]:
         """Estimate these arms; arms of proposals are left out where there are no proposals. Estimates of drafted arms
@@ -272,9 +271,7 @@ class ConservativeUCB:
         )
         return max(min(needed, default=0.0), 0.0)
 
-    def _within_budget(
-        self, best: ArmEstimate, estimates: Sequence[ArmEstimate], plain: ArmEstimate, prices: Prices
-    ) -> Arm:
+    def _within_budget(self, best: ArmEstimate, estimates: Sequence[ArmEstimate], plain: ArmEstimate) -> Arm:
         """Choose the arm of a text that runs alone, by index and budget."""
         if best.index <= plain.index:
             return OFF_ARM
@@ -282,13 +279,13 @@ class ConservativeUCB:
         pays = likeliest.tokens / likeliest.us > plain.index
         for each in [best, likeliest] if pays else [best]:
             self._exploring = each.tokens / each.us <= plain.index
-            if (not self._exploring or self._rested(each.arm)) and self._affords(each, plain.us, prices):
+            if (not self._exploring or self._rested(each.arm)) and self._affords(each, plain.us):
                 return each.arm
         self._exploring = True
         if self._unranked.get(best.arm.maker, 0) >= PROBED_TOKENS and self._rested(best.arm):
             probes = [each for each in estimates if each.arm.maker == best.arm.maker and each.arm in self._replayed]
             probe = min(probes, key=lambda each: (each.us, each.arm.rows), default=None)
-            if probe is not None and self._affords(probe, plain.us, prices):
+            if probe is not None and self._affords(probe, plain.us):
                 return probe.arm
         return OFF_ARM
 
@@ -296,17 +293,15 @@ class ConservativeUCB:
         """True if the tokens since the last tree of the arm's drafter have reached the drafter's spacing."""
         return arm.maker not in self._spacing or self._unranked[arm.maker] >= self._spacing[arm.maker]
 
-    def _affords(self, each: ArmEstimate, plain_us: float, prices: Prices) -> bool:
-        """True if a round of this arm that emits only its lower bound stays within the text's budget. What its first
-        tree takes longer than later ones is lost once."""
+    def _affords(self, each: ArmEstimate, plain_us: float) -> bool:
+        """True if a round of this arm that emits only its lower bound stays within the text's budget."""
         loss_us = each.us - plain_us * each.least
         first = FIRST_ROUNDS if each.arm.maker in self._unknown else 0.0
         if (known := self._first.get(each.arm)) is not None:
             gain = known.mean - each.us / plain_us
             first += min(max(EARNING * gain, 0.0), MOST_RISKED)
         budget_us = (BUDGET * self._tokens + first) * plain_us
-        switch_us = 0.0 if each.arm.maker == self._ordered else prices.switch_us(each.arm)
-        lost_us = self._lost_us + self._charge_us(each, plain_us) + switch_us
+        lost_us = self._lost_us + self._charge_us(each, plain_us)
         return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget_us
 
     def _charge_us(self, each: ArmEstimate, plain_us: float) -> float:
@@ -333,7 +328,6 @@ class ConservativeUCB:
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         self._off_rounds = self._off_rounds + 1 if arm.off else 0
-        self._ordered = arm.maker if arm.drafted and not tree.missed and not self._exploring else ""
         if self._resting:
             return
         ranked = self._trace.learn(arm.maker, tree, verdict)
@@ -368,16 +362,16 @@ class ConservativeUCB:
             self._promised += promised_tokens(self._offer, arm.rows)
             self._came += verdict.length - 1
         prices = self.experience.prices()
-        plain_us, spent_us = prices.predicted_us(OFF_ARM), prices.spent_us(arm, tree, verdict.has_ordered_tree)
+        plain_us = prices.predicted_us(OFF_ARM)
         if arm.drafted and arm.maker not in self._charged:
             self._lost_us += self._charge_us(self.estimate(arm, prices), plain_us or 0.0)
             self._charged.add(arm.maker)
         if plain_us is not None:
-            self._lost_us += spent_us - plain_us * verdict.length
+            self._lost_us += prices.spent_us(arm, tree) - plain_us * verdict.length
         if arm.drafted and not tree.missed:
             self._unranked[arm.maker] = verdict.length
             if self._exploring and plain_us is not None:
-                paid = verdict.length * plain_us > spent_us
+                paid = verdict.length * plain_us > prices.spent_us(arm, tree)
                 self._spacing[arm.maker] = (
                     0.0 if paid else min(max(1.0, SPACING_GROWTH * self._spacing[arm.maker]), LONGEST_SPACING)
                 )

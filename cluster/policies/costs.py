@@ -31,8 +31,7 @@ FIRST_ACCEPT = 0.85
 FIRST_LEVELS = 8.0
 """Weight of FIRST_ACCEPT, in levels."""
 MOST_BEHIND = 64
-"""Plain rounds in a row that were not begun ahead, as they are after trees, until rounds begun ahead count as none; and
-rounds in a row whose tree was not ordered in the round before, as it is after another arm, until ordered trees do."""
+"""Plain rounds in a row that were not begun ahead, as they are after trees, until rounds begun ahead count as none."""
 KEPT = 1 - 1 / 256
 """Factor by which the weight of earlier rounds decays with each round: loads and texts change."""
 
@@ -213,8 +212,6 @@ class Costs:
     """Measured costs of rounds under one load class."""
 
     hop: Cost = field(default_factory=Cost)  # call to a peer beyond the peer's own time, in a round with a tree
-    ordered_hop: Cost = field(default_factory=Cost)  # such a call where the tree was ordered in the round before
-    since_ordered: int = 0  # rounds with a drafter's tree since the last one whose tree was ordered
     plain_hop: Cost = field(default_factory=Cost)  # such a call in a round without a tree, which sends less
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
     since_ahead: int = 0  # plain rounds since the last one that was begun ahead
@@ -228,28 +225,11 @@ class Costs:
     stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)  # by `until` arm: what its drafts gave
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # one per drafter
 
-    def hop_us(self, off: bool, ordered: bool = False) -> float:
-        """Microseconds of a call beyond the peer's own time, in a round without a tree (`off`) or with one, which was
-        `ordered` in the round before or not. Until a round of that kind was measured, the time of another kind is
-        returned."""
-        if off:
-            kinds = self.plain_hop, self.hop, self.ordered_hop
-        elif ordered:
-            kinds = self.ordered_hop, self.hop, self.plain_hop
-        else:
-            kinds = self.hop, self.ordered_hop, self.plain_hop
-        return next((each.us for each in kinds if each.count), 0.0)
-
-    def learn_hop(self, us: float, off: bool, ordered: bool) -> None:
-        """Record a call's microseconds beyond the peer's own time. The price of ordered trees is unknown again after
-        MOST_BEHIND rounds in a row whose trees were not."""
-        if off:
-            self.plain_hop.learn(us)
-            return
-        (self.ordered_hop if ordered else self.hop).learn(us)
-        self.since_ordered = 0 if ordered else self.since_ordered + 1
-        if self.since_ordered >= MOST_BEHIND:
-            self.ordered_hop = Cost()
+    def hop_us(self, off: bool) -> float:
+        """Microseconds of a call beyond the peer's own time, in a round without a tree (`off`) or with one. Until a
+        round of that kind was measured, the time of the other kind is returned."""
+        own, other = (self.plain_hop, self.hop) if off else (self.hop, self.plain_hop)
+        return own.us if own.count else other.us
 
     def learn_ahead(self, us: float) -> None:
         """Record for a plain round how long its step ran before its call; 0 if it was not begun ahead. `ahead` is
@@ -298,7 +278,6 @@ class Costs:
         most = int(PRIOR_ROUNDS)
         return Costs(
             hop=self.hop.at_most(most),
-            ordered_hop=self.ordered_hop.at_most(most),
             plain_hop=self.plain_hop.at_most(most),
             ahead=self.ahead.at_most(most),
             opening=self.opening.at_most(most),
@@ -310,8 +289,7 @@ class Costs:
 
     def begin(self, hint: Costs) -> None:
         """Replace all costs by those of `hint`, but for `rows`, `rate` and `stopped`."""
-        self.hop, self.ordered_hop, self.plain_hop = hint.hop, hint.ordered_hop, hint.plain_hop
-        self.ahead, self.opening = hint.ahead, hint.opening
+        self.hop, self.plain_hop, self.ahead, self.opening = hint.hop, hint.plain_hop, hint.ahead, hint.opening
         self.draft, self.step = hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._planes.clear()
@@ -332,7 +310,6 @@ def usual_costs(measured: Sequence[Costs], degree: int) -> Costs:
     arms = dict.fromkeys(arm for costs in measured for arm in costs.draft)
     return Costs(
         hop=_median(each.hop for each in measured),
-        ordered_hop=_median(each.ordered_hop for each in measured),
         plain_hop=_median(each.plain_hop for each in measured),
         ahead=_median(each.ahead for each in measured),
         opening=_median(each.opening for each in measured),

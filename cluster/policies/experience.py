@@ -33,7 +33,7 @@ from cluster.policies.costs import (
     StoppedDrafts,
     usual_costs,
 )
-from cluster.policies.prices import Marginal, Prices, can_be_ordered, hops
+from cluster.policies.prices import Marginal, Prices, hops
 from cluster.policies.step_time import StepSizes, degree_of
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 
@@ -202,21 +202,12 @@ def _is_usual(costs: Costs, arm: Arm, verdict: Verdict) -> bool:
     return not arm.off or verdict.ahead_us > 0 or not costs.ahead.count
 
 
-def _is_usual_draft(costs: Costs, arm: Arm, verdict: Verdict) -> bool:
-    """False for a draft that was not ordered in the round before, where others were: it follows a round of another arm,
-    in which the drafter was idle. One that was ordered and did not come counts, and each does until the arm's drafts
-    have a cost."""
-    known = (cost := costs.draft.get(arm)) is not None and cost.known
-    return verdict.tree is not None or not (known and can_be_ordered(arm) and costs.ordered_hop.count)
-
-
 @dataclass(slots=True)
 class Experience:
     """Measured costs of one tenant's requests, per load class: an arm may pay at low concurrency and not at high."""
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
-    _own: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))  # what was measured here alone
     _opening_us: float = 0.0  # time that rounds of an opening that runs took beyond their predictions
 
     @property
@@ -230,21 +221,16 @@ class Experience:
         A draft's time is divided by the texts drafted together. A step's time is learned by its number of rows and not
         for the arm, since other texts chose most of the rows.
         """
-        costs, own = self._by_load[self.concurrency.load], self._own[self.concurrency.load]
-        if arm.drafted and _is_usual_draft(costs, arm, verdict):
+        costs = self._by_load[self.concurrency.load]
+        if arm.drafted:
             costs.learn_draft(arm, tree.draft_us / tree.texts)
-            own.learn_draft(arm, tree.draft_us / tree.texts)
         # The first step touches cold memory.
         if costs.tried.total() and not verdict.cold and _is_usual(costs, arm, verdict):
-            padded = self.concurrency.sizes.padded(verdict.step_rows)
             # A mean of 0 us would cut every later step to 0 us, as an outlier.
             us = max(verdict.verify_us + verdict.ahead_us, LEAST_US)
-            own.step.add(padded, costs.step.cut(padded, us, self.degree))
-            costs.step.learn(padded, us, self.degree)
+            costs.step.learn(self.concurrency.sizes.padded(verdict.step_rows), us, self.degree)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
-            own.texts = costs.texts
         costs.tried[row_class(tree.rows)] += 1
-        own.tried[row_class(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)
         costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
 
@@ -254,29 +240,25 @@ class Experience:
 
         took_us: with all waits   disturbed: True if a text was being opened meanwhile
         """
-        costs, own = self._by_load[self.concurrency.load], self._own[self.concurrency.load]
-        opening_us, usual = self._opening_ended(arm, took_us, disturbed), _is_usual(costs, arm, verdict)
-        for each in (costs, own):
-            if opening_us:
-                each.opening.learn(opening_us)
-            if usual:
-                each.learn_hop(self._hops_us(tree, verdict, took_us) / hops(arm), arm.off, verdict.has_ordered_tree)
-            if arm.off:
-                each.learn_ahead(verdict.ahead_us / verdict.texts)
+        costs = self._by_load[self.concurrency.load]
+        self._learn_opening(costs, arm, took_us, disturbed)
+        if _is_usual(costs, arm, verdict):
+            hop = costs.plain_hop if arm.off else costs.hop
+            hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
+        if arm.off:
+            costs.learn_ahead(verdict.ahead_us / verdict.texts)
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
 
-    def _opening_ended(self, arm: Arm, took_us: float, disturbed: bool) -> float:
-        """Add up by how much rounds during an opening exceed their predicted times. Returns the sum, in microseconds,
-        in the first round after the opening, else 0."""
+    def _learn_opening(self, costs: Costs, arm: Arm, took_us: float, disturbed: bool) -> None:
+        """Add up by how much rounds during an opening exceed their predicted times; the sum is learned at its end."""
         if self.concurrency.requests != 1:
             self._opening_us = 0.0
         elif disturbed:
             self._opening_us += max(took_us - (self.prices().predicted_us(arm) or took_us), 0.0)
         elif self._opening_us:
-            ended_us, self._opening_us = self._opening_us, 0.0
-            return ended_us
-        return 0.0
+            costs.opening.learn(self._opening_us)
+            self._opening_us = 0.0
 
     def share_us(self, tree: DraftTree, verdict: Verdict, took_us: float) -> float:
         """Measured microseconds of what `Prices.predicted_us` predicts: the text's share of draft, step and hops."""
@@ -319,10 +301,6 @@ class Experience:
         """Measured costs by load class, with which another experience begins (`take`)."""
         return {load: costs.hint() for load, costs in self._by_load.items() if costs.tried.total()}
 
-    def measured(self) -> dict[int, Costs]:
-        """Costs by load class that this experience measured itself, without those that it began with."""
-        return {load: costs.hint() for load, costs in self._own.items() if costs.tried.total()}
-
     def take(self, hints: Mapping[int, Costs]) -> None:
         """Start from a prior's costs in load classes without measurements; each cost weighs at most PRIOR_ROUNDS."""
         for load, costs in hints.items():
@@ -363,12 +341,11 @@ class Experiences:
 
     def _usual_costs(self, mode: str) -> dict[int, Costs]:
         """Medians of the costs that the LATEST tenants measured, by load class. The machine decides costs, but each
-        tenant the length of its texts, so a few extreme tenants move no other's. What a tenant began with is left out:
-        counted again for each tenant, the first ones' costs would stay the median."""
+        tenant the length of its texts, so a few extreme tenants move no other's."""
         latest = [each for (_, own), each in reversed(self._by_tenant.items()) if own == mode][:LATEST]
         known: defaultdict[int, list[Costs]] = defaultdict(list)
         for experience in latest:
-            for load, costs in experience.measured().items():
+            for load, costs in experience.hints().items():
                 known[load].append(costs)
         degree = degree_of(self.concurrency.attends)
         return {load: usual_costs(found, degree) for load, found in known.items()}

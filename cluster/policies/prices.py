@@ -29,11 +29,6 @@ def hops(arm: Arm) -> int:
     return 2 if arm.drafted else 1
 
 
-def can_be_ordered(arm: Arm) -> bool:
-    """True if a round of this arm can have its tree ordered in the round before."""
-    return arm.drafted and not arm.stops
-
-
 class Prices:
     """Predicts round times from the current costs under one load class. A policy makes one for each choice.
 
@@ -63,7 +58,7 @@ class Prices:
         All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
         be.
         """
-        costs, off = self._costs, arm.off
+        costs = self._costs
         if not costs.step.sizes:
             return None
         draft_us = costs.draft_us(arm) if arm.drafted else 0.0
@@ -72,21 +67,12 @@ class Prices:
         if rows is None:
             rows = self._rows(arm)
         verify_us = self.verify_us(rows)
-        # A text that stays with an arm has its trees ordered, or its rounds begun ahead.
-        ahead_us, hop_us = costs.ahead.us if off else 0.0, costs.hop_us(off, can_be_ordered(arm))
-        return max(draft_us + verify_us + hops(arm) * hop_us - ahead_us, LEAST_US)
+        ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
+        return max(draft_us + verify_us + hops(arm) * costs.hop_us(arm.off) - ahead_us, LEAST_US)
 
-    def spent_us(self, arm: Arm, tree: DraftTree, ordered: bool) -> float:
-        """Microseconds of a round with this tree: the measured draft, plus predicted step and hops. ordered: True if
-        the tree was ordered in the round before"""
-        hop_us = self._costs.hop_us(arm.off, ordered)
-        return tree.draft_us / tree.texts + self.verify_us(tree.rows) + hops(arm) * hop_us
-
-    def switch_us(self, arm: Arm) -> float:
-        """Microseconds by which the first tree of this arm takes longer than later ones, which are ordered."""
-        if not can_be_ordered(arm):
-            return 0.0
-        return max(hops(arm) * (self._costs.hop_us(False) - self._costs.hop_us(False, ordered=True)), 0.0)
+    def spent_us(self, arm: Arm, tree: DraftTree) -> float:
+        """Microseconds of a round with this tree: the measured draft, plus predicted step and hops."""
+        return tree.draft_us / tree.texts + self.verify_us(tree.rows) + hops(arm) * self._costs.hop_us(arm.off)
 
     @property
     def ahead_us(self) -> float:

@@ -43,7 +43,7 @@ DEPTHS = 16
 """Number of depths with rank counts of their own; deeper tokens count at the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the rank distribution of the depth above; a depth never reached has that distribution."""
-FORMAT = 8
+FORMAT = 7
 """Format of stored priors, increased with every change; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -328,7 +328,6 @@ def pack_prior(prior: Prior) -> bytes:
         "costs": {
             load: {
                 "hop": astuple(costs.hop),
-                "ordered_hop": astuple(costs.ordered_hop),
                 "plain_hop": astuple(costs.plain_hop),
                 "ahead": astuple(costs.ahead),
                 "draft": {str(arm): astuple(cost) for arm, cost in costs.draft.items()},
@@ -419,7 +418,6 @@ def _costs(content: Mapping[str, Any]) -> Costs:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
         hop=_cost(*content["hop"]),
-        ordered_hop=_cost(*content["ordered_hop"]),
         plain_hop=_cost(*content["plain_hop"]),
         ahead=_cost(*content["ahead"]),
         draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},

@@ -96,15 +96,8 @@ class StepTime:
 
     def learn(self, rows: int, us: float, degree: int) -> None:
         """Record a measured step. Its time is cut at OUTLIER times the predicted one. degree: of the prediction"""
-        usual_us = self.cut(rows, us, degree)
-        self.add(rows, usual_us, usual_us < us)
-
-    def cut(self, rows: int, us: float, degree: int) -> float:
-        """A measured time, cut at OUTLIER times the predicted one. degree: of the prediction"""
-        return min(us, OUTLIER * self.at(rows, degree)) if self.sizes else us
-
-    def add(self, rows: int, us: float, outlier: bool = False) -> None:
-        """Record a step with this time. outlier: True if the time was cut"""
+        longest_us = OUTLIER * self.at(rows, degree) if self.sizes else us
+        outlier, us = us > longest_us, min(us, longest_us)
         before = self.sizes.keys()
         self.sizes = {
             size: (weight * (1 - STEP), mean) for size, (weight, mean) in self.sizes.items() if weight >= LEAST_WEIGHT

@@ -66,7 +66,7 @@ class RoundAccount:
         stats.discarded_tokens += tree.guesses - accepted
         stats.trimmed_tokens += verdict.trimmed
         stats.late_drafts += tree.missed
-        stats.ordered_trees += verdict.has_ordered_tree
+        stats.ordered_trees += verdict.tree is not None and not verdict.missed
         if not arm.drafted:
             return
         drafter = self._drafters.setdefault(arm.maker, pb.DrafterStats(name=arm.maker))

@@ -243,11 +243,6 @@ class Verdict:
     def finished(self) -> bool:
         return self.finish is not None
 
-    @property
-    def has_ordered_tree(self) -> bool:
-        """True if the round's tree was ordered in the round before, and came."""
-        return self.tree is not None and not self.missed
-
     def verified(self, sent: DraftTree) -> DraftTree:
         """The tree that was verified: the ordered one, if `sent` stands for it."""
         if self.tree is None or not sent.ordered:

@@ -15,7 +15,7 @@ from dendro.tree import DraftTree
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
-from cluster.policies import Experience, Experiences, step_time
+from cluster.policies import Experience, step_time
 from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
 from cluster.policies.step_time import (
@@ -236,64 +236,6 @@ def test_plain_rounds_are_priced_anew_where_the_verifier_no_longer_begins_any_ah
             experience.learn(OFF_ARM, DraftTree.root_only(1), found)
             experience.learn_time(OFF_ARM, DraftTree.root_only(1), found, found.verify_us + 100)
     assert experience.prices().predicted_us(OFF_ARM) == pytest.approx(16_100, rel=0.02)
-
-
-def ordered_round(hop_us: int, ordered: bool) -> tuple[DraftTree, Verdict, int]:
-    """A round of CHAIN: its tree, its verdict, and how long it takes."""
-    tree = dataclasses.replace(DraftTree.of(range(5), range(-1, 4)), draft_us=2_000 if ordered else 2_600)
-    found = Verdict((1, 1), (0, 1), (0,), None, 2, 10_000, step_rows=5, tree=tree if ordered else None)
-    return tree, found, tree.draft_us + 10_000 + 2 * hop_us
-
-
-def test_first_trees_after_other_arms_do_not_make_a_drafters_trees_seem_longer():
-    """Their drafts begin with the round, those of later trees in the round before, and go straight to the verifier."""
-    experience = Experience(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
-    for ordered, hop_us, rounds in ((False, 1_000, 3), (True, 200, 20), (False, 1_000, 20)):
-        for _ in range(rounds):
-            tree, found, took_us = ordered_round(hop_us, ordered)
-            experience.learn(CHAIN, tree, found)
-            experience.learn_time(CHAIN, tree, found, took_us)
-    prices = experience.prices()
-    assert prices.predicted_us(CHAIN) == pytest.approx(2_000 + 10_000 + 2 * 200, rel=0.01)
-    assert prices.switch_us(CHAIN) == pytest.approx(2 * (1_000 - 200))
-    assert prices.spent_us(CHAIN, tree, ordered=False) == pytest.approx(2_600 + 10_000 + 2 * 1_000)
-    assert prices.switch_us(Arm.parse("mamba:until(0.6,8)")) == 0, "no tree of such an arm is ordered"
-
-
-def test_ordered_trees_that_do_not_come_make_the_drafters_rounds_longer():
-    experience = Experience(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
-    for missed in (False, True):
-        for _ in range(20):
-            tree, found, took_us = ordered_round(200, ordered=True)
-            if missed:
-                tree = dataclasses.replace(DraftTree.root_only(1), draft_us=60_000, missed=True)
-                found = dataclasses.replace(found, tree=DraftTree.root_only(1), missed="late", path=(0,), tokens=(1,))
-            experience.learn(CHAIN, tree, found)
-            experience.learn_time(CHAIN, tree, found, took_us)
-    assert (experience.prices().predicted_us(CHAIN) or 0) > 20_000
-
-
-def test_trees_are_priced_anew_where_none_is_ordered_any_more():
-    experience = Experience(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
-    for ordered, hop_us, rounds in ((True, 200, 20), (False, 1_000, 100)):
-        for _ in range(rounds):
-            tree, found, took_us = ordered_round(hop_us, ordered)
-            experience.learn(CHAIN, tree, found)
-            experience.learn_time(CHAIN, tree, found, took_us)
-    assert experience.prices().predicted_us(CHAIN) == pytest.approx(2_600 + 10_000 + 2 * 1_000, rel=0.02)
-
-
-def test_what_new_tenants_begin_with_is_not_counted_as_measured_by_them():
-    """Else the costs of the first tenants, in a process that has just begun, stay the median for ever."""
-    experiences = Experiences(Concurrency(sizes=StepSizes(tuple(range(1, 65)))))
-    for number in range(12):
-        experience = experiences.of(str(number))
-        us = 20_000 if number < 2 else 10_000
-        plain = Verdict((1,), (0,), (), None, 1, us, step_rows=1)
-        for _ in range(9):
-            experience.learn(OFF_ARM, DraftTree.root_only(1), plain)
-            experience.learn_time(OFF_ARM, DraftTree.root_only(1), plain, us)
-    assert experiences.of("new").prices().predicted_us(OFF_ARM) == pytest.approx(10_000)
 
 
 def test_a_new_tenant_begins_with_ratios_of_steps_that_most_tenants_measured():
