@@ -20,6 +20,7 @@ from typer.models import OptionInfo
 
 from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Cells, Report, as_json, as_markdown, show
+from cluster.replaced_files import replace_text
 from cluster.tables import PLAIN_WIDTH, page
 
 PlotFile = Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.", show_default=False)]
@@ -121,11 +122,12 @@ def present(
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
     if json is not None:
-        json.write_text(as_json(report))
+        replace_text("--json", json, as_json(report))
     if markdown is not None:
         picture = os.path.relpath(plot, markdown.parent) if plot is not None and draw is not None else ""
         by_hand = markdown.read_text().partition(BY_HAND)[1:] if markdown.exists() else ()
-        markdown.write_text("\n".join(filter(None, (as_markdown(report, facts, tables, picture), "".join(by_hand)))))
+        text = "\n".join(filter(None, (as_markdown(report, facts, tables, picture), "".join(by_hand))))
+        replace_text("--markdown", markdown, text)
     if plot is not None and draw is not None:
         draw(report, plot)
     if differences:
