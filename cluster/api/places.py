@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 
-from dendro.errors import BadRequest, Overloaded
+from dendro.errors import Overloaded
 
 KEPT_SHARE = 8
 """One in this number of places is kept for tenants that have less than an equal share."""
@@ -29,26 +29,23 @@ class Places:
     def taken(self) -> int:
         return self._taken.total()
 
-    def take(self, tenant: str, answers: int) -> None:
-        """Take places for a request's answers. Raises Overloaded, at once, where there is no room for all of them, and
-        BadRequest where there never is."""
-        if answers > self.most:
-            raise BadRequest("n", f"is {answers}; this router runs at most {self.most} answers")
-        taken, own = self.taken + answers, self._taken[tenant] + answers
+    def take(self, tenant: str, count: int) -> None:
+        """Take `count` places. Raises Overloaded, at once, where there is no room for all of them."""
+        taken, own = self.taken + count, self._taken[tenant] + count
         if taken > self.most:
             raise Overloaded(f"router: {self.taken} {self._taken_are}, of {self.most} at most; try again later")
         kept = self.most // KEPT_SHARE if tenant else 0
         share = self.most // (1 + len({*self._taken, tenant}))
         if taken > self.most - kept and own > share:
             raise Overloaded(
-                f"router: {self.taken} {self._taken_are}, {own - answers} of them yours, and the last {kept} places of "
+                f"router: {self.taken} {self._taken_are}, {own - count} of them yours, and the last {kept} places of "
                 f"{self.most} are kept for other tenants; try again later"
             )
         self._taken[tenant] = own
 
-    def leave(self, tenant: str, answers: int) -> None:
+    def leave(self, tenant: str, count: int) -> None:
         """Give back places that were taken."""
-        self._taken[tenant] -= answers
+        self._taken[tenant] -= count
         if not self._taken[tenant]:
             del self._taken[tenant]
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from dendro.errors import Aborted, DendroError, Overloaded, PeerLost
+from dendro.errors import Aborted, BadRequest, DendroError, Overloaded, PeerLost
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.places import Places
@@ -64,6 +64,8 @@ class RunningRequests:
     def run(self, tenant: str, request_id: str, answers: int) -> Iterator[None]:
         """Run a request of `answers` answers in the current task. Raises Overloaded where there is no room, and
         BadRequest where there never is; inside, Aborted or PeerLost once the request is ended by a call here."""
+        if answers > self._places.most:
+            raise BadRequest("n", f"is {answers}; this router runs at most {self._places.most} answers")
         try:
             self._places.take(tenant, answers)
         except Overloaded:
