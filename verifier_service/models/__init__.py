@@ -289,8 +289,8 @@ def _load(
         stack = use_decoder_layers(model, run, positions)
     if by_kernels and group is None:
         use_device_layers(model, run, positions, forms)
-    text_of_checks = short_text(vocabulary, positions)
-    check_logits(folder, model, seated, run, mixers, text_of_checks, library)
+    tokens = short_text(vocabulary, positions)
+    check_logits(folder, model, seated, run, mixers, tokens, library)
     if not mixers:
         check_layer_types(folder, model)
     last_layer = use_last_layer(model, run) if run.probed and not mixers and group is None else None
@@ -310,7 +310,7 @@ def _load(
         attention=attention,
         head=seated,
         last_layer=last_layer,
-        direct=direct_forward(model, seated, stack, run, text_of_checks, positions),
+        direct=direct_forward(model, seated, stack, run, tokens, positions),
     )
 
 
