@@ -92,19 +92,21 @@ class GenerationServicer:
         self._callers = callers
         self._longest_text = ingress.longest_text
         self._reading = asyncio.Lock()
-        self._calls: set[asyncio.Task[Any]] = set()  # calls whose status is not sent yet
+        self._calls: set[asyncio.Task[Any]] = set()  # calls whose message came, and whose status is not sent yet
 
     async def ended(self) -> None:
-        """Wait until the status of each call is sent, but no longer than CUT_S. No request runs any more."""
+        """Wait until the status of each call whose message came is sent, but no longer than CUT_S."""
         if self._calls:
             await asyncio.wait(self._calls, timeout=CUT_S)
 
-    def _began(self) -> None:
-        """Count the current task's call until it ends."""
+    async def _message(self, messages: AsyncIterator[bytes]) -> bytes:
+        """The message of the current task's call, which is counted from then on until it ends."""
+        data = await _one_message(messages)
         task = asyncio.current_task()
         assert task is not None
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
+        return data
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """The methods as gRPC takes them. Each gets a stream of bytes, so that it knows who calls before it takes the
@@ -131,10 +133,9 @@ class GenerationServicer:
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, pb.GenerateResponse]
     ) -> None:
         """Stream the answer. Refuses a caller without a valid key, and a request past a limit."""
-        self._began()
         try:
             caller = self._caller(context)
-            request = await self._read(pb.GenerateRequest, await _one_message(messages))
+            request = await self._read(pb.GenerateRequest, await self._message(messages))
             request_id = identified(request)
             with self._requests.run(caller.tenant, request_id, count_of_answers(request)):
                 events = self._ingress.generate(request, caller.tenant, caller.allowance, caller.traceparent)
@@ -155,10 +156,9 @@ class GenerationServicer:
         context: Any,
     ) -> Response:
         """Answer a call of a method that is no stream. Its error becomes a status."""
-        self._began()
         try:
             caller = self._caller(context)
-            return await method(caller, await _one_message(messages))
+            return await method(caller, await self._message(messages))
         except BaseException as raised:
             if isinstance(raised, NO_FAULTS):
                 raise

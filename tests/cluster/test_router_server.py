@@ -110,6 +110,21 @@ async def test_streams_that_outlast_the_drain_end_with_a_status_at_which_clients
     assert {kind for kind, _ in peers.closed} == {"drafter", "verifier"}
 
 
+async def test_a_call_whose_message_does_not_come_does_not_hold_up_the_end_of_a_router(monkeypatch):
+    monkeypatch.setattr(api, "CUT_S", 600.0)
+    async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
+        untyped: Any = channel
+        calls = [untyped.stream_stream(f"/{SERVICE}/Generate")() for _ in range(2)]
+        for call in calls:
+            await call.wait_for_connection()
+        health = health_pb2_grpc.HealthStub(channel)
+        await health.Check(health_pb2.HealthCheckRequest())  # an answer says that the server has the calls before it
+        async with asyncio.timeout(20):
+            await server.stop()
+        for call in calls:
+            assert await call.code() is not grpc.StatusCode.OK
+
+
 async def test_an_answer_goes_on_at_another_router_when_its_own_is_stopped():
     """The client's first call is at the first address."""
     async with serving(EdgePeers(0.01)) as first, serving() as second:
