@@ -49,6 +49,18 @@ def test_logits_by_the_parts_have_the_bits_of_the_librarys_forward(family, dtype
     assert found == [True]
 
 
+def test_rows_past_the_table_of_positions_are_rotated_as_the_library_does(tmp_path):
+    """The model's positions are no multiple of a block, and a text may reach the last one."""
+    tiny_models.make_checkpoint(tmp_path, "llama", max_position_embeddings=200)
+    direct = loaded(tmp_path).direct
+    assert direct is not None and direct._rotations is not None and direct._rotations.most == 192
+    for its in ([190, 191], [191, 192], [150, 199], [199]):
+        x, positions = torch.zeros(1, len(its), 64, dtype=torch.bfloat16), torch.tensor(its)
+        with torch.inference_mode():
+            ours, library = direct._rotation(x, positions), direct._stack.rotation(x, positions[None])
+        assert torch.equal(ours.cos, library.cos) and torch.equal(ours.sin, library.sin)
+
+
 def model_that(computes):
     """A Llama that computes something around the product of its head."""
     library = modeling_llama.LlamaForCausalLM.forward
