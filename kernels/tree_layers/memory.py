@@ -105,9 +105,7 @@ class Pages:
         slots = self.scratch + pages_for(scratch_rows) * PAGE
         self._stores: dict[Layout, Tensor] = {}  # [layers of that layout, slots, kv_heads, width]
         for layout in dict.fromkeys(layouts):
-            shape = (self.layouts.count(layout), slots, layout.kv_heads, layout.width)
-            # Zeros on a CPU take memory only when they are written.
-            self._stores[layout] = torch.zeros(shape, dtype=layout.dtype, device=device)
+            self._stores[layout] = layout.pools(self.layouts.count(layout), slots, device)
         rest = {layout: iter(store) for layout, store in self._stores.items()}
         self.layers = [next(rest[layout]) for layout in layouts]
 

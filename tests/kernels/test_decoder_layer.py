@@ -9,7 +9,7 @@ from tree_kernels.matmul import PackedWeight
 from tree_kernels.processor import has_dots
 from tree_kernels.row_functions import gated_silu, rms_norm
 from tree_kernels.tree_attention import Layout, RowRotation, TreeRows
-from tree_kernels.tree_attention.compiled import attend_compiled, compiled_step
+from tree_kernels.tree_attention.compiled import attend_compiled, compiled_step, layout_for
 
 pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
 
@@ -101,6 +101,16 @@ def test_a_layer_has_the_same_bits_with_dot_products_and_without(monkeypatch):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_gives_the_same_bits_with_pages_in_its_dtype_by_head(dtype):
+    layer, found = DecoderLayers([weights(dtype)], Workspace(), 2), []
+    x, rotation = given(20, dtype)
+    for layout in (LAYOUT, layout_for(LAYOUT, [dtype] * 3)):
+        pool = layout.pool(64, x.device)
+        found.append(layer(x, [pool], compiled_step(step_of(20, 20), 2, 2), rotation))
+    assert pool.dtype == dtype and torch.equal(*found)
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_row_has_the_same_bits_alone_and_among_others(threads):
     layer = DecoderLayers([weights(torch.bfloat16, biased=False)], Workspace(), threads)
@@ -169,6 +179,8 @@ def test_weights_and_rows_that_do_not_fit_are_refused():
         layer(x[:7], [pool], step, rotation)
     with pytest.raises(ValueError, match="rows"):
         layer(x.half(), [pool], step, rotation)
+    with pytest.raises(ValueError, match="pool"):
+        layer(x, [pool.half()], step, rotation)
     with pytest.raises(ValueError, match="rotation"):
         layer(x, [pool], step, RowRotation(rotation.cos[:7], rotation.sin[:7]))
     with pytest.raises(ValueError, match="rotation"):

@@ -28,10 +28,11 @@ def test_tokens_need_whole_pages():
 
 
 def test_a_path_is_committed_in_every_layer_of_any_layout():
-    layouts = [Layout(2, 16, 16), Layout(1, 8, 24), Layout(2, 16, 16)]
+    by_head = Layout(2, 16, 16, torch.bfloat16, by_head=True)
+    layouts = [Layout(2, 16, 16), Layout(1, 8, 24), Layout(2, 16, 16), by_head, by_head]
     pages = Pages(layouts, 2, 10, torch.device("cpu"))
     assert pages.scratch == 3 * PAGE
-    assert [tuple(layer.shape[1:]) for layer in pages.layers] == [(2, 48), (1, 48), (2, 48)]
+    assert [tuple(layer.shape[1:]) for layer in pages.layers] == [(2, 48), (1, 48), (2, 48), (2, 32), (2, 32)]
     for number, layer in enumerate(pages.layers):
         layer[pages.scratch : pages.scratch + 4] = torch.arange(4.0)[:, None, None] + 10 * number
     pages.append(pages.scratch + torch.tensor([1, 3]), torch.tensor([70, 71]))

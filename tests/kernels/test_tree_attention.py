@@ -15,6 +15,7 @@ from tree_kernels.tree_attention import PAGE, FarRows, Layout, RowRotation, Tree
 from tree_kernels.tree_attention.compiled import (
     attend_compiled,
     compiled_step,
+    layout_for,
     why_not_compiled,
     why_not_for,
 )
@@ -24,7 +25,8 @@ from tests.support.other_kernels import give_a_batch_of_one_other_bits
 
 NEAR = 16
 needs_kernels = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
-FORMS = [pytest.param("compiled", marks=needs_kernels), "library"]
+COMPILED = [pytest.param(form, marks=needs_kernels) for form in ("compiled", "by head")]
+FORMS = [*COMPILED, "library"]
 
 
 @dataclass
@@ -35,7 +37,7 @@ class AttentionCase:
     kv_heads: int
     dim: int
     dtype: torch.dtype = torch.float32
-    form: str = "library"
+    form: str = "library"  # "by head": compiled, with pages as `layout_for` has them; else pages are slots of float32
     threads: int = 1  # of the compiled form
     window: int | None = None
     softcap: float | None = None
@@ -47,6 +49,8 @@ class AttentionCase:
     def __post_init__(self):
         self.generator = torch.Generator().manual_seed(self.seed)
         self.layout = Layout(self.kv_heads, self.dim, self.dim)
+        if self.form == "by head":
+            self.layout = layout_for(self.layout, [self.dtype] * 3)
         self.pool = self.layout.pool(self.pages * PAGE, torch.device("cpu"))
         self.free = (1 + torch.randperm(self.pages - 9, generator=self.generator)).tolist()  # the last 8: scratch
         self.scratch = (self.pages - 8) * PAGE
@@ -115,8 +119,9 @@ class AttentionCase:
     def run(self, wanted, extra=0):
         """Attention [rows, heads, dim] of the wanted rows in one step, whose keys are written first."""
         step, pack = self.call(wanted, extra)
-        if self.form == "compiled":
-            given = pack["q"], pack["k"], pack["v"], self.pool, compiled_step(step, self.threads), self.layout
+        if self.form != "library":
+            shared = compiled_step(step, self.threads, self.kv_heads)
+            given = pack["q"], pack["k"], pack["v"], self.pool, shared, self.layout
             out = attend_compiled(*given, self.dim**-0.5, self.window, self.softcap, self.sinks)
         else:
             prepared = prepare(step, self.kv_heads, self.window)
@@ -203,12 +208,12 @@ def test_the_reference_reads_the_keys_from_the_root_of_the_tree_to_the_row_by_po
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("form", FORMS)
 def test_keys_and_values_are_written_as_by_the_reference_and_nothing_else_is(dtype, form):
-    case = AttentionCase(4, 2, 16, dtype)
+    case = AttentionCase(4, 2, 16, dtype, form)
     texts = [case.text(base, TREES["fork"]) for base in (1, 70)]
     step, pack = case.call([(text, rows_of(text)) for text in texts], extra=1)
     ours = case.pool.normal_(generator=case.generator)
     truth = ours.clone()
-    if form == "compiled":
+    if form != "library":
         attend_compiled(pack["q"], pack["k"], pack["v"], ours, compiled_step(step), case.layout, 1.0)
     else:
         write(ours, pack["k"], pack["v"], prepare(step, case.kv_heads))
@@ -351,11 +356,37 @@ def test_the_compiled_form_takes_queries_keys_and_values_of_any_strides(dtype):
     assert plain.dtype == dtype and all(torch.equal(plain, other) for other in others)
 
 
-@needs_kernels
-def test_the_compiled_form_has_the_same_bits_in_several_threads():
-    cases = [AttentionCase(6, 2, 64, form="compiled", threads=threads, pages=200) for threads in (1, 3)]
+@pytest.mark.parametrize("form", COMPILED)
+def test_the_compiled_form_has_the_same_bits_in_several_threads(form):
+    cases = [AttentionCase(6, 2, 64, form=form, threads=threads, pages=200) for threads in (1, 3)]
     alone, shared = (prefilled(case, 3000, TREES["fork"])[1] for case in cases)
     assert torch.equal(alone, shared)
+
+
+@needs_kernels
+@pytest.mark.parametrize("variant", ["plain", "window", "softcap", "sinks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 1, 20), (2, 2, 7)])
+def test_pages_in_the_models_dtype_by_head_give_the_bits_of_slots_in_float32(heads, kv_heads, dim, dtype, variant):
+    found = []
+    for form, threads in (("compiled", 1), ("by head", 2)):
+        case = AttentionCase(heads, kv_heads, dim, dtype, form, threads)
+        case.window = 70 if variant == "window" else None
+        case.softcap = 2.0 if variant == "softcap" else None
+        case.sinks = case.random(heads) if variant == "sinks" else None
+        text, chunked = prefilled(case, 200, TREES["fork"])
+        found.append(torch.cat([chunked, case.run([(text, rows_of(text)[199:])])]))
+    assert case.pool.dtype == dtype and case.pool.stride(0) < case.pool.stride(1)
+    assert torch.equal(*found)
+
+
+@needs_kernels
+def test_a_pool_of_another_dtype_than_the_rows_is_refused():
+    case = AttentionCase(4, 2, 16, torch.bfloat16)
+    step, pack = case.call([(case.text(8, [-1]), [7])])
+    given = pack["q"], pack["k"], pack["v"], case.pool.half(), compiled_step(step), case.layout
+    with pytest.raises(ValueError, match="pool"):
+        attend_compiled(*given, 0.25)
 
 
 def rotated(x, cos, sin):
@@ -368,8 +399,9 @@ def rotated(x, cos, sin):
 @needs_kernels
 @pytest.mark.parametrize("count", [16, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_queries_and_keys_are_rotated_with_the_bits_of_torchs_operations(dtype, count):
-    case = AttentionCase(6, 2, 16, dtype)
+@pytest.mark.parametrize("form", COMPILED)
+def test_queries_and_keys_are_rotated_with_the_bits_of_torchs_operations(dtype, count, form):
+    case = AttentionCase(6, 2, 16, dtype, form)
     text, _ = prefilled(case, 40, TREES["fork"])
     step, pack = case.call([(text, rows_of(text)[20:])])
     cos, sin = (case.random(step.padded, count) for _ in range(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -346,8 +346,11 @@ def _choose_attention(run: ForwardContext, device: torch.device, by_kernels: boo
         return attention_on_device(run.probed) if by_kernels else "the library's products"
     layouts = {layer.layout for layer in run.probed}
     why = compiled.why_not_compiled() or next(filter(None, map(compiled.why_not_for, layouts)), "")
-    run.compiled = not why
-    return "compiled" if run.compiled else f"the library's products, as {why}"
+    if why:
+        return f"the library's products, as {why}"
+    run.compiled = True
+    run.probed = [replace(layer, layout=compiled.layout_for(layer.layout, layer.dtypes)) for layer in run.probed]
+    return "compiled"
 
 
 def _window(run: ForwardContext) -> int | None:

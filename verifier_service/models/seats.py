@@ -75,7 +75,8 @@ class ForwardContext:
         """The rows of the current forward, as compiled attention reads them."""
         if self._compiled_step is None:
             assert isinstance(self.step, TreeRows)
-            self._compiled_step = compiled_step(self.step, self.threads)
+            kv_heads = min(layer.layout.kv_heads for layer in self.probed)
+            self._compiled_step = compiled_step(self.step, self.threads, kv_heads)
         return self._compiled_step
 
 

@@ -23,6 +23,7 @@ from tree_kernels.tree_attention.compiled import (
     HeadRows,
     attention_kernels,
     layer_words,
+    pool_words,
 )
 from tree_kernels.tree_attention.rows import LOG2_E, Layout, RowRotation
 from tree_kernels.tree_attention.shapes import BLOCK_ROWS, AttentionArgument, scratch_floats
@@ -164,6 +165,8 @@ class DecoderLayers:
             or cos.shape[1] % 2
         ):
             raise ValueError(f"a rotation {[*cos.shape]} of {cos.dtype} does not fit {rows} rows of {x.dtype}")
+        if not all(pool.dtype in (torch.float32, self.dtype) for pool in pools):
+            raise ValueError(f"a pool's dtype is neither float32 nor that of the rows, {x.dtype}")
         x, cos, sin, made = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.empty_like(x)
         program = self._program(rows, step.columns)
         # A layer writes its result when nothing reads its rows any more, so all layers' results have one place.
@@ -173,7 +176,7 @@ class DecoderLayers:
         program.downs[:, Argument.TARGET] = result
         attentions = program.attentions
         attentions[:, : AttentionArgument.QUERY] = words[: AttentionArgument.QUERY]
-        attentions[:, AttentionArgument.POOL] = [pool.data_ptr() for pool in pools]
+        attentions[:, AttentionArgument.POOL : AttentionArgument.KV_HEADS] = [pool_words(pool) for pool in pools]
         attentions[:, AttentionArgument.COSINES : AttentionArgument.TILES] = (
             cos.data_ptr(),
             sin.data_ptr(),
@@ -264,8 +267,8 @@ class DecoderLayers:
         sink = self._sinks[layer]
         sinks = 0 if sink is None else sink.data_ptr()
         attention[AttentionArgument.QUERY :] = layer_words(
-            given, kind, results, kind, 0, layout, heads // layout.kv_heads, its.scaling, its.window, its.softcap,
-            sinks, (0, 0, 0),
+            given, kind, results, kind, (0, 0, 0, 0), layout, heads // layout.kv_heads, its.scaling, its.window,
+            its.softcap, sinks, (0, 0, 0),
         )  # fmt: skip
         attention[AttentionArgument.SCRATCH : AttentionArgument.NEXT] = attending, each
         widening = np.array([results, wide, rows * attended, kind, last, 0], np.int64)

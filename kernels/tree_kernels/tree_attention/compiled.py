@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
 MODULE = "tree_kernels.tree_attention.loops"
+NARROW = torch.bfloat16, torch.float16
+"""Dtypes whose keys and values stay as they are in a pool."""
+MANY_UNITS = 4
+"""Units of a thread from which on the last one is a small part of the time."""
 THREADED = 1 << 20
 """A call that reads fewer bytes of keys and values runs in one thread: waking a second one takes longer."""
 
@@ -45,6 +50,13 @@ def why_not_for(layout: Layout) -> str:
     if layout.key_dim + whole_vectors(layout.value_dim) > layout.width:
         return f"a slot of {layout.key_dim} and {layout.value_dim} numbers has no room for whole vectors of values"
     return ""
+
+
+def layout_for(layout: Layout, dtypes: Sequence[torch.dtype]) -> Layout:
+    """The layout of pages of a layer with these dtypes of queries, keys and values: the kernels read a head's keys one
+    after another, and the fewer bytes the faster."""
+    dtype = dtypes[0] if len({*dtypes}) == 1 and dtypes[0] in NARROW else torch.float32
+    return replace(layout, dtype=dtype, by_head=True)
 
 
 def _kernels() -> Kernels:
@@ -94,18 +106,26 @@ class CompiledStep:
     kept: tuple[object, ...]  # owners of the memory to which `words` points
 
 
-def compiled_step(step: TreeRows, threads: int = 1) -> CompiledStep:
-    """The rows of a step, for `attend_compiled` in so many threads."""
+def compiled_step(step: TreeRows, threads: int = 1, kv_heads: int = 1) -> CompiledStep:
+    """The rows of a step, for `attend_compiled` in so many threads, of layers with so many kv heads."""
     rows = len(step.positions)
-    blocks: list[tuple[int, ...]] = []
-    pages: list[int] = []
+    parts: list[FarRows] = []
     end = 0
     for part in sorted(step.far, key=lambda part: part.start):
-        blocks += _blocks(FarRows(end, part.start, ()), len(pages))
-        blocks += _blocks(part, len(pages))
-        pages += part.pages
+        parts += [FarRows(end, part.start, ()), part]
         end = part.stop
-    blocks += _blocks(FarRows(end, rows, ()), len(pages))
+    parts.append(FarRows(end, rows, ()))
+    shares = _shares([part.stop - part.start for part in parts], kv_heads, threads)
+    blocks: list[tuple[int, ...]] = []
+    pages: list[int] = []
+    for part in parts:
+        its = part.stop - part.start
+        most = -(-its // max(_block_count(its, shares), 1))
+        blocks += [
+            (start, min(start + most, part.stop), len(pages), len(part.pages), part.first)
+            for start in range(part.start, part.stop, most or 1)
+        ]
+        pages += part.pages
     table = np.array(blocks, np.int64).reshape(-1, len(Block))
     listed = np.array(pages, np.int64)
     tensors = [each.contiguous() for each in (step.positions, step.slots, step.near)]
@@ -126,12 +146,26 @@ def compiled_step(step: TreeRows, threads: int = 1) -> CompiledStep:
     )
 
 
-def _blocks(part: FarRows, place: int) -> list[tuple[int, ...]]:
-    """Divide the rows of a part into blocks. place: index of the part's first page"""
-    return [
-        (start, min(start + BLOCK_ROWS, part.stop), place, len(part.pages), part.first)
-        for start in range(part.start, part.stop, BLOCK_ROWS)
-    ]
+def _block_count(rows: int, shares: int) -> int:
+    """The number of blocks of a text's rows, if each BLOCK_ROWS of them are divided into so many shares."""
+    return min(rows, -(-rows // BLOCK_ROWS) * shares)
+
+
+def _shares(parts: Sequence[int], kv_heads: int, threads: int) -> int:
+    """Number of blocks that share BLOCK_ROWS rows: more than one where threads would wait for the last unit.
+
+    parts: the rows of each text
+
+    >>> _shares([8], kv_heads=3, threads=2)  # of 3 units one thread would compute 2
+    2
+    >>> _shares([8], kv_heads=8, threads=2)
+    1
+    """
+    for shares in range(1, BLOCK_ROWS):
+        units = kv_heads * sum(_block_count(rows, shares) for rows in parts)
+        if units % threads == 0 or units >= MANY_UNITS * threads:
+            return shares
+    return BLOCK_ROWS
 
 
 def attend_compiled(
@@ -148,10 +182,10 @@ def attend_compiled(
     rotation: RowRotation | None = None,
 ) -> Tensor:
     """Rotate queries and keys; write every row's key and value into its slot; then attention of every row over its own
-    path. Raises ValueError for a rotation of another dtype, or of more numbers than keys have.
+    path. Raises ValueError for a pool or a rotation of another dtype, or a rotation of more numbers than keys have.
 
     query [heads, padded, key_dim]   key [kv_heads, padded, key_dim]   value [kv_heads, padded, value_dim]
-    pool [slots, kv_heads, width] float32, written   sinks [heads]
+    pool [slots, kv_heads, width] of float32 or the query's dtype, written   sinks [heads]
     returns [padded, heads, value_dim] in the query's dtype; padding rows are zero
     """
     dtype = query.dtype
@@ -167,6 +201,8 @@ def attend_compiled(
     if not dtype == key.dtype == value.dtype or dtype not in PRECISIONS:
         query, key, value = query.float(), key.float(), value.float()
     query, key, value = (each if each.stride(-1) == 1 else each.contiguous() for each in (query, key, value))
+    if pool.dtype not in (torch.float32, query.dtype):
+        raise ValueError(f"a pool of {pool.dtype} does not fit rows of {query.dtype}")
     heads, padded = query.shape[:2]
     group = heads // layout.kv_heads
     made = torch.empty(padded, heads, layout.value_dim, dtype=dtype if dtype in PRECISIONS else torch.float32)
@@ -178,7 +214,7 @@ def attend_compiled(
         PRECISIONS[query.dtype],
         made.data_ptr(),
         PRECISIONS[made.dtype],
-        pool.data_ptr(),
+        pool_words(pool),
         layout,
         group,
         scaling,
@@ -202,12 +238,18 @@ def attend_compiled(
     return made.to(dtype)
 
 
+def pool_words(pool: Tensor) -> tuple[int, int, int, int]:
+    """Address and `Precision` of a pool, and bytes from a slot and a kv head to the next."""
+    size = pool.element_size()
+    return pool.data_ptr(), PRECISIONS[pool.dtype], pool.stride(0) * size, pool.stride(1) * size
+
+
 def layer_words(
     given: tuple[HeadRows, HeadRows, HeadRows],
     kind: Precision,
     target: int,
     target_kind: Precision,
-    pool: int,
+    pool: tuple[int, int, int, int],
     layout: Layout,
     group: int,
     scaling: float,
@@ -225,7 +267,7 @@ def layer_words(
         kind,
         target,
         target_kind,
-        pool,
+        *pool,
         layout.kv_heads,
         group,
         layout.key_dim,

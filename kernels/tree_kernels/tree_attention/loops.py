@@ -24,8 +24,9 @@ BF16, F16 = int(Precision.BF16), int(Precision.F16)
 _PLACES = tuple(int(place) for place in AttentionArgument)
 (ROWS, PADDED, POSITIONS, SLOTS, NEAR, COLUMNS, BLOCKS, BLOCK_COUNT, PAGES) = _PLACES[:9]
 (QUERY, QUERY_HEAD, QUERY_ROW, KEY, KEY_HEAD, KEY_ROW, VALUE, VALUE_HEAD, VALUE_ROW) = _PLACES[9:18]
-(KIND, TARGET, TARGET_KIND, POOL, KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, WIDTH) = _PLACES[18:27]
-(WINDOW, SINKS, SCALE, CAP, COSINES, SINES, ROTATED, TILES_OF, SCRATCH, EACH, NEXT, WRITERS) = _PLACES[27:]
+(KIND, TARGET, TARGET_KIND, POOL, POOL_KIND, POOL_SLOT, POOL_HEAD) = _PLACES[18:25]
+(KV_HEADS, GROUP, KEY_DIM, VALUE_DIM, WIDTH) = _PLACES[25:30]
+(WINDOW, SINKS, SCALE, CAP, COSINES, SINES, ROTATED, TILES_OF, SCRATCH, EACH, NEXT, WRITERS) = _PLACES[30:]
 START, STOP, FIRST_PAGE, PAGE_COUNT, PAGE_INDEX = (int(place) for place in Block)
 BLOCK_BYTES = 8 * len(Block)
 HIDDEN = float32(-float("inf"))
@@ -65,21 +66,32 @@ def rotate(target: int, table: int, count: int, kind: int) -> None:
 
 @_called
 def write(call: int, thread: int) -> None:
-    """Writes every row's keys, rotated, and values into its slot, and ones after them."""
+    """Writes every row's keys, rotated, and values into its slot; in a pool of float32, ones after them."""
     its = longs(call)
     table, rotated = its[SCRATCH] + thread * its[EACH], its[ROTATED]
-    slots, kind, width = longs(its[SLOTS]), its[KIND], its[WIDTH]
+    made = table + 8 * rotated
+    slots, kind, pool_kind = longs(its[SLOTS]), its[KIND], its[POOL_KIND]
     key_dim, value_dim = its[KEY_DIM], its[VALUE_DIM]
     for row in range(its[ROWS]):
         load_rotation(call, row, table)
         for head in range(its[KV_HEADS]):
-            slot = its[POOL] + (slots[row] * its[KV_HEADS] + head) * width * 4
-            widen(its[KEY] + head * its[KEY_HEAD] + row * its[KEY_ROW], slot, key_dim, kind)
-            rotate(slot, table, rotated, kind)
-            widen(its[VALUE] + head * its[VALUE_HEAD] + row * its[VALUE_ROW], slot + key_dim * 4, value_dim, kind)
-            rest = floats(slot)
-            for place in range(key_dim + value_dim, width):
-                rest[place] = float32(1.0)
+            slot = its[POOL] + slots[row] * its[POOL_SLOT] + head * its[POOL_HEAD]
+            key = its[KEY] + head * its[KEY_HEAD] + row * its[KEY_ROW]
+            value = its[VALUE] + head * its[VALUE_HEAD] + row * its[VALUE_ROW]
+            if pool_kind == F32:
+                widen(key, slot, key_dim, kind)
+                rotate(slot, table, rotated, kind)
+                widen(value, slot + key_dim * 4, value_dim, kind)
+                rest = floats(slot)
+                for place in range(key_dim + value_dim, its[WIDTH]):
+                    rest[place] = float32(1.0)
+            else:  # such a pool has the rows' kind, so nothing is rounded
+                widen(key, made, key_dim, kind)
+                rotate(made, table, rotated, kind)
+                finish(made, 0, slot, key_dim, kind)
+                given, held = halves(value), halves(slot + key_dim * 2)
+                for place in range(value_dim):
+                    held[place] = given[place]
 
 
 @_called
@@ -113,6 +125,21 @@ def begin(
                 all_states[2 * line] = HIDDEN
                 all_states[2 * line + 1] = float32(0.0)
             line += 1
+
+
+@_called
+def open_numbers(source: int, offsets: int, count: int, dim: int, kind: int, target: int, step: int) -> None:
+    """Widens the `dim` numbers of `count` keys or values, and fills up with zeros to `step` bytes each.
+
+    offsets: the address of the keys' offsets from `source`   target: where the float32 numbers go
+    """
+    places = longs(offsets)
+    for place in range(count):
+        own = target + place * step
+        widen(source + places[place], own, dim, kind)
+        rest = floats(own)
+        for number in range(dim, step // 4):
+            rest[number] = float32(0.0)
 
 
 @_called
@@ -201,20 +228,29 @@ def unit(call: int, number: int, thread: int) -> None:
     own, positions = longs(block), longs(its[POSITIONS])
     group, window, columns, tiles = its[GROUP], its[WINDOW], its[COLUMNS], its[TILES_OF]
     cap = float_of(uint32(its[CAP]))
-    slot_bytes = its[KV_HEADS] * its[WIDTH] * 4
-    keys = its[POOL] + head * its[WIDTH] * 4
+    slot_bytes, kind, key_dim, value_dim = its[POOL_SLOT], its[POOL_KIND], its[KEY_DIM], its[VALUE_DIM]
+    keys = its[POOL] + head * its[POOL_HEAD]
+    values = keys + key_dim * (4 if kind == F32 else 2)
     rows = own[STOP] - own[START]
     lines = rows * group
-    query_step = (its[KEY_DIM] + LANES - 1) // LANES * LANES * 4
-    sum_step = (its[VALUE_DIM] + LANES - 1) // LANES * LANES * 4
-    step = max(columns, PAGE) * 4
+    query_step = (key_dim + LANES - 1) // LANES * LANES * 4
+    sum_step = (value_dim + LANES - 1) // LANES * LANES * 4
+    most = max(columns, PAGE)
+    step = most * 4
     near_offsets = its[SCRATCH] + thread * its[EACH]
     page_offsets = near_offsets + columns * 8
-    queries = page_offsets + PAGE * 8
+    key_offsets = page_offsets + PAGE * 8
+    value_offsets = key_offsets + most * 8
+    opened = value_offsets + most * 8
+    queries = opened + most * max(query_step, sum_step)
     sums = queries + lines * query_step
     scores = sums + lines * sum_step
     states = scores + lines * step
     begin(call, block, head, queries, query_step, sums, sum_step, states, states + lines * 8)
+
+    key_places, value_places = longs(key_offsets), longs(value_offsets)
+    for place in range(most):
+        key_places[place], value_places[place] = place * query_step, place * sum_step
 
     near = columns // 2
     reach, lowest = 0, positions[own[START]]  # the positions that some row sees before its near keys
@@ -232,7 +268,12 @@ def unit(call: int, number: int, thread: int) -> None:
             offsets[column] = slots[column] * slot_bytes
         line = index * group
         mine, its_sums = scores + line * step, sums + line * sum_step
-        score(tiles, queries + line * query_step, query_step, group, keys, near_offsets, mine, step, count)
+        own_queries = queries + line * query_step
+        if kind == F32:
+            score(tiles, own_queries, query_step, group, keys, near_offsets, mine, step, count)
+        else:
+            open_numbers(keys, near_offsets, count, key_dim, kind, opened, query_step)
+            score(tiles, own_queries, query_step, group, opened, key_offsets, mine, step, count)
         for member in range(group):
             cap_and_hide(mine + member * step, count, start - first, seen, cap)
             numbers = floats(mine + member * step)
@@ -242,7 +283,11 @@ def unit(call: int, number: int, thread: int) -> None:
         places = sum_step // (4 * LANES)
         function = longs(tiles)[2 * TILE_LINES]
         call_tile(function, mine, step, group, count, states + line * 8, its_sums, sum_step, places)
-        add_values(tiles, mine, step, group, keys + its[KEY_DIM] * 4, near_offsets, its_sums, sum_step, count)
+        if kind == F32:
+            add_values(tiles, mine, step, group, values, near_offsets, its_sums, sum_step, count)
+        else:
+            open_numbers(values, near_offsets, count, value_dim, kind, opened, sum_step)
+            add_values(tiles, mine, step, group, opened, value_offsets, its_sums, sum_step, count)
 
     all_pages = longs(its[PAGES])
     offsets = longs(page_offsets)
@@ -251,9 +296,13 @@ def unit(call: int, number: int, thread: int) -> None:
     for index in range(own[PAGE_COUNT]):
         first = (own[PAGE_INDEX] + index) * PAGE
         if first < reach and first + PAGE > lowest:
-            page = keys + all_pages[own[FIRST_PAGE] + index] * PAGE * slot_bytes
+            page = all_pages[own[FIRST_PAGE] + index] * PAGE * slot_bytes
             count = (min(PAGE, reach - first) + 7) // 8 * 8
-            score(tiles, queries, query_step, lines, page, page_offsets, scores, step, count)
+            if kind == F32:
+                score(tiles, queries, query_step, lines, keys + page, page_offsets, scores, step, count)
+            else:
+                open_numbers(keys + page, page_offsets, count, key_dim, kind, opened, query_step)
+                score(tiles, queries, query_step, lines, opened, key_offsets, scores, step, count)
             for line in range(lines):
                 position = positions[own[START] + line // group]
                 end = (position // near - 1) * near
@@ -261,7 +310,11 @@ def unit(call: int, number: int, thread: int) -> None:
                 cap_and_hide(scores + line * step, count, start - first, end - first, cap)
             places = sum_step // (4 * LANES)
             call_tile(longs(tiles)[2 * TILE_LINES], scores, step, lines, count, states, sums, sum_step, places)
-            add_values(tiles, scores, step, lines, page + its[KEY_DIM] * 4, page_offsets, sums, sum_step, count)
+            if kind == F32:
+                add_values(tiles, scores, step, lines, values + page, page_offsets, sums, sum_step, count)
+            else:
+                open_numbers(values + page, page_offsets, count, value_dim, kind, opened, sum_step)
+                add_values(tiles, scores, step, lines, opened, value_offsets, sums, sum_step, count)
     write_results(call, block, head, sums, sum_step, states)
 
 

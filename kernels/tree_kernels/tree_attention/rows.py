@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,15 +27,23 @@ def near_window(max_depth: int) -> int:
     raise ValueError(f"max_depth: at most {NEAR_CHOICES[-1]}, got {max_depth}")
 
 
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on a CPU in large pages, which numpy asks for and torch does not."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """The numbers in one slot of a layer: a key, a value and, in float32, at least one 1, up to a multiple of 16
-    numbers."""
+    numbers; and the order of slots in memory."""
 
     kv_heads: int
     key_dim: int
     value_dim: int
-    dtype: torch.dtype = torch.float32  # narrower: for an accelerator's tensor cores
+    dtype: torch.dtype = torch.float32  # narrower: for tensor cores and compiled kernels, which widen what they read
+    by_head: bool = False  # the slots of one kv head are neighbours; else the kv heads of one slot are
 
     @property
     def width(self) -> int:
@@ -47,8 +56,15 @@ class Layout:
         return self.kv_heads * self.width * self.dtype.itemsize
 
     def pool(self, slots: int, device: torch.device) -> Tensor:
-        """Allocate pages [slots, kv_heads, width] of zeros. On a CPU they take no memory until they are written."""
-        return torch.zeros(slots, self.kv_heads, self.width, dtype=self.dtype, device=device)
+        """Allocate pages [slots, kv_heads, width] of zeros, as one of `pools`."""
+        return self.pools(1, slots, device)[0]
+
+    def pools(self, layers: int, slots: int, device: torch.device) -> Tensor:
+        """Allocate pages [layers, slots, kv_heads, width] of zeros. On a CPU they take no memory until they are
+        written, and lie in large pages of the system if it has them."""
+        if not self.by_head:
+            return zeros((layers, slots, self.kv_heads, self.width), self.dtype, device)
+        return zeros((layers, self.kv_heads, slots, self.width), self.dtype, device).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)

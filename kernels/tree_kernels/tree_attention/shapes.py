@@ -45,24 +45,27 @@ class AttentionArgument(IntEnum):
     KIND = 18  # the `Precision` of query, key and value
     TARGET = 19  # [PADDED, heads, VALUE_DIM] of TARGET_KIND; written
     TARGET_KIND = 20
-    POOL = 21  # [slots, KV_HEADS, WIDTH] float32; written
-    KV_HEADS = 22
-    GROUP = 23  # heads of a kv head
-    KEY_DIM = 24
-    VALUE_DIM = 25
-    WIDTH = 26
-    WINDOW = 27  # 0: every key is seen
-    SINKS = 28  # [heads] float32 in units of log 2, or 0
-    SCALE = 29  # the bits of a float32: what queries are multiplied by
-    CAP = 30  # the bits of a float32: the largest score, in units of log 2; 0: scores have no cap
-    COSINES = 31  # [ROWS, ROTATED] of KIND
-    SINES = 32
-    ROTATED = 33  # leading numbers of queries and keys that are rotated; 0: none are
-    TILES = 34  # addresses of the tiles: scores of 1 to TILE_LINES lines, sums of as many, weights
-    SCRATCH = 35  # [threads, SCRATCH_BYTES]
-    SCRATCH_BYTES = 36
-    NEXT = 37  # the next unit that no thread has taken: a block and a kv head
-    WRITERS = 38  # number of threads that have come to write keys and values; the first one writes them
+    POOL = 21  # [slots, KV_HEADS, WIDTH] of POOL_KIND; written
+    POOL_KIND = 22  # F32, or KIND
+    POOL_SLOT = 23  # the step from one slot to the next
+    POOL_HEAD = 24
+    KV_HEADS = 25
+    GROUP = 26  # heads of a kv head
+    KEY_DIM = 27
+    VALUE_DIM = 28
+    WIDTH = 29
+    WINDOW = 30  # 0: every key is seen
+    SINKS = 31  # [heads] float32 in units of log 2, or 0
+    SCALE = 32  # the bits of a float32: what queries are multiplied by
+    CAP = 33  # the bits of a float32: the largest score, in units of log 2; 0: scores have no cap
+    COSINES = 34  # [ROWS, ROTATED] of KIND
+    SINES = 35
+    ROTATED = 36  # leading numbers of queries and keys that are rotated; 0: none are
+    TILES = 37  # addresses of the tiles: scores of 1 to TILE_LINES lines, sums of as many, weights
+    SCRATCH = 38  # [threads, SCRATCH_BYTES]
+    SCRATCH_BYTES = 39
+    NEXT = 40  # the next unit that no thread has taken: a block and a kv head
+    WRITERS = 41  # number of threads that have come to write keys and values; the first one writes them
 
 
 class Block(IntEnum):
@@ -77,10 +80,10 @@ class Block(IntEnum):
 
 def scratch_floats(lines: int, key_dim: int, value_dim: int, columns: int) -> int:
     """float32 numbers of scratch memory that a thread needs for a block: queries, sums, weights and states of its
-    lines, offsets of keys, and a row's cosines and sines."""
-    keys = max(columns, PAGE)
-    of_lines = lines * (whole_vectors(key_dim) + whole_vectors(value_dim) + keys + 2)
-    return of_lines + 2 * (columns + PAGE) + 2 * whole_vectors(key_dim)
+    lines, offsets of keys, keys or values that are widened, and a row's cosines and sines."""
+    keys, key, value = max(columns, PAGE), whole_vectors(key_dim), whole_vectors(value_dim)
+    of_lines = lines * (key + value + keys + 2)
+    return of_lines + 2 * (columns + PAGE + 2 * keys) + keys * max(key, value) + 2 * key
 
 
 def scores_symbol(lines: int) -> str:
