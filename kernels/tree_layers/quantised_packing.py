@@ -7,6 +7,7 @@ compute the same.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from tree_layers.gguf_blocks import QuantisedTensors
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 """Numbers of rows that are timed, the fewest first, until unpacked weights are as fast at LOSSES of them in a row."""
 LOSSES = 2
-TRIALS = 9
+TRIALS = 15
 LEAST_GAIN = 0.99
 """Most time of a step with quantised weights, as a share of one with unpacked weights, for the former to be used."""
 TIMED_SHAPE = (24576, 1024)
@@ -70,14 +71,18 @@ def rows_that_gain(seconds: Callable[[int], tuple[float, float]]) -> int:
     """The most rows of ROWS at which quantised weights take less time. 0: none; the last of ROWS: perhaps more, too.
 
     seconds: times of a step of so many rows with quantised weights, and with unpacked ones. Pairs are compared, since
-    other processes lengthen both; the first of each number of rows is warm-up.
+    other processes lengthen both; the first of each number of rows is warm-up. A gain at more rows counts only if it
+    is larger than the losses at fewer: it may be chance, and the fewer rows would pay for it.
     """
-    found = losses = 0
+    found, losses, best, total = 0, 0, 0.0, 0.0
     for count in ROWS:
         ratios = [quantised / unpacked for quantised, unpacked in (seconds(count) for _ in range(1 + TRIALS))]
-        if median(ratios[1:]) <= LEAST_GAIN:
-            found, losses = count, 0
-        elif (losses := losses + 1) == LOSSES:
+        gain = math.log(LEAST_GAIN / median(ratios[1:]))
+        total += gain
+        if gain >= 0 and total >= best:
+            found, best = count, total
+        losses = losses + 1 if gain < 0 else 0
+        if losses == LOSSES:
             break
     return found
 

@@ -123,6 +123,11 @@ def test_weights_are_quantised_for_as_many_rows_as_that_takes_less_time(gains, e
     assert rows_that_gain(lambda rows: ((each := next(noise)) * (0.9 if rows in gains else 1.0), each)) == expected
 
 
+def test_a_gain_by_chance_does_not_outweigh_losses_of_fewer_rows():
+    ratio = {1: 0.6, 2: 0.7, 3: 0.8, 4: 0.9, 5: 1.1, 6: 0.97, 7: 1.2, 8: 1.2}
+    assert rows_that_gain(lambda rows: (ratio.get(rows, 2.0), 1.0)) == 4
+
+
 def test_a_form_that_is_slower_for_one_row_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(quantised_packing, "TIMED_SHAPE", (64, 64))
     for share, gains in ((1.2, False), (1.0, True)):
