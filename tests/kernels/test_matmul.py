@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import tracemalloc
 
 import pytest
 import torch
 from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.cpu import Helpers, dots_pay
-from tree_kernels.matmul.packing import pack
+from tree_kernels.matmul.packing import CHUNK, LINE, in_large_pages, pack
 from tree_kernels.matmul.reference import product
 from tree_kernels.matmul.shapes import Precision
 from tree_kernels.processor import has_dots
@@ -183,3 +184,25 @@ def test_dot_products_are_not_used_for_rows_that_are_not_bfloat16_or_odd_numbers
 def test_rows_of_another_width_are_refused(given, reason):
     with pytest.raises(ValueError, match=reason):
         PackedWeight(torch.randn(2, 4))(torch.randn(given))
+
+
+def test_small_weights_of_one_dtype_share_chunks_and_the_last_of_them_frees_its_chunk():
+    """numpy's arrays are traced by tracemalloc."""
+    each = CHUNK // 16 - LINE
+    tracemalloc.start()
+    try:
+        weights = {
+            dtype: [in_large_pages((each // 2,), dtype) for _ in range(40)] for dtype in (torch.bfloat16, torch.float16)
+        }
+        made = [weight for its in weights.values() for weight in its]
+        for number, weight in enumerate(made):
+            assert weight.data_ptr() % LINE == 0
+            weight.fill_(number)
+        assert all(bool((weight == number).all()) for number, weight in enumerate(made))
+        assert tracemalloc.get_traced_memory()[0] < 7 * CHUNK  # 3 of each dtype: 40 weights are 2.5
+        del weights[torch.float16], made, weight
+        assert tracemalloc.get_traced_memory()[0] < 5 * CHUNK  # the last one of float16 is open
+        alive = weights.pop(torch.bfloat16)[20]
+        assert tracemalloc.get_traced_memory()[0] < 4 * CHUNK and not bool((alive != 20).any())
+    finally:
+        tracemalloc.stop()
