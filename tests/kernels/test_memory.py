@@ -27,6 +27,16 @@ def test_tokens_need_whole_pages():
     assert [pages_for(tokens) for tokens in (0, 1, 64, 65, 128)] == [0, 1, 1, 2, 2]
 
 
+@pytest.mark.parametrize("by_head", [False, True])
+def test_a_commit_copies_its_rows_and_not_the_pool(by_head):
+    pages = Pages([Layout(2, 16, 16, by_head=by_head)] * 3, 100, 10, torch.device("cpu"))
+    slots = torch.arange(4)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+        pages.append(pages.scratch + slots, 70 + slots)
+    allocated = sum(max(event.self_cpu_memory_usage, 0) for event in found.events())
+    assert 0 < allocated < pages.nbytes / 50
+
+
 def test_a_path_is_committed_in_every_layer_of_any_layout():
     by_head = Layout(2, 16, 16, torch.bfloat16, by_head=True)
     layouts = [Layout(2, 16, 16), Layout(1, 8, 24), Layout(2, 16, 16), by_head, by_head]

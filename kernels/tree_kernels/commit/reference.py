@@ -10,4 +10,7 @@ def commit(pool: Tensor, source: Tensor, target: Tensor) -> None:
 
     A slot may be both a source and a target. Each slot may be a target at most once.
     """
-    pool.index_copy_(1, target, pool.index_select(1, source))
+    slots = 1
+    if pool.dim() > 2 and pool.stride(1) < pool.stride(2):  # torch would copy all of a pool that is not contiguous
+        pool, slots = pool.transpose(1, 2), 2
+    pool.index_copy_(slots, target, pool.index_select(slots, source))
