@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from tests.gpu.step import DEVICE, DRY
+from tests.support.device_runners import device_runner
 from tests.support.tiny_models import make_checkpoint
 from verifier_service.device import DeviceRunner
 from verifier_service.models import load_target
@@ -30,4 +31,4 @@ def runner_of(width: int, layers: int) -> DeviceRunner:
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(Path(folder), **(SMALL if DRY else large))
         target = load_target(Path(folder), torch.float32 if DRY else torch.bfloat16, DEVICE, BUCKETS)
-    return DeviceRunner(target, Bounds(16, 64, 8, 8, 8, Arrangement.of(8, 16, 8, BUCKETS[-1])), BUCKETS)
+    return device_runner(target, Bounds(16, 64, 8, 8, 8, Arrangement.of(8, 16, 8, BUCKETS[-1])), BUCKETS)

@@ -30,9 +30,10 @@ from tests.support.tiny_models import make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.support.device_runners import device_runner
 from tests.support.engines import running
 from tests.support.joined_rows import joined
-from verifier_service.device import GREEDY, DeviceRunner, Drawn, StepShape
+from verifier_service.device import GREEDY, Drawn, StepShape
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import LoadedTarget, load_target
 from verifier_service.options import VerifierOptions
@@ -56,7 +57,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verifier_service.engine.runner_for", DeviceRunner)
+        patch.setattr("verifier_service.engine.runner_for", device_runner)
         if DEVICE == "cpu":  # a forward in the interpreter takes seconds, and the check runs one for each number
             patch.setattr("verifier_service.engine.buckets_up_to", lambda step_rows: (8, 32, step_rows))
         options = VerifierOptions(
@@ -148,7 +149,7 @@ IDS = (5, 6, 7, 8)
 def runner_of(folder, graphs):
     target = load_target(folder, torch.float32, torch.device(DEVICE), (8, 16))
     near = near_window(3)
-    return DeviceRunner(target, Bounds(near, 4, 2, 2, 3, Arrangement.of(2, near, 3, 16)), (8, 16), graphs=graphs)
+    return device_runner(target, Bounds(near, 4, 2, 2, 3, Arrangement.of(2, near, 3, 16)), (8, 16), graphs=graphs)
 
 
 def without_a_model(runner):

@@ -24,6 +24,7 @@ from tests.support.tiny_hybrids import VOCABULARY, make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
 
+from tests.support.device_runners import device_runner
 from tests.support.joined_rows import joined_recurrent
 from verifier_service.device import DeviceRunner
 from verifier_service.device_states import folds_in_place
@@ -58,7 +59,7 @@ def engine_of(folder, by_kernels):
     )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         if by_kernels:
-            patch.setattr("verifier_service.engine.runner_for", DeviceRunner)
+            patch.setattr("verifier_service.engine.runner_for", device_runner)
             if DEVICE == "cpu":  # a forward in the interpreter takes seconds, and the check runs one for each number
                 patch.setattr("verifier_service.engine.buckets_up_to", lambda step_rows: (8, 32, step_rows))
         return VerifierEngine.load(folder, options)
@@ -94,7 +95,7 @@ def runner(tmp_path_factory):
     make_checkpoint(folder, "mamba2")
     target = load_target(folder, torch.float32, torch.device(DEVICE), (8, 40))
     bounds = Bounds(NEAR, 16, 4, 3, DEPTH, Arrangement.of(3, NEAR, DEPTH, 40))
-    return DeviceRunner(target, bounds, (8, 40), graphs=RunAgain())
+    return device_runner(target, bounds, (8, 40), graphs=RunAgain())
 
 
 def plan_of(runner, length, parents, committed=NO_ROWS, place=None):
@@ -157,7 +158,7 @@ def test_the_check_of_rows_at_start_fits_a_runner_of_one_text(tmp_path, monkeypa
     make_checkpoint(tmp_path, "mamba2")
     target = load_target(tmp_path, torch.float32, torch.device(DEVICE), (8, 16, 160))
     bounds = Bounds(NEAR, 16, 11, 1, DEPTH, Arrangement.of(1, NEAR, DEPTH, 160))
-    runner = DeviceRunner(target, bounds, (8, 16, 160), graphs=RunAgain())
+    runner = device_runner(target, bounds, (8, 16, 160), graphs=RunAgain())
     states = []
 
     def listed(plan):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -282,7 +282,7 @@ def _load(
     probe_layers(folder, model, run)
     by_kernels = device.type != "cpu" and run_from_tables(mixers) and not (mixers and group is not None)
     attention = _choose_attention(run, device, by_kernels)
-    layouts = device_layouts(run.probed) if by_kernels else tuple(layer.layout for layer in run.probed)
+    layouts = _layouts(run, by_kernels)
     stack: DecoderStack | None = None
     if run.compiled and group is None:
         use_attention_layers(model, run, positions, CompiledAttention())
@@ -346,11 +346,16 @@ def _choose_attention(run: ForwardContext, device: torch.device, by_kernels: boo
         return attention_on_device(run.probed) if by_kernels else "the library's products"
     layouts = {layer.layout for layer in run.probed}
     why = compiled.why_not_compiled() or next(filter(None, map(compiled.why_not_for, layouts)), "")
-    if why:
-        return f"the library's products, as {why}"
-    run.compiled = True
-    run.probed = [replace(layer, layout=compiled.layout_for(layer.layout, layer.dtypes)) for layer in run.probed]
-    return "compiled"
+    run.compiled = not why
+    return "compiled" if run.compiled else f"the library's products, as {why}"
+
+
+def _layouts(run: ForwardContext, by_kernels: bool) -> tuple[Layout, ...]:
+    """The layouts of the attention layers' pages, for the form of the attention. by_kernels: as in `LoadedTarget`"""
+    if by_kernels:
+        return device_layouts(run.probed)
+    form = CompiledAttention() if run.compiled else None
+    return tuple(layer.layout if form is None else form.layout_of(layer) for layer in run.probed)
 
 
 def _window(run: ForwardContext) -> int | None:

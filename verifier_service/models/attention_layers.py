@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from tree_kernels.tree_attention import Layout, RowRotation, TreeRows
-from tree_kernels.tree_attention.compiled import CompiledStep, attend_compiled, compiled_step
+from tree_kernels.tree_attention.compiled import CompiledStep, attend_compiled, compiled_step, layout_for
 
 from verifier_service.models.families import attending_by
 from verifier_service.models.scaled_rows import SCALES, same_bits, scaled_results
@@ -82,8 +82,8 @@ class AttentionForm(Protocol):
 class CompiledAttention:
     """The compiled call, on a CPU."""
 
-    def layout_of(self, layer: ProbedLayer) -> Layout | None:
-        return layer.layout
+    def layout_of(self, layer: ProbedLayer) -> Layout:
+        return layout_for(layer.layout, layer.dtypes)
 
     def projections(self, layer: Any, layout: Layout) -> Callable[[Tensor], Heads]:
         return partial(projected, layer, layout)
