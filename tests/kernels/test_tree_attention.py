@@ -381,6 +381,31 @@ def test_pages_in_the_models_dtype_by_head_give_the_bits_of_slots_in_float32(hea
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_pages_by_head_give_these_bits_for_subnormal_and_for_the_largest_numbers_too(dtype):
+    found = []
+    for form in ("compiled", "by head"):
+        case = AttentionCase(4, 2, 16, dtype, form)
+        text = case.text(100, [-1])
+        tiny, largest = torch.finfo(dtype).tiny, torch.finfo(dtype).max
+        text["k"] = (text["k"].float() * tiny).to(dtype)
+        text["v"] = (text["v"].float() * tiny / 8).to(dtype)
+        text["k"][::7, :, 0], text["v"][::5, :, 3] = largest / 64, -largest
+        assert (text["v"][..., 0] != 0).any() and (text["v"][..., 0].abs() < tiny).all()
+        text["q"] = (text["q"].float() / 1024).to(dtype)
+        step, pack = case.call([(text, list(range(100)))])
+        given = pack["q"], pack["k"], pack["v"], case.pool, compiled_step(step), case.layout, 0.25
+        turn = RowRotation(torch.ones(step.padded, 16).to(dtype), torch.zeros(step.padded, 16).to(dtype))
+        found.append((attend_compiled(*given, rotation=turn), case.pool[..., :32].float()))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))
+
+
+def test_pages_of_layers_with_keys_and_values_of_several_dtypes_stay_in_float32():
+    mixed = layout_for(Layout(2, 16, 16), [torch.bfloat16, torch.bfloat16, torch.float32])
+    assert mixed.dtype == torch.float32 and mixed.by_head
+
+
+@needs_kernels
 def test_a_pool_of_another_dtype_than_the_rows_is_refused():
     case = AttentionCase(4, 2, 16, torch.bfloat16)
     step, pack = case.call([(case.text(8, [-1]), [7])])

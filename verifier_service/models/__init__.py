@@ -354,8 +354,9 @@ def _layouts(run: ForwardContext, by_kernels: bool) -> tuple[Layout, ...]:
     """The layouts of the attention layers' pages, for the form of the attention. by_kernels: as in `LoadedTarget`"""
     if by_kernels:
         return device_layouts(run.probed)
-    form = CompiledAttention() if run.compiled else None
-    return tuple(layer.layout if form is None else form.layout_of(layer) for layer in run.probed)
+    if run.compiled:
+        return tuple(compiled.layout_for(layer.layout, layer.dtypes) for layer in run.probed)
+    return tuple(layer.layout for layer in run.probed)
 
 
 def _window(run: ForwardContext) -> int | None:

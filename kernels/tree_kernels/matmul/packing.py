@@ -13,8 +13,6 @@ from torch import Tensor
 
 LINE = 64
 """Bytes of a cache line."""
-
-
 ALONE = 4 << 20
 """Bytes from which on numpy asks the system for large pages."""
 CHUNK = 32 << 20
@@ -22,8 +20,8 @@ CHUNK = 32 << 20
 
 
 class _Chunks:
-    """Memory that weights of one dtype share, in chunks: a chunk is freed with the last weight in it. So a model's
-    weights of one form can be freed while those of another stay."""
+    """Memory that weights of one dtype share, in chunks: a chunk is freed with the last weight in it. Quantised weights
+    are bytes, so that a model's can be freed while the unpacked ones stay, and the other way round."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -128,11 +128,16 @@ def begin(
 
 
 @_called
-def open_numbers(source: int, offsets: int, count: int, dim: int, kind: int, target: int, step: int) -> None:
-    """Widens the `dim` numbers of `count` keys or values, and fills up with zeros to `step` bytes each.
+def in_float32(
+    source: int, offsets: int, count: int, dim: int, kind: int, target: int, target_offsets: int, step: int
+) -> tuple[int, int]:
+    """Returns where tiles read `count` keys or values as float32, and the address of their offsets from there: in the
+    pool, if it has float32, else at `target`, to which their `dim` numbers are widened, with zeros up to `step` bytes.
 
-    offsets: the address of the keys' offsets from `source`   target: where the float32 numbers go
+    offsets: the address of their offsets from `source`, in a pool of this kind   target_offsets: from `target`
     """
+    if kind == F32:
+        return source, offsets
     places = longs(offsets)
     for place in range(count):
         own = target + place * step
@@ -140,6 +145,7 @@ def open_numbers(source: int, offsets: int, count: int, dim: int, kind: int, tar
         rest = floats(own)
         for number in range(dim, step // 4):
             rest[number] = float32(0.0)
+    return target, target_offsets
 
 
 @_called
@@ -241,8 +247,8 @@ def unit(call: int, number: int, thread: int) -> None:
     page_offsets = near_offsets + columns * 8
     key_offsets = page_offsets + PAGE * 8
     value_offsets = key_offsets + most * 8
-    opened = value_offsets + most * 8
-    queries = opened + most * max(query_step, sum_step)
+    widened = value_offsets + most * 8
+    queries = widened + most * max(query_step, sum_step)
     sums = queries + lines * query_step
     scores = sums + lines * sum_step
     states = scores + lines * step
@@ -268,12 +274,8 @@ def unit(call: int, number: int, thread: int) -> None:
             offsets[column] = slots[column] * slot_bytes
         line = index * group
         mine, its_sums = scores + line * step, sums + line * sum_step
-        own_queries = queries + line * query_step
-        if kind == F32:
-            score(tiles, own_queries, query_step, group, keys, near_offsets, mine, step, count)
-        else:
-            open_numbers(keys, near_offsets, count, key_dim, kind, opened, query_step)
-            score(tiles, own_queries, query_step, group, opened, key_offsets, mine, step, count)
+        given, its_offsets = in_float32(keys, near_offsets, count, key_dim, kind, widened, key_offsets, query_step)
+        score(tiles, queries + line * query_step, query_step, group, given, its_offsets, mine, step, count)
         for member in range(group):
             cap_and_hide(mine + member * step, count, start - first, seen, cap)
             numbers = floats(mine + member * step)
@@ -283,11 +285,8 @@ def unit(call: int, number: int, thread: int) -> None:
         places = sum_step // (4 * LANES)
         function = longs(tiles)[2 * TILE_LINES]
         call_tile(function, mine, step, group, count, states + line * 8, its_sums, sum_step, places)
-        if kind == F32:
-            add_values(tiles, mine, step, group, values, near_offsets, its_sums, sum_step, count)
-        else:
-            open_numbers(values, near_offsets, count, value_dim, kind, opened, sum_step)
-            add_values(tiles, mine, step, group, opened, value_offsets, its_sums, sum_step, count)
+        given, its_offsets = in_float32(values, near_offsets, count, value_dim, kind, widened, value_offsets, sum_step)
+        add_values(tiles, mine, step, group, given, its_offsets, its_sums, sum_step, count)
 
     all_pages = longs(its[PAGES])
     offsets = longs(page_offsets)
@@ -298,11 +297,10 @@ def unit(call: int, number: int, thread: int) -> None:
         if first < reach and first + PAGE > lowest:
             page = all_pages[own[FIRST_PAGE] + index] * PAGE * slot_bytes
             count = (min(PAGE, reach - first) + 7) // 8 * 8
-            if kind == F32:
-                score(tiles, queries, query_step, lines, keys + page, page_offsets, scores, step, count)
-            else:
-                open_numbers(keys + page, page_offsets, count, key_dim, kind, opened, query_step)
-                score(tiles, queries, query_step, lines, opened, key_offsets, scores, step, count)
+            given, its_offsets = in_float32(
+                keys + page, page_offsets, count, key_dim, kind, widened, key_offsets, query_step
+            )
+            score(tiles, queries, query_step, lines, given, its_offsets, scores, step, count)
             for line in range(lines):
                 position = positions[own[START] + line // group]
                 end = (position // near - 1) * near
@@ -310,11 +308,10 @@ def unit(call: int, number: int, thread: int) -> None:
                 cap_and_hide(scores + line * step, count, start - first, end - first, cap)
             places = sum_step // (4 * LANES)
             call_tile(longs(tiles)[2 * TILE_LINES], scores, step, lines, count, states, sums, sum_step, places)
-            if kind == F32:
-                add_values(tiles, scores, step, lines, values + page, page_offsets, sums, sum_step, count)
-            else:
-                open_numbers(values + page, page_offsets, count, value_dim, kind, opened, sum_step)
-                add_values(tiles, scores, step, lines, opened, value_offsets, sums, sum_step, count)
+            given, its_offsets = in_float32(
+                values + page, page_offsets, count, value_dim, kind, widened, value_offsets, sum_step
+            )
+            add_values(tiles, scores, step, lines, given, its_offsets, sums, sum_step, count)
     write_results(call, block, head, sums, sum_step, states)
 
 

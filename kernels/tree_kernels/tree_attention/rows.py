@@ -27,7 +27,7 @@ def near_window(max_depth: int) -> int:
     raise ValueError(f"max_depth: at most {NEAR_CHOICES[-1]}, got {max_depth}")
 
 
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on a CPU in large pages, which numpy asks for and torch does not."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -63,8 +63,8 @@ class Layout:
         """Allocate pages [layers, slots, kv_heads, width] of zeros. On a CPU they take no memory until they are
         written, and lie in large pages of the system if it has them."""
         if not self.by_head:
-            return zeros((layers, slots, self.kv_heads, self.width), self.dtype, device)
-        return zeros((layers, self.kv_heads, slots, self.width), self.dtype, device).transpose(1, 2)
+            return _zeros((layers, slots, self.kv_heads, self.width), self.dtype, device)
+        return _zeros((layers, self.kv_heads, slots, self.width), self.dtype, device).transpose(1, 2)
 
 
 @dataclass(frozen=True, slots=True)
