@@ -42,7 +42,8 @@ def _of_drafter(drafter: DrafterConfig) -> list[str]:
     with suppress(CheckpointError):
         if level := LEVELS.get(read_config(drafter.checkpoint).get("model_type", "")):
             head = [] if drafter.head is None else ["acceptance_head.loops"]
-            return ["matmul.bf16", f"mamba_level.{level}", "tree_levels.loops", "ranking.loops", *head]
+            scans = ["mamba_level.tiles"] if level == "mamba2" else []
+            return ["matmul.bf16", f"mamba_level.{level}", *scans, "tree_levels.loops", "ranking.loops", *head]
     return []
 
 

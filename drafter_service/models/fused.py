@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.mamba_level import shapes
-from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, kernels, kind_number
+from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, kernels, kind_number, scan_table
 from tree_kernels.ranking import Orders, ranked
 from tree_kernels.ranking.cpu import ranking_of
 from tree_kernels.tree_levels import LevelCalls
@@ -37,7 +37,7 @@ STEPS = {
     shapes.STEPS: shapes.STEPS_STEP,
 }
 """Word of a call with the bytes of a row, by the word with the part of the scratch memory that has these rows."""
-SPARE_ROWS = 4
+SPARE_ROWS = 2 * shapes.SCAN_TOKENS
 """Number of rows of channels in the scratch memory's spare part."""
 SCRATCH = (shapes.NORMED, shapes.READ, *STEPS)
 """Words of the parts of the scratch memory that have rows."""
@@ -136,6 +136,7 @@ class FusedMamba2Model(FusedEnds):
         words[shapes.CHANNELS], words[shapes.HEADS], words[shapes.SIZE] = heads * width, heads, size
         words[shapes.GROUPS], words[shapes.TAPS] = first.scan.groups, first.scan.conv_weight.shape[0]
         words[shapes.ROUNDED_KIND], words[shapes.STORED_KIND] = kind_number(model.dtype), kind_number(torch.float32)
+        words[shapes.SCANS] = scan_table().ctypes.data  # kept for ever by the cache
         self.layers = Table(len(model.layers), shapes.LAYER_WORDS)
         for number, (norm, mixer) in enumerate(model.layers):
             inner, outer = Product(mixer.in_proj, mixer.in_bias), Product(mixer.out_proj, mixer.out_bias)
@@ -254,10 +255,13 @@ class OneCallLevels(ABC):
         self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
         return RankedGuesses(*self._levels.run(counts, groups, depths, orders, width, logits, step, entries))
 
-    def _forward(self, tokens: Ints) -> Tensor:
-        """Hidden rows [rows, d] of the rows that the call's tables describe."""
+    def _forward(self, tokens: Ints, rounds: bool = False) -> Tensor:
+        """Hidden rows [rows, d] of the rows that the call's tables describe. rounds: the layers' products may round
+        their inputs to the checkpoint's dtype"""
         hidden = self._ends.begin(self._call, tokens)
+        self._call[shapes.ROUNDS] = rounds and self._ends.dtype == torch.bfloat16
         self._ends.kernels.functions["forward"](self._address)
+        self._call[shapes.ROUNDS] = 0
         return hidden
 
 
@@ -318,7 +322,7 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
         call = self._call
         call[shapes.SEQUENCES], call[shapes.SEQUENCE_TABLE] = texts, sequences.ctypes.data
         call[shapes.NEW_NODES], call[shapes.NEW_TABLE] = len(new), new.ctypes.data
-        return _placed(self._forward(rows.tokens.ravel()[places]), places, texts, time)
+        return _placed(self._forward(rows.tokens.ravel()[places], not len(rows.roots)), places, texts, time)
 
     def fold(self, folds: Sequence[TextFold]) -> None:
         self.fold_first(folds)
@@ -442,7 +446,7 @@ class FusedStateMemory(OneCallLevels, StateSlots):
         sequences[:, shapes.KEPT], sequences[:, shapes.COUNT] = rows.kept, rows.lengths
         sequences[:, shapes.END] = self.first_node + rows.roots if len(rows.roots) else NONE
         self._call[shapes.SEQUENCES], self._call[shapes.SEQUENCE_TABLE] = texts, sequences.ctypes.data
-        return _placed(self._forward(rows.tokens.ravel()[places]), places, texts, time)
+        return _placed(self._forward(rows.tokens.ravel()[places], not len(rows.roots)), places, texts, time)
 
 
 FUSED: Mapping[str, Callable[[Any], Any]] = {"mamba": FusedMamba1Model, "mamba2": FusedMamba2Model}

@@ -41,6 +41,7 @@ MAMBA2 = {
     "narrow": {"hidden_size": 20, "num_heads": 5, "head_dim": 8, "n_groups": 1, "state_size": 6},
     "groups": {"hidden_size": 24, "num_heads": 6, "head_dim": 8, "n_groups": 3, "state_size": 5},
     "wide": {"hidden_size": 72, "num_heads": 4, "head_dim": 36, "n_groups": 2, "state_size": 19},
+    "tiles": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 7},
     "taps": {"hidden_size": 16, "num_heads": 2, "head_dim": 16, "n_groups": 1, "conv_kernel": 3},
     "plain": {"use_bias": False, "use_conv_bias": False, "time_step_limit": (0.0, float("inf"))},
     "unlimited": {"time_step_limit": (0.0, float("inf")), "num_hidden_layers": 3},
@@ -51,6 +52,7 @@ KINDS = {f"mamba2-{name}": SmallModel("mamba2", settings) for name, settings in 
 MAMBA1 = {
     "narrow": {"hidden_size": 20, "intermediate_size": 39, "state_size": 6, "time_step_rank": 3},
     "wide": {"hidden_size": 72, "intermediate_size": 147, "state_size": 19},
+    "tiles": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 7},
     "taps": {"hidden_size": 16, "conv_kernel": 3, "use_bias": True},
     "plain": {"use_conv_bias": False, "num_hidden_layers": 3},
     "small": {"hidden_size": 9, "intermediate_size": 5, "state_size": 1, "time_step_rank": 1},
@@ -211,6 +213,33 @@ def test_sixteen_bit_chains_in_scattered_slots_equal_single_steps_and_are_near_t
     found, wanted = (model.logits(memory.level(level)) for model, memory in zip(models, (eager, fused), strict=True))
     assert level.slots.tolist() == [1, 4] and level.parents.tolist() == [3, 6]
     torch.testing.assert_close(wanted, found, atol=0.15, rtol=0.15)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+@torch.inference_mode()
+def test_the_state_after_a_prompt_in_bfloat16_does_not_depend_on_other_prompts_and_is_near_the_eager_forms(
+    tmp_path, family
+):
+    """Products of prompts may be dot products of bfloat16, also those of a single token, and in chunks of any size."""
+    eager, fused = both(make(tmp_path, SmallModel(family, {})), torch.bfloat16)
+    rng = np.random.default_rng(4)
+    tokens, lengths, target = rng.integers(0, 101, (3, 33)), ints(33, 1, 17), ints(3, 1, 2)
+    together, expected = fused.memory(4, 9), eager.memory(4, 9)
+    none = np.zeros(3, np.int64)
+    for memory in (together, expected):
+        memory.chain(Chains(tokens, lengths, none, none, target, none[:0]))
+    for row, length in enumerate(lengths.tolist()):
+        alone, slot = fused.memory(4, 9), int(target[row])
+        for first in range(0, length, 7):
+            alone.chain(
+                chain_of(tokens[row, first : min(first + 7, length)], first, slot if first else EMPTY_TEXT, slot)
+            )
+        near = expected.save(slot, length)
+        for name, array in together.save(slot, length).items():
+            assert np.array_equal(array, alone.save(slot, length)[name]), name
+            kind = torch.bfloat16 if name.startswith("conv") else torch.float32
+            one, other = (as_tensor(each, kind).float() for each in (array, near[name]))
+            torch.testing.assert_close(one, other, atol=0.15, rtol=0.15)
 
 
 @torch.inference_mode()

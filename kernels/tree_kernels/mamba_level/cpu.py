@@ -14,14 +14,17 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.mamba_level import shapes
-from tree_kernels.matmul.cpu import PRECISIONS, tile_table
+from tree_kernels.matmul.cpu import PRECISIONS, dots_pay, tile_table
 from tree_kernels.matmul.packing import pack
-from tree_kernels.processor import panel
+from tree_kernels.matmul.shapes import Precision
+from tree_kernels.processor import has_dots, panel
 
 if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
 MODULES = {"mamba": "tree_kernels.mamba_level.mamba1", "mamba2": "tree_kernels.mamba_level.mamba2"}
+SCANS = "tree_kernels.mamba_level.tiles"
+"""The module of the tiles that Mamba-2's kernels call."""
 
 Ints = npt.NDArray[np.int64]
 FEW_ROWS = 64
@@ -33,13 +36,21 @@ LINE = 64
 def why_not_compiled(kind: str) -> str:
     """Reason why the kernels of this kind cannot be compiled here; empty if they can."""
     # Most weights fit the tiles of bfloat16; those of other weights are compiled when a model has them.
-    return why_missing("tree_kernels.matmul.bf16", MODULES[kind])
+    scans = [SCANS] if kind == "mamba2" else []
+    return why_missing("tree_kernels.matmul.bf16", MODULES[kind], *scans)
 
 
 @cache
 def kernels(kind: str) -> Kernels:
     """The kernels of Mamba-1, "mamba", or Mamba-2, "mamba2". Raises NoKernelsError."""
     return load_kernels(MODULES[kind])
+
+
+@cache
+def scan_table() -> Ints:
+    """Addresses of the tiles of Mamba-2's recurrence, for `shapes.SCANS`. Raises NoKernelsError."""
+    addresses = load_kernels(SCANS).addresses
+    return np.array([addresses[shapes.scan_symbol(tokens)] for tokens in range(1, shapes.SCAN_TOKENS + 1)], np.int64)
 
 
 class Table:
@@ -80,6 +91,9 @@ class Product:
         self.words[shapes.TILE_ROWS] = len(table)
         self.words[shapes.PANELS] = len(self._packed)
         self.words[shapes.BIAS] = 0 if self._bias is None else self._bias.data_ptr()
+        if self._packed.dtype == torch.bfloat16 and not len(weight) % 2 and has_dots() and dots_pay():
+            dots = tile_table(Precision.PAIRS)
+            self.words[shapes.DOTS], self.words[shapes.DOT_ROWS] = dots.data_ptr(), len(dots)
 
 
 def narrowest(weight: Tensor) -> Tensor:

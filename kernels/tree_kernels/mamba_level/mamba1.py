@@ -75,8 +75,8 @@ def mix(call: int, layer: int) -> None:
         convolve_sequence(call, words, raw, step, tails, weight, bias, mixed, mixed_step, channels)
         keep_tails(call, words, raw, step, tails, channels)
     picked, picked_step, steps = its[shapes.PICKED], its[shapes.PICKED_STEP], its[shapes.STEPS]
-    product(mixed, mixed_step, rows, channels, own[shapes.PICK], picked, picked_step, 0)
-    product(picked, picked_step, rows, its[shapes.RANK], own[shapes.DT_PROJ], steps, its[shapes.STEPS_STEP], 0)
+    product(mixed, mixed_step, rows, channels, own[shapes.PICK], picked, picked_step, 0, 0)
+    product(picked, picked_step, rows, its[shapes.RANK], own[shapes.DT_PROJ], steps, its[shapes.STEPS_STEP], 0, 0)
     for row in range(rows):
         dt = floats(steps + row * its[shapes.STEPS_STEP])
         for i in range(channels):

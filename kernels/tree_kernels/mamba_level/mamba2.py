@@ -29,7 +29,11 @@ from tree_kernels.mamba_level.parts import (
     round_inputs,
     scale_in_place,
 )
+from tree_kernels.mamba_level.tiles import call_scan
+from tree_kernels.processor import lanes
 from tree_kernels.vectors import floats, longs
+
+LANES = lanes()
 
 
 @inlined
@@ -94,42 +98,54 @@ def advance(state: int, decay: int, drive: int, y: int, B: float, C: float, coun
 
 
 @inlined
+def drives(call: int, layer: int, row: int, decay: int, drive: int) -> None:
+    """The decay of a row's channels, and dt x, which drives the state."""
+    its, A = longs(call), floats(longs(layer)[shapes.A])
+    channels, heads = its[shapes.CHANNELS], its[shapes.HEADS]
+    dt = its[shapes.STEPS] + row * its[shapes.STEPS_STEP]
+    steps, x, factors = floats(dt), floats(its[shapes.MIXED] + row * its[shapes.MIXED_STEP]), floats(drive)
+    for h in range(heads):
+        factors[h] = exponential(steps[h] * A[h])
+    spread(drive, decay, heads, channels // heads)
+    spread(dt, drive, heads, channels // heads)
+    for i in range(channels):
+        factors[i] *= x[i]
+
+
+@inlined
 def advance_text(call: int, layer: int, words: int) -> None:
     """Rows of a text advance its state and read it; `mamba2_chain` and `mamba2_fold` of the state step."""
     its, own, sequence = longs(call), longs(layer), longs(words)
-    channels, heads, groups, size = (
-        its[shapes.CHANNELS],
-        its[shapes.HEADS],
-        its[shapes.GROUPS],
-        its[shapes.SIZE],
-    )
-    width, members, cells = channels // heads, channels // groups, channels * size
+    channels, groups, size = its[shapes.CHANNELS], its[shapes.GROUPS], its[shapes.SIZE]
+    members, cells, line, mixed_step = channels // groups, channels * size, channels * 4, its[shapes.MIXED_STEP]
     source = own[shapes.STATES] + sequence[shapes.SOURCE] * cells * 4
     state = own[shapes.STATES] + sequence[shapes.TARGET] * cells * 4
     if source != state:
         copy(source, state, cells)
-    decay, drive = its[shapes.SPARE], its[shapes.SPARE] + channels * 4
-    factors, A = floats(drive), floats(own[shapes.A])
-    for place in range(sequence[shapes.COUNT]):
-        row = sequence[shapes.FIRST] + place
-        mixed = its[shapes.MIXED] + row * its[shapes.MIXED_STEP]
-        dt = its[shapes.STEPS] + row * its[shapes.STEPS_STEP]
-        steps, x = floats(dt), floats(mixed)
-        for h in range(heads):
-            factors[h] = exponential(steps[h] * A[h])
-        spread(drive, decay, heads, width)
-        spread(dt, drive, heads, width)
-        for i in range(channels):
-            factors[i] *= x[i]
-        B = floats(mixed + channels * 4)
-        C = floats(mixed + (channels + groups * size) * 4)
-        y = its[shapes.READ] + row * channels * 4
-        clear(y, channels)
+    decay, drive = its[shapes.SPARE], its[shapes.SPARE] + shapes.SCAN_TOKENS * line
+    tiles, place = longs(its[shapes.SCANS]), 0
+    while place < sequence[shapes.COUNT]:
+        row, count = sequence[shapes.FIRST] + place, min(shapes.SCAN_TOKENS, sequence[shapes.COUNT] - place)
+        for token in range(count):
+            drives(call, layer, row + token, decay + token * line, drive + token * line)
+        y, shared = its[shapes.READ] + row * line, its[shapes.MIXED] + row * mixed_step + line
         for g in range(groups):
             at = g * members * 4
-            for n in range(size):
-                line = state + n * channels * 4 + at
-                advance(line, decay + at, drive + at, y + at, B[g * size + n], C[g * size + n], members)
+            B, apart = shared + g * size * 4, groups * size * 4
+            if count > 1 and members % LANES == 0:  # a lone token's state is read faster row by row
+                tile, vectors = tiles[count - 1], members // LANES
+                call_scan(tile, state + at, line, size, decay + at, line, B, apart, mixed_step, y + at, line, vectors)
+            else:
+                for token in range(count):
+                    b, c, here = (
+                        floats(B + token * mixed_step),
+                        floats(B + token * mixed_step + apart),
+                        token * line + at,
+                    )
+                    clear(y + here, members)
+                    for n in range(size):
+                        advance(state + n * line + at, decay + here, drive + here, y + here, b[n], c[n], members)
+        place += count
 
 
 @inlined

@@ -11,7 +11,7 @@ from numba import float32, njit
 
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.curves import silu, square_root
-from tree_kernels.matmul.loops import F32, PANEL, SUMS, blocks, finish, widen
+from tree_kernels.matmul.loops import F32, PAIRS, PANEL, SUMS, blocks, finish, widen
 from tree_kernels.matmul.shapes import WIDEST
 from tree_kernels.translating import INLINED
 from tree_kernels.vectors import floats, longs
@@ -86,14 +86,19 @@ def gate(y: int, gates: int, count: int) -> None:
 
 
 @inlined
-def product(x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, sums_step: int, adds: int) -> None:
+def product(
+    x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, sums_step: int, adds: int, dots: int
+) -> None:
     """Rows times packed weights, plus the bias. adds: 1: the results are added to `sums`; 0: they replace them.
 
     x, sums  addresses of rows of float32, x_step and sums_step bytes apart; sums have whole panels
-    words  address of a product's words
+    words  address of a product's words   dots: 1: x has PAIRS, for tiles of dot products; 0: it has float32
     """
     its = longs(words)
     panels, step = its[shapes.PANELS], its[shapes.ENTRY] * inputs
+    tiles, most = its[shapes.TILES], its[shapes.TILE_ROWS]
+    if dots == 1:
+        tiles, most = its[shapes.DOTS], its[shapes.DOT_ROWS]
     begin = 1 - adds
     if its[shapes.BIAS] != 0:
         for row in range(rows):
@@ -107,7 +112,7 @@ def product(x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, 
         blocks(
             rows,
             min(WIDEST, panels - first),
-            its[shapes.TILES],
+            tiles,
             x,
             x_step,
             its[shapes.WEIGHTS] + first * step,
@@ -118,9 +123,23 @@ def product(x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, 
             begin,
             its[shapes.ENTRY],
             its[shapes.WEIGHTS] + (first + WIDEST) * step,
-            its[shapes.TILE_ROWS],
+            most,
         )
         first += WIDEST
+
+
+@inlined
+def layer_product(call: int, x: int, inputs: int, words: int, sums: int, sums_step: int, adds: int) -> None:
+    """The product of all rows in a layer; see `product`. Its inputs, float32 side by side, are lost if ROUNDS is 1."""
+    its = longs(call)
+    rows, dots = its[shapes.ROWS], 0
+    if its[shapes.ROUNDS] == 1 and longs(words)[shapes.DOTS] != 0:
+        dots = 1
+        for row in range(rows):
+            place = x + row * inputs * 4
+            finish(place, 0, its[shapes.SPARE], inputs, PAIRS)
+            copy(its[shapes.SPARE], place, inputs // 2)
+    product(x, inputs * 4, rows, inputs, words, sums, sums_step, adds, dots)
 
 
 @inlined
@@ -240,15 +259,15 @@ def into_mixer(call: int, layer: int) -> None:
     for row in range(rows):
         place = its[shapes.HIDDEN] + row * its[shapes.HIDDEN_STEP]
         scale_to_unit(place, own[shapes.NORM], normed + row * width * 4, width, eps)
-    product(normed, width * 4, rows, width, own[shapes.IN_PROJ], its[shapes.INNER], its[shapes.INNER_STEP], 0)
+    layer_product(call, normed, width, own[shapes.IN_PROJ], its[shapes.INNER], its[shapes.INNER_STEP], 0)
 
 
 @inlined
 def out_of_mixer(call: int, layer: int) -> None:
     """Adds a layer's out_proj of READ to the hidden rows."""
     its, own = longs(call), longs(layer)
-    rows, channels, step = its[shapes.ROWS], its[shapes.CHANNELS], its[shapes.HIDDEN_STEP]
-    product(its[shapes.READ], channels * 4, rows, channels, own[shapes.OUT_PROJ], its[shapes.HIDDEN], step, 1)
+    step = its[shapes.HIDDEN_STEP]
+    layer_product(call, its[shapes.READ], its[shapes.CHANNELS], own[shapes.OUT_PROJ], its[shapes.HIDDEN], step, 1)
 
 
 def logits(call: int) -> None:
@@ -258,4 +277,4 @@ def logits(call: int) -> None:
     for row in range(rows):
         place = its[shapes.HIDDEN] + row * its[shapes.HIDDEN_STEP]
         scale_to_unit(place, its[shapes.FINAL_NORM], normed + row * width * 4, width, eps)
-    product(normed, width * 4, rows, width, its[shapes.HEAD], its[shapes.LOGITS], its[shapes.LOGITS_STEP], 0)
+    product(normed, width * 4, rows, width, its[shapes.HEAD], its[shapes.LOGITS], its[shapes.LOGITS_STEP], 0, 0)

@@ -3,6 +3,17 @@ addresses among them, except for a few float32 numbers, each in the lower half o
 
 from __future__ import annotations
 
+from tree_kernels.processor import lanes
+
+SCAN_TOKENS = 8 if lanes() == 16 else 4
+"""Most tokens of a tile of Mamba-2's recurrence: each has three vectors in registers."""
+
+
+def scan_symbol(tokens: int) -> str:
+    """The name of the tile for so many tokens."""
+    return f"dendro_scan_{tokens}"
+
+
 PARENT, TEXT = range(2)
 """A node's words: its parent's slot, 0 for a root, and its text's slot."""
 NODE_WORDS = 2
@@ -15,10 +26,11 @@ SEQUENCE_WORDS = 6
 NEW_WORDS = 3
 """A new node's words: its slot, its parent's slot, 0 for a root, and its text's slot."""
 
-WEIGHTS, ENTRY, TILES, TILE_ROWS, PANELS, BIAS = range(6)
+WEIGHTS, ENTRY, TILES, TILE_ROWS, PANELS, BIAS, DOTS, DOT_ROWS = range(8)
 """A product's words: address of packed panels, bytes of an input's weights in a panel, address of the tiles' table, the
-most rows of a tile, number of panels, address of the bias, float32 padded to whole panels, or 0."""
-PRODUCT_WORDS = 6
+most rows of a tile, number of panels, address of the bias, float32 padded to whole panels, or 0. DOTS, DOT_ROWS: as
+TILES and TILE_ROWS, of dot products of bfloat16; 0 without these."""
+PRODUCT_WORDS = 8
 
 (
     ROWS,
@@ -52,7 +64,7 @@ PRODUCT_WORDS = 6
     STEPS,  # [rows, STEPS_STEP / 4] scratch: dt
     STEPS_STEP,
     READ,  # [rows, I] scratch: the recurrence's results
-    SPARE,  # [4, channels] scratch
+    SPARE,  # [2 SCAN_TOKENS, channels] scratch
     ROUNDED_KIND,  # the kind of numbers to which the convolution's inputs are rounded
     STORED_KIND,  # the kind of numbers that texts' last inputs are stored as
     FINAL_NORM,  # [d] float32
@@ -66,8 +78,10 @@ PRODUCT_WORDS = 6
     GATE_EPS,  # epsilon of Mamba-2's gated norms
     LEAST_DT,  # limits of Mamba-2's dt
     MOST_DT,
-) = range(45)
-CALL_WORDS = 45
+    SCANS,  # Mamba-2's tiles of the recurrence, for one token, two, ...
+    ROUNDS,  # 1: inputs of layers' products are rounded to bfloat16 and go through dot products; 0: they are float32
+) = range(47)
+CALL_WORDS = 47
 
 BEGIN, END_TEXT, PATH, LENGTH = range(4)
 """A fold's words: text slots that it starts from and ends in, its path's first place in PATHS, its number of nodes."""

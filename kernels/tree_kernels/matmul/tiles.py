@@ -118,9 +118,9 @@ def pair_tiles() -> ir.Module:
 class Tile:
     """Writes one tile's function. This base has the part that all forms of weights share."""
 
-    def __init__(self, module: ir.Module, name: str, rows: int, panels: int) -> None:
+    def __init__(self, module: ir.Module, name: str, rows: int, panels: int, arguments: int = 10) -> None:
         self._module, self._rows, self._panels = module, rows, panels
-        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * 10), name)
+        self._function = ir.Function(module, ir.FunctionType(ir.VoidType(), [I64] * arguments), name)
         self._in = ir.IRBuilder(self._function.append_basic_block())
 
     def write(self) -> None:
