@@ -1,7 +1,8 @@
 """Random requests of several clients to a cluster of SmolLM2 and a drafter on this machine, for an hour, with faults.
 
-python -m tests.soak                          an hour
-python -m tests.soak --minutes 15 --first 0   shorter; --first is the number of the first case
+python -m tests.soak                           an hour
+python -m tests.soak --minutes 15 --first 0    shorter; --first is the number of the first case
+python -m tests.soak --markdown docs/soak.md   also writes the page of the last run
 
 Each case of `tests/random_requests.py` is asked with and without speculation, resumed and repeated. Meanwhile replicas
 of drafter and verifier are killed in turn, and the drafter is stopped for a while. Memory and file descriptors of each
@@ -18,6 +19,7 @@ import signal
 import statistics
 import sys
 import tempfile
+import textwrap
 import time
 from collections import defaultdict
 from datetime import UTC, datetime
@@ -114,7 +116,8 @@ async def cause_faults(every_s: float, caused: list[str]) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-async def soak(minutes: float, first: int, clients: int, every_s: float) -> int:
+async def soak(minutes: float, first: int, clients: int, every_s: float) -> tuple[list[str], bool]:
+    """Run the requests. Returns the lines of the report, and whether all answers agreed and nothing grew."""
     seconds, caused = minutes * 60, list[str]()
     with tempfile.TemporaryDirectory() as folder:
         config = pair(Path(folder), verifiers=2, grpc={"port": 0})  # a text whose verifier is killed needs another
@@ -135,19 +138,18 @@ async def soak(minutes: float, first: int, clients: int, every_s: float) -> int:
                 print(f"{time.monotonic() - began:.0f} s: {state}", file=sys.stderr, flush=True)
             faults.cancel()
             await asyncio.gather(*work)
-    for difference in cases.differences:
-        print(difference)
+    lines = [*cases.differences]
     for title, counted in (("compared", cases.kinds), ("ended", cases.ends), ("refused", cases.refusals)):
-        print(f"{title}: {', '.join(f'{name} {times}' for name, times in counted.most_common())}")
-    print(f"faults: {', '.join(f'{fault} {caused.count(fault)}' for fault in FAULTS)}")
+        lines.append(f"{title}: {', '.join(f'{name} {times}' for name, times in counted.most_common()) or 'none'}")
+    lines.append(f"faults: {', '.join(f'{fault} {caused.count(fault)}' for fault in FAULTS)}")
     grown = []
     for kind, unit, early, late, most in watch.rows(seconds):
-        print(f"{kind}, {unit}: {early:.0f} in the second fifth, {late:.0f} in the last, at most {most:.0f}")
+        lines.append(f"{kind}, {unit}: {early:.0f} in the second fifth, {late:.0f} in the last, at most {most:.0f}")
         if late > max(early * GROWTH, early + SLACK[unit]):
             grown.append(f"{kind}, {unit}")
-    print(f"grown: {', '.join(grown) or 'none'}")
-    print(f"{cases.requests} requests, {len(cases.differences)} differences, {time.monotonic() - began:.0f} s")
-    return 1 if cases.differences or grown else 0
+    lines.append(f"grown: {', '.join(grown) or 'none'}")
+    lines.append(f"{cases.requests} requests, {len(cases.differences)} differences, {time.monotonic() - began:.0f} s")
+    return lines, not cases.differences and not grown
 
 
 def heading(given: argparse.Namespace) -> str:
@@ -159,12 +161,35 @@ def heading(given: argparse.Namespace) -> str:
     )
 
 
+PAGE = """# An hour of random requests, with faults
+
+Four clients send random requests to a cluster of SmolLM2-135M-Instruct and its drafter on one machine: sampling
+parameters, structures, stop strings, sessions and log-probabilities in any combination. Each request is asked with and
+without speculation, resumed and repeated, and all that a client sees of the answers is compared. Meanwhile replicas of
+drafter and verifier are killed in turn, and the drafter is stopped for three seconds. `tests/soak.py` of a checkout
+does it; it fails where two answers differ, or where the memory or the file descriptors of a kind of process grow. Its
+last run:
+
+```text
+{}
+```
+
+`refused` counts requests without speculation that were refused, by the reason.
+"""
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--first", type=int, default=0, help="number of the first case")
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--every", type=float, default=90.0, help="seconds between two faults")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page of this run")
     given = parser.parse_args()
-    print(heading(given), flush=True)
-    sys.exit(asyncio.run(soak(given.minutes, given.first, given.clients, given.every)))
+    print(title := heading(given), flush=True)
+    report, succeeded = asyncio.run(soak(given.minutes, given.first, given.clients, given.every))
+    print("\n".join(report))
+    if given.markdown is not None:
+        wrapped = [line for each in (title, *report) for line in textwrap.wrap(each, 116, subsequent_indent="    ")]
+        given.markdown.write_text(PAGE.format("\n".join(wrapped)))
+    sys.exit(0 if succeeded else 1)
