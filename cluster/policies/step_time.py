@@ -28,6 +28,9 @@ the rows."""
 REFIT = 1 / 8
 """Share of the weight that must be measured anew before the fit is solved again. Solving takes as long as a fifth of a
 router's round without speculation."""
+SURE = 1 / 64
+"""Weight of the fit beside each measured mean, as a share of all steps: a number of rows that one step in 64 had counts
+as much by its mean as by the fit."""
 LEAST_WEIGHT = 1e-7
 """Weight below which a number of rows is dropped: it was not measured in the last 1600 to 2100 steps. With weights down
 to 1e-26 a fit lost the constant, so 8 rows seemed to take 1/16 of the time of 128; and a prior with a weight of 0
@@ -39,6 +42,8 @@ MULTIPLE = 8
 Matrix = npt.NDArray[np.float64] | Sequence[Sequence[float]]
 Vector = npt.NDArray[np.float64] | Sequence[float]
 Coefficients = tuple[float, ...]
+Curve = tuple[Sequence[int], Sequence[float]]
+"""Numbers of rows, ascending, and microseconds of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class StepTime:
 
     sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, mean microseconds
     _fits: dict[int, Coefficients] = field(default_factory=dict, init=False, repr=False, compare=False)  # key: degree
+    _curves: dict[int, Curve] = field(default_factory=dict, init=False, repr=False, compare=False)  # key: degree
     _unfitted: int = field(default=0, init=False, repr=False, compare=False)  # steps since the fits were solved
 
     @property
@@ -109,6 +115,7 @@ class StepTime:
         self._unfitted += 1
         if self._unfitted > REFIT * self.weight or outlier or self.sizes.keys() != before:
             self._fits.clear()
+            self._curves.clear()
             self._unfitted = 0
 
     def at_most(self, weight: float) -> StepTime:
@@ -126,8 +133,36 @@ class StepTime:
         return self._fits[degree]
 
     def at(self, rows: float, degree: int) -> float:
-        """Predicted microseconds of a step of `rows` rows; 0 if no step was measured."""
-        return step_at(self.coefficients(degree), rows)
+        """Predicted microseconds of a step of `rows` rows; 0 if no step was measured. Between numbers of rows that were
+        measured it is a line through their means, beyond them the fit in proportion."""
+        if not self.sizes:
+            return 0.0
+        if degree not in self._curves:
+            self._curves[degree] = self._curve(degree)
+        sizes, us = self._curves[degree]
+        after = bisect_left(sizes, rows)
+        if 0 < after < len(sizes):
+            before = after - 1
+            part = (rows - sizes[before]) / (sizes[after] - sizes[before])
+            return us[before] + part * (us[after] - us[before])
+        end, fit = min(after, len(sizes) - 1), self.coefficients(degree)
+        fitted = step_at(fit, sizes[end])
+        return us[end] * (step_at(fit, rows) / fitted) if fitted else us[end]
+
+    def _curve(self, degree: int) -> Curve:
+        """The measured numbers of rows, ascending, and their times: means of what was measured and the fit, weighted,
+        and where more rows took less time the mean of both."""
+        fit, share = self.coefficients(degree), SURE * self.weight
+        blocks = list[tuple[float, float, int]]()  # weight, mean, number of sizes
+        for rows, (weight, us) in sorted(self.sizes.items()):
+            total, count = weight + share, 1
+            mean = (weight * us + share * step_at(fit, rows)) / total
+            while blocks and blocks[-1][1] > mean:
+                other, higher, more = blocks.pop()
+                mean = (total * mean + other * higher) / (total + other)
+                total, count = total + other, count + more
+            blocks.append((total, mean, count))
+        return sorted(self.sizes), [mean for _, mean, count in blocks for _ in range(count)]
 
     def slope(self, rows: float, degree: int) -> float:
         """Predicted microseconds that one more row adds to a step of `rows` rows, without padding."""

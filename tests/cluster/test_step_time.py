@@ -25,6 +25,7 @@ from cluster.policies.step_time import (
     StepTime,
     fit_steps,
     nonnegative_fit,
+    step_at,
     usual_step_time,
 )
 from tests.support.edge import EdgePeers, ingress
@@ -109,6 +110,27 @@ def test_a_parabola_is_found_by_degree_two_and_not_by_a_line():
     assert step.coefficients(2) == pytest.approx((5000, 20, 3), rel=1e-4)
     assert step.at(128, 2) == pytest.approx(5000 + 20 * 128 + 3 * 128**2, rel=1e-4)
     assert step.at(128, 1) < 0.7 * step.at(128, 2)
+
+
+def test_measured_numbers_of_rows_cost_what_was_measured_where_no_parabola_goes():
+    """Steps of a target whose rows are dear up to 5, and cheap from 8 on. 4 rows, which no step had, lie between 3
+    and 5; 32 rows are as many times 16 as the fit has them."""
+    means = {1: 6_800.0, 2: 7_300.0, 3: 8_400.0, 5: 11_400.0, 8: 12_100.0, 16: 20_000.0}
+    step, rng = StepTime(), random.Random(0)
+    for _ in range(400):
+        rows = rng.choice(list(means))
+        step.learn(rows, means[rows] * rng.uniform(0.97, 1.03), 2)
+    fit = step.coefficients(2)
+    assert step_at(fit, 2) > 1.05 * means[2] and step_at(fit, 5) < 0.95 * means[5]
+    for rows, us in means.items():
+        assert step.at(rows, 2) == pytest.approx(us, rel=0.02)
+    assert step.at(4, 2) == pytest.approx(9_900, rel=0.02)
+    assert step.at(32, 2) == pytest.approx(step.at(16, 2) * step_at(fit, 32) / step_at(fit, 16))
+
+
+def test_a_number_of_rows_that_few_steps_had_counts_half_by_the_fit():
+    step = StepTime({8: (63.0, 8_000.0), 16: (63.0, 16_000.0), 32: (2.0, 64_000.0)})
+    assert step.at(32, 1) == pytest.approx((64_000 + step_at(step.coefficients(1), 32)) / 2)
 
 
 def test_more_rows_never_cost_less():
