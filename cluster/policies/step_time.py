@@ -1,4 +1,4 @@
-"""Time of a verifier's step as a polynomial of its rows, fitted to measured steps.
+"""Time of a verifier's step by its rows: the mean of measured steps, and a fitted polynomial for other numbers of rows.
 
     T(n) = c + k n              for targets whose layers all have states (degree 1)
     T(n) = c + k n + k2 n^2     for targets with attention layers, hybrids included (degree 2)
@@ -150,8 +150,8 @@ class StepTime:
         return us[end] * (step_at(fit, rows) / fitted) if fitted else us[end]
 
     def _curve(self, degree: int) -> Curve:
-        """The measured numbers of rows, ascending, and their times: means of what was measured and the fit, weighted,
-        and where more rows took less time the mean of both."""
+        """The measured numbers of rows, ascending, and their times. A time is the weighted mean of what was measured
+        and the fit; where more rows would take less time, both get their common mean."""
         fit, share = self.coefficients(degree), SURE * self.weight
         blocks = list[tuple[float, float, int]]()  # weight, mean, number of sizes
         for rows, (weight, us) in sorted(self.sizes.items()):

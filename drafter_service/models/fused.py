@@ -83,7 +83,8 @@ class FusedEnds:
     def lend_scratch(self, call: Ints, rows: int, *more: int) -> list[int]:
         """Set a call's scratch memory for `rows` rows. Returns the addresses of further parts of `more` bytes a row.
         The memory may be used until the next call."""
-        sizes = [rows * self.steps[word] for word in SCRATCH] + [SPARE_ROWS * self.steps[shapes.MIXED]]
+        spare = max(SPARE_ROWS * self.steps[shapes.MIXED], 4 * self.width)  # also a row of a layer's inputs
+        sizes = [rows * self.steps[word] for word in SCRATCH] + [spare]
         found = self.scratch.parts((*sizes, *(rows * step for step in more)), rows)
         call[SCRATCH_WORDS] = found[: len(SCRATCH_WORDS)]
         return found[len(SCRATCH_WORDS) :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 import textwrap
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from dendro.errors import BadRequest
+from tree_kernels.mamba_level.cpu import LINE, Scratch
 from tree_kernels.ranking import Orders
 from tree_layers.states import as_tensor
 
@@ -24,6 +26,7 @@ from tests.support.tiny_mamba import Family, make_checkpoint, tiny_config
 
 TEXTS, NODES = 4, 64
 CPU = torch.device("cpu")
+GUARD = 4096
 FOREIGN = 5
 """Ids past the embedding, which are fed as token 0."""
 
@@ -240,6 +243,35 @@ def test_the_state_after_a_prompt_in_bfloat16_does_not_depend_on_other_prompts_a
             kind = torch.bfloat16 if name.startswith("conv") else torch.float32
             one, other = (as_tensor(each, kind).float() for each in (array, near[name]))
             torch.testing.assert_close(one, other, atol=0.15, rtol=0.15)
+
+
+class GuardedScratch(Scratch):
+    """Scratch memory with bytes after each part that no kernel may write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.guards: list[np.ndarray] = []
+
+    def parts(self, sizes: tuple[int, ...], rows: int) -> list[int]:
+        places = super().parts(tuple(-(-size // LINE) * LINE + GUARD for size in sizes), rows)
+        self.guards = []
+        for place, size in zip(places, sizes, strict=True):
+            guard = np.ctypeslib.as_array((ctypes.c_uint8 * GUARD).from_address(place + -(-size // LINE) * LINE))
+            guard[:] = 0xA5
+            self.guards.append(guard)
+        return places
+
+
+@torch.inference_mode()
+def test_no_row_leaves_its_scratch_memory_in_a_model_much_wider_than_its_channels(tmp_path, monkeypatch):
+    kind = SmallModel("mamba", {"hidden_size": 512, "intermediate_size": 4})
+    fused = both(make(tmp_path, kind), torch.bfloat16)[1]
+    scratch = GuardedScratch()
+    monkeypatch.setattr(fused, "scratch", scratch)
+    memory, none = fused.memory(3, 9), np.zeros(1, np.int64)
+    for tokens in (np.arange(20)[None], np.arange(1)[None]):
+        memory.chain(Chains(tokens, ints(tokens.size), none, none, ints(1), none[:0]))
+        assert scratch.guards and all((guard == 0xA5).all() for guard in scratch.guards)
 
 
 @torch.inference_mode()
