@@ -136,6 +136,20 @@ class DeviceRunner(StepRunner):
         )
 
     @on_its_device
+    def run_rows(self, count: int) -> None:
+        """Run a step of a tree of `count` rows to its end, to be timed: recorded where texts' steps are."""
+        if self.crew is not None:
+            super().run_rows(count)
+        else:
+            with torch.inference_mode():
+                rows = self._bucket(count)
+                self._warm(StepShape(rows, rows, GREEDY, alone=True)).walks.cpu()
+
+    def timed_steps(self) -> tuple[tuple[int, int], ...]:
+        """Rows and microseconds of timed steps; none in Triton's interpreter, which takes other times than a device."""
+        return () if self.device.type == "cpu" else super().timed_steps()
+
+    @on_its_device
     def run(self, plan: StepPlan) -> StepOutcome:
         """Run one forward, walk its trees and keep accepted guesses."""
         started = time.perf_counter()
@@ -250,10 +264,11 @@ class DeviceRunner(StepRunner):
         inputs.upload()
         return inputs
 
-    def _warm(self, shape: StepShape) -> None:
+    def _warm(self, shape: StepShape) -> Drawn:
+        """Run a step whose rows are all padding."""
         inputs = self._inputs_of(shape)
         inputs.upload()
-        self._replayed(shape, inputs)
+        return self._replayed(shape, inputs)
 
     def _fill(self, plan: StepPlan, whole: dict[str, Ints]) -> None:
         rows, wanted = len(plan.tokens), plan.wanted

@@ -212,8 +212,11 @@ class VerifierEngine:
                 runner.pages.token_bytes / 1e3,
                 states_bytes / 1e6,
             )
+            timed = runner.timed_steps()
+            log.info("verifier %s: microseconds of steps by rows: %s", options.name, dict(timed))
             undo.pop_all()
         hello = _hello_of(options, target, "margin" if differ else "bitwise", capacity.sizes)
+        hello = replace(hello, timed_steps=timed)
         shelf = None
         if capacity.saves and capacity.recurrent is not None and (memory := target.run.recurrent) is not None:
             block = capacity.recurrent.extent.block

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from statistics import median
 
 import numpy as np
 import torch
@@ -34,6 +36,12 @@ SMALL_BUCKETS = tuple(range(ROW_MULTIPLE, 65, ROW_MULTIPLE))
 
 CHECKED_ROWS = 32
 """Rows that the check at start compares in each smaller bucket."""
+
+TIMED_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
+"""Numbers of rows of the steps that are timed while a target loads."""
+TIMED_TURNS = 5
+TIMED_S = 2.0
+"""Seconds after which no further turn begins."""
 
 
 def buckets_up_to(step_rows: int) -> tuple[int, ...]:
@@ -213,9 +221,16 @@ class StepRunner:
         return bool(torch.isfinite(self._whole_text(ids)).all())
 
     def run_rows(self, count: int) -> None:
-        """Run a step of the first `count` rows of some text, to be timed."""
+        """Run a step of the first `count` rows of some text to its end, to be timed."""
         count = min(count, self.target.max_positions, len(self.own_pages) * PAGE)
-        self._text_rows([0] * count, np.arange(count), None)
+        self._whole_text([0] * count)[0, 0].item()  # waits for the device
+
+    def timed_steps(self) -> tuple[tuple[int, int], ...]:
+        """Time steps of a few numbers of rows. Returns rows, ascending, and microseconds, which do not fall. Called
+        after `warm_up`, before any text is open."""
+        most = min(self.target.max_positions, len(self.own_pages) * PAGE)
+        sizes = sorted({self._bucket(rows) for rows in TIMED_ROWS if self._bucket(rows) <= most})
+        return median_times(self.run_rows, sizes)
 
     def check_rows(self) -> list[str]:
         """Run the largest bucket, then every bucket and a single row, on shuffled rows of it.
@@ -301,6 +316,26 @@ class StepRunner:
 
     def _tensor(self, array: Ints) -> Tensor:
         return on_device(self.device, array)
+
+
+def median_times(run: Callable[[int], None], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Numbers of rows and median microseconds, which do not fall with more rows. Sizes are timed in turn, so that what
+    else the machine does lengthens all of them. run: runs a step of so many rows   sizes: ascending
+
+    >>> median_times(lambda rows: None, [1, 8])[1][0]
+    8
+    """
+    took: dict[int, list[float]] = {size: [] for size in sizes}
+    ends = time.perf_counter() + TIMED_S
+    for turn in range(1 + TIMED_TURNS):  # the first one warms up
+        if turn > 1 and time.perf_counter() > ends:
+            break
+        for size in sizes:
+            began = time.perf_counter()
+            run(size)
+            took[size].append(time.perf_counter() - began)
+    times = accumulate((max(int(1e6 * median(took[size][1:])), 1) for size in sizes), max)
+    return tuple(zip(sizes, times, strict=True))
 
 
 def accepted_rows(plan: StepPlan, walks: Sequence[Walk | DendroError]) -> Ints:

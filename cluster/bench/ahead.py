@@ -36,7 +36,7 @@ from cluster.measure.measurement import Begin
 from cluster.measure.report import Row
 from cluster.measure.targets import COSTLY, target_config
 from cluster.policies import ConservativeUCB, Experience
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.training.acceptance import PROMPT_TOKENS
 from drafter_service.models import load_model
 from drafter_service.prepared import PreparedText
@@ -276,7 +276,7 @@ def policy_over_off(
     """
     far = {Arm(DRAFTER, shape): far_rounds(each, 1e3 * way_ms) for shape, each in rounds.items()}
     experience, places, spent_us, emitted = Experience(), Counter[Arm](), 0.0, 0
-    experience.concurrency.learn_target(target.attends, StepSizes(target.step_sizes))
+    experience.concurrency.learn_target(TargetSteps.of(target))
     for _ in range(ANSWERS):
         policy, last, ends = ConservativeUCB([OFF_ARM, *far], experience), OFF_ARM, emitted + ANSWER_TOKENS
         while emitted < ends:

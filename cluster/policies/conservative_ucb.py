@@ -124,7 +124,7 @@ class ConservativeUCB:
     2 tokens on average (2 / 12 ms beats 1 / 10 ms), but not if they emitted 1.1:
 
     >>> chain, experience = Arm.parse("mamba:(1,1,1)"), Experience()
-    >>> experience.costs.step.learn(rows=1, us=10_000.0, degree=1)
+    >>> experience.costs.step.learn(1, 10_000.0, experience.concurrency.target)
     >>> for _ in range(2):
     ...     experience.costs.learn_draft(chain, us=2_000.0)
     >>> for mean in (2.0, 1.1):

@@ -14,7 +14,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.step_time import StepSizes, StepTime, nonnegative_fit, usual_step_time
+from cluster.policies.step_time import StepTime, TargetSteps, nonnegative_fit, usual_step_time
 
 PRIOR_ROUNDS = 8.0
 """Most rounds that the data of earlier requests weighs in a new request."""
@@ -246,10 +246,9 @@ class Costs:
         cost.learn(us)
         self._planes[arm.maker].note(cost)
 
-    def verify_us(self, rows: float, degree: int, sizes: StepSizes) -> float:
-        """A text's share, in microseconds, of a step in which every text has `rows` rows. degree: of the step-time
-        polynomial"""
-        return self.step.at(sizes.padded(round(self.texts * rows)), degree) / self.texts
+    def verify_us(self, rows: float, target: TargetSteps) -> float:
+        """A text's share, in microseconds, of a step in which every text has `rows` rows."""
+        return self.step.at(target.padded(round(self.texts * rows)), target) / self.texts
 
     def draft_us(self, arm: Arm) -> float | None:
         """Microseconds of a draft: the arm's measured time after TRIED drafts, else predicted from the drafter's other
@@ -260,9 +259,9 @@ class Costs:
         fitted = self._planes[arm.maker].at(arm, self.draft)
         return own.us if fitted is None and own is not None and own.us else fitted
 
-    def row_us(self, arm: Arm, degree: int) -> float:
+    def row_us(self, arm: Arm, target: TargetSteps) -> float:
         """Predicted microseconds that one more row of each text adds, per text, to a step of this arm's usual trees."""
-        return self.step.slope(self.texts * self.rows.get(arm, arm.rows), degree)
+        return self.step.slope(self.texts * self.rows.get(arm, arm.rows), target)
 
     def level_us(self, arm: Arm) -> float | None:
         """Microseconds of one level of the arm's drafts: measured, else predicted from the drafter's other arms; None
@@ -295,16 +294,16 @@ class Costs:
         self._planes.clear()
 
 
-def usual_costs(measured: Sequence[Costs], degree: int) -> Costs:
-    """The median of each cost that these measured, of two the lesser. degree: of the step-time polynomial
+def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
+    """The median of each cost that these measured, of two the lesser.
 
     Of a single measurement each, one in three is slow by half. No cost begins with it:
 
     >>> found = []
     >>> for us in (10_000.0, 15_000.0, 10_200.0):
     ...     found.append(Costs())
-    ...     found[-1].step.learn(rows=1, us=us, degree=1)
-    >>> usual_costs(found, degree=1).step.at(rows=1, degree=1)
+    ...     found[-1].step.learn(1, us, TargetSteps())
+    >>> usual_costs(found, TargetSteps()).step.at(1, TargetSteps())
     10200.0
     """
     arms = dict.fromkeys(arm for costs in measured for arm in costs.draft)
@@ -314,7 +313,7 @@ def usual_costs(measured: Sequence[Costs], degree: int) -> Costs:
         ahead=_median(each.ahead for each in measured),
         opening=_median(each.opening for each in measured),
         draft={arm: _median(each.draft[arm] for each in measured if arm in each.draft) for arm in arms},
-        step=usual_step_time([each.step for each in measured], degree),
+        step=usual_step_time([each.step for each in measured], target),
         texts=statistics.median_low(each.texts for each in measured),
         tried=sum((each.tried for each in measured), Counter()),
     )

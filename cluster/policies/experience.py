@@ -34,7 +34,7 @@ from cluster.policies.costs import (
     usual_costs,
 )
 from cluster.policies.prices import Marginal, Prices, hops
-from cluster.policies.step_time import StepSizes, degree_of
+from cluster.policies.step_time import TargetSteps
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 
 CONCURRENCY_DECAY_US = 500_000.0
@@ -95,15 +95,14 @@ class Concurrency:
     expected: float = 0.0  # expected concurrency: at least `requests`; decays towards it after more have run
     fixed: int = 0  # running requests whose shape the client chose
     opening: int = 0  # texts that a verifier or drafter is opening
-    attends: bool = False  # True if the target has attention layers, from its replica's hello
-    sizes: StepSizes = StepSizes()  # padded sizes of the target's steps, from its replica's hello
+    target: TargetSteps = TargetSteps()  # what the hello of its latest replica says
     trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # one per load class
     _places: int = 0  # places given out so far
 
-    def learn_target(self, attends: bool, sizes: StepSizes) -> None:
-        """Record what a verifier says of the target: whether it has attention layers, which decides how its steps grow
-        with their rows, and what its steps are padded to."""
-        self.attends, self.sizes = attends, sizes
+    def learn_target(self, target: TargetSteps) -> None:
+        """Record what a verifier says of the target's steps."""
+        if target != self.target:
+            self.target = target
 
     @property
     def load(self) -> int:
@@ -228,7 +227,7 @@ class Experience:
         if costs.tried.total() and not verdict.cold and _is_usual(costs, arm, verdict):
             # A mean of 0 us would cut every later step to 0 us, as an outlier.
             us = max(verdict.verify_us + verdict.ahead_us, LEAST_US)
-            costs.step.learn(self.concurrency.sizes.padded(verdict.step_rows), us, self.degree)
+            costs.step.learn(self.concurrency.target.padded(verdict.step_rows), us, self.concurrency.target)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_class(tree.rows)] += 1
         rows = costs.rows.setdefault(arm, tree.rows)
@@ -286,16 +285,13 @@ class Experience:
         if not now or level_us is None or not costs.step.sizes:
             return None
         stopped = costs.stopped.get(arm, StoppedDrafts())
-        return Marginal(now, level_us, costs.row_us(arm, self.degree), stopped.guesses_per_level, stopped.accept)
-
-    @property
-    def degree(self) -> int:
-        """Degree of the polynomial fitted to the target's step times."""
-        return degree_of(self.concurrency.attends)
+        return Marginal(
+            now, level_us, costs.row_us(arm, self.concurrency.target), stopped.guesses_per_level, stopped.accept
+        )
 
     def prices(self) -> Prices:
         """Predictions for several arms, valid until the next round is learned."""
-        return Prices(self.costs, self.degree, self.concurrency.sizes)
+        return Prices(self.costs, self.concurrency.target)
 
     def hints(self) -> dict[int, Costs]:
         """Measured costs by load class, with which another experience begins (`take`)."""
@@ -311,7 +307,7 @@ class Experience:
     def draft_ratio(self) -> float:
         """The paper's lambda_gamma: time of one level of the fastest drafter over time of a plain target forward; 0.1
         until both were measured."""
-        plain_us = self.costs.step.at(self.concurrency.sizes.padded(1), self.degree)
+        plain_us = self.costs.step.at(self.concurrency.target.padded(1), self.concurrency.target)
         levels = [cost.us / arm.depth for arm, cost in self.costs.draft.items() if cost.us]
         if not plain_us or not levels:
             return 0.1
@@ -347,5 +343,4 @@ class Experiences:
         for experience in latest:
             for load, costs in experience.hints().items():
                 known[load].append(costs)
-        degree = degree_of(self.concurrency.attends)
-        return {load: usual_costs(found, degree) for load, found in known.items()}
+        return {load: usual_costs(found, self.concurrency.target) for load, found in known.items()}

@@ -21,7 +21,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies.costs import LEAST_US, Costs
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 
 
 def hops(arm: Arm) -> int:
@@ -36,18 +36,17 @@ class Prices:
 
     >>> chain, costs = Arm.parse("mamba:(1,1)"), Costs()
     >>> costs.hop.learn(100.0)
-    >>> costs.step.learn(rows=1, us=10_000.0, degree=1)
+    >>> costs.step.learn(1, 10_000.0, TargetSteps())
     >>> for us in (2_000.0, 2_000.0):  # the first one is cold
     ...     costs.learn_draft(chain, us)
-    >>> Prices(costs, degree=1, sizes=StepSizes()).predicted_us(chain)
+    >>> Prices(costs, TargetSteps()).predicted_us(chain)
     12200.0
     """
 
-    __slots__ = ("_costs", "_degree", "_sizes")
+    __slots__ = ("_costs", "_target")
 
-    def __init__(self, costs: Costs, degree: int, sizes: StepSizes) -> None:
-        """degree: of the step-time polynomial   sizes: padded sizes of the target's steps"""
-        self._costs, self._degree, self._sizes = costs, degree, sizes
+    def __init__(self, costs: Costs, target: TargetSteps) -> None:
+        self._costs, self._target = costs, target
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
         """Predicted microseconds of a round of this arm, also of one never played: a text's share of draft, step and
@@ -81,7 +80,7 @@ class Prices:
 
     def verify_us(self, rows: float) -> float:
         """A text's share, in microseconds, of a step in which every text has `rows` rows; 0 if no step was measured."""
-        return self._costs.verify_us(rows, self._degree, self._sizes)
+        return self._costs.verify_us(rows, self._target)
 
     def _rows(self, arm: Arm) -> float:
         """Expected rows of a round's tree; measured for proposals and `until` shapes, which seldom fill the shape."""

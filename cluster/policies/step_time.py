@@ -1,4 +1,5 @@
-"""Time of a verifier's step by its rows: the mean of measured steps, and a fitted polynomial for other numbers of rows.
+"""Time of a verifier's step by its rows: the mean of measured steps; for other numbers of rows what the verifier
+measured while it loaded, in proportion; beyond these a fitted polynomial.
 
     T(n) = c + k n              for targets whose layers all have states (degree 1)
     T(n) = c + k n + k2 n^2     for targets with attention layers, hybrids included (degree 2)
@@ -13,9 +14,11 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+from dendro.calls import Hello
 from dendro.measured import OUTLIER
 
 STEP = 0.01
@@ -42,16 +45,31 @@ MULTIPLE = 8
 Matrix = npt.NDArray[np.float64] | Sequence[Sequence[float]]
 Vector = npt.NDArray[np.float64] | Sequence[float]
 Coefficients = tuple[float, ...]
-Curve = tuple[Sequence[int], Sequence[float]]
-"""Numbers of rows, ascending, and microseconds of each."""
 
 
 @dataclass(frozen=True, slots=True)
-class StepSizes:
-    """Numbers of rows to which a verifier pads its steps, ascending, from its hello; none: every multiple of MULTIPLE.
-    Times of steps are learned and predicted for padded rows."""
+class TargetSteps:
+    """What a verifier's hello says of its target's steps.
 
-    sizes: tuple[int, ...] = ()
+    Times of steps are learned and predicted for padded rows:
+
+    >>> TargetSteps(sizes=(1, 2, 8, 32)).padded(5)
+    8
+    """
+
+    sizes: tuple[int, ...] = ()  # numbers of rows that steps are padded to, ascending; empty: multiples of MULTIPLE
+    attends: bool = False  # True if the target has attention layers
+    loaded: tuple[tuple[int, int], ...] = ()  # rows, ascending, and microseconds of steps timed while it loaded
+
+    @classmethod
+    def of(cls, hello: Hello) -> Self:
+        """What a verifier's hello says."""
+        return cls(hello.step_sizes, hello.attends, hello.timed_steps)
+
+    @property
+    def degree(self) -> int:
+        """Degree of the polynomial of the target's step times."""
+        return 2 if self.attends else 1
 
     def padded(self, rows: int) -> int:
         """Padded size of a step with `rows` rows."""
@@ -72,37 +90,39 @@ def nonnegative_fit(design: Matrix, values: Vector) -> list[float]:
     return found
 
 
-def degree_of(attends: bool) -> int:
-    """Degree of the polynomial of a target's step times. attends: True if the target has attention layers"""
-    return 2 if attends else 1
-
-
 @dataclass(slots=True)
 class StepTime:
     """Mean step times by number of rows, with weights that decay by STEP per step.
 
     Steps of 1, 9 and 17 rows in 1.00, 1.08 and 1.16 ms take 990 us and 10 us a row, so 33 rows take 1.32 ms:
 
-    >>> step = StepTime()
+    >>> step, target = StepTime(), TargetSteps()
     >>> for rows, us in ((1, 1000.0), (9, 1080.0), (17, 1160.0)):
-    ...     step.learn(rows, us, degree=1)
-    >>> round(step.at(33, degree=1)), round(step.slope(33, degree=1))
+    ...     step.learn(rows, us, target)
+    >>> round(step.at(33, target)), round(step.slope(33, target))
     (1320, 10)
+
+    Where the verifier measured 6.0, 6.3 and 9.0 ms for 1, 2 and 5 rows while it loaded, and steps of one row take
+    8.0 ms now, 2 rows are predicted to take 8.4 ms:
+
+    >>> step, target = StepTime(), TargetSteps(loaded=((1, 6000.0), (2, 6300.0), (5, 9000.0)))
+    >>> step.learn(1, 8000.0, target)
+    >>> round(step.at(2, target)), round(step.at(5, target))
+    (8400, 12000)
     """
 
     sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # by rows: weight, mean microseconds
-    _fits: dict[int, Coefficients] = field(default_factory=dict, init=False, repr=False, compare=False)  # key: degree
-    _curves: dict[int, Curve] = field(default_factory=dict, init=False, repr=False, compare=False)  # key: degree
-    _unfitted: int = field(default=0, init=False, repr=False, compare=False)  # steps since the fits were solved
+    _solved: _Solved | None = field(default=None, init=False, repr=False, compare=False)
+    _unfitted: int = field(default=0, init=False, repr=False, compare=False)  # steps since it was solved
 
     @property
     def weight(self) -> float:
         """Sum of the weights of the measured steps."""
         return sum(weight for weight, _ in self.sizes.values())
 
-    def learn(self, rows: int, us: float, degree: int) -> None:
-        """Record a measured step. Its time is cut at OUTLIER times the predicted one. degree: of the prediction"""
-        longest_us = OUTLIER * self.at(rows, degree) if self.sizes else us
+    def learn(self, rows: int, us: float, target: TargetSteps) -> None:
+        """Record a measured step. Its time is cut at OUTLIER times the predicted one."""
+        longest_us = OUTLIER * self.at(rows, target) if self.sizes else us
         outlier, us = us > longest_us, min(us, longest_us)
         before = self.sizes.keys()
         self.sizes = {
@@ -114,59 +134,96 @@ class StepTime:
             del self.sizes[min(self.sizes, key=lambda size: self.sizes[size])]
         self._unfitted += 1
         if self._unfitted > REFIT * self.weight or outlier or self.sizes.keys() != before:
-            self._fits.clear()
-            self._curves.clear()
-            self._unfitted = 0
+            self._solved = None
 
     def at_most(self, weight: float) -> StepTime:
         """A copy whose total weight is at most `weight` steps."""
         scale = min(1.0, weight / self.weight) if self.sizes else 1.0
         return StepTime({rows: (scale * each, us) for rows, (each, us) in self.sizes.items()})
 
-    def coefficients(self, degree: int) -> Coefficients:
+    def coefficients(self, target: TargetSteps) -> Coefficients:
         """Coefficients [degree + 1] of the fit: microseconds per step, per row and, at degree 2, per row squared; zeros
         if no step was measured. The fit is solved again after REFIT of the weight was measured, after an outlier, and
         when a number of rows is new or dropped."""
-        if degree not in self._fits:
-            weights, us = zip(*self.sizes.values(), strict=True) if self.sizes else ((), ())
-            self._fits[degree] = fit_steps(list(self.sizes), us, degree, weights)
-        return self._fits[degree]
+        return self._current(target).fit
 
-    def at(self, rows: float, degree: int) -> float:
+    def at(self, rows: float, target: TargetSteps) -> float:
         """Predicted microseconds of a step of `rows` rows; 0 if no step was measured. Between numbers of rows that were
-        measured it is a line through their means, beyond them the fit in proportion."""
+        measured here or while loading it is a line through their times, beyond them the fit in proportion."""
         if not self.sizes:
             return 0.0
-        if degree not in self._curves:
-            self._curves[degree] = self._curve(degree)
-        sizes, us = self._curves[degree]
-        after = bisect_left(sizes, rows)
-        if 0 < after < len(sizes):
-            before = after - 1
-            part = (rows - sizes[before]) / (sizes[after] - sizes[before])
-            return us[before] + part * (us[after] - us[before])
-        end, fit = min(after, len(sizes) - 1), self.coefficients(degree)
-        fitted = step_at(fit, sizes[end])
-        return us[end] * (step_at(fit, rows) / fitted) if fitted else us[end]
+        solved = self._current(target)
+        after, last = bisect_left(solved.rows, rows), len(solved.rows) - 1
+        if 0 < after <= last:
+            return line_through(solved.rows[after - 1 : after + 1], solved.us[after - 1 : after + 1], rows)
+        end = min(after, last)
+        fitted = step_at(solved.fit, solved.rows[end])
+        return solved.us[end] * (step_at(solved.fit, rows) / fitted) if fitted else solved.us[end]
 
-    def _curve(self, degree: int) -> Curve:
-        """The measured numbers of rows, ascending, and their times. A time is the weighted mean of what was measured
-        and the fit; where more rows would take less time, both get their common mean."""
-        fit, share = self.coefficients(degree), SURE * self.weight
+    def slope(self, rows: float, target: TargetSteps) -> float:
+        """Predicted microseconds that one more row adds to a step of `rows` rows, without padding."""
+        fit = self.coefficients(target)
+        return sum(power * each * rows ** (power - 1) for power, each in enumerate(fit) if power)
+
+    def _current(self, target: TargetSteps) -> _Solved:
+        if self._solved is None or self._solved.target is not target:
+            self._solved, self._unfitted = self._solve(target), 0
+        return self._solved
+
+    def _solve(self, target: TargetSteps) -> _Solved:
+        share = SURE * self.weight
+        loaded = self._loaded(target)
+        weights = {rows: weight for rows, (weight, _) in self.sizes.items()}
+        fit = fit_steps(
+            [*self.sizes, *loaded],
+            [*(us for _, us in self.sizes.values()), *loaded.values()],
+            target.degree,
+            [*weights.values(), *(share for _ in loaded)],
+        )
+        known = {rows: (0.0, 0.0) for rows in loaded} | self.sizes
         blocks = list[tuple[float, float, int]]()  # weight, mean, number of sizes
-        for rows, (weight, us) in sorted(self.sizes.items()):
+        for rows, (weight, us) in sorted(known.items()):
             total, count = weight + share, 1
-            mean = (weight * us + share * step_at(fit, rows)) / total
-            while blocks and blocks[-1][1] > mean:
+            guess = line_through(list(loaded), list(loaded.values()), rows) if loaded else step_at(fit, rows)
+            mean = (weight * us + share * guess) / total
+            while blocks and blocks[-1][1] > mean:  # more rows cannot take less time: both get their common mean
                 other, higher, more = blocks.pop()
                 mean = (total * mean + other * higher) / (total + other)
                 total, count = total + other, count + more
             blocks.append((total, mean, count))
-        return sorted(self.sizes), [mean for _, mean, count in blocks for _ in range(count)]
+        return _Solved(target, fit, sorted(known), [mean for _, mean, count in blocks for _ in range(count)])
 
-    def slope(self, rows: float, degree: int) -> float:
-        """Predicted microseconds that one more row adds to a step of `rows` rows, without padding."""
-        return sum(power * each * rows ** (power - 1) for power, each in enumerate(self.coefficients(degree)) if power)
+    def _loaded(self, target: TargetSteps) -> dict[int, float]:
+        """Microseconds, by rows, of the steps measured while loading, in proportion to those measured here; empty if
+        there are none, or none was measured here."""
+        if len(target.loaded) < 2 or not self.sizes:
+            return {}
+        rows, us = zip(*target.loaded, strict=True)
+        here = sum(weight * mean for weight, mean in self.sizes.values())
+        then = sum(weight * line_through(rows, us, size) for size, (weight, _) in self.sizes.items())
+        return {size: here / then * each for size, each in target.loaded}
+
+
+@dataclass(frozen=True, slots=True)
+class _Solved:
+    """Predictions from the measured steps, for one target."""
+
+    target: TargetSteps
+    fit: Coefficients
+    rows: Sequence[int]  # numbers of rows with a time of their own, ascending
+    us: Sequence[float]  # microseconds of each, ascending
+
+
+def line_through(rows: Sequence[int], us: Sequence[float], at: float) -> float:
+    """Value at `at` of the line through the two points next to it; beyond the ends that of the last line. rows: at
+    least two, ascending
+
+    >>> line_through([1, 3], [10.0, 14.0], 2), line_through([1, 3], [10.0, 14.0], 4)
+    (12.0, 16.0)
+    """
+    after = min(max(bisect_left(rows, at), 1), len(rows) - 1)
+    part = (at - rows[after - 1]) / (rows[after] - rows[after - 1])
+    return us[after - 1] + part * (us[after] - us[after - 1])
 
 
 def step_at(coefficients: Coefficients, rows: float) -> float:
@@ -187,7 +244,7 @@ def fit_steps(rows: Sequence[int], us: Vector, degree: int, weights: Vector | No
     return tuple(each / UNIT**power for power, each in enumerate(fit + [0.0] * (degree + 1 - count)))
 
 
-def usual_step_time(measured: Sequence[StepTime], degree: int) -> StepTime:
+def usual_step_time(measured: Sequence[StepTime], target: TargetSteps) -> StepTime:
     """Step times that most of these agree on: by number of rows the median of their ratios to a step of one row, times
     the median step of one row. A ratio weighs as much as its steps, since one with few steps is uncertain.
 
@@ -195,12 +252,12 @@ def usual_step_time(measured: Sequence[StepTime], degree: int) -> StepTime:
     many rows of short ones:
 
     >>> short, long = StepTime({1: (8.0, 1000.0), 5: (4.0, 1500.0)}), StepTime({1: (8.0, 2000.0)})
-    >>> usual = usual_step_time([short, long, long], degree=1)
+    >>> usual = usual_step_time([short, long, long], TargetSteps())
     >>> {rows: (weight, round(us)) for rows, (weight, us) in usual.sizes.items()}
     {1: (24.0, 2000), 5: (4.0, 3000)}
     """
     known = [each for each in measured if each.sizes]
-    plain_us = [max(each.at(1, degree), 1.0) for each in known]
+    plain_us = [max(each.at(1, target), 1.0) for each in known]
     ratios: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
     for each, one_us in zip(known, plain_us, strict=True):
         for rows, (weight, us) in each.sizes.items():

@@ -15,7 +15,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, RunningRequest
 from cluster.policies.prior import Prior
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.policies.stopping import StopRule
 from cluster.proposers.proposals import Proposals
 from cluster.router.account import RoundAccount
@@ -75,7 +75,7 @@ class RequestSpeculation:
         """Record what the leased verifier says of its target. May be called again."""
         if hello is not None and hello is not self._hello:
             self._hello = hello
-            self._experience.concurrency.learn_target(hello.attends, StepSizes(hello.step_sizes))
+            self._experience.concurrency.learn_target(TargetSteps.of(hello))
             self.account.stats.step_sizes[:] = hello.step_sizes
 
     async def prepare(self) -> None:
@@ -134,7 +134,7 @@ class RequestSpeculation:
             return tree
         # Rows that a stopped draft left out are not worth their verification: proposals do not fill them.
         rows = tree.rows if arm.shape.stops and not tree.missed else arm.rows
-        return proposals.merged(tree, self._experience.concurrency.sizes.padded(rows) if arm.drafted else rows)
+        return proposals.merged(tree, self._experience.concurrency.target.padded(rows) if arm.drafted else rows)
 
     def _ordering(self, text: Text, tree: DraftTree, later: Arm | None) -> DraftTree:
         """The tree, with an order of the next round's where it can be ordered. later: the next round's likely arm"""

@@ -22,7 +22,7 @@ from dendro.text import Finish, Sampling
 from cluster.config import DrafterConfig
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import forwarded_rows
-from cluster.policies.step_time import StepSizes, nonnegative_fit
+from cluster.policies.step_time import TargetSteps, nonnegative_fit
 from drafter_service.models import load_model
 from drafter_service.options import DTYPES
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
@@ -163,7 +163,7 @@ class LinearCosts:
     step_row_us: float
     hops_us: float
     off_hops_us: float
-    sizes: StepSizes  # padded sizes of the target's steps
+    target: TargetSteps
 
     def level(self, rows: int) -> float:
         """Microseconds of a drafter's forward of `rows` rows."""
@@ -171,7 +171,7 @@ class LinearCosts:
 
     def step(self, rows: int) -> float:
         """A verifier's step of so many rows, which are padded."""
-        return self.step_us + self.step_row_us * self.sizes.padded(rows)
+        return self.step_us + self.step_row_us * self.target.padded(rows)
 
     @property
     def fixed_us(self) -> float:
@@ -217,14 +217,14 @@ class Timed:
         )
 
 
-def costs_of(timed: Mapping[TreeShape, Timed], sizes: StepSizes) -> LinearCosts:
+def costs_of(timed: Mapping[TreeShape, Timed], target: TargetSteps) -> LinearCosts:
     """The costs that fit the timed shapes best by least squares, none negative.
 
     Raises BadRequest if the shapes have fewer than two depths or two padded row counts, or `off` is not among them.
     """
     trees = {shape: each for shape, each in timed.items() if not shape.off}
     plain = next((each for shape, each in timed.items() if shape.off), None)
-    buckets = {sizes.padded(shape.rows) for shape in timed}
+    buckets = {target.padded(shape.rows) for shape in timed}
     depths = {shape.depth for shape in trees}
     if plain is None or len(buckets) < 2 or len(depths) < 2:
         raise BadRequest("max_rows", "and max_depth of the target leave too few shapes to time; raise them")
@@ -234,7 +234,7 @@ def costs_of(timed: Mapping[TreeShape, Timed], sizes: StepSizes) -> LinearCosts:
         [each.draft_us for each in trees.values()],
     )
     step_us, step_row_us = nonnegative_fit(
-        [[1.0, sizes.padded(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
+        [[1.0, target.padded(shape.rows)] for shape in timed], [each.verify_us for each in timed.values()]
     )
     hops = median(each.hops_us for each in trees.values())
-    return LinearCosts(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us, sizes)
+    return LinearCosts(draft_us, level_us, row_us, step_us, step_row_us, hops, plain.hops_us, target)

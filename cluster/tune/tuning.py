@@ -22,7 +22,7 @@ from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Row
 from cluster.measure.statistics import Estimate, median_estimate, paired_ratio
 from cluster.policies.sequoia import Accept, best_tree, expected_tokens
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.tune import leviathan
 from cluster.tune.measuring import (
     LinearCosts,
@@ -199,8 +199,8 @@ class Tuning:
                 answers[shape].append(await self._answer(prompt, temperature, shape))
                 step()
         timed = {shape: Timed.of(of_shape) for shape, of_shape in answers.items()}
-        sizes = StepSizes(next(each.speculation.step_sizes for of_shape in answers.values() for each in of_shape))
-        return costs_of({shape: each for shape, each in timed.items() if each is not None}, sizes)
+        target = TargetSteps(next(each.speculation.step_sizes for of_shape in answers.values() for each in of_shape))
+        return costs_of({shape: each for shape, each in timed.items() if each is not None}, target)
 
     async def _run(self, tuned: Tuned, name: str) -> None:
         """Run all shapes on each held-out prompt, and note answers that differ from that of `off`."""

@@ -169,8 +169,9 @@ class Hello:
     end_ids: tuple[int, ...] = ()  # end-of-text tokens of the target
     attends: bool = False  # verifier: the target has attention layers, so the time of a step is quadratic in its rows
     facts: str = ""  # hash of the checkpoint's configuration, end ids and token table
-    step_sizes: tuple[int, ...] = ()  # verifier: numbers of rows that steps are padded to; empty: see `StepSizes`
+    step_sizes: tuple[int, ...] = ()  # verifier: numbers of rows that steps are padded to; empty: multiples of 8
     orders: bool = False  # verifier: whether it asks drafters for ordered trees (`dendro.order`)
+    timed_steps: tuple[tuple[int, int], ...] = ()  # verifier: rows, ascending, and microseconds of steps while loading
 
     @property
     def target(self) -> str:

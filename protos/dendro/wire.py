@@ -449,6 +449,7 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
         facts=hello.facts,
         step_sizes=hello.step_sizes,
         orders=hello.orders,
+        timed_steps=[calls_pb2.TimedStep(rows=rows, us=us) for rows, us in hello.timed_steps],
     )
 
 
@@ -461,11 +462,11 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         raise BadRequest("hello.vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     if len(message.end_ids) > MAX_END_IDS:
         raise BadRequest("hello.end_ids", f"has {len(message.end_ids)} entries; at most {MAX_END_IDS}")
-    if len(message.step_sizes) > MAX_STEP_SIZES:
-        raise BadRequest("hello.step_sizes", f"has {len(message.step_sizes)} entries; at most {MAX_STEP_SIZES}")
-    sizes = tuple(message.step_sizes)
-    if list(sizes) != sorted(set(sizes)) or (sizes and not 1 <= sizes[0] <= sizes[-1] <= _MAX_COUNT):
-        raise BadRequest("hello.step_sizes", "must ascend, and be at least 1 and at most 2147483647")
+    sizes = _rows_of_steps("hello.step_sizes", message.step_sizes)
+    timed = _rows_of_steps("hello.timed_steps.rows", [each.rows for each in message.timed_steps])
+    times = [each.us for each in message.timed_steps]
+    if times and not 1 <= min(times) <= max(times) <= MAX_US:
+        raise BadRequest("hello.timed_steps.us", f"must be at least 1 and at most {MAX_US}")
     return Hello(
         protocol=message.protocol,
         model=one_line(message.model, MAX_NAME),
@@ -483,7 +484,17 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
         facts=one_line(message.facts, MAX_NAME),
         step_sizes=sizes,
         orders=message.orders,
+        timed_steps=tuple(zip(timed, times, strict=True)),
     )
+
+
+def _rows_of_steps(name: str, rows: Sequence[int]) -> tuple[int, ...]:
+    """Ascending numbers of rows. Raises BadRequest, naming the field, if they are not, or too many."""
+    if len(rows) > MAX_STEP_SIZES:
+        raise BadRequest(name, f"has {len(rows)} entries; at most {MAX_STEP_SIZES}")
+    if list(rows) != sorted(set(rows)) or (rows and not 1 <= rows[0] <= rows[-1] <= _MAX_COUNT):
+        raise BadRequest(name, f"must ascend, and be at least 1 and at most {_MAX_COUNT}")
+    return tuple(rows)
 
 
 def drafter_answer_message(

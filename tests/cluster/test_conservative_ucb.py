@@ -22,7 +22,7 @@ from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior, pair_prior
 from cluster.policies.replay import static_path
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.proposers.proposals import Chances, Count, usual_chances
 
 OFF_US, LEVEL_US, ROW_US = 10_000, 800, 300
@@ -33,7 +33,7 @@ TOKENS = 160
 
 def shared() -> Concurrency:
     """Of a target whose steps are not padded."""
-    return Concurrency(sizes=StepSizes(tuple(range(1, 65))))
+    return Concurrency(target=TargetSteps(tuple(range(1, 65))))
 
 
 def answer(
@@ -196,7 +196,7 @@ def test_the_opening_of_a_drafter_must_be_earned_back_before_its_first_tree():
     for opening_us, expected in ((0.0, chain), (2 * OFF_US, chain), (3 * OFF_US, OFF_ARM)):
         experience = Experience(shared())
         for rows in (1, 5):
-            experience.costs.step.learn(rows, OFF_US, experience.degree)
+            experience.costs.step.learn(rows, OFF_US, experience.concurrency.target)
         for _ in range(3):
             experience.costs.learn_draft(chain, 4 * LEVEL_US)
             experience.costs.opening.learn(opening_us)

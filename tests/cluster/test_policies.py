@@ -20,7 +20,7 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies import ConservativeUCB, Experience, PaperUCB, make_policy
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior
-from cluster.policies.step_time import StepTime
+from cluster.policies.step_time import StepTime, TargetSteps
 from cluster.policies.trial import FIRST_REST, LONGEST_REST, SPECULATION_MARGIN, SpeculationTrial, pilot_share
 
 OFF, CHAIN = OFF_ARM, Arm.parse("mamba:(1,1,1,1)")
@@ -44,7 +44,8 @@ def test_a_cold_step_is_not_learned():
         each.learn(OFF, tree(1), verdict(1, 20_000))
         each.learn(OFF, tree(1), verdict(1, 20_000))
     experience.learn(OFF, tree(1), replace(verdict(1, 20_000_000), cold=True))
-    assert experience.costs.step.at(8, experience.degree) == warm.costs.step.at(8, warm.degree) > 0
+    found, expected = (each.costs.step.at(8, each.concurrency.target) for each in (experience, warm))
+    assert found == expected > 0
 
 
 def tree(rows: int, draft_us: int = 0, texts: int = 1) -> DraftTree:
@@ -144,15 +145,15 @@ def test_guesses_of_other_texts_do_not_raise_the_predicted_cost_of_off():
 
 
 def test_the_fit_of_steps_follows_a_change_of_speed():
-    line = StepTime()
+    line, target = StepTime(), TargetSteps()
     for _ in range(300):
         for rows in (8, 16, 64):
-            line.learn(rows, step_us(rows), 1)
-    assert line.at(128, 1) == pytest.approx(step_us(128), rel=0.01)
+            line.learn(rows, step_us(rows), target)
+    assert line.at(128, target) == pytest.approx(step_us(128), rel=0.01)
     for _ in range(2000):
         for rows in (8, 16, 64):
-            line.learn(rows, 2 * step_us(rows), 1)
-    assert line.at(128, 1) == pytest.approx(2 * step_us(128), rel=0.02)
+            line.learn(rows, 2 * step_us(rows), target)
+    assert line.at(128, target) == pytest.approx(2 * step_us(128), rel=0.02)
 
 
 def test_an_arm_given_up_at_high_concurrency_is_tried_again_by_a_text_that_runs_alone():
@@ -673,7 +674,8 @@ def test_rounds_begun_ahead_teach_the_whole_step_and_make_off_cheaper_by_what_th
         found = replace(verdict(1, verify_us=6_000), ahead_us=4_000)
         experience.learn(OFF, tree(1), found)
         experience.learn_time(OFF, tree(1), found, 9_000)
-    assert experience.costs.step.at(experience.concurrency.sizes.padded(1), 1) == pytest.approx(10_000)
+    target = experience.concurrency.target
+    assert experience.costs.step.at(target.padded(1), target) == pytest.approx(10_000)
     assert experience.prices().predicted_us(OFF) == pytest.approx(9_000)
 
 

@@ -22,7 +22,7 @@ from cluster.drafter_figures import DrafterFigures, RankFigures
 from cluster.policies import ConservativeUCB, Experience, make_policy, with_chain_and_off
 from cluster.policies.costs import DraftPlane, EmittedLength
 from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.redis_server import RedisServer
 from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
 from cluster.state_store import PRIOR_PREFIX, CircuitBreaker, RedisPriors
@@ -189,7 +189,7 @@ def test_the_draft_time_of_a_shape_never_played_is_read_off_the_plane():
     ):
         draft_us = 100 + 300 * arm.depth + 40 * arm.shape.forwarded
         assert experience.costs.draft_us(arm) == pytest.approx(draft_us, rel=1e-6)
-        verify_us = experience.costs.verify_us(arm.rows, 1, StepSizes())
+        verify_us = experience.costs.verify_us(arm.rows, TargetSteps())
         assert experience.prices().predicted_us(arm) == pytest.approx(draft_us + verify_us)
     assert experience.prices().predicted_us(OFF) is not None
 

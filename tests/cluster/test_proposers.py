@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from cluster.arms import Arm
 from cluster.policies import Experience, Static
 from cluster.policies.experience import Concurrency
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.proposers import lookup, suffix
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.proposal import LEAST, Proposal
@@ -361,9 +361,9 @@ def test_trees_with_different_roots_are_refused():
 # With a drafter's trees
 
 
-async def drafted(proposals: Proposals, text: Text, arm: Arm, sizes: StepSizes | None = None) -> DraftTree:
+async def drafted(proposals: Proposals, text: Text, arm: Arm, sizes: TargetSteps | None = None) -> DraftTree:
     """The tree of a round without a drafter."""
-    experience = Experience(Concurrency(sizes=sizes or StepSizes()))
+    experience = Experience(Concurrency(target=sizes or TargetSteps()))
     with experience.concurrency.running() as running:
         plan = SpeculationPlan("fixed", Static(arm))
         return await RequestSpeculation(plan, experience, running, text, NoDrafter(), proposals).draft(text, arm)
@@ -382,7 +382,7 @@ async def test_proposals_fill_padding_rows_only():
         assert (await drafted(handle, a_text(ids), of_mamba(shape))).rows == rows, shape
     few = (LevelShape((1, 1)), 3), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
     padded = (LevelShape((1, 1)), 8), (LevelShape((1,) * 6), 8), (LevelShape((3, 2, 1)), 16)
-    for sizes, cases in ((StepSizes((1, 2, 3, 8, 16)), few), (StepSizes(), padded)):
+    for sizes, cases in ((TargetSteps((1, 2, 3, 8, 16)), few), (TargetSteps(), padded)):
         for shape, rows in cases:
             handle = ProposalLibrary(("lookup", "suffix"), 64, 16).of("", MAX_ROWS, 0.0)
             assert (await drafted(handle, a_text(ids), of_mamba(shape), sizes)).rows == rows, (sizes, shape)

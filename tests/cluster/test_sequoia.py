@@ -17,11 +17,11 @@ from cluster.policies.sequoia import (
     forwarded_rows,
     longest_trees,
 )
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.tune import leviathan
 
 FLAT = (0.5, 0.2, 0.1)
-PADDED = StepSizes((1, 2, 3, 4, 5, 6, 8)).padded
+PADDED = TargetSteps((1, 2, 3, 4, 5, 6, 8)).padded
 DEEPENING = ((0.4, 0.25, 0.1), (0.55, 0.15, 0.05), (0.3, 0.3, 0.3), (0.8, 0.1, 0.0))
 Nested = tuple["Nested", ...]
 """A tree as the tuple of its subtrees."""

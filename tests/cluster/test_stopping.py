@@ -16,7 +16,7 @@ from cluster.policies import Experience, Static
 from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
 from cluster.policies.experience import Concurrency
 from cluster.policies.prices import Marginal
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.policies.stopping import FIRST_H, StopRule
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan
@@ -93,7 +93,7 @@ def test_the_marginal_rule_emits_what_the_simulation_of_the_design_says():
 
 def measured(level_us: int = 2000, rounds: int = 12) -> Experience:
     """A step takes 20 ms and 0.4 ms a row; a draft 2 ms a level; chains of 4 emit 3 tokens."""
-    experience = Experience(Concurrency(sizes=StepSizes((1, 5, 9, 16))))
+    experience = Experience(Concurrency(target=TargetSteps((1, 5, 9, 16))))
     for round_ in range(rounds):
         rows = (5, 1, 9)[round_ % 3]
         arm = {5: FIXED, 1: Arm.parse("off"), 9: Arm("mamba", LevelShape((1,) * 8))}[rows]

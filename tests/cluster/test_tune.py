@@ -26,7 +26,7 @@ from cluster.measure.bench import cells_of
 from cluster.policies import Static
 from cluster.policies.replay import round_lengths
 from cluster.policies.sequoia import expected_tokens
-from cluster.policies.step_time import StepSizes
+from cluster.policies.step_time import TargetSteps
 from cluster.router.rounds import rounds
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.tune.command import TABLES, TuneSize, facts_of, plans_of, run_tune, tune, verdict_line
@@ -164,8 +164,8 @@ def test_ranks_do_not_depend_on_how_the_text_is_cut(pair, monkeypatch):
 
 # Costs
 
-FEW, PADDED = StepSizes((1, 5, 10, 16, 64)), StepSizes()
-TRUE = LinearCosts(500, 900, 40, step_us=8000, step_row_us=90, hops_us=300, off_hops_us=200, sizes=FEW)
+FEW, PADDED = TargetSteps((1, 5, 10, 16, 64)), TargetSteps()
+TRUE = LinearCosts(500, 900, 40, step_us=8000, step_row_us=90, hops_us=300, off_hops_us=200, target=FEW)
 
 
 def timed(shape: TreeShape, costs: LinearCosts = TRUE) -> Timed:
@@ -176,13 +176,13 @@ def timed(shape: TreeShape, costs: LinearCosts = TRUE) -> Timed:
     return Timed(draft, verify, draft + verify + hops + 50, queue_us=50)
 
 
-@pytest.mark.parametrize(("sizes", "plain_us"), [(FEW, 8090), (PADDED, 8720)], ids=["few rows", "multiples of 8"])
-def test_linear_costs_are_found_again_and_predict_rounds(sizes: StepSizes, plain_us: float):
-    true = dataclasses.replace(TRUE, sizes=sizes)
+@pytest.mark.parametrize(("target", "plain_us"), [(FEW, 8090), (PADDED, 8720)], ids=["few rows", "multiples of 8"])
+def test_linear_costs_are_found_again_and_predict_rounds(target: TargetSteps, plain_us: float):
+    true = dataclasses.replace(TRUE, target=target)
     shapes = [TreeShape.parse(text) for text in ("off", "(1,1,1,1)", "(8)", "(6,3,2)")]
-    found = costs_of({shape: timed(shape, true) for shape in shapes}, sizes)
-    assert found.sizes == sizes
-    for name in set(LinearCosts.__dataclass_fields__) - {"sizes"}:
+    found = costs_of({shape: timed(shape, true) for shape in shapes}, target)
+    assert found.target == target
+    for name in set(LinearCosts.__dataclass_fields__) - {"target"}:
         assert getattr(found, name) == pytest.approx(getattr(true, name), rel=1e-6), name
     for shape in (*shapes, TreeShape.parse("(3,2,1)")):
         assert found.round_us(shape) == pytest.approx(timed(shape, true).round_us - 50)

@@ -202,6 +202,7 @@ def test_a_prepared_tree_is_unchanged_by_a_round_trip(tree, opening, base, diges
 
 def test_a_hello_is_unchanged_by_a_round_trip():
     hello = Hello(1, "m", "f", "t", 4096, 2048, 64, 16, "bfloat16", "bitwise", 77, (0, 2), True, "facts", (1, 8, 32))
+    hello = replace(hello, orders=True, timed_steps=((1, 900), (8, 1_100)))
     assert wire.hello_from(calls_pb2.Hello.FromString(wire.hello_message(hello).SerializeToString())) == hello
 
 
@@ -278,6 +279,10 @@ def test_a_malformed_shape_is_refused(widths):
 MOST = 2**64 - 1
 
 
+def steps(rows: int, us: int) -> calls_pb2.TimedStep:
+    return calls_pb2.TimedStep(rows=rows, us=us)
+
+
 def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
     tree = wire.tree_from(tree_pb2.DraftTree(**ROOT, draft_us=MOST, texts=0, trace=[2**32 - 1] * 100_000))
     assert (tree.draft_us, tree.texts) == (wire.MAX_US, 1)
@@ -311,6 +316,11 @@ def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
         ({"step_sizes": [8, 8]}, "hello.step_sizes"),
         ({"step_sizes": [16, 8]}, "hello.step_sizes"),
         ({"step_sizes": [8, 2**32 - 1]}, "hello.step_sizes"),
+        ({"timed_steps": [steps(1, 1)] * 2}, "hello.timed_steps.rows"),
+        ({"timed_steps": [steps(0, 1)]}, "hello.timed_steps.rows"),
+        ({"timed_steps": [steps(rows, 1) for rows in range(1, 130)]}, "hello.timed_steps.rows"),
+        ({"timed_steps": [steps(1, 1), steps(2, 0)]}, "hello.timed_steps.us"),
+        ({"timed_steps": [steps(1, MOST)]}, "hello.timed_steps.us"),
     ],
 )
 def test_a_hello_without_room_for_a_text_is_refused_by_the_name_of_its_field(fields, name):

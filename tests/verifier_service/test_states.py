@@ -63,6 +63,13 @@ async def test_hello_has_the_sizes_that_steps_are_padded_to(models):
     assert sizes == engine.runner.buckets and len(sizes) <= MAX_STEP_SIZES
 
 
+async def test_hello_has_times_of_steps_that_do_not_fall_with_more_rows(models):
+    engine = engine_of(models("mamba2")[0])
+    rows, times = zip(*(await engine.hello()).timed_steps, strict=True)
+    assert rows[0] == engine.runner.buckets[0] and set(rows) <= set(engine.runner.buckets) and len(rows) > 2
+    assert list(times) == sorted(times) and times[0] > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_familys_rows_are_independent(models, family, dtype):

@@ -62,6 +62,7 @@ class Hello(_message.Message):
     FACTS_FIELD_NUMBER: _builtins.int
     STEP_SIZES_FIELD_NUMBER: _builtins.int
     ORDERS_FIELD_NUMBER: _builtins.int
+    TIMED_STEPS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """protocol is the replica's protocol version."""
     model: _builtins.str
@@ -102,6 +103,12 @@ class Hello(_message.Message):
         drafter.
         """
 
+    @_builtins.property
+    def timed_steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimedStep]:
+        """timed_steps are steps of a verifier that were timed while it loaded, at most 128, with ascending rows. They show how
+        much longer a step of more rows takes. Empty: none was timed, or this is a drafter.
+        """
+
     def __init__(
         self,
         *,
@@ -121,14 +128,39 @@ class Hello(_message.Message):
         facts: _builtins.str = ...,
         step_sizes: _abc.Iterable[_builtins.int] | None = ...,
         orders: _builtins.bool = ...,
+        timed_steps: _abc.Iterable[Global___TimedStep] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "orders", b"orders", "pid", b"pid", "protocol", b"protocol", "step_sizes", b"step_sizes", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "orders", b"orders", "pid", b"pid", "protocol", b"protocol", "step_sizes", b"step_sizes", "timed_steps", b"timed_steps", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class TimedStep(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROWS_FIELD_NUMBER: _builtins.int
+    US_FIELD_NUMBER: _builtins.int
+    rows: _builtins.int
+    """rows is the number of rows of the step, at least 1."""
+    us: _builtins.int
+    """us is its time in microseconds, at least 1."""
+    def __init__(
+        self,
+        *,
+        rows: _builtins.int = ...,
+        us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "us", b"us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TimedStep: _TypeAlias = TimedStep  # noqa: Y015
 
 @_typing.final
 class TextUpdate(_message.Message):
