@@ -215,15 +215,18 @@ class _Solved:
 
 
 def line_through(rows: Sequence[int], us: Sequence[float], at: float) -> float:
-    """Value at `at` of the line through the two points next to it; beyond the ends that of the last line. rows: at
-    least two, ascending
+    """Time at `at` rows on the line through the two points next to it; beyond the ends that of the last line. Below the
+    first point it is at least that point's time per row, since the line may fall to 0 there. rows: at least two,
+    ascending   us: not falling
 
     >>> line_through([1, 3], [10.0, 14.0], 2), line_through([1, 3], [10.0, 14.0], 4)
     (12.0, 16.0)
+    >>> line_through([8, 9], [4.0, 8.0], 2)
+    1.0
     """
     after = min(max(bisect_left(rows, at), 1), len(rows) - 1)
     part = (at - rows[after - 1]) / (rows[after] - rows[after - 1])
-    return us[after - 1] + part * (us[after] - us[after - 1])
+    return max(us[after - 1] + part * (us[after] - us[after - 1]), us[0] * min(at / rows[0], 1.0))
 
 
 def step_at(coefficients: Coefficients, rows: float) -> float:

@@ -465,8 +465,8 @@ def hello_from(message: calls_pb2.Hello) -> Hello:
     sizes = _rows_of_steps("hello.step_sizes", message.step_sizes)
     timed = _rows_of_steps("hello.timed_steps.rows", [each.rows for each in message.timed_steps])
     times = [each.us for each in message.timed_steps]
-    if times and not 1 <= min(times) <= max(times) <= MAX_US:
-        raise BadRequest("hello.timed_steps.us", f"must be at least 1 and at most {MAX_US}")
+    if times != sorted(times) or (times and not 1 <= times[0] <= times[-1] <= MAX_US):
+        raise BadRequest("hello.timed_steps.us", f"must not fall, and be at least 1 and at most {MAX_US}")
     return Hello(
         protocol=message.protocol,
         model=one_line(message.model, MAX_NAME),

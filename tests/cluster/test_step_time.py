@@ -12,6 +12,7 @@ from dendro.calls import PROTOCOL_VERSION, Hello
 from dendro.measured import OUTLIER
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+from dendro.wire import MAX_US
 
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
@@ -158,6 +159,24 @@ def test_what_is_measured_here_outweighs_what_was_timed_while_loading():
         for rows, us in ((1, 6_000), (2, 9_000)):
             step.learn(rows, us, target)
     assert step.at(1, target) == pytest.approx(6_000, rel=0.05) and step.at(2, target) == pytest.approx(9_000, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "loaded",
+    [
+        ((2, 1_000), (3, 2_000)),
+        ((8, 9_000), (16, 20_000)),
+        ((2, 1), (3, MAX_US)),
+        ((2**31 - 2, 1), (2**31 - 1, MAX_US)),
+    ],
+)
+def test_fewer_rows_than_any_timed_while_loading_take_some_time(loaded):
+    """The line through the first two would take 1 row in 0 or less."""
+    target = TargetSteps(sizes=(1, 2, 64), loaded=loaded)
+    step = StepTime()
+    step.learn(1, 1_000.0, target)
+    assert step.at(1, target) == pytest.approx(1_000)
+    assert 0 < step.at(1, target) <= step.at(2, target) <= step.at(64, target) < np.inf
 
 
 def test_without_a_measured_step_none_is_predicted_from_those_timed_while_loading():

@@ -321,6 +321,7 @@ def test_a_statistic_out_of_range_is_set_to_the_nearest_end_of_its_range():
         ({"timed_steps": [steps(rows, 1) for rows in range(1, 130)]}, "hello.timed_steps.rows"),
         ({"timed_steps": [steps(1, 1), steps(2, 0)]}, "hello.timed_steps.us"),
         ({"timed_steps": [steps(1, MOST)]}, "hello.timed_steps.us"),
+        ({"timed_steps": [steps(1, 2), steps(2, 1)]}, "hello.timed_steps.us"),
     ],
 )
 def test_a_hello_without_room_for_a_text_is_refused_by_the_name_of_its_field(fields, name):

@@ -147,7 +147,7 @@ class TimedStep(_message.Message):
     rows: _builtins.int
     """rows is the number of rows of the step, at least 1."""
     us: _builtins.int
-    """us is its time in microseconds, at least 1."""
+    """us is its time in microseconds, at least 1 and that of the step before."""
     def __init__(
         self,
         *,
