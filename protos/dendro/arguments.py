@@ -74,10 +74,12 @@ def texts_of(field: str, value: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def ids_of(field: str, value: Iterable[int]) -> list[int]:
-    """Token ids, of any type that is an integer."""
+    """Token ids, of any type that is an integer; True and False are none."""
     ids = items_of(field, value)
     for index, each in enumerate(ids):
         try:
+            if each is True or each is False:
+                raise TypeError
             ids[index] = token = operator.index(each)
         except Exception:  # TypeError, or one of the value's own class
             raise BadRequest(f"{field}[{index}]", f"{shown(each)} is no token id") from None

@@ -34,6 +34,7 @@ from tests.support.sockets import until
 from tests.support.toy_edge import edge
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+LONG_SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"const": "a" * 70_000}}}
 
 
 class Failing:
@@ -151,8 +152,19 @@ async def test_an_error_after_the_first_event_of_a_stream_is_its_last_event():
         ("/tokenize", {"prompt": "a", "messages": HELLO}, "messages"),
         ("/tokenize", {"prompt": "a\ud800"}, "prompt"),
         ("/tokenize", {"model": "\ud800"}, "model"),
-        ("/detokenize", {"tokens": [5, 300]}, "token_ids[1]"),
+        ("/detokenize", {"tokens": [5, 300]}, "tokens[1]"),
         ("/detokenize", {"tokens": [5, -1]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [5, True]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [5] * 600}, "tokens"),
+        (COMPLETIONS, {"prompt": "a", "best_of": True}, "best_of"),
+        (COMPLETIONS, {"prompt": "a", "store": 0}, "store"),
+        (COMPLETIONS, {"prompt": "a", "stop_ids": [True]}, "stop_ids[0]"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": -5}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 1 << 32}, "max_completion_tokens"),
+        (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+        (CHAT, {"messages": HELLO, "dendro": {"session": "\ud800"}}, "dendro.session"),
+        (CHAT, {"messages": HELLO, "dendro": {"speculation": {"max_nodes": -1}}}, "dendro.speculation.max_nodes"),
+        (CHAT, {"messages": HELLO, "response_format": LONG_SCHEMA}, "response_format.json_schema"),
     ],
 )
 async def test_a_wrong_field_is_refused_by_its_name_in_http(path, body, param):

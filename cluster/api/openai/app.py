@@ -25,7 +25,7 @@ from cluster.api.openai.answers import AnswerForm, ChatForm, CompletionForm
 from cluster.api.openai.bodies import BodyReader
 from cluster.api.openai.chat import chat_of, read_chat
 from cluster.api.openai.completions import read_completion
-from cluster.api.openai.errors import HttpRefused, failure_of, to_json
+from cluster.api.openai.errors import HttpRefused, failure_of, naming, to_json
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers
 from cluster.api.openai.pages import check_page
 from cluster.api.openai.serving import AnswerResponse
@@ -171,7 +171,8 @@ class HttpApi:
     async def tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, self._callers.caller(request.headers.items()))
         asked = await off_loop(body.size // BODY_WORK, lambda: _tokenize_request(Fields(body.fields)))
-        answer = await self._ingress.tokenize(asked)
+        with naming({"prompt.text": "messages" if asked.HasField("chat") else "prompt"}):
+            answer = await self._ingress.tokenize(asked)
         return _json(
             {"tokens": list(answer.token_ids), "count": len(answer.token_ids), "max_model_len": answer.max_length}
         )
@@ -184,7 +185,8 @@ class HttpApi:
         asked.token_ids.extend(await off_loop(len(given), lambda: ids_of("tokens", given)))
         asked.show_special_tokens = fields.take("show_special_tokens", JsonType.BOOLEAN) or False
         fields.finish()
-        return _json({"prompt": (await self._ingress.detokenize(asked)).text})
+        with naming({"token_ids": "tokens"}):
+            return _json({"prompt": (await self._ingress.detokenize(asked)).text})
 
     async def abort(self, request: Request) -> Response:
         caller = self._callers.caller(request.headers.items())

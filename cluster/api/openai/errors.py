@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -122,6 +123,15 @@ def renamed(field: str, names: Mapping[str, str]) -> str:
                 return names[part] + field[len(part) :]
             part = part.rpartition(".")[0]
     return field
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Inside, a BadRequest has HTTP's name of its field. names: HTTP's names of our fields"""
+    try:
+        yield
+    except BadRequest as error:
+        raise BadRequest(renamed(error.field, names), error.reason) from None
 
 
 def to_json(value: Any) -> bytes:

@@ -19,6 +19,7 @@ from dendro.speculation import Speculation
 from dendro.structure import Structure, StructureForm
 from dendro.v1 import generation_pb2 as pb
 
+from cluster.api.openai.errors import naming
 from cluster.router.tokenizer import Tokenizer
 
 Tokenizers = Callable[[str], Tokenizer]
@@ -97,7 +98,7 @@ class Fields:
             field = self._path + name
             if field in ACCEPTED:
                 accepted = ACCEPTED[field]
-                if accepted is not None and value not in accepted:
+                if accepted is not None and all(value != each or type(value) is not type(each) for each in accepted):
                     words = " or ".join(map(shown, accepted))
                     raise BadRequest(field, f"is {shown(value)}; only {words} is accepted, and has no effect")
             else:
@@ -136,8 +137,9 @@ def http_request(
     if "response_format" in fields:
         if "structure" in made:
             raise BadRequest("response_format", "is given beside structure; give one of them")
-        made["structure"] = _format(Fields(fields.take("response_format", JsonType.OBJECT), "response_format."))
         names = names | {"structure": "response_format"}
+        with naming(names):
+            made["structure"] = _format(Fields(fields.take("response_format", JsonType.OBJECT), "response_format."))
     stream = fields.take("stream", JsonType.BOOLEAN) or False
     given = fields.take("stream_options", JsonType.OBJECT)
     if given is not None and not stream:
@@ -150,7 +152,8 @@ def http_request(
     stream_options.take("include_obfuscation", JsonType.BOOLEAN)  # has no effect: no text is added
     for each in (fields, extension, stream_options):
         each.finish()
-    return HttpRequest(build_request(prompt, **made), stream, include_usage, names)
+    with naming(names):
+        return HttpRequest(build_request(prompt, **made), stream, include_usage, names)
 
 
 def _token_id(text: str) -> int:
