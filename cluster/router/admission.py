@@ -303,6 +303,13 @@ class Admission:
             tools=tools_digest(request.chat.tools) or described,
         )
 
+    async def target_of(self, session: str, tenant: str) -> str:
+        """Name of the target that a session continues with. Raises NotFound for an unknown session, and PeerLost where
+        the store does not answer."""
+        if len(self._served) == 1:
+            return next(iter(self._served))
+        return (await self._sessions.read(session, tenant)).model
+
     async def _record(self, request: pb.GenerateRequest, tenant: str) -> Record | None:
         """Record of the session so far; None if the request begins one. A resume of such a request names the session
         that `started` reported, which has a record only if an earlier attempt completed the turn."""

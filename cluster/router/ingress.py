@@ -165,6 +165,11 @@ class Ingress:
             self._token_texts.setdefault(name, made)
         return self._token_texts[name]
 
+    async def target_of(self, session: str, tenant: str) -> str:
+        """Name of the target that a session continues with. Raises NotFound for an unknown session, and PeerLost where
+        the store does not answer."""
+        return await self._admission.target_of(session, tenant)
+
     def tokenizer(self, model: str) -> Tokenizer:
         """The tokenizer of a target. Raises BadRequest for an unknown one."""
         return self._served[self.config.target_named(model)].tokenizer

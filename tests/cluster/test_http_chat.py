@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -12,8 +13,10 @@ from dendro.errors import PeerLost
 from dendro.text import Sampling
 
 from cluster.api.local import LocalClient
+from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
-from tests.support.edge import END, HELLO, EdgePeers, ingress, plain_answer
+from tests.support.edge import END, HELLO, MAX_LENGTH, SERVED, ByteTokenizer, EdgePeers, ingress, plain_answer
+from tests.support.edge import config as edge_config
 from tests.support.http_api import HELLO as MESSAGES
 from tests.support.http_api import HELLO_TEXT, client_of, http_at
 
@@ -190,6 +193,31 @@ async def test_of_two_turns_at_once_openais_client_repeats_none_after_the_other(
         turns = await asyncio.gather(create(**asked), create(**asked), return_exceptions=True)
     assert sorted(type(turn).__name__ for turn in turns) == ["ChatCompletion", "ConflictError"]
     assert (await sessions.read(session, "")).version == 2
+
+
+class NumberedTokenizer(ByteTokenizer):
+    """The same ids, whose texts are their numbers."""
+
+    def token_bytes(self) -> dict[int, bytes]:
+        return {token: b"<%d>" % token for token in range(256)}
+
+
+async def test_a_session_that_is_continued_without_a_model_has_the_texts_of_its_targets_tokens():
+    target = {"checkpoint": "target", "max_length": MAX_LENGTH, "max_depth": 8}
+    second = dataclasses.replace(SERVED["demo"], name="second", tokenizer=NumberedTokenizer())
+    two = edge_config(targets={"demo": target, "second": target})
+    made = Ingress(two, EdgePeers(), MemorySessions(), SERVED | {"second": second})
+    async with http_at(served_ingress=made) as (server, _), client_of(server) as client:
+        asked: dict[str, Any] = {"messages": MESSAGES, "max_completion_tokens": 4, "logprobs": True, "top_logprobs": 1}
+        first = await client.chat.completions.create(model="second", extra_body=KEPT, **asked)
+        session = {"dendro": {"session": first.dendro["choices"][0]["session"]}}
+        for model in ("", "second"):
+            answer = await client.chat.completions.create(model=model, extra_body=session, **asked)
+            assert answer.model == "second"
+            assert all(each.token.startswith("<") for each in answer.choices[0].logprobs.content)
+        unknown = {"dendro": {"session": session["dendro"]["session"] + "x"}}
+        with pytest.raises(openai.NotFoundError, match="session: there is no such session"):
+            await client.chat.completions.create(model="", extra_body=unknown, **asked)
 
 
 async def test_tokenize_and_detokenize_are_those_of_the_prompt():

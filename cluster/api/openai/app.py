@@ -26,7 +26,7 @@ from cluster.api.openai.bodies import BodyReader
 from cluster.api.openai.chat import chat_of, read_chat
 from cluster.api.openai.completions import read_completion
 from cluster.api.openai.errors import HttpRefused, failure_of, naming, to_json
-from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers
+from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, session_of
 from cluster.api.openai.pages import check_page
 from cluster.api.openai.serving import AnswerResponse
 from cluster.api.requests import RunningRequests
@@ -126,10 +126,13 @@ class HttpApi:
         model = body.fields.get("model")
         if isinstance(model, str) and model and model not in self._ingress.config.targets:
             raise self._no_model(model)
+        fields, session = body.fields, session_of(body.fields)
+        if session and model in (None, ""):  # what is read and written by a tokenizer is of the session's target
+            fields = {**fields, "model": await self._ingress.target_of(session, caller.tenant)}
         key = request.headers.get("idempotency-key", "")
         request_id = key or secrets.token_hex(16)
-        work = LONG if "messages" in body.fields else body.size // BODY_WORK  # a template may be rendered
-        asked, form = await off_loop(work, lambda: read(body.fields, request_id, self._ingress.tokenizer))
+        work = LONG if "messages" in fields else body.size // BODY_WORK  # a template may be rendered
+        asked, form = await off_loop(work, lambda: read(fields, request_id, self._ingress.tokenizer))
         repeatable = bool(key) or not asked.message.session
         return AnswerResponse(self._ingress, self._requests, asked, form, caller, repeatable)
 

@@ -105,6 +105,13 @@ class Fields:
                 raise BadRequest(shown(field)[1:-1], REFUSED.get(field, "is not supported by this server"))
 
 
+def session_of(body: Mapping[str, Any]) -> str:
+    """The session that a body names; empty where it names none, or is refused for what stands there."""
+    extension = body.get(EXTENSION)
+    found = extension.get("session") if isinstance(extension, dict) else None
+    return found if isinstance(found, str) else ""
+
+
 def typed(field: str, value: Any, *kinds: JsonType) -> Any:
     """The value. Raises BadRequest, naming the field, where it is of none of these types."""
     for kind in kinds:
