@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import operator
+import reprlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -26,9 +28,27 @@ def repeated_key(pairs: Sequence[tuple[str, object]]) -> str | None:
     return None if len(counts) == len(pairs) else next(key for key, count in counts.items() if count > 1)
 
 
+class _Beginning(reprlib.Repr):
+    """The `repr` of a value up to SHOWN_CHARACTERS or more, of however many values, and however deep in each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = self.maxtuple = self.maxlist = self.maxset = self.maxdict = SHOWN_CHARACTERS
+        self.maxstring = self.maxlong = self.maxother = 4 * SHOWN_CHARACTERS  # they are cut in their middles
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if level <= 0:
+            return "{...}"
+        items = islice(x.items(), self.maxdict)
+        return f"{{{', '.join(f'{self.repr1(key, level - 1)}: {self.repr1(each, level - 1)}' for key, each in items)}}}"
+
+
+_BEGINNING = _Beginning()
+
+
 def shown(value: object) -> str:
     """A wrong value in an error's words."""
-    return one_line(repr(value), SHOWN_CHARACTERS)
+    return one_line(_BEGINNING.repr(value), SHOWN_CHARACTERS)
 
 
 def text_of(field: str, value: str) -> str:

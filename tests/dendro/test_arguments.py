@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from dendro import client as client_module
 from dendro.answer import build_request
-from dendro.arguments import repeated_key
+from dendro.arguments import SHOWN_CHARACTERS, repeated_key, shown
 from dendro.client import AsyncClient, Client
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, one_line
 from dendro.options import Options
 from dendro.speculation import Speculation
 from dendro.structure import Structure, StructureForm
@@ -27,6 +27,32 @@ class Odd:
 
     def __index__(self) -> int:
         raise RuntimeError("index")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [5, -0.0, 2**200, "a'b", "a" * 9000, b"a" * 9000, [1, "a", None], {"b": 1, "a": [2]}, ["a" * 30] * 900, 2 * [{}]],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_wrong_value_is_shown_by_the_beginning_of_its_repr(value):
+    assert shown(value) == one_line(repr(value), SHOWN_CHARACTERS)
+
+
+def test_a_wrong_value_is_shown_without_a_look_at_its_rest():
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
+    assert shown(deep) == "[" * (SHOWN_CHARACTERS - 1) + "…"
+    asked = []
+
+    class Noted:
+        def __repr__(self) -> str:
+            asked.append(self)
+            return "noted"
+
+    for value in ([Noted()] * 9000, {key: Noted() for key in range(9000)}):
+        assert shown(value).endswith("…")
+    assert len(asked) <= 2 * SHOWN_CHARACTERS
 
 
 LEAVES = (
