@@ -120,6 +120,26 @@ async def _keep_no_other_address_out(tmp_path, tls):
                 pass  # the server has not seen the end of the others yet
 
 
+async def test_connections_that_wait_are_accepted_one_in_a_turn_of_the_loop(monkeypatch):
+    loop, accepted = asyncio.get_running_loop(), []
+    accept = loop.sock_accept
+
+    async def noted(listening):
+        accepted.append(await accept(listening))
+        return accepted[-1]
+
+    monkeypatch.setattr(loop, "sock_accept", noted)
+    async with http_at(http={"max_connections": MOST}) as (server, _):
+        host, _, port = server.address.rpartition(":")
+        with contextlib.ExitStack() as stack:
+            for _ in range(4 * MOST):  # the loop does not run meanwhile
+                stack.enter_context(socket.create_connection((host, int(port))))
+            while len(accepted) < 4 * MOST:
+                before = len(accepted)
+                await asyncio.sleep(0)
+                assert len(accepted) - before <= 2
+
+
 async def test_a_refused_connection_is_counted_as_an_error_that_the_alert_of_errors_sees():
     peers = ingress(EdgePeers(), http={"max_connections": MOST})
     async with http_at(served_ingress=peers) as (server, _), idle_connections() as held:

@@ -133,6 +133,7 @@ class _EmbeddedServer(uvicorn.Server):
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await asyncio.sleep(0)  # `sock_accept` does not wait for a connection that is there
             try:
                 accepted, peer = await loop.sock_accept(self._listening)
             except OSError:  # no file descriptor is left, or the client has gone
