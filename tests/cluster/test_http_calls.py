@@ -309,6 +309,16 @@ async def test_a_structure_that_cannot_also_have_calls_is_refused_by_name_beside
         assert refused.value.param == next(iter(fields))
 
 
+@pytest.mark.parametrize("text", ['{"type": "boolean"} | "b"', '{"type": "boolean"}\nTAIL: "b"', "{} // a", '"a'])
+async def test_the_text_of_a_schema_beside_tools_is_json_alone(tmp_path, text):
+    """What follows it would be read as rules of the grammar that has both."""
+    async with scripted(scripted_tokenizer(tmp_path, TEMPLATES["hermes"], SPECIAL)) as target:
+        asked = {"model": "demo", "messages": HELLO, "tools": [TIME]}
+        with pytest.raises(openai.BadRequestError, match="is no JSON schema") as refused:
+            await target.client.chat.completions.create(**asked, extra_body={"structure": {"json_schema": text}})
+        assert refused.value.param == "structure.json_schema"
+
+
 @pytest.mark.parametrize("template", [OTHER, "smollm2"], ids=["another format", "SmolLM2"])
 async def test_a_template_that_writes_calls_in_another_form_is_refused_by_name(tmp_path, template):
     if template == "smollm2":

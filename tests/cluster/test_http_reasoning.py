@@ -228,6 +228,7 @@ async def test_an_error_of_a_structure_names_the_field_that_was_sent(tmp_path):
         for fields, param in (
             ({"response_format": wrong}, "response_format.json_schema"),
             ({"structure": {"regex": "("}}, "structure.regex"),
+            ({"structure": {"json_schema": '{"type": "string"} | "b"'}}, "structure.json_schema"),
         ):
             with pytest.raises(openai.BadRequestError) as refused:
                 await asked.client.chat.completions.create(model="demo", messages=HELLO, extra_body=fields)

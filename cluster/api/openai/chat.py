@@ -16,7 +16,7 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.openai.answers import AnswerForm, ChatForm
 from cluster.api.openai.calls import CallForm, CallFormat
-from cluster.api.openai.errors import line_field, renamed
+from cluster.api.openai.errors import line_field, naming, renamed
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
 from cluster.api.openai.mixed import MixedForm, MixedParts
 from cluster.api.openai.reasoning import ReasoningMarkers, ReasoningPlace, is_plain, markers_of, rule_of
@@ -101,7 +101,9 @@ def _or_calls(asked: HttpRequest, calls: CallFormat, tools: Tools, tokenizer: To
     """Let the answer be calls, or text of the request's structure. Raises BadRequest where no structure has both."""
     structure = structure_from(asked.message)
     assert structure is not None
-    answer, named = rule_of(structure), renamed(structure.field, asked.names)
+    named = renamed(structure.field, asked.names)
+    with naming(asked.names):
+        answer = rule_of(structure)
     if answer is None or not is_plain(calls.marks.marker, tokenizer):
         raise BadRequest(
             named.partition(".")[0],
@@ -126,7 +128,8 @@ def _after_reasoning(
         return place, asked
     structure = structure_from(asked.message)
     assert structure is not None
-    after = markers.structure(structure, place is ReasoningPlace.BEGUN, tokenizer)
+    with naming(asked.names):
+        after = markers.structure(structure, place is ReasoningPlace.BEGUN, tokenizer)
     if after is None:
         if place is ReasoningPlace.BEGUN:
             asked.message.chat.MergeFrom(pb.Chat(answer_start=markers.closing))

@@ -14,6 +14,7 @@ from dendro.lark_forms import literal
 from dendro.patterns import slashed
 from dendro.structure import Structure, StructureForm
 
+from cluster.api.openai.bodies import json_of
 from cluster.api.openai.found_calls import begun_at_end
 from cluster.router.tokenizer import Tokenizer
 
@@ -73,9 +74,14 @@ def is_plain(text: str, tokenizer: Tokenizer) -> bool:
 
 
 def rule_of(structure: Structure) -> str | None:
-    """A structure as the right side of a rule; None for a grammar, which has several."""
+    """A structure as the right side of a rule; None for a grammar, which has several. Raises BadRequest for the text of
+    a schema that is no JSON: what follows a schema would be read as rules."""
     match structure.form:
         case StructureForm.JSON_SCHEMA:
+            try:
+                json_of(structure.texts[0])
+            except ValueError as error:
+                raise BadRequest(structure.field, f"is no JSON schema: {error}") from None
             return f"%json {structure.texts[0]}"
         case StructureForm.REGEX:
             return f"/{slashed(structure.texts[0])}/"
