@@ -252,6 +252,7 @@ class OneCallLevels(ABC):
         """Run the levels that `_levels` was prepared for; returns their guesses. counts: rows of each level
         entries: of the first level"""
         ends, step = self._ends, self._ends.head.step
+        assert max(orders.vocabularies) <= ends.vocabulary, "the head has fewer tokens"
         self._call[shapes.HIDDEN], logits = ends.lend_scratch(self._call, max(counts), ends.hidden_step, step)
         self._call[shapes.LOGITS], self._call[shapes.LOGITS_STEP] = logits, step
         return RankedGuesses(*self._levels.run(counts, groups, depths, orders, width, logits, step, entries))

@@ -261,17 +261,58 @@ class GuardedScratch(Scratch):
             self.guards.append(guard)
         return places
 
+    def intact(self) -> bool:
+        """True if no guarded byte of the last call was written."""
+        return bool(self.guards) and all((guard == 0xA5).all() for guard in self.guards)
+
+
+def guarded(fused: DrafterModel, monkeypatch) -> GuardedScratch:
+    """The scratch memory that the model has from now on."""
+    scratch = GuardedScratch()
+    monkeypatch.setattr(fused, "scratch", scratch)
+    return scratch
+
 
 @torch.inference_mode()
 def test_no_row_leaves_its_scratch_memory_in_a_model_much_wider_than_its_channels(tmp_path, monkeypatch):
     kind = SmallModel("mamba", {"hidden_size": 512, "intermediate_size": 4})
     fused = both(make(tmp_path, kind), torch.bfloat16)[1]
-    scratch = GuardedScratch()
-    monkeypatch.setattr(fused, "scratch", scratch)
+    scratch = guarded(fused, monkeypatch)
     memory, none = fused.memory(3, 9), np.zeros(1, np.int64)
     for tokens in (np.arange(20)[None], np.arange(1)[None]):
         memory.chain(Chains(tokens, ints(tokens.size), none, none, ints(1), none[:0]))
-        assert scratch.guards and all((guard == 0xA5).all() for guard in scratch.guards)
+        assert scratch.intact()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
+@torch.inference_mode()
+def test_chains_levels_folds_and_guesses_stay_in_their_scratch_memory(tmp_path, monkeypatch, kind, dtype):
+    fused = both(make(tmp_path, kind), dtype)[1]
+    scratch = guarded(fused, monkeypatch)
+    memory, rounds = fused.memory(TEXTS, NODES), RandomRounds(kind.vocabulary, seed=3)
+    assert isinstance(memory, FusedMemory)
+
+    def run(method: str, plan, rows: list[int]) -> None:
+        made = results(fused, memory, method, plan, rows)
+        assert scratch.intact()
+        if method == "level":
+            orders = Orders([0.0], [None], [fused.vocabulary])
+            ids, _, _ = memory.guesses(plan, [plan.count], [0], orders, 20)
+            assert scratch.intact() and made is not None
+            assert np.array_equal(ids[:, 0], made.argmax(1))
+
+    for _ in range(3):
+        rounds.round(run)
+
+
+@torch.inference_mode()
+def test_tokens_that_the_head_lacks_are_not_ranked(tmp_path):
+    fused = both(make(tmp_path, SmallModel("mamba", {})))[1]
+    memory, level = fused.memory(2, 9), Level(ints(7), [1], [0], [0], [0], [Nodes([3], [-1])])
+    assert isinstance(memory, FusedMemory)
+    with pytest.raises(AssertionError, match="the head has fewer tokens"):
+        memory.guesses(level, [1], [0], Orders([0.0], [None], [fused.vocabulary + 1]), 5)
 
 
 @torch.inference_mode()
@@ -306,7 +347,7 @@ def test_folds_in_the_call_of_the_next_level_and_after_one_that_raised_have_the_
         (memory.fold_first if first else memory.fold)(folds)
         level = Level(ints(9), [1], [2], [31], [0], [Nodes([5], [-1])])
         if not raises:
-            ids, scores, _ = memory.guesses(level, [1], [0], Orders([0.0], [None], [101]), 5)
+            ids, scores, _ = memory.guesses(level, [1], [0], Orders([0.0], [None], [model.vocabulary]), 5)
             found.append((ids.tolist(), scores.tolist()))
         memory.fold_rest()
         found.append({name: array.tobytes() for name, array in memory.save(2, 31).items()})
