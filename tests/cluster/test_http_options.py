@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -10,8 +11,10 @@ import openai
 import pytest
 from dendro.errors import BadRequest
 from dendro.text import Sampling
+from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.local import LocalClient
+from cluster.api.openai.answers import ChatForm, Choice, CompletionForm
 from cluster.config import DEMO_MODELS, Config
 from cluster.router.token_texts import VocabularyTexts
 from cluster.running import local_ingress
@@ -102,6 +105,19 @@ async def test_log_probabilities_without_likeliest_tokens_have_an_empty_list():
     async with calling() as client:
         answer = await client.chat.completions.create(model="demo", messages=HELLO, max_tokens=3, logprobs=True)
     assert [each.top_logprobs for each in answer.choices[0].logprobs.content] == [[], [], []]
+
+
+@pytest.mark.parametrize("form", [ChatForm(), CompletionForm()], ids=["chat", "completion"])
+def test_log_probabilities_of_minus_infinity_are_numbers_of_json(form):
+    never = pb.TokenLogprobs(logprob=-math.inf, top_ids=[97, 98], top_logprobs=[-0.5, -math.inf])
+    found = form.logprobs(Choice(0), [99], [never], VocabularyTexts(ByteTokenizer()))
+    assert json.dumps(found, allow_nan=False).count("-9999.0") == 2
+
+
+def test_of_likeliest_tokens_with_one_text_a_completion_has_the_likeliest_ones_log_probability():
+    given = pb.TokenLogprobs(logprob=-1.0, top_ids=[200, 97, 201], top_logprobs=[-0.5, -1.0, -2.0])
+    found = CompletionForm().logprobs(Choice(0), [97], [given], VocabularyTexts(ByteTokenizer()))
+    assert found["top_logprobs"] == [{"\ufffd": -0.5, "a": -1.0}], "two bytes that are no character alone"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -24,6 +24,9 @@ FINISHES = {
     pb.FINISH_REASON_LENGTH: "length",
 }
 
+LEAST_LOGPROB = -9999.0
+"""The log-probability of a chance of 0, as in OpenAI's API: JSON has no infinities."""
+
 
 @dataclass
 class Choice:
@@ -116,7 +119,11 @@ class ChatForm(_TextForm):
         self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
     ) -> dict[str, Any]:
         def described(token: int, logprob: float) -> dict[str, Any]:
-            return {"token": texts.text(token), "logprob": logprob, "bytes": list(texts.bytes_of(token))}
+            return {
+                "token": texts.text(token),
+                "logprob": max(logprob, LEAST_LOGPROB),
+                "bytes": list(texts.bytes_of(token)),
+            }
 
         content = [
             described(token, each.logprob)
@@ -151,16 +158,21 @@ class CompletionForm(_TextForm):
         offsets = [choice.characters]
         for name in names[:-1]:
             offsets.append(offsets[-1] + len(name))
-        tops = [
-            {texts.text(token): value for token, value in zip(each.top_ids, each.top_logprobs, strict=True)}
-            for each in given
-        ]
         return {
             "tokens": names,
-            "token_logprobs": [None] * missing + [each.logprob for each in given],
-            "top_logprobs": [None] * missing + tops,
+            "token_logprobs": [None] * missing + [max(each.logprob, LEAST_LOGPROB) for each in given],
+            "top_logprobs": [None] * missing + [_by_text(each, texts) for each in given],
             "text_offset": offsets,
         }
+
+
+def _by_text(given: pb.TokenLogprobs, texts: VocabularyTexts) -> dict[str, float]:
+    """The likeliest tokens' log-probabilities by text. Of tokens with one text, such as bytes that are no whole
+    character, the likeliest one's."""
+    found: dict[str, float] = {}
+    for token, logprob in zip(given.top_ids, given.top_logprobs, strict=True):
+        found.setdefault(texts.text(token), max(logprob, LEAST_LOGPROB))
+    return found
 
 
 class ObjectWriter:
