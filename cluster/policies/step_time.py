@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from dendro.calls import Hello
 from dendro.measured import OUTLIER
+from dendro.wire import MAX_STEP_ROWS
 
 STEP = 0.01
 """Share by which all weights decay with each measured step."""
@@ -63,8 +64,10 @@ class TargetSteps:
 
     @classmethod
     def of(cls, hello: Hello) -> Self:
-        """What a verifier's hello says."""
-        return cls(hello.step_sizes, hello.attends, hello.timed_steps)
+        """What a verifier's hello says. Sizes of more rows than any verdict reports are left out: their times could not
+        be stored in a prior."""
+        sizes = tuple(rows for rows in hello.step_sizes if rows <= MAX_STEP_ROWS)
+        return cls(sizes, hello.attends, hello.timed_steps)
 
     @property
     def degree(self) -> int:

@@ -19,6 +19,7 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, step_time
 from cluster.policies.costs import Costs
 from cluster.policies.experience import Concurrency
+from cluster.policies.prior import unpack_prior
 from cluster.policies.step_time import (
     MOST_SIZES,
     STEP,
@@ -29,7 +30,8 @@ from cluster.policies.step_time import (
     step_at,
     usual_step_time,
 )
-from tests.support.edge import EdgePeers, ingress
+from tests.support.edge import HELLO, EdgePeers, ingress
+from tests.support.toy_edge import RecordedPriors
 
 RECORDED: list[tuple[int, float]] = [
     (8, 53720),
@@ -274,6 +276,21 @@ async def test_a_router_takes_what_is_said_of_steps_from_the_verifiers_hello(att
     answer = await LocalClient(edge).generate_text("the snake", max_new_tokens=8)
     assert edge.experience["demo"].concurrency.target == TargetSteps((2, 9), attends, ((2, 900), (9, 1_000)))
     assert answer.complete.speculation.step_sizes == (2, 9)
+
+
+@pytest.mark.parametrize("sizes", [(20_000,), (2**31 - 1,), (1, 2, 2**31 - 1)])
+async def test_what_is_learned_of_a_verifier_with_huge_steps_can_be_read_again(sizes):
+    """A verdict reports at most MAX_STEP_ROWS, and a prior with more would replace all that was learned before."""
+    peers, priors = EdgePeers(), RecordedPriors()
+    peers.hello = dataclasses.replace(HELLO, step_sizes=sizes)
+    edge = ingress(peers, priors=priors)
+    for _ in range(3):
+        await LocalClient(edge).generate_text("the snake", max_new_tokens=16)
+    await edge._priors.settled()
+    assert priors.blobs
+    for blob in priors.blobs.values():
+        prior = unpack_prior(blob)
+        assert prior is not None and any(costs.step.sizes for costs in prior.costs.values())
 
 
 @pytest.mark.parametrize(
