@@ -6,13 +6,14 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Event
 
 from dendro.answer import count_of_answers
 from dendro.calls import TARGET_BYTES
 from dendro.clock import Clock
 from dendro.daemon_threads import in_thread
 from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
-from dendro.grammars import Grammar
+from dendro.grammars import Grammar, GrammarText
 from dendro.logprobs import check_echo, check_logprobs
 from dendro.modes import VerificationMode
 from dendro.options import SEED_BITS
@@ -38,6 +39,8 @@ from cluster.sessions import Record, Sessions, Turn, unknown_session
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
 _TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as stored in records
+FOLLOWED = 64
+"""Tokens of a structured answer that are followed between looks at whether its request runs."""
 ANCHOR = "a"
 """A text that an answer can continue."""
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
@@ -376,11 +379,22 @@ async def _completes(grammar: Grammar, held: list[int], limits: Limits, served: 
     """True if the client has the whole of a structured answer. Raises BadRequest for tokens that are not allowed."""
     text = grammar.text(0, () if limits.ignore_end else served.end_ids, limits.stop_ids)
     if held:
+        left = Event()
         try:
-            await in_thread("structure-of-resume", lambda: text.follow(held))
+            await in_thread("structure-of-resume", lambda: _follow(text, held, left))
         except BadRequest as error:
             raise BadRequest("resume.token_ids", f"are not an answer's: the structure {error.reason}") from None
+        finally:
+            left.set()
     return text.complete
+
+
+def _follow(text: GrammarText, held: list[int], left: Event) -> None:
+    """Follow tokens until `left` is set: the thread goes on after its request has ended, and there may be many."""
+    for end in range(FOLLOWED, len(held) + FOLLOWED, FOLLOWED):
+        if left.is_set():
+            return
+        text.follow(held[:end])
 
 
 def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:

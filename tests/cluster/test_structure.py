@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import re
 import sys
+import threading
 from collections import Counter
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import cast
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -37,6 +39,7 @@ from tests.support import other_tokenizers, tiny_models
 from tests.support.edge import SERVED, EdgePeers, config, ingress, resume_of
 from tests.support.random_schemas import random_schema
 from tests.support.self_drafting import self_drafting
+from tests.support.sockets import until
 
 PROMPT = "config = json.loads("
 WAYS = ("(3,2,1)", "auto", "dynamic(3,3,8)", "proposed(7)")
@@ -358,6 +361,29 @@ async def test_the_tokens_of_a_resume_are_read_by_its_structure_after_its_digest
     request.resume.CopyFrom(resume_of([1, 2], [5, 6]))
     [each async for each in router.generate(request)]
     assert counted.followed == 1
+
+
+async def test_a_resumed_structured_answer_is_followed_no_further_once_its_client_has_left():
+    """Else a client that resumes and leaves again and again would have a thread of the router work for each time."""
+    held, going, lengths = 300, threading.Event(), []
+
+    class SlowGrammar(CountingGrammar):
+        def follow(self, ids) -> None:
+            lengths.append(len(ids))
+            going.wait(20)
+
+    served = replace(SERVED["demo"], grammars=cast(Any, SlowGrammar()))
+    router = Ingress(config(), EdgePeers(), MemorySessions(), {"demo": served})
+    request = build_request([1], structure=Structure.regex("a*"), max_new_tokens=held + 9)
+    request.resume.CopyFrom(resume_of([1], [97] * held))
+    work = asyncio.create_task(first_event(router, request))
+    await until(lambda: lengths)
+    (thread,) = (each for each in threading.enumerate() if each.name == "structure-of-resume")
+    work.cancel()
+    await asyncio.wait({work})
+    going.set()
+    await asyncio.to_thread(thread.join, 20)
+    assert not thread.is_alive() and lengths[-1] < held
 
 
 @pytest.mark.slow
