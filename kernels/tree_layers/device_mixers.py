@@ -1,4 +1,5 @@
-"""Mamba-2's mixers on an accelerator: three kernels a layer around its products, four with folds, on fixed arrays."""
+"""Mamba-2's mixers on an accelerator, on fixed arrays: three launches a layer beside its products, four where folds
+move."""
 
 from __future__ import annotations
 
@@ -49,14 +50,14 @@ class TabledStep:
         rows: inputs of the convolution [rows, channels], and dt [rows, H] before softplus   memory: the layer's slots
         """
         from tree_kernels.tree_conv.triton import ConvWeights, KeptRows, conv_rows
-        from tree_kernels.tree_scan.triton import fold_chains, move, scan_rows, weigh
+        from tree_kernels.tree_scan.triton import fold_and_weigh, move, scan_rows
 
         (given, dt), (raw, inputs, states) = rows, memory
         table, room = self.table, self.rooms.of[tuple(states.shape[1:])]
         kept, by = KeptRows(raw, *inputs), ConvWeights(*convolution)
         C, y = conv_rows(given.to(raw.dtype), dt, kept, table.columns, table.last, self.scratch, by)
-        fold_chains(inputs, states, room, table, A)
-        scan_rows(inputs, states, room, C, weigh(inputs, C, table, A), table, self.scratch, D, y)
+        weighed = fold_and_weigh(inputs, states, room, C, table, A)
+        scan_rows(inputs, states, room, C, weighed, table, self.scratch, D, y)
         if self.moves:  # a row may have started from a slot's old checkpoint, so the scan comes before
             move(states, room, table)
         return y

@@ -6,6 +6,8 @@ Without an accelerator they run in Triton's interpreter. Memory that nothing was
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,17 +18,18 @@ import torch.nn.functional as F
 from tree_kernels.tree_conv import tree_conv
 from tree_kernels.tree_scan import Group, Paths, TokenInputs, reference
 
+from tests.support.compiled import printed_by
 from tests.support.tensor_core_products import multiply_as_tensor_cores
 
 pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.tree_conv.triton import ConvWeights, KeptRows, conv_rows
 from tree_kernels.tree_scan.triton import (
+    FOLD_WIDTH,
     ITEM_ROWS,
     ScanTable,
-    fold_chains,
+    fold_and_weigh,
     move,
     scan_rows,
-    weigh,
 )
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -145,7 +148,8 @@ class StateMixer:
         C, y = conv_rows(given[:, :channels], given[:, channels:], self.kept, table.columns, table.last, RING, self.by)
         room = torch.full((FOLDS, *self.states.shape[1:]), NAN, device=DEVICE)
         inputs = TokenInputs(*self.kept[1:])
-        scan_rows(inputs, self.states, room, C, weigh(inputs, C, table, self.A), table, RING, self.D, y)
+        weighed = fold_and_weigh(inputs, self.states, room, C, table, self.A)
+        scan_rows(inputs, self.states, room, C, weighed, table, RING, self.D, y)
         assert not y[len(rows) :].any(), "rows of padding are zero"
         return y[: len(rows)].cpu(), table, C
 
@@ -241,15 +245,17 @@ def test_a_row_has_the_same_bits_after_guesses_as_after_committed_tokens():
 @pytest.mark.parametrize("kind", ["plain", "shared", "float32"])
 def test_folds_are_the_references_and_independent_of_other_chains(kind):
     mixer = StateMixer(**KINDS[kind])
+    assert mixer.width % FOLD_WIDTH, "the last program of a head has fewer channels"
     slots = 1 + mixer.rng.permutation(RING - 1)[: FOLDS * BLOCK].reshape(FOLDS, BLOCK)
     truth, states = mixer.states.clone(), mixer.states.clone()
 
     def run(chains, where, moved):
         mixer.states.copy_(states)
         room = torch.full((FOLDS, *states.shape[1:]), NAN, device=DEVICE)
-        arrays = ([0], [0], [[0]], chains, slots, where, moved)
+        arrays = (np.zeros((1, 2 * BLOCK)), [0], [[0]], chains, slots, where, moved)
         table = ScanTable(*(torch.as_tensor(np.array(each), dtype=torch.int64, device=DEVICE) for each in arrays))
-        fold_chains(TokenInputs(*mixer.kept[1:]), mixer.states, room, table, mixer.A)
+        C = mixer.given.new_full((1, math.prod(mixer.shapes[2])), NAN)
+        fold_and_weigh(TokenInputs(*mixer.kept[1:]), mixer.states, room, C, table, mixer.A)
         before = mixer.states.clone()
         move(mixer.states, room, table)
         return before, mixer.states.clone()
@@ -270,3 +276,55 @@ def test_folds_are_the_references_and_independent_of_other_chains(kind):
     assert torch.equal(after[[0, 3]], states[[0, 3]])
     _, alone = run([[0, 0], [0, 3], [0, 0]], where, [0, 1, 0, 0, 0])
     assert torch.equal(alone[[1, 4, 5]], after[[1, 4, 5]]) and torch.equal(alone[2], states[2])
+
+
+# Compilation for accelerators, without one
+
+COMPILED = """
+import subprocess, tempfile
+from pathlib import Path
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from tree_kernels.tree_scan.triton import (
+    FOLD_STEP, FOLD_WIDTH, HEADS_BLOCK, ITEM_ROWS, SCAN_STEP, SCAN_WARPS, SCAN_WIDTH, STATE_PART, _fold_and_weigh, _scan
+)
+
+TOOL = Path(next(iter(nvidia.__path__)), "bin", "cuobjdump")
+
+def compiled(capability, kernel, types, constants, warps):
+    given = iter(types)
+    signature = {name: "constexpr" if name in constants else next(given) for name in kernel.arg_names}
+    floats = ("*bf16", "*fp32")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind in floats}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        usage = subprocess.run([TOOL, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
+    print(kernel.__name__, capability, usage.stdout.splitlines()[-1])
+
+for capability in (90, 80):
+    for heads, groups, columns in ((80, 1, 32), (128, 8, 64)):
+        sizes = dict(HEADS=heads, OWN=heads, GROUPS=groups, READERS=groups, P=64, N=128, K=columns)
+        given = ["*bf16", "*bf16", "*fp32", "*fp32", "*bf16", "*fp32", "*fp32", *["*i64"] * 5, "*fp32", "*fp32", "i32"]
+        blocks = triton.cdiv(heads // groups, HEADS_BLOCK)
+        folds = dict(FOLDING=4 * heads, P_BLOCK=FOLD_WIDTH, N_BLOCK=128, TOKENS=columns // 2, STEP=FOLD_STEP)
+        weights = dict(BLOCK=HEADS_BLOCK, BLOCKS=blocks)
+        compiled(capability, _fold_and_weigh, given, sizes | folds | weights, 4)
+        given = ["*bf16", "*bf16", *["*fp32"] * 5, *["*i64"] * 3, "*fp32", "i32", "i32"]
+        scan = dict(P_BLOCK=SCAN_WIDTH, PART=STATE_PART, ROWS=ITEM_ROWS, STEP=SCAN_STEP)
+        compiled(capability, _scan, given, sizes | scan, SCAN_WARPS)
+"""
+
+
+@pytest.mark.slow
+def test_the_scans_kernels_compile_for_sm_90_and_sm_80_without_spilling():
+    lines = printed_by(COMPILED)
+    assert len(lines) == 8
+    for line in lines:
+        assert "STACK:0" in line and "LOCAL:0" in line, line
+        assert int(re.search(r"REG:(\d+)", line)[1]) <= (160 if line.startswith("_scan") else 64), line

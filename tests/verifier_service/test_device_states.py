@@ -124,7 +124,7 @@ def test_no_step_waits_for_the_device_and_two_of_one_shape_launch_the_same(runne
             runner._step(shape, inputs)
         found.append(launched)
     assert found[0] == found[1] == found[2]
-    assert {"_conv", "_fold", "_weigh", "_scan", "_commit"} <= {name for name, _ in found[0]}
+    assert {"_conv", "_fold_and_weigh", "_scan", "_commit"} <= {name for name, _ in found[0]}
 
 
 def test_rows_are_listed_once_beside_the_state_that_they_start_from(runner):

@@ -1,8 +1,9 @@
-"""Mamba-2's recurrence along paths on an accelerator, from fixed arrays: three kernels (README.md in this folder).
+"""Mamba-2's recurrence along paths on an accelerator, from fixed arrays: two launches (README.md in this folder).
 
-`fold_chains` advances checkpoints by blocks of tokens. `weigh` computes the weight of every column of a row, for each
-head. `scan_rows` adds the columns by their weights, and the checkpoint read by C. A program computes a row as it would
-without others, with sums of one order, so a row's bits do not depend on what else is in a step.
+`fold_and_weigh` advances checkpoints by blocks of tokens, and computes the weight of every column of a row, for each
+head: neither reads what the other writes. `scan_rows` adds the columns by their weights, and the checkpoint read by C.
+A program computes a row as it would without others, with sums of one order, so a row's bits do not depend on what else
+is in a step.
 """
 
 from __future__ import annotations
@@ -25,7 +26,10 @@ SCAN_STEP = 8
 """Columns whose loads a scan begins together."""
 SCAN_WARPS = 8
 HEADS_BLOCK = 16
-"""Heads of a program of `weigh`."""
+"""Heads whose weights a program of `fold_and_weigh` computes."""
+FOLD_WIDTH = 16
+"""Most channels that a program of `fold_and_weigh` folds. With 64 of them, and states of 128, a thread would have 168
+registers where weights take 40, so fewer programs would run at once."""
 FOLD_STEP = 8
 """Tokens whose loads a fold begins together."""
 
@@ -46,58 +50,46 @@ class ScanTable(NamedTuple):
     moved: Tensor  # [folds] the checkpoint to which the room's state of this number is copied after the scan; 0 none
 
 
-def fold_chains(inputs: TokenInputs, states: Tensor, room: Tensor, table: ScanTable, A: Tensor) -> None:
-    """Advance checkpoints by the blocks of the table's chains, fold by fold, token by token.
+def fold_and_weigh(
+    inputs: TokenInputs, states: Tensor, room: Tensor, C: Tensor, table: ScanTable, A: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Advance checkpoints by the blocks of the table's chains, fold by fold, token by token. Returns the weight of
+    every column of a row, exp(a_(j+1) + ... + a_i) dt_j (C_i . B_j), and the decay of the row's checkpoint,
+    exp(a_1 + ... + a_i).
 
-    states [slots, H, P, N], room [folds, H, P, N] float32; both written here   A [H] float32
+    states [slots, H, P, N], room [folds, H, P, N] float32; both written here   C [rows, r G N]   A [H] float32
+    returns [rows, H, K] and [rows, H] float32; rows of padding are not written
     """
     heads, width, size = states.shape[1:]
     own, groups = inputs.x.shape[1], inputs.B.shape[1]
-    block = table.fold_columns.shape[1]
+    sizes = _sizes(heads, own, groups, width, size)
+    block, (rows, count) = table.fold_columns.shape[1], table.columns.shape
     assert block % FOLD_STEP == 0 and states.is_contiguous() and room.is_contiguous()
-    _fold[(heads, len(table.chains))](
+    weights, decays = inputs.dt.new_empty(rows, heads, count), inputs.dt.new_empty(rows, heads)
+    blocks, wide = triton.cdiv(heads // sizes["READERS"], HEADS_BLOCK), min(sizes.pop("P_BLOCK"), FOLD_WIDTH)
+    folding, weighing = len(table.chains) * heads * triton.cdiv(width, wide), rows * sizes["READERS"] * blocks
+    _fold_and_weigh[(folding + weighing,)](
         *inputs,
         A,
+        C,
         states,
         room,
         table.chains,
         table.fold_columns,
         table.fold_states,
-        len(states),
-        **_sizes(heads, own, groups, width, size),
-        TOKENS=block,
-        STEP=FOLD_STEP,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-
-
-def weigh(inputs: TokenInputs, C: Tensor, table: ScanTable, A: Tensor) -> tuple[Tensor, Tensor]:
-    """The weight of every column of a row, exp(a_(j+1) + ... + a_i) dt_j (C_i . B_j), and the decay of the row's
-    checkpoint, exp(a_1 + ... + a_i).
-
-    C [rows, r G N]   A [H] float32; returns [rows, H, K] and [rows, H] float32; rows of padding are not written
-    """
-    heads, (groups, size) = inputs.dt.shape[1], inputs.B.shape[1:]
-    rows, count = table.columns.shape
-    readers = C.shape[1] // size
-    weights, decays = inputs.dt.new_empty(rows, heads, count), inputs.dt.new_empty(rows, heads)
-    _weigh[(rows, readers, triton.cdiv(heads // readers, HEADS_BLOCK))](
-        inputs.B,
-        inputs.dt,
-        C,
-        A,
         table.columns,
         table.last,
         weights,
         decays,
-        HEADS=heads,
-        GROUPS=groups,
-        READERS=readers,
-        N=size,
-        N_BLOCK=triton.next_power_of_2(size),
+        len(states),
+        FOLDING=folding,
+        **sizes,
+        P_BLOCK=wide,
+        TOKENS=block,
+        STEP=FOLD_STEP,
         K=count,
         BLOCK=HEADS_BLOCK,
+        BLOCKS=blocks,
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -117,7 +109,7 @@ def scan_rows(
 ) -> None:
     """Write y [rows, H P] float32 of the table's rows, before gate and norm.
 
-    weighed: the result of `weigh`   scratch: the slot of the first row's inputs   D [H] float32
+    weighed: the result of `fold_and_weigh`   scratch: the slot of the first row's inputs   D [H] float32
     """
     heads, width, size = states.shape[1:]
     own, groups = inputs.x.shape[1], inputs.B.shape[1]
@@ -179,18 +171,27 @@ def _state(states, room, number, count, h, inside, within, HEADS: tl.constexpr, 
     return tl.where(number < count, kept, made)
 
 
-@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["chains", "fold_columns", "fold_states"])
-def _fold(
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=["chains", "fold_columns", "fold_states", "columns", "last"],
+)
+def _fold_and_weigh(
     x,  # [slots, OWN, P]
     B,  # [slots, GROUPS, N]
     dt,  # [slots, HEADS]
     A,  # [HEADS]
+    C,  # [rows, READERS, N]
     states,  # [count, HEADS, P, N]; written here
     room,  # [folds, HEADS, P, N]; written here
     chains,  # [chains, 2]
     fold_columns,  # [folds, TOKENS]
     fold_states,  # [folds, 2]
+    columns,  # [rows, K]
+    last,  # [rows]
+    weights,  # [rows, HEADS, K]; written here
+    decays,  # [rows, HEADS]; written here
     count,
+    FOLDING: tl.constexpr,
     HEADS: tl.constexpr,
     OWN: tl.constexpr,
     GROUPS: tl.constexpr,
@@ -201,78 +202,66 @@ def _fold(
     N_BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
-):
-    h = tl.program_id(0)
-    chain = tl.program_id(1)
-    number = tl.load(chains + chain * 2 + 1)
-    if number > 0:
-        first = tl.load(chains + chain * 2)
-        own = h // (HEADS // OWN)
-        group = h // (HEADS // GROUPS)
-        p = tl.arange(0, P_BLOCK)
-        n = tl.arange(0, N_BLOCK)
-        inside = (p < P)[:, None] & (n < N)[None, :]
-        within = p[:, None] * N + n[None, :]
-        a = tl.load(A + h)
-        S = _state(states, room, tl.load(fold_states + first * 2), count, h, inside, within, HEADS, P * N)
-        for fold in range(first, first + number):
-            for start in range(0, TOKENS, STEP):
-                for token in tl.static_range(STEP):
-                    slot = tl.load(fold_columns + fold * TOKENS + start + token)
-                    step = tl.load(dt + slot * HEADS + h)
-                    drive = tl.load(x + (slot * OWN + own) * P + p, mask=p < P, other=0.0).to(tl.float32) * step
-                    b = tl.load(B + (slot * GROUPS + group) * N + n, mask=n < N, other=0.0).to(tl.float32)
-                    S = S * tl.exp(step * a) + drive[:, None] * b[None, :]
-            target = tl.load(fold_states + fold * 2 + 1)
-            at = h * (P * N) + within
-            tl.store(states + target * (HEADS * P * N) + at, S, mask=inside & (target < count))
-            tl.store(room + (target - count) * (HEADS * P * N) + at, S, mask=inside & (target >= count))
-
-
-@triton.jit(do_not_specialize_on_alignment=["columns", "last"])
-def _weigh(
-    B,  # [slots, GROUPS, N]
-    dt,  # [slots, HEADS]
-    C,  # [rows, READERS, N]
-    A,  # [HEADS]
-    columns,  # [rows, K]
-    last,  # [rows]
-    weights,  # [rows, HEADS, K]; written here
-    decays,  # [rows, HEADS]; written here
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    READERS: tl.constexpr,
-    N: tl.constexpr,
-    N_BLOCK: tl.constexpr,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    reader = tl.program_id(1)
-    if tl.load(last + row) > 0:
-        MEMBERS: tl.constexpr = HEADS // READERS
-        k = tl.arange(0, K)
-        n = tl.arange(0, N_BLOCK)
-        slot = tl.load(columns + row * K + k)
-        group = reader // (READERS // GROUPS)
-        b = tl.load(B + (slot[:, None] * GROUPS + group) * N + n[None, :], mask=(n < N)[None, :], other=0.0)
-        c = tl.load(C + (row * READERS + reader) * N + n, mask=n < N, other=0.0).to(tl.float32)
-        alike = tl.sum(b.to(tl.float32) * c[None, :], 1)  # [K]
-        member = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-        inside = member < MEMBERS
-        h = reader * MEMBERS + member
-        a = tl.load(A + h, mask=inside, other=0.0)[None, :]
-        own = tl.load(dt + slot[:, None] * HEADS + h[None, :], mask=inside[None, :], other=0.0)  # [K, BLOCK]
-        # The decay since a token is that of the tokens after it, added from the newest on.
-        after = tl.load(columns + row * K + k + 1, mask=k + 1 < K, other=0)
-        later = tl.load(
-            dt + after[:, None] * HEADS + h[None, :], mask=(k + 1 < K)[:, None] & inside[None, :], other=0.0
-        )
-        since = tl.cumsum(later * a, 0, reverse=True)
-        found = tl.exp(since) * own * alike[:, None]
-        tl.store(weights + (row * HEADS + h[None, :]) * K + k[:, None], found, mask=inside[None, :])
-        whole = tl.sum(tl.where((k == 0)[:, None], since + own * a, 0.0), 0)  # the sum of one number and zeros
-        tl.store(decays + row * HEADS + h, tl.exp(whole), mask=inside)
+    program = tl.program_id(0)
+    if program < FOLDING:
+        PARTS: tl.constexpr = (P + P_BLOCK - 1) // P_BLOCK
+        chain = program // (HEADS * PARTS)
+        h = program // PARTS % HEADS
+        number = tl.load(chains + chain * 2 + 1)
+        if number > 0:
+            first = tl.load(chains + chain * 2)
+            own = h // (HEADS // OWN)
+            group = h // (HEADS // GROUPS)
+            p = program % PARTS * P_BLOCK + tl.arange(0, P_BLOCK)
+            n = tl.arange(0, N_BLOCK)
+            inside = (p < P)[:, None] & (n < N)[None, :]
+            within = p[:, None] * N + n[None, :]
+            a = tl.load(A + h)
+            S = _state(states, room, tl.load(fold_states + first * 2), count, h, inside, within, HEADS, P * N)
+            for fold in range(first, first + number):
+                for start in range(0, TOKENS, STEP):
+                    for token in tl.static_range(STEP):
+                        slot = tl.load(fold_columns + fold * TOKENS + start + token)
+                        step = tl.load(dt + slot * HEADS + h)
+                        drive = tl.load(x + (slot * OWN + own) * P + p, mask=p < P, other=0.0).to(tl.float32) * step
+                        b = tl.load(B + (slot * GROUPS + group) * N + n, mask=n < N, other=0.0).to(tl.float32)
+                        S = S * tl.exp(step * a) + drive[:, None] * b[None, :]
+                target = tl.load(fold_states + fold * 2 + 1)
+                at = h * (P * N) + within
+                tl.store(states + target * (HEADS * P * N) + at, S, mask=inside & (target < count))
+                tl.store(room + (target - count) * (HEADS * P * N) + at, S, mask=inside & (target >= count))
+    else:
+        place = program - FOLDING
+        row = (place // (READERS * BLOCKS)).to(tl.int64)
+        reader = place // BLOCKS % READERS
+        if tl.load(last + row) > 0:
+            MEMBERS: tl.constexpr = HEADS // READERS
+            k = tl.arange(0, K)
+            n = tl.arange(0, N_BLOCK)
+            slot = tl.load(columns + row * K + k)
+            group = reader // (READERS // GROUPS)
+            b = tl.load(B + (slot[:, None] * GROUPS + group) * N + n[None, :], mask=(n < N)[None, :], other=0.0)
+            c = tl.load(C + (row * READERS + reader) * N + n, mask=n < N, other=0.0).to(tl.float32)
+            alike = tl.sum(b.to(tl.float32) * c[None, :], 1)  # [K]
+            member = place % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+            inside = member < MEMBERS
+            h = reader * MEMBERS + member
+            a = tl.load(A + h, mask=inside, other=0.0)[None, :]
+            own = tl.load(dt + slot[:, None] * HEADS + h[None, :], mask=inside[None, :], other=0.0)  # [K, BLOCK]
+            # The decay since a token is that of the tokens after it, added from the newest on.
+            after = tl.load(columns + row * K + k + 1, mask=k + 1 < K, other=0)
+            later = tl.load(
+                dt + after[:, None] * HEADS + h[None, :], mask=(k + 1 < K)[:, None] & inside[None, :], other=0.0
+            )
+            since = tl.cumsum(later * a, 0, reverse=True)
+            found = tl.exp(since) * own * alike[:, None]
+            tl.store(weights + (row * HEADS + h[None, :]) * K + k[:, None], found, mask=inside[None, :])
+            whole = tl.sum(tl.where((k == 0)[:, None], since + own * a, 0.0), 0)  # the sum of one number and zeros
+            tl.store(decays + row * HEADS + h, tl.exp(whole), mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "scratch"], do_not_specialize_on_alignment=["columns", "last", "items"])
