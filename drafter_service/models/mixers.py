@@ -60,7 +60,7 @@ class LibraryMamba2:
 
     def _out(self, y: Tensor, gate: Tensor) -> Tensor:
         """Gated norm and output projection. y [..., H, P] float32, gate [..., I]; returns [..., d]"""
-        out: Tensor = self.module.out_proj(gated_norm(self.module.norm, y.flatten(-2), gate).to(gate.dtype))
+        out: Tensor = self.module.out_proj(gated_norm(self.module.norm, y.flatten(-2), gate, gate.dtype))
         return out
 
 

@@ -38,18 +38,19 @@ def convolution(conv: nn.Conv1d) -> tuple[Tensor, Tensor]:
 
 def project_mamba2(mixer: Any, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Project hidden [..., d]. Returns gate [..., I], inputs of the convolution, dt [..., H] before softplus."""
-    projected = mixer.in_proj(hidden * getattr(mixer, "ssm_in_multiplier", 1))
+    multiplier = getattr(mixer, "ssm_in_multiplier", 1)
+    projected = mixer.in_proj(hidden if multiplier == 1 else hidden * multiplier)
     if hasattr(mixer, "mup_vector"):
         projected = projected * mixer.mup_vector
     gate, inputs, dt = projected.split((mixer.intermediate_size, mixer.conv_dim, mixer.num_heads), -1)
     return gate, inputs, dt
 
 
-def gated_norm(norm: nn.Module, y: Tensor, gate: Tensor) -> Tensor:
-    """Gate and norm; a model without this norm has only the gate."""
+def gated_norm(norm: nn.Module, y: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gate and norm, rounded to `dtype`; a model without this norm has only the gate."""
     if isinstance(norm, nn.Identity):
-        return y * silu(gate.float())
-    normed: Tensor = norm(y, gate)
+        return (y * silu(gate.float())).to(dtype)
+    normed: Tensor = norm(y, gate, dtype=dtype) if hasattr(norm, "dendro_norm") else norm(y, gate).to(dtype)
     return normed
 
 

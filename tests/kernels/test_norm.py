@@ -195,6 +195,27 @@ def test_residuals_are_added_and_normed_with_the_bits_of_torchs_sums_and_the_nor
     assert torch.equal(found[0].cpu(), total) and torch.equal(found[1].cpu(), norm(total, case.form))
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_residuals_in_float32_are_rounded_for_the_norm_as_a_mamba2_block_does(count):
+    """The first block's rows are in the weights' type; later ones are float32."""
+    case = case_of("llama", 576, torch.bfloat16, rows=7)
+    added = torch.randn(7, 576, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for x in (case.x, case.x.float() * 1.001):
+        total = x.float() + added if count else x
+        form = replace(case.form, weight=case.form.weight.to(DEVICE))
+        given = x.to(DEVICE), [added.to(DEVICE)][:count], form
+        found = add_and_norm_rows(*given, sum_type=torch.float32, row_type=torch.bfloat16)
+        assert torch.equal(found[0].cpu(), total) and found[0].dtype == total.dtype
+        assert torch.equal(found[1].cpu(), norm(total.bfloat16(), case.form)) and found[1].dtype == torch.bfloat16
+
+
+def test_a_gated_norms_result_may_be_rounded_to_another_type():
+    case = case_of("mamba2", 576, torch.float32)
+    form = replace(case.form, weight=case.form.weight.to(DEVICE))
+    found = norm_rows(case.x.to(DEVICE), form, case.gate.to(DEVICE), torch.bfloat16)
+    assert found.dtype == torch.bfloat16 and torch.equal(found.cpu(), case.kernel().bfloat16())
+
+
 def test_no_rows_give_none():
     assert case_of("llama", 64, torch.float32).kernel(slice(0, 0)).shape == (0, 64)
 
@@ -205,6 +226,7 @@ COMPILED = """
 import subprocess, sys, tempfile
 from pathlib import Path
 import triton
+import triton.language as tl
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -212,11 +234,12 @@ from tree_kernels.norm.form import GATE_FIRST, GATE_LAST, NO_GATE, padded_width
 from tree_kernels.norm.triton import _norm, warps_of
 
 TOOL = Path(next(iter(nvidia.__path__)), "bin", "cuobjdump")
+ROWS = {"*bf16": tl.bfloat16, "*fp32": tl.float32}
 
 def compiled(capability, x, weight, width, **constants):
     types = [x, x, weight, weight, x, x, x, x, "i32", "i32", "i32", "i32", "fp32"]
     block = padded_width(width)
-    constants = {"WIDTH": width, "BLOCK": block, "ADDED": 0, **constants}
+    constants = {"WIDTH": width, "BLOCK": block, "ADDED": 0, "ROWS": ROWS[x], **constants}
     names = _norm.arg_names
     signature = dict(zip(names, types)) | {name: "constexpr" for name in constants}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(types) if kind != "fp32"}

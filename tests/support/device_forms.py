@@ -16,6 +16,7 @@ CPU = torch.device("cpu")
 
 def load_as_on_a_gpu(folder, buckets, monkeypatch, dtype=torch.bfloat16):
     from verifier_service.models import load_target
+    from verifier_service.models.device_blocks import use_device_blocks
     from verifier_service.models.device_layers import use_device_layers
     from verifier_service.models.device_norms import use_norm_kernel
     from verifier_service.models.device_pages import device_layouts
@@ -46,7 +47,8 @@ def load_as_on_a_gpu(folder, buckets, monkeypatch, dtype=torch.bfloat16):
         made.append(forms)
 
     monkeypatch.setattr("verifier_service.models.make_rows_independent", make_rows_independent)
-    target = load_target(folder, dtype, CPU, buckets)
     with np.errstate(over="ignore"):
+        target = load_target(folder, dtype, CPU, buckets)
         use_device_layers(target.model, target.run, target.max_positions, made[0])
+        use_device_blocks(target.model, target.run, target.vocabulary)
     return replace(target, layouts=device_layouts(target.run.probed), linear=made[0].report())

@@ -44,6 +44,7 @@ from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.attention_layers import CompiledAttention, use_attention_layers
 from verifier_service.models.comparing import check_logits, short_text
 from verifier_service.models.decoder_layers import DecoderStack, use_decoder_layers
+from verifier_service.models.device_blocks import use_device_blocks
 from verifier_service.models.device_layers import use_device_layers
 from verifier_service.models.device_norms import use_norm_kernel
 from verifier_service.models.device_pages import attention_on_device, device_layouts
@@ -289,6 +290,7 @@ def _load(
         stack = use_decoder_layers(model, run, positions)
     if by_kernels and group is None:
         use_device_layers(model, run, positions, forms)
+        use_device_blocks(model, run, vocabulary)
     tokens = short_text(vocabulary, positions)
     check_logits(folder, model, seated, run, mixers, tokens, library)
     if not mixers:

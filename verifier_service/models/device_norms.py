@@ -137,9 +137,9 @@ def _given(module: Any, gated: bool, dtype: torch.dtype, device: torch.device) -
 def _over(function: Callable[..., Tensor], form: RowNorm, by_heads: bool) -> Forward:
     """by_heads: a row's last two dimensions are heads and their numbers"""
 
-    def run(x: Tensor, *gate: Tensor) -> Tensor:
+    def run(x: Tensor, *gate: Tensor, **named: Any) -> Tensor:
         if not by_heads:
-            return function(x, form, *gate)
+            return function(x, form, *gate, **named)
         return function(x.flatten(-2), form).view(x.shape)
 
     return run

@@ -94,7 +94,7 @@ def _seat_mamba2(module: Any, run: ForwardContext, index: int, group: Collective
         gate, raw, dt = project_mamba2(self, hidden_states)
         with run.threads_for(raw.shape[1]):
             y = mixer(raw[0], dt[0], run.recurrent.layers[index], run.recurrent_step)
-        return out_proj(gated_norm(self.norm, y[None], gate).to(hidden_states.dtype))
+        return out_proj(gated_norm(self.norm, y[None], gate, hidden_states.dtype))
 
     module.forward = types.MethodType(forward, module)
     return layout

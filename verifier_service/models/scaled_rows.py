@@ -53,7 +53,8 @@ def noisy_results(modules: Iterable[nn.Module], share: float) -> Iterator[None]:
 
 def same_bits(found: Tensor, expected: Tensor) -> bool:
     """True if two tensors are equal, NaN to NaN: large float16 numbers overflow in both forms."""
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
+    alike = found.shape == expected.shape and found.dtype == expected.dtype
+    return alike and torch.allclose(found, expected, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def near(found: Tensor, expected: Tensor, step: float) -> bool:
