@@ -70,8 +70,8 @@ def use_device_blocks(model: PreTrainedModel, run: ForwardContext, vocabulary: i
         with noted([inner]) as calls, _answering(mixers, factor), torch.inference_mode():
             model(input_ids=tokens, position_ids=torch.arange(ROWS, device=model.device)[None], use_cache=False)
         whole += calls
-    ours = _blocks_of(inner, layers, whole[0])
-    if ours is None or len(whole) != len(SCALES):
+    ours = _blocks_of(inner, layers, whole[0]) if len(whole) == len(SCALES) else None
+    if ours is None:
         return False
     for call, factor in zip(whole, SCALES, strict=True):
         with _answering(mixers, factor), torch.inference_mode():
