@@ -62,7 +62,8 @@ def test_layers_of_a_llamas_form_are_ours_and_give_the_bits_that_they_did(
     tokens, places = torch.arange(1, 101), torch.randperm(100)
     logits = [each.runner._whole_text(tokens[places].tolist()) for each in (engine, single)]
     assert torch.equal(*logits)
-    assert engine._hello == single._hello  # states that one saved are restored by the other
+    hellos = [replace(each._hello, timed_steps=()) for each in (engine, single)]
+    assert hellos[0] == hellos[1]  # states that one saved are restored by the other
 
 
 @pytest.mark.parametrize("threads", [1, 2])
