@@ -13,7 +13,7 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from dendro.compiling import QUEUE
 from dendro.errors import BadRequest, Overloaded
-from dendro.guidance import LIMITS, StructureLimits, TokenTexts, begin, fault_of, items_of
+from dendro.guidance import LIMITS, STEP_FUEL, StructureLimits, TokenTexts, begin, fault_of, fuel_of, items_of
 from dendro.structure import Structure
 from dendro.structure_canary import Canary, CanaryBusy, CanaryDied, CanaryRefused
 from dendro.tree import DraftTree
@@ -36,6 +36,10 @@ KEPT = 64
 """Most compiled structures that are kept; the least recently used one is dropped."""
 INSTALL = "needs the package llguidance: pip install 'dendroaspis[structured]'"
 
+WORN_FUEL = STEP_FUEL // 2
+"""Work of a shared lexer after which answers may no longer rely on it. Until then none could have reached STEP_FUEL by
+itself, as a lexer that reads one answer alone does a part of the same work."""
+UNREAD = "is not followed ahead of the answer"
 KEPT_PLACES = 8
 """Number of tokens that can be taken back without reading a text again from its beginning."""
 
@@ -98,7 +102,8 @@ class Grammars:
     async def compiled(self, structure: Structure, tenant: str = "") -> Grammar:
         """The grammar of a structure. Raises BadRequest, naming the field, for one that does not compile within the
         limits, or that no answer can have; Overloaded where too many wait."""
-        if (kept := self._kept.get(structure)) is not None:
+        kept = self._kept.get(structure)
+        if kept is not None and not (isinstance(kept, Grammar) and kept.worn):
             self._kept.move_to_end(structure)
         else:
             if (work := self._compiling.get(structure)) is None:
@@ -132,7 +137,7 @@ class Grammars:
             raise BadRequest(structure.field, str(error)) from None
         except CanaryBusy:
             raise Overloaded(f"{structure.field}: was not compiled in time, as the machine is busy") from None
-        grammar = Grammar(vocabulary, begin(vocabulary.tokenizer, lark, self._limits), self._limits)
+        grammar = Grammar(vocabulary, lark, self._limits)
         start = grammar.text(0)
         if start.complete:
             raise BadRequest(structure.field, "describes the empty text alone; an answer has at least one token")
@@ -144,10 +149,22 @@ class Grammars:
 class Grammar:
     """A compiled structure."""
 
-    def __init__(self, vocabulary: Vocabulary, begun: LLInterpreter, limits: StructureLimits) -> None:
-        """begun: llguidance's state before the first token"""
+    def __init__(self, vocabulary: Vocabulary, lark: str, limits: StructureLimits) -> None:
+        """lark: the structure in llguidance's form"""
         self.vocabulary = vocabulary
-        self._start = _State.of(begun, vocabulary, limits, 0, 0)
+        self._lark = lark
+        self._limits = limits
+        self._start = self._begun(shared=True)
+
+    def _begun(self, shared: bool) -> _State:
+        """The state before the first token, with a new lexer."""
+        begun = begin(self.vocabulary.tokenizer, self._lark, self._limits)
+        return _State.of(begun, self.vocabulary, self._limits, _Lexer(shared))
+
+    @property
+    def worn(self) -> bool:
+        """True if new answers need the structure compiled again."""
+        return self._start.lexer.worn
 
     def text(self, prompt_length: int, end_ids: Collection[int] = (), stop_ids: Collection[int] = ()) -> GrammarText:
         """Begin an answer that has no tokens yet, after a prompt of `prompt_length` tokens.
@@ -156,52 +173,83 @@ class Grammar:
         allowed only where the answer may end; others are allowed where their text is
         """
         ends = frozenset(end_ids) | (frozenset(stop_ids) - self.vocabulary.text)
-        return GrammarText(self._start, prompt_length, ends)
+        return GrammarText(self._start, partial(self._begun, shared=False), prompt_length, ends)
+
+
+@dataclass(slots=True)
+class _Lexer:
+    """What is known of the tables of llguidance's lexer. All copies of an interpreter share them: what the lexer learns
+    for one text saves work for others, and once a mask exhausts STEP_FUEL it fails for all."""
+
+    shared: bool  # False: it reads the tokens of one answer alone, and no guesses
+    spent: int = 0  # work since the first mask
+    broken: bool = False  # True once a mask or a token failed, by another limit than that of items
+
+    @property
+    def worn(self) -> bool:
+        """True if the tables cannot tell any more what an answer read alone would come to."""
+        return self.shared and (self.broken or self.spent >= WORN_FUEL)
+
+    def failed(self, error: BaseException) -> str:
+        """Note that a call failed. Returns the reason."""
+        fault = fault_of(error)
+        self.broken = self.broken or " items" not in fault
+        return fault
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _State:
-    """State of llguidance after a text. It depends on the text alone, and so does whether a limit was exceeded: the
-    state is always reached by the same calls, a mask and then a token, on copies that nothing else used."""
+    """State of llguidance after a text, reached by the same calls on every path: a mask and then a token. It depends on
+    the text alone, and so does whether a limit was exceeded, unless the state is in doubt."""
 
     vocabulary: Vocabulary
     limits: StructureLimits
     interpreter: LLInterpreter  # the state after the mask; only copied from then on
+    lexer: _Lexer
     text: Bits  # the tokens of text that may follow
     may_end: bool  # True if the answer may end here
     tokens: int  # tokens of the answer so far
     items: int  # items of all masks so far
+    spent: int  # `_Lexer.spent` at the mask
     fault: str = ""  # the limit for which llguidance cannot go on; empty: none
+    in_doubt: bool = False  # True if the text must be read alone to know its state
 
     @classmethod
     def of(
-        cls, interpreter: LLInterpreter, vocabulary: Vocabulary, limits: StructureLimits, tokens: int, items: int
-    ) -> _State:
-        """Compute an interpreter's mask and make its state. items: number of items of the masks before"""
-        found = bytearray(len(vocabulary.text_bits))
-        try:
-            report = interpreter.compute_mask_into(found)  # releases the interpreter lock
-        except BaseException as error:
-            return cls._failed(interpreter, vocabulary, limits, tokens, items, fault_of(error))
-        items += items_of(report)
-        if items > (most := limits.of_answer(tokens)):
-            fault = f"its masks have made {items} items; at most {most} after {tokens} tokens"
-            return cls._failed(interpreter, vocabulary, limits, tokens, items, fault)
-        text = np.frombuffer(found, np.uint8) & vocabulary.text_bits
-        return cls(vocabulary, limits, interpreter, text, bool(interpreter.is_accepting()), tokens, items)
-
-    @classmethod
-    def _failed(
         cls,
         interpreter: LLInterpreter,
         vocabulary: Vocabulary,
         limits: StructureLimits,
-        tokens: int,
-        items: int,
-        fault: str,
+        lexer: _Lexer,
+        before: _State | None = None,
     ) -> _State:
-        nothing = np.zeros_like(vocabulary.text_bits)
-        return cls(vocabulary, limits, interpreter, nothing, False, tokens, items, fault)
+        """Compute an interpreter's mask and make its state. before: the state before the last token; None: of the first
+        mask"""
+        tokens, items, spent = (before.tokens + 1, before.items, before.spent) if before is not None else (0, 0, 0)
+        nothing, fault = np.zeros_like(vocabulary.text_bits), ""
+        found = bytearray(len(vocabulary.text_bits))
+        try:
+            report = interpreter.compute_mask_into(found)  # releases the interpreter lock
+        except BaseException as error:
+            fault = lexer.failed(error)
+        else:
+            items += items_of(report)
+            spent += fuel_of(report) if before is not None else 0
+            lexer.spent = max(lexer.spent, spent)
+            if items > (most := limits.of_answer(tokens)):
+                fault = f"its masks have made {items} items; at most {most} after {tokens} tokens"
+        if fault:
+            doubt = lexer.shared and before is not None
+            return cls(vocabulary, limits, interpreter, lexer, nothing, False, tokens, items, spent, fault, doubt)
+        text, may_end = np.frombuffer(found, np.uint8) & vocabulary.text_bits, bool(interpreter.is_accepting())
+        doubt = lexer.worn and before is not None
+        return cls(vocabulary, limits, interpreter, lexer, text, may_end, tokens, items, spent, in_doubt=doubt)
+
+    def _failed(self, interpreter: LLInterpreter, fault: str, in_doubt: bool) -> _State:
+        """The state after one more token, with which llguidance did not go on."""
+        nothing, tokens = np.zeros_like(self.text), self.tokens + 1
+        changed = replace(self, interpreter=interpreter, text=nothing, may_end=False, tokens=tokens)
+        return replace(changed, fault=fault, in_doubt=in_doubt)
 
     def after(self, token: int) -> _State:
         """The state after one more token, of `text`."""
@@ -209,8 +257,12 @@ class _State:
         try:
             below.commit_token(token)
         except BaseException as error:
-            return self._failed(below, self.vocabulary, self.limits, self.tokens + 1, self.items, fault_of(error))
-        return self.of(below, self.vocabulary, self.limits, self.tokens + 1, self.items)
+            return self._failed(below, self.lexer.failed(error), self.lexer.shared)
+        return self.of(below, self.vocabulary, self.limits, self.lexer, self)
+
+    def unread(self) -> _State:
+        """A state in doubt after one more token, which is not read."""
+        return self._failed(self.interpreter, UNREAD, True)
 
 
 class Unmasked(Enum):
@@ -218,7 +270,7 @@ class Unmasked(Enum):
 
     COMPLETE = "no text may follow: what is drawn there is cut off"
     ENDED = "its token ends the answer: what is drawn there is cut off"
-    STUCK = "its text is unfinished and no token can follow: an answer ends there with an error"
+    STUCK = "its text is unfinished and no token can follow: an answer ends there with an error. Or that is in doubt"
     REFUSED = "the row above does not allow its token: the walk does not reach it"
 
 
@@ -240,10 +292,14 @@ class TreeMasks:
 class GrammarText:
     """Follows a structured answer token by token. Not thread-safe."""
 
-    def __init__(self, start: _State, prompt_length: int, ends: frozenset[int]) -> None:
+    def __init__(
+        self, start: _State, begun_alone: Callable[[], _State], prompt_length: int, ends: frozenset[int]
+    ) -> None:
+        """start: the state before the first token   begun_alone: makes the same, with a lexer that no other text has"""
         self.ends = ends
         self.stuck: frozenset[int] = frozenset()
-        """Rows of the tree that was last masked after which the answer is unfinished and no token is allowed."""
+        """Rows of the last masked tree before which a walk ends: no token is allowed after an unfinished answer, or
+        that is in doubt."""
         self.why_stuck = ""
         self.not_ends = ~start.vocabulary.bits(ends)
         self.end_bits = start.vocabulary.bits(ends)
@@ -252,6 +308,7 @@ class GrammarText:
         self._prompt_length = prompt_length
         self._taken: list[int] = []  # tokens of the answer that were followed
         self._start = start
+        self._begun_alone = begun_alone
         self._places = deque([GrammarPlace(self, start)], KEPT_PLACES)  # newest last
 
     def follow(self, ids: Sequence[int]) -> None:
@@ -278,7 +335,7 @@ class GrammarText:
 
     def _cut(self, length: int) -> None:
         dropped = len(self._taken) - length
-        if dropped < len(self._places):
+        if dropped < len(self._places) and not self.place().alone:
             for _ in range(dropped):
                 self._places.pop()
         else:
@@ -293,13 +350,27 @@ class GrammarText:
 
     def _take(self, token: int) -> bool:
         """Take a token. False if it is not allowed."""
-        below = self.place().after(token)
+        below = self._after(self.place(), self._taken, token)
         if below is None:
             return False
         self.place().forget()
         self._places.append(below)
         self._taken.append(token)
         return True
+
+    def _after(self, place: GrammarPlace, before: Sequence[int], token: int) -> GrammarPlace | None:
+        """The place after one more token of the answer; None if the token is not allowed. It depends on the answer
+        alone: where other texts or guesses may have decided it, the answer is read by a lexer of its own, and goes on
+        without guesses. before: the answer up to `place`"""
+        below = place.after(token)
+        if below is None or not below.in_doubt:
+            return below
+        state = place.state
+        if not place.alone:
+            state = self._begun_alone()
+            for earlier in before:
+                state = state if state.fault else state.after(earlier)
+        return place.settle(token, state if state.fault else state.after(token))
 
     def take(self, tokens: Sequence[int]) -> int | None:
         """Take the tokens that a round emitted, up to one that ends the answer. Returns the number of tokens after
@@ -314,10 +385,10 @@ class GrammarText:
     def foresee(self, tokens: Sequence[int]) -> None:
         """Compute in advance the state that `take` of these tokens will need, without taking them."""
         place: GrammarPlace | None = self.place()
-        for token in tokens:
+        for count, token in enumerate(tokens):
             if place is None or token in self.ends:
                 break
-            place = place.after(token)
+            place = self._after(place, [*self._taken, *tokens[:count]], token)
 
     @property
     def complete(self) -> bool:
@@ -349,12 +420,12 @@ class GrammarText:
         waiting = [(0, self.place())]
         while waiting:
             row, place = waiting.pop()
-            if place.complete:
-                rows[row] = Unmasked.COMPLETE
-            elif place.stuck:
+            if place.in_doubt or place.stuck:  # the text's own place, the root's, is never in doubt
                 rows[row] = Unmasked.STUCK
                 stuck.add(row)
                 self.why_stuck = place.why_stuck
+            elif place.complete:
+                rows[row] = Unmasked.COMPLETE
             else:
                 rows[row] = place.allowed
             for child in children[row]:
@@ -371,11 +442,21 @@ class GrammarPlace:
 
     def __init__(self, of: GrammarText, state: _State) -> None:
         self._of = of
-        self._state = state
+        self.state = state
         self._below: dict[int, GrammarPlace] = {}  # by the next token: a round's guesses are walked, then taken
         self.text = state.text & of.not_ends
         """Mask of the tokens of text that may follow."""
         self.may_end = state.may_end
+
+    @property
+    def alone(self) -> bool:
+        """True if the answer up to here was read by a lexer of its own. No guess is read after it."""
+        return not self.state.lexer.shared
+
+    @property
+    def in_doubt(self) -> bool:
+        """True if the text must be read alone to know what may follow."""
+        return self.state.in_doubt
 
     @property
     def complete(self) -> bool:
@@ -390,7 +471,7 @@ class GrammarPlace:
     @property
     def items(self) -> int:
         """Items of the masks of the text's tokens."""
-        return self._state.items
+        return self.state.items
 
     @property
     def allowed(self) -> Bits:
@@ -400,14 +481,19 @@ class GrammarPlace:
     @property
     def why_stuck(self) -> str:
         """Reason why no text follows a text that may not end."""
-        return self._state.fault or "no token of the tokenizer continues it"
+        return self.state.fault or "no token of the tokenizer continues it"
 
     def after(self, token: int) -> GrammarPlace | None:
         """The place after one more token; None if the token is not of text, or not allowed."""
         if not permits(self.text, token):
             return None
         if token not in self._below:
-            self._below[token] = GrammarPlace(self._of, self._state.after(token))
+            self._below[token] = GrammarPlace(self._of, self.state.unread() if self.alone else self.state.after(token))
+        return self._below[token]
+
+    def settle(self, token: int, state: _State) -> GrammarPlace:
+        """Set the place after one more token to a state that is not in doubt."""
+        self._below[token] = GrammarPlace(self._of, state)
         return self._below[token]
 
     def forget(self) -> None:

@@ -19,7 +19,11 @@ LONGEST_REASON = 400
 PATIENCE = 4
 """Factor on `StructureLimits.compile_s` at replicas."""
 
+STEP_FUEL = 1_000_000
+"""Work of the lexer for one mask, in llguidance's units. 100,000 units take 1 to 2 ms."""
+
 _ITEMS = re.compile(r'"all_items":(\d+)')  # part of a mask's report; quotes inside of its texts are escaped
+_FUEL = re.compile(r'"lexer_cost":(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ class StructureLimits:
             max_items_in_row=self.row_items,
             step_max_items=self.mask_items,
             max_grammar_size=self.symbols,
+            step_lexer_fuel=STEP_FUEL,
             verbose_errors=False,
         )
 
@@ -123,6 +128,12 @@ def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits,
 def items_of(report: str) -> int:
     """Number of items of a mask, read from the report that comes with it."""
     found = _ITEMS.search(report)
+    return int(found[1]) if found is not None else 0
+
+
+def fuel_of(report: str) -> int:
+    """Work of the lexer since the mask before, that of other copies of the interpreter included."""
+    found = _FUEL.search(report)
     return int(found[1]) if found is not None else 0
 
 

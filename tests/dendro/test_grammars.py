@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from dendro import grammars
+from dendro import grammars, guidance
 from dendro.errors import BadRequest
 from dendro.grammars import Grammars, GrammarText
 from dendro.guidance import LIMITS, TokenTexts, fault_of_grammar
@@ -294,3 +294,45 @@ async def test_a_structure_that_crashes_the_compiler_or_takes_all_memory_is_refu
     with pytest.raises(BadRequest, match="structure.json_schema: takes more than 16 MiB to compile"):
         await made.compiled(HANGING)
     assert await made.compiled(Structure.regex("a"))
+
+
+HUNGRY = Structure.regex("((((((a|b)?){8}){8}){8}){8}){8}x")
+"""llguidance's lexer learns much from each of its tokens: more from `aa` than from `a`."""
+PAIRS = {word.decode(): token for token, word in BYTES.items() if word in (b"ab", b"aa")}
+ANSWERS = [ids_of("a" * 12), ids_of("ab" * 6), ids_of("ba" * 6), [PAIRS["aa"]] * 6, [PAIRS["ab"], PAIRS["aa"]] * 3]
+
+
+def read(text: GrammarText, ids: list[int], guesses: list[int]) -> tuple[int, str]:
+    """Take tokens as a verifier does, one a round; return how many, and why no more. guesses: of each tree"""
+    for taken, token in enumerate(ids):
+        if text.place().stuck:
+            return taken, text.place().why_stuck
+        rows = list(dict.fromkeys([*guesses, token]))
+        text.masks(DraftTree.of([0, *rows], [-1] + [0] * len(rows)))
+        text.foresee([token])
+        assert text.take([token]) is None
+    return len(ids), text.place().why_stuck
+
+
+@pytest.mark.parametrize(
+    "fuel, ends", [(3000, [3, 3, 3, 1, 1]), (20_000, [5, 5, 5, 3, 3]), (1_000_000, [12, 12, 12, 6, 6])]
+)
+async def test_an_answer_ends_at_the_same_token_whatever_else_its_structures_lexer_has_read(fuel, ends, monkeypatch):
+    """The answers to a structure share llguidance's lexer, which fails for all once a mask has exhausted it."""
+    monkeypatch.setattr(guidance, "STEP_FUEL", fuel)
+    monkeypatch.setattr(grammars, "WORN_FUEL", fuel // 2)
+    for order in ([0, 1, 2, 3, 4], [4, 3, 2, 1, 0]):
+        shared = await compiler().compiled(HUNGRY)
+        for guesses in ([], ids_of("ab"), [*ids_of("ab"), *PAIRS.values()]):
+            for number in order:
+                taken, why = read(shared.text(0, [END]), ANSWERS[number], guesses)
+                assert taken == ends[number] and ("too many expressions" in why) == (taken < len(ANSWERS[number]))
+
+
+async def test_a_structure_whose_lexer_one_answer_exhausted_is_compiled_again_for_the_next(monkeypatch):
+    monkeypatch.setattr(guidance, "STEP_FUEL", 3000)
+    made = compiler()
+    first = await made.compiled(HUNGRY)
+    assert await made.compiled(HUNGRY) is first
+    read(first.text(0, [END]), ANSWERS[0], [])
+    assert await made.compiled(HUNGRY) is not first
