@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
+from collections.abc import Sequence
+
 from dendro.errors import BadRequest
 
 from cluster.router.tokenizer import Tokenizer
@@ -11,7 +14,7 @@ class VocabularyTexts:
     """Text and bytes of a target's tokens, special ones too. Making it reads the whole vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer.showing()
+        self._hiding, self._tokenizer = tokenizer, tokenizer.showing()
         try:
             self._bytes = tokenizer.token_bytes()
         except BadRequest:  # the tokenizer's ids do not stand for bytes
@@ -26,3 +29,38 @@ class VocabularyTexts:
         """The bytes that the token stands for: those of its text where the tokenizer gives no others."""
         found = self._bytes.get(token)
         return self._tokenizer.decode([token]).encode() if found is None else found
+
+    def special(self, token: int) -> bool:
+        """True if texts have the token only where they show special tokens."""
+        return not self._hiding.visible([token])
+
+    def left_out(self, token: int) -> int:
+        """Characters of a token's text that a text which begins with it does not have: a space, in some tokenizers."""
+        begun, text = self._tokenizer.decode([token]), self.text(token)
+        return len(text) - len(begun) if text.endswith(begun) else 0
+
+
+class TokenOffsets:
+    """The characters of a text before each of its tokens, which depend on the tokens alone: parts may be cut anywhere,
+    and the text of a part may come later. A token that goes on with a character begins where that does."""
+
+    def __init__(self, texts: VocabularyTexts, shows_special: bool, begins: bool) -> None:
+        """shows_special: whether the text has special tokens   begins: False if it continues another"""
+        self._texts = texts
+        self._shows_special = shows_special
+        self._begins = begins  # False after the first token that gives text
+        self._characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        return [self._next(token) for token in tokens]
+
+    def _next(self, token: int) -> int:
+        before = self._characters
+        if self._shows_special or not self._texts.special(token):
+            self._characters += len(self._decoder.decode(self._texts.bytes_of(token)))
+            if self._begins:
+                self._characters -= self._texts.left_out(token)
+                self._begins = False
+        return before

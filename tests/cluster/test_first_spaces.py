@@ -21,6 +21,7 @@ from cluster.api.local import LocalClient
 from cluster.router.ingress import Ingress
 from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText
+from cluster.router.token_texts import TokenOffsets, VocabularyTexts
 from cluster.router.tokenizer import CheckpointTokenizer, TextStream
 from cluster.sessions import MemorySessions
 from cluster.training.data import DataFolder, DataSource
@@ -47,6 +48,18 @@ def test_an_answers_first_space_is_kept(style: CheckpointTokenizer):
     prompt, answer = style.encode("the cat", begins=True), style.encode(" sat", begins=False)
     assert answer_text(style, prompt, answer) == " sat"
     assert style.decode(prompt + answer).strip() == "the cat sat"
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_each_token_is_at_its_offset_of_the_text_that_begins_and_of_one_that_continues(
+    style: CheckpointTokenizer, begins: bool
+):
+    ids = style.encode("the cat sat" if begins else " sat on the cat", begins)
+    text = style.decode(ids) if begins else answer_text(style, style.encode("the dog", begins=True), ids)
+    texts = VocabularyTexts(style)
+    for token, offset in zip(ids, TokenOffsets(texts, False, begins).of(ids), strict=True):
+        if not texts.special(token):
+            assert text[offset:].startswith(texts.text(token)[texts.left_out(token) if not offset and begins else 0 :])
 
 
 @settings(max_examples=60, deadline=None)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import math
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import openai
 import pytest
 from dendro.errors import BadRequest
-from dendro.text import Sampling
+from dendro.text import Sampling, StopStrings
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.local import LocalClient
-from cluster.api.openai.answers import ChatForm, Choice, CompletionForm
+from cluster.api.openai.answers import ChatForm, Choice, CompletionForm, ObjectWriter
 from cluster.config import DEMO_MODELS, Config
+from cluster.router.stop_strings import AnswerText
 from cluster.router.token_texts import VocabularyTexts
 from cluster.running import local_ingress
 from tests.support.edge import END, ByteTokenizer, EdgePeers, ingress, plain_answer, plain_logprobs
@@ -154,6 +156,27 @@ async def test_a_completion_echoes_its_prompt_with_log_probabilities_from_the_se
     )
     offsets = [offset for each in given for offset in each.text_offset]
     assert offsets[: len(prompt)] == list(range(len(prompt)))
+
+
+OFFSET_TEXT = "aé🎉 END of ENDS \ufffd."
+
+
+@pytest.mark.parametrize("cuts", [[], range(1, 40), [2, 6, 9], [10, 11, 21]], ids=["one", "each", "few", "held"])
+def test_a_tokens_offset_is_its_place_in_the_whole_text_however_rounds_and_stop_strings_divide_it(cuts):
+    """Rounds are divided by what was guessed, and text that could begin a stop string comes later than its tokens."""
+    tokens = [*OFFSET_TEXT.encode()[:-1], END, *b"."]
+    texts, answer = VocabularyTexts(ByteTokenizer()), AnswerText(ByteTokenizer(), StopStrings(("END!", "ENDS!")))
+    writer, found, text = ObjectWriter(CompletionForm(), texts, False, True), [], ""
+    for start, end in pairwise([0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)]):
+        part = tokens[start:end]
+        given = answer.append(part) + (answer.finish() if end == len(tokens) else "")
+        chunk = pb.GenerateChunk(token_ids=part, text=given, logprobs=[pb.TokenLogprobs(logprob=-1.0) for _ in part])
+        (piece,) = writer.take(pb.GenerateResponse(chunk=chunk))
+        found += piece["choices"][0]["logprobs"]["text_offset"]
+        text += piece["choices"][0]["text"]
+    assert text == OFFSET_TEXT
+    before = [bytes(tokens[:place]).decode(errors="ignore") for place in range(len(tokens) - 2)]
+    assert found == [*map(len, before), len(OFFSET_TEXT) - 1, len(OFFSET_TEXT) - 1]
 
 
 async def test_a_completion_of_no_token_scores_its_prompt():

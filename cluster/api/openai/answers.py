@@ -14,7 +14,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.api.openai.errors import to_json
 from cluster.api.openai.fields import EXTENSION
 from cluster.explaining import round_fields
-from cluster.router.token_texts import VocabularyTexts
+from cluster.router.token_texts import TokenOffsets, VocabularyTexts
 
 FINISHES = {
     pb.FINISH_REASON_END_OF_TEXT: "stop",
@@ -34,7 +34,7 @@ class Choice:
 
     index: int
     texts: list[str] = field(default_factory=list)
-    characters: int = 0  # length of all texts
+    offsets: TokenOffsets | None = None  # places of a completion's tokens; None before the first log-probability
     logprobs: list[Mapping[str, bytes | None]] = field(default_factory=list)  # parts, as `_encoded`; none of a stream
     tokens: list[int] = field(default_factory=list)  # the answer's
     complete: pb.GenerateComplete | None = None
@@ -42,7 +42,11 @@ class Choice:
     def append(self, text: str) -> None:
         """Add a part."""
         self.texts.append(text)
-        self.characters += len(text)
+
+    def offsets_of(self, tokens: Sequence[int], texts: VocabularyTexts, shows_special: bool, begins: bool) -> list[int]:
+        """The places of the next tokens in the text (`TokenOffsets`)."""
+        self.offsets = self.offsets or TokenOffsets(texts, shows_special, begins)
+        return self.offsets.of(tokens)
 
     @property
     def text(self) -> str:
@@ -138,6 +142,10 @@ class CompletionForm(_TextForm):
 
     prefix, whole, part = "cmpl-", "text_completion", "text_completion"
 
+    def __init__(self, shows_special: bool = False) -> None:
+        """shows_special: whether texts have special tokens"""
+        self._shows_special = shows_special
+
     def beginning(self) -> dict[str, Any] | None:
         return None
 
@@ -154,15 +162,11 @@ class CompletionForm(_TextForm):
         self, choice: Choice, tokens: Sequence[int], given: Sequence[pb.TokenLogprobs], texts: VocabularyTexts
     ) -> dict[str, Any]:
         missing = len(tokens) - len(given)  # 1 where these begin a text
-        names = [texts.text(token) for token in tokens]
-        offsets = [choice.characters]
-        for name in names[:-1]:
-            offsets.append(offsets[-1] + len(name))
         return {
-            "tokens": names,
+            "tokens": [texts.text(token) for token in tokens],
             "token_logprobs": [None] * missing + [max(each.logprob, LEAST_LOGPROB) for each in given],
             "top_logprobs": [None] * missing + [_by_text(each, texts) for each in given],
-            "text_offset": offsets,
+            "text_offset": choice.offsets_of(tokens, texts, self._shows_special, begins=missing > 0),
         }
 
 

@@ -21,7 +21,8 @@ def read_completion(body: Mapping[str, Any], request_id: str, _: Tokenizers) -> 
             options[name] = value
     prompt = _prompt(fields.take("prompt", JsonType.STRING, JsonType.ARRAY))
     names = {"prompt.token_ids": "prompt", "prompt.text": "prompt"}
-    return http_request(fields, prompt, options, request_id, names), CompletionForm()
+    asked = http_request(fields, prompt, options, request_id, names)
+    return asked, CompletionForm(asked.message.show_special_tokens)
 
 
 def _prompt(given: str | list[Any] | None) -> str | list[int]:
