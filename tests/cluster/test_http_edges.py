@@ -217,6 +217,22 @@ async def test_a_client_that_leaves_ends_its_work_within_a_round(stream):
         assert peers.rounds <= ended + 1 < 100
 
 
+async def test_a_client_that_has_sent_more_requests_and_leaves_ends_its_work_within_a_round():
+    """What it sends after the running request comes in several parts, each of which is kept for later."""
+    peers = EdgePeers(0.01)
+    async with http_at(peers) as (server, requests):
+        asked = request_of(CHAT, json.dumps({"messages": HELLO, "max_tokens": 400}).encode())
+        host, _, port = server.address.rpartition(":")
+        _, writer = await asyncio.open_connection(host, int(port))
+        for part in (asked, asked, asked[:50]):
+            writer.write(part)
+            seen = peers.rounds
+            await until(lambda: peers.rounds > seen + 2)  # noqa: B023
+        writer.close()
+        await until(lambda: requests.stats()["running"] == 0)
+        assert peers.rounds < 100
+
+
 async def test_an_abort_by_id_ends_the_request_of_its_tenant_alone():
     peers = EdgePeers(0.02)
     async with http_at(peers) as (server, requests), client_of(server) as client:

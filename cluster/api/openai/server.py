@@ -30,6 +30,9 @@ HEADER_BYTES, PART_BYTES = 1 << 14, 1 << 12
 whole yet, however long those are that come at once."""
 MOST_CHUNKS = 1 << 12
 """Chunks of a body: of one byte or of a thousand, each takes as long to read, and nothing else runs meanwhile."""
+MOST_AHEAD = 1 << 16
+"""Bytes after a request, of those that follow it, which a connection reads before the request's answer is sent: it does
+not see that its client has left while it does not read."""
 ENDS = frozenset({b"content-length", b"transfer-encoding"})
 """Headers that name a body's end."""
 WAITING = 2048
@@ -89,6 +92,8 @@ class _Connection(H11Protocol):
             self._waiting = self.loop.call_later(self._request_s, self.abort)
             if {name for name, _ in self.headers} >= ENDS:  # what follows may be a body's rest to a proxy before us
                 self.shutdown()  # it ends the connection after the answer
+        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MOST_AHEAD:
+            self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle is not None:
