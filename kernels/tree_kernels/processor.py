@@ -34,6 +34,21 @@ def has_dots() -> bool:
     return lanes() == 16 and "avx512bf16" in processor()[1]
 
 
+@cache
+def has_matrix_tiles() -> bool:
+    """True if this processor multiplies matrix tiles of bfloat16 (AMX), and the system lets this process use them."""
+    if not writes_matrix_tiles():
+        return False
+    import torch  # asks the system, once for a process
+
+    return bool(torch.cpu._init_amx())
+
+
+def writes_matrix_tiles() -> bool:
+    """True if kernels for this processor have matrix tiles of bfloat16."""
+    return lanes() == 16 and {"amx-tile", "amx-bf16"} <= set(processor()[1])
+
+
 def panel() -> int:
     """Outputs of a panel of packed weights."""
     return 2 * lanes()

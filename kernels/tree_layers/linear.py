@@ -1,8 +1,7 @@
 """Matrix products in which a row's bits do not depend on the number of rows or on the row's place among them.
 
 On a CPU where kernels can be compiled, the products are this project's own (`tree_kernels.matmul`): each sum adds its
-inputs in one order, whatever the number of rows. They are not used where the processor has matrix tiles (AMX), with
-which the library's products are faster.
+inputs in one order, whatever the number of rows.
 
 Libraries split the inner dimension by the number of rows, so a row's rounding depends on the other rows (for example in
 oneDNN's bfloat16 products with more than about 320 inputs and more than 32 rows). Products of few rows at a time
@@ -24,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tree_kernels.elementwise import is_narrow, leaves_tail, threads_of
 from tree_kernels.matmul import PackedWeight, why_not_packed
-from tree_kernels.matmul.cpu import PRECISIONS
+from tree_kernels.matmul.cpu import PRECISIONS, in_matrix_tiles
 
 from tree_layers.faster_rows import TIMED, faster_rows, padded
 from tree_layers.narrow import narrow
-from tree_layers.rows_report import RowsReport
+from tree_layers.rows_report import OWN, RowsReport
 from tree_layers.wide_results import may_widen, widening
 
 TILE = 32
@@ -61,8 +60,13 @@ class _Choice:
 class _Compiled:
     """Our own product, for any number of rows."""
 
-    name = "compiled"
+    name: str
     copies = True
+
+    @classmethod
+    def of(cls, weight: Tensor) -> _Compiled:
+        """The product with weights of this kind. Matrix tiles add inputs in another order, which the name tells."""
+        return cls("compiled, in matrix tiles" if in_matrix_tiles(weight) else OWN)
 
     def make(self, weight: Tensor, bias: Tensor | None, threads: int = 1) -> Form:
         return PackedWeight(weight, bias, threads)
@@ -74,20 +78,12 @@ def why_not_compiled(weight: Tensor) -> str:
         return "the weight is not on a CPU"
     if weight.dtype not in PRECISIONS:
         return f"{weight.dtype} is not supported"
-    if weight.dtype != torch.float32 and torch.cpu._is_amx_tile_supported():
-        return "the library's products use this processor's matrix tiles (AMX)"
     return why_not_packed()
-
-
-def _sums_are_ours(weight: Tensor) -> bool:
-    """True if float32 sums of products with this weight are this project's own. Beside matrix tiles (AMX), which have
-    none, they are, too."""
-    return weight.device.type == "cpu" and weight.dtype in PRECISIONS and not why_not_packed()
 
 
 def kept_dtype(weight: Tensor) -> torch.dtype:
     """The dtype in which `RowForms.in_float32` keeps a weight."""
-    return weight.dtype if _sums_are_ours(weight) or may_widen(weight) else torch.float32
+    return weight.dtype if not why_not_compiled(weight) or may_widen(weight) else torch.float32
 
 
 def _plain(weight: Tensor, bias: Tensor | None) -> Form:
@@ -148,7 +144,7 @@ def in_threads(form: Form, threads: int) -> Form:
 
 def _choices(weight: Tensor, may_pack: bool = True) -> list[_Choice | _Compiled]:
     """The forms to try for a weight, in order."""
-    own: list[_Choice | _Compiled] = [_Compiled()] if may_pack and not why_not_compiled(weight) else []
+    own: list[_Choice | _Compiled] = [_Compiled.of(weight)] if may_pack and not why_not_compiled(weight) else []
     products = {"packed": packed_product, "plain": _plain}
     if not (may_pack and can_be_packed(weight)):
         del products["packed"]
@@ -300,13 +296,13 @@ class RowForms:
         """The product of rows of the weight's dtype with its sums in float32, not rounded to that dtype. The form holds
         a packed copy, in the weight's dtype where it is this project's own (`kept_dtype`), else in float32; or none, on
         a GPU whose library's product with the weight itself passes the check."""
-        if _sums_are_ours(weight):  # our sums widen the weight while they multiply: the bits are the widened weight's
+        if not why_not_compiled(weight):  # our products keep their sums in float32
             rows, like, its_bias = _cancelling(weight, bias, max(self.buckets))
             with torch.inference_mode():
                 checked = PackedWeight(like, its_bias, self.threads, torch.float32)
                 independent = rows_are_independent(checked, rows, self.buckets)
             if independent:
-                self._counts[_Compiled.name] += 1
+                self._counts[_Compiled.of(weight).name] += 1
                 return _narrowed(self._packed(weight, bias, self.threads, torch.float32), weight)
         if may_widen(weight) and (form := self._widening(weight, bias)) is not None:
             return form

@@ -108,7 +108,7 @@ def may_gain(form: QuantisedForm, threads: int, seconds: Timer = seconds_of) -> 
 def quantised_packing(facts: Facts, model: nn.Module) -> QuantisedPacking | None:
     """Packing for a model that was loaded in bfloat16 from a GGUF file or from AWQ's weights, if products are this
     project's own; else None."""
-    if next(model.parameters()).dtype != torch.bfloat16 or why_not_packed() or torch.cpu._is_amx_tile_supported():
+    if next(model.parameters()).dtype != torch.bfloat16 or why_not_packed():
         return None
     if facts.stored:
         return QuantisedPacking(QuantisedTensors(facts.folder, model))

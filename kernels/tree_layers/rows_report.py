@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from tree_kernels import ROW_MULTIPLE
 
+OWN = "compiled"
+"""Names of this project's own products begin so."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowsReport:
@@ -16,6 +19,11 @@ class RowsReport:
     failed: tuple[str, ...] = ()
     why_library: str = ""  # why products are the library's, where any are that could be ours
     why_padded: str = ""  # why steps need at least ROW_MULTIPLE rows; empty: their products and functions do not
+
+    @property
+    def own(self) -> bool:
+        """True if some products are this project's own."""
+        return any(form.startswith(OWN) for form in self.forms)
 
     @property
     def independent(self) -> bool:

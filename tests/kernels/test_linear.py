@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from tree_kernels.matmul import packing, why_not_packed
+from tree_kernels.processor import has_matrix_tiles
 from tree_layers.linear import (
     ALONE,
     MOST_CHECKED,
@@ -22,6 +23,7 @@ from tree_layers.linear import (
     why_not_compiled,
 )
 from tree_layers.row_weights import make_rows_independent
+from tree_layers.rows_report import OWN
 
 from tests.support.exactness import STRICT
 
@@ -307,20 +309,24 @@ needs_kernels = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_layers_use_our_products_in_every_dtype_and_free_their_weights(dtype, monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+def test_layers_use_our_products_in_every_dtype_and_free_their_weights(dtype):
     layer, x = nn.Linear(64, 48, dtype=dtype), torch.randn(5, 64).to(dtype)
     expected = F.linear(x.float(), layer.weight.float(), layer.bias.float())
-    assert give_forms(nn.Sequential(layer)).forms == {"compiled": 1}
+    report = give_forms(nn.Sequential(layer))
+    assert report.own and list(report.forms.values()) == [1]
     assert torch.allclose(layer(x).float(), expected, rtol=0.02, atol=0.02)
     assert layer.weight.is_meta
 
 
 @needs_kernels
-def test_where_the_processor_has_matrix_tiles_narrow_weights_are_the_librarys(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert "AMX" in why_not_compiled(torch.zeros(2, 2, dtype=torch.bfloat16))
-    assert not why_not_compiled(torch.zeros(2, 2))
+@pytest.mark.parametrize("matrix", [False, True])
+def test_a_form_is_named_after_the_order_of_its_sums(matrix, monkeypatch):
+    """A target's fingerprint has the names of its forms: replicas that round differently do not share texts."""
+    monkeypatch.setattr("tree_kernels.matmul.cpu.has_matrix_tiles", lambda: matrix and has_matrix_tiles())
+    name = "compiled, in matrix tiles" if matrix and has_matrix_tiles() else "compiled"
+    for inputs, dtype, expected in ((64, torch.bfloat16, name), (48, torch.bfloat16, OWN), (64, torch.float32, OWN)):
+        report = give_forms(nn.Sequential(nn.Linear(inputs, 48, dtype=dtype)))
+        assert report.own and report.forms == {expected: 1}
 
 
 def test_the_reason_is_named_where_products_are_not_ours(library_only):
@@ -330,8 +336,10 @@ def test_the_reason_is_named_where_products_are_not_ours(library_only):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_float32_sums_of_a_narrow_weight_are_those_of_the_widened_one_for_any_rows(dtype, products):
-    """A head's weights stay in the checkpoint's dtype where products are ours; its logits have the same bits."""
+def test_float32_sums_of_a_narrow_weight_are_those_of_the_widened_one_for_any_rows(dtype, products, monkeypatch):
+    """A head's weights stay in the checkpoint's dtype where products are ours; its logits have the same bits, but by
+    matrix tiles, which take no float32."""
+    monkeypatch.setattr("tree_kernels.matmul.cpu.has_matrix_tiles", lambda: False)
     torch.manual_seed(0)
     weight, bias, x = torch.randn(72, 320).to(dtype), torch.randn(72).to(dtype), torch.randn(40, 320).to(dtype)
     forms, wide = RowForms(BUCKETS), RowForms(BUCKETS)

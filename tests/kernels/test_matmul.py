@@ -10,15 +10,17 @@ import torch
 from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.cpu import Helpers, dots_pay
 from tree_kernels.matmul.packing import CHUNK, LINE, in_large_pages, pack
-from tree_kernels.matmul.reference import product
-from tree_kernels.matmul.shapes import Precision
-from tree_kernels.processor import has_dots
+from tree_kernels.matmul.reference import product, product_in_groups
+from tree_kernels.matmul.shapes import MATRIX_INPUTS, Precision
+from tree_kernels.processor import has_dots, has_matrix_tiles
 
 pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 SIZES = ((1, 1), (3, 31), (64, 33), (257, 16), (1100, 100))
 """Inputs and outputs: below, at and above a panel and a part, odd and even."""
+GROUPED = ((32, 1), (64, 33), (1120, 100))
+"""Inputs and outputs of weights that matrix tiles multiply: below, at and above a panel and a part."""
 MANY = 130
 """Rows of several chunks."""
 
@@ -29,6 +31,16 @@ def made(inputs, outputs, dtype, rows=MANY, seed=0):
     return torch.randn(rows, inputs, generator=generator).to(dtype), weight, torch.randn(outputs, generator=generator)
 
 
+@pytest.fixture
+def vectors(monkeypatch):
+    """Lets a processor with matrix tiles compute as one without."""
+    monkeypatch.setattr("tree_kernels.matmul.cpu.has_matrix_tiles", lambda: False)
+
+
+needs_matrix_tiles = pytest.mark.skipif(not has_matrix_tiles(), reason="this processor has no matrix tiles")
+
+
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("biased", [False, True])
@@ -39,6 +51,41 @@ def test_every_result_is_the_rounded_sum_in_the_order_of_the_inputs(inputs, outp
     assert torch.equal(got, product(rows, weight, bias))
 
 
+@needs_matrix_tiles
+@pytest.mark.parametrize(("inputs", "outputs"), GROUPED)
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_result_by_matrix_tiles_is_the_rounded_sum_in_the_order_of_groups(inputs, outputs, biased):
+    rows, weight, bias = made(inputs, outputs, torch.bfloat16, rows=40)
+    bias = bias.bfloat16() if biased else None
+    form = PackedWeight(weight, bias)
+    assert torch.equal(form(rows), product_in_groups(rows, weight, bias))
+    wide = PackedWeight(weight, dtype=torch.float32)(rows)
+    assert torch.equal(wide.bfloat16(), product_in_groups(rows, weight)) and wide.dtype == torch.float32
+    assert not torch.equal(wide, product(rows.float(), weight)) or inputs == MATRIX_INPUTS
+
+
+def test_the_order_of_groups_is_that_of_the_inputs_where_they_are_two():
+    rows, weight, _ = made(2, 5, torch.bfloat16, rows=3)
+    assert torch.equal(product_in_groups(rows, weight), product(rows, weight))
+
+
+@needs_matrix_tiles
+@pytest.mark.parametrize(("inputs", "outputs"), GROUPED)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_matrix_tiles_give_a_row_the_same_bits_among_any_number_of_rows_and_threads(
+    inputs, outputs, threads, monkeypatch
+):
+    monkeypatch.setattr("tree_kernels.matmul.cpu.THREADED", 0)
+    rows, weight, bias = made(inputs, outputs, torch.bfloat16)
+    alone = PackedWeight(weight, bias.bfloat16())
+    truth = torch.cat([alone(row[None]) for row in rows])
+    form = PackedWeight(weight, bias.bfloat16(), threads)
+    for count in (*range(2, 36), 48, 49, 64, 65, MANY):
+        order = torch.randperm(MANY, generator=torch.Generator().manual_seed(count))[:count]
+        assert torch.equal(form(rows[order]), truth[order]), count
+
+
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
 @pytest.mark.parametrize("threads", [1, 3])
@@ -129,13 +176,16 @@ def test_a_panel_holds_its_outputs_side_by_side():
     assert pack(weight.view(2, 3).bfloat16(), 2).tolist() == [[[1.0, 0.0], [4.0, 3.0], [2.0, 5.0]]]
 
 
-def test_numbers_that_are_not_normal_count_as_zero():
+@pytest.mark.parametrize("matrix", [False, pytest.param(True, marks=needs_matrix_tiles)])
+def test_numbers_that_are_not_normal_count_as_zero(matrix, monkeypatch):
     """A processor's dot products of bfloat16 do the same, so that they and other processors have the same bits."""
+    monkeypatch.setattr("tree_kernels.matmul.cpu.has_matrix_tiles", lambda: matrix)
     rows, weight, _ = made(64, 33, torch.bfloat16, rows=9)
+    expected = product_in_groups if matrix else product
     small = torch.ldexp(rows.float(), 3 * torch.arange(9)[:, None] - 140).bfloat16()
     for its in (weight, torch.ldexp(weight.float(), torch.tensor(-2)).bfloat16()):
         got = PackedWeight(its, dtype=torch.float32)(small)
-        assert torch.equal(got, product(small.float(), its))
+        assert torch.equal(got, expected(small.float(), its))
         assert bool(((got == 0) | (got.abs() >= torch.finfo(torch.float32).tiny)).all())
 
 
@@ -143,6 +193,7 @@ needs_dots = pytest.mark.skipif(not has_dots(), reason="this processor has no do
 
 
 @needs_dots
+@pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 31), (64, 33), (258, 16), (1102, 100)])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_dot_products_of_pairs_have_the_bits_of_multiply_adds_for_any_rows(inputs, outputs, threads, monkeypatch):

@@ -306,7 +306,7 @@ def _load(
         window=_window(run),
         fingerprint=fingerprint,
         by_kernels=by_kernels,
-        own_arithmetic="compiled" in forms.report().forms or functions > 0 or run.compiled,
+        own_arithmetic=forms.report().own or functions > 0 or run.compiled,
         linear=forms.report().beside(head_forms.report(), "the head's"),
         packing=packing,
         attention=attention,

@@ -17,15 +17,20 @@ from torch import Tensor
 from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.shapes import (
+    CHUNK,
+    MATRIX_CHUNK,
+    MATRIX_INPUTS,
+    MATRIX_PANELS,
     PANELS,
     SCRATCH,
     WIDEST,
     Argument,
     Helper,
     Precision,
+    matrix_symbol,
     symbol,
 )
-from tree_kernels.processor import has_dots, panel
+from tree_kernels.processor import has_dots, has_matrix_tiles, panel
 
 MODULE = "tree_kernels.matmul.loops"
 PRECISIONS = {torch.bfloat16: Precision.BF16, torch.float16: Precision.F16, torch.float32: Precision.F32}
@@ -58,8 +63,28 @@ def tile_table(kind: Precision) -> Tensor:
     )
 
 
-DOT_ROWS, DOT_WEIGHT, DOT_TRIALS = 16, (512, 1024), 5
-"""Rows, outputs and inputs of the products that are compared, and how often each is timed."""
+@cache
+def matrix_table() -> Tensor:
+    """Table of tiles of bfloat16 weights, as `tile_table`'s, by matrix tiles. Raises NoKernelsError."""
+    address = load_kernels("tree_kernels.matmul.bf16").addresses
+    return torch.tensor(
+        [
+            (panels, address[matrix_symbol(rows, panels)], address[matrix_symbol(rows, 1)])
+            for rows, panels in enumerate(MATRIX_PANELS)
+            if rows
+        ]
+    )
+
+
+def in_matrix_tiles(weight: Tensor) -> bool:
+    """True if rows of bfloat16 times this weight [outputs, inputs] are multiplied by matrix tiles, which add inputs in
+    an order of their own."""
+    return weight.dtype == torch.bfloat16 and not weight.shape[1] % MATRIX_INPUTS and has_matrix_tiles()
+
+
+DOT_ROWS, DOT_WEIGHT, DOT_TRIALS = 16, (512, 1022), 5
+"""Rows, outputs and inputs of the products that are compared, and how often each is timed. Matrix tiles do not take so
+many inputs."""
 DOT_SHARE = 0.9
 """Dot products must take at most this share of the time."""
 
@@ -148,6 +173,11 @@ class PackedWeight:
     ) -> None:
         """dtype: of the results; None: the weight's"""
         kind = PRECISIONS[weight.dtype]
+        pairs: Tensor | None = None
+        if in_matrix_tiles(weight):
+            pairs = matrix_table()
+        elif kind == Precision.BF16 and not weight.shape[1] % 2 and has_dots():
+            pairs = tile_table(Precision.PAIRS)
         self._prepare(
             weight.shape[0],
             weight.shape[1],
@@ -157,7 +187,8 @@ class PackedWeight:
             bias,
             threads,
             dtype or weight.dtype,
-            tile_table(Precision.PAIRS) if kind == Precision.BF16 and not weight.shape[1] % 2 and has_dots() else None,
+            pairs,
+            in_matrix_tiles(weight),
         )
 
     def _prepare(
@@ -170,13 +201,14 @@ class PackedWeight:
         bias: Tensor | None,
         threads: int,
         dtype: torch.dtype,
-        dots: Tensor | None = None,
+        pairs: Tensor | None = None,
+        matrix: bool = False,
     ) -> None:
         """panels: one for each of the first dimension   entry_bytes: of one input in a panel   dtype: of the results
-        dots: the tiles of dot products, where there are any for this weight"""
+        pairs: tiles that take PAIRS, where there are any for this weight   matrix: these have matrix tiles"""
         self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
         self._threads = min(threads, 1 + MOST_HELPERS) if outputs * inputs >= THREADED else 1
-        self._panels, self._tiles, self._dots = panels, tiles, dots
+        self._panels, self._tiles, self._pairs, self._matrix = panels, tiles, pairs, matrix
         self._bias = None if bias is None else bias.detach().float().contiguous()
         kernels = _kernels()
         self._product, self.kernel = kernels.functions["product"], kernels.address("units")
@@ -194,8 +226,11 @@ class PackedWeight:
         return None
 
     def x_kind(self, rows: int) -> Precision:
-        """Type of `rows` rows of bfloat16 numbers that takes the least time: PAIRS or F32. The bits are the same."""
-        return Precision.PAIRS if self._dots is not None and dots_pay() else Precision.F32
+        """Type as which `rows` rows of bfloat16 numbers are read: PAIRS or F32. With dot products both give the same
+        bits, and the one that takes less time is used."""
+        if self._matrix:
+            return Precision.PAIRS
+        return Precision.PAIRS if self._pairs is not None and dots_pay() else Precision.F32
 
     def call(
         self, x: int, rows: int, target: int, scratch: int, kind: Precision, residual: int = 0
@@ -207,15 +242,17 @@ class PackedWeight:
         """
         tiles = self._tiles
         if kind == Precision.PAIRS:
-            assert self._dots is not None
-            tiles = self._dots
-        panels = WIDEST if rows <= len(tiles) else 1
+            assert self._pairs is not None
+            tiles = self._pairs
+        matrix = self._matrix and kind == Precision.PAIRS
+        panels = WIDEST if matrix or rows <= len(tiles) else 1
         call = self._call.copy()
         call[Argument.X], call[Argument.ROWS], call[Argument.TARGET] = x, rows, target
         call[Argument.UNITS], call[Argument.UNIT_PANELS] = -(-len(self._panels) // panels), panels
         call[Argument.SCRATCH], call[Argument.RESIDUAL] = scratch, residual
         call[Argument.TILES], call[Argument.TILE_ROWS] = tiles.data_ptr(), len(tiles)
         call[Argument.X_BYTES] = X_BYTES[kind]
+        call[Argument.CHUNK_ROWS] = MATRIX_CHUNK if matrix else CHUNK
         return call
 
     def __call__(self, x: Tensor) -> Tensor:

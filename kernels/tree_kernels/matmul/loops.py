@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import CHUNK, PART_BYTES, PART_MULTIPLE, SCRATCH, Argument, Helper, Precision
+from tree_kernels.matmul.shapes import PART_BYTES, PART_MULTIPLE, SCRATCH, Argument, Helper, Precision
 from tree_kernels.matmul.tiles import AHEAD, call_product_tile
 from tree_kernels.processor import panel
 from tree_kernels.translating import INLINED
@@ -37,7 +37,7 @@ _PLACES = tuple(int(place) for place in Argument)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF) = _PLACES[
     :13
 ]
-(NEXT, RESIDUAL, TILE_ROWS, X_BYTES) = _PLACES[13:]
+(NEXT, RESIDUAL, TILE_ROWS, X_BYTES, CHUNK_ROWS) = _PLACES[13:]
 START, DONE = 8 * Helper.START, 8 * Helper.DONE
 CALL, THREAD, FUNCTION = int(Helper.CALL), int(Helper.THREAD), int(Helper.FUNCTION)
 HELPER_BYTES = 8 * Helper.SIZE
@@ -223,7 +223,7 @@ def multiply(call: int, thread: int) -> None:
     bias, target, outputs, target_kind = given[BIAS], given[TARGET], given[OUTPUTS], given[TARGET_KIND]
     sums = given[SUMS_OF] + thread * SCRATCH * 4
     count, wide, entry, table = given[UNITS], given[UNIT_PANELS], given[ENTRY], given[TILES_OF]
-    residual, most = given[RESIDUAL], given[TILE_ROWS]
+    residual, most, chunk = given[RESIDUAL], given[TILE_ROWS], given[CHUNK_ROWS]
     step, x_bytes = inputs * entry, given[X_BYTES]
     x_step = inputs * x_bytes
     part = PART_BYTES // entry // PART_MULTIPLE * PART_MULTIPLE
@@ -237,7 +237,7 @@ def multiply(call: int, thread: int) -> None:
         sums_step = panels * SUMS
         top = 0
         while top < rows:
-            some = min(CHUNK, rows - top)
+            some = min(chunk, rows - top)
             length = part if some > most else inputs
             begin = 0
             while begin < inputs:
@@ -267,7 +267,7 @@ def multiply(call: int, thread: int) -> None:
                 finish(sums + row * sums_step, own, target + place, wanted, target_kind)
                 if residual != 0:
                     add(residual + place, target + place, wanted, target_kind)
-            top += CHUNK
+            top += chunk
         unit = next_unit
 
 

@@ -14,9 +14,17 @@ from torch import Tensor
 from tree_kernels.kernel_cache import load_kernels
 from tree_kernels.matmul.cpu import PackedWeight, RowLimit
 from tree_kernels.matmul.packing import in_large_pages
-from tree_kernels.matmul.quantised_shapes import DOT_PANELS, FORMS, QuantisedForm, dot_symbol, tile_panels, tile_symbol
-from tree_kernels.matmul.shapes import Precision
-from tree_kernels.processor import has_dots, panel
+from tree_kernels.matmul.quantised_shapes import (
+    DOT_PANELS,
+    FORMS,
+    QuantisedForm,
+    dot_symbol,
+    quantised_matrix_symbol,
+    tile_panels,
+    tile_symbol,
+)
+from tree_kernels.matmul.shapes import MATRIX_INPUTS, MATRIX_PANELS, Precision
+from tree_kernels.processor import has_dots, has_matrix_tiles, panel
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,9 +63,9 @@ class QuantisedBlocks:
 
 
 @cache
-def _tile_tables(form: QuantisedForm) -> tuple[Tensor, Tensor | None]:
-    """Tables of tiles (`cpu.tile_table`) and of tiles of dot products; None in place of the latter on a processor
-    without dot products. Raises NoKernelsError."""
+def _tile_tables(form: QuantisedForm) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Tables of tiles (`cpu.tile_table`), of tiles of dot products, and of tiles with matrix tiles; None in place of
+    those that this processor does not have. Raises NoKernelsError."""
     address = load_kernels(f"tree_kernels.matmul.{form.name.lower()}").addresses
 
     def table(panels: Sequence[int], symbol: Callable[[QuantisedForm, int, int], str]) -> Tensor:
@@ -66,7 +74,11 @@ def _tile_tables(form: QuantisedForm) -> tuple[Tensor, Tensor | None]:
             [(panels[n], address[symbol(form, n, panels[n])], address[symbol(form, n, 1)]) for n in every]
         )
 
-    return table(tile_panels(), tile_symbol), table(DOT_PANELS, dot_symbol) if has_dots() else None
+    return (
+        table(tile_panels(), tile_symbol),
+        table(DOT_PANELS, dot_symbol) if has_dots() else None,
+        table(MATRIX_PANELS, quantised_matrix_symbol) if has_matrix_tiles() else None,
+    )
 
 
 def pack_blocks(blocks: QuantisedBlocks, panel: int, pairs: bool) -> Tensor:
@@ -111,7 +123,8 @@ class QuantisedWeight(PackedWeight):
         """blocks: that fit   dtype: of the results"""
         self.form = blocks.form
         outputs, inputs = blocks.fields.shape
-        tiles, dots = _tile_tables(blocks.form)
+        tiles, dots, matrix = _tile_tables(blocks.form)
+        matrix = None if inputs % MATRIX_INPUTS else matrix
         self._prepare(
             outputs,
             inputs,
@@ -121,7 +134,8 @@ class QuantisedWeight(PackedWeight):
             bias,
             threads,
             dtype,
-            dots,
+            dots if matrix is None else matrix,
+            matrix is not None,
         )
 
 

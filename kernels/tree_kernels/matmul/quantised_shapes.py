@@ -107,3 +107,8 @@ def dot_symbol(form: QuantisedForm, rows: int, panels: int) -> str:
 def tile_symbol(form: QuantisedForm, rows: int, panels: int) -> str:
     """The name of a tile's function."""
     return f"dendro_tile_{form.name}_{rows}_{panels}"
+
+
+def quantised_matrix_symbol(form: QuantisedForm, rows: int, panels: int) -> str:
+    """The name of the function of a tile with matrix tiles."""
+    return f"dendro_matrix_{form.name}_{rows}_{panels}"

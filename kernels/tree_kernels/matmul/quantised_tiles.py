@@ -18,11 +18,14 @@ from tree_kernels.matmul.quantised_shapes import (
     FieldPlace,
     QuantisedForm,
     dot_symbol,
+    quantised_matrix_symbol,
     tile_panels,
     tile_symbol,
 )
-from tree_kernels.matmul.tiles import EACH, I64, LANES, NARROW, PAIRS, PANEL, VECTOR, WORDS, Tile
-from tree_kernels.processor import has_dots
+from tree_kernels.matmul.matrix_tiles import GROUP_BYTES, PAIR_BYTES, MatrixSums
+from tree_kernels.matmul.shapes import MATRIX_INPUTS, MATRIX_PANELS
+from tree_kernels.matmul.tiles import EACH, I8, I64, LANES, LINE, NARROW, PAIRS, PANEL, VECTOR, WORDS, Tile
+from tree_kernels.processor import has_dots, writes_matrix_tiles
 
 UPPER = 0xFFFF0000
 
@@ -37,6 +40,9 @@ def quantised_tiles(form: QuantisedForm) -> ir.Module:
     for rows, panels in enumerate(DOT_PANELS if has_dots() else ()):
         for count in sorted({1, panels} if rows else ()):
             DotsTile(module, dot_symbol(form, rows, count), form, rows, count).write()
+    for rows, panels in enumerate(MATRIX_PANELS if writes_matrix_tiles() else ()):
+        for count in sorted({1, panels} if rows else ()):
+            QuantisedMatrixTile(module, quantised_matrix_symbol(form, rows, count), form, rows, count).write()
     return module
 
 
@@ -222,3 +228,58 @@ class DotsTile(PairsTile):
 
     def _after_pair(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
         return self._dotted(totals, words, k)
+
+
+class QuantisedMatrixTile(PairsTile):
+    """A tile of quantised weights by matrix tiles. The inputs are a multiple of MATRIX_INPUTS.
+
+    A group's weights are unpacked to memory, as a packed bfloat16 weight has them, while the group before is
+    multiplied: what was written a moment ago cannot be loaded into a tile yet.
+    """
+
+    def write(self) -> None:
+        x, x_step, weights, panel_step, sums, sums_step, inputs, begin, ahead, self._ahead_step = self._function.args
+        build = self._in
+        room = build.alloca(ir.ArrayType(I8, 2 * self._panels * GROUP_BYTES))
+        room.align = LINE
+        buffers = build.ptrtoint(room, I64)
+        self._ahead = [self._moved(ahead, panel_step, number) for number in range(self._panels)]
+        self._weights = [self._moved(weights, panel_step, number) for number in range(self._panels)]
+        matrix = MatrixSums(self._module, build, self._function.name, self._rows, self._panels)
+        matrix.begin(begin, sums, sums_step)
+        groups = build.udiv(inputs, I64(MATRIX_INPUTS))
+
+        def places(group: Any) -> list[Any]:
+            """Addresses of the unpacked panels of a group."""
+            first = build.mul(build.and_(group, I64(1)), I64(self._panels * GROUP_BYTES))
+            return [build.add(buffers, build.add(first, I64(panel * GROUP_BYTES))) for panel in range(self._panels)]
+
+        def step(_: list[Any], group: Any) -> list[Any]:
+            with build.if_then(build.icmp_signed("<", group, groups)):
+                self._unpack(group, places(group))
+            with build.if_then(build.icmp_signed(">", group, I64(0))):
+                before = build.sub(group, I64(1))
+                k = build.mul(before, I64(MATRIX_INPUTS))
+                matrix.add(build.add(x, build.mul(k, I64(2))), x_step, places(before))
+            return []
+
+        self._counted([], build.add(groups, I64(1)), step)
+        matrix.end(sums, sums_step)
+        build.ret_void()
+
+    def _unpack(self, group: Any, places: list[Any]) -> None:
+        build, blocks = self._in, MATRIX_INPUTS // self._form.block
+        first_k = build.mul(group, I64(MATRIX_INPUTS))
+        for number in range(blocks):
+            block = build.add(build.mul(group, I64(blocks)), I64(number))
+            for panel, place in enumerate(self._blocks(block)):
+                self._first = build.sub(places[panel], build.mul(first_k, I64(PAIR_BYTES // 2)))
+                self._of_panel([], block, place, panel)
+
+    def _after_pair(self, totals: list[Any], words: list[Any], k: Any) -> list[Any]:
+        build = self._in
+        place = build.add(self._first, build.mul(k, I64(PAIR_BYTES // 2)))
+        for vector, its in enumerate(words):
+            at = build.add(place, I64(4 * LANES * vector))
+            build.store(its, build.inttoptr(at, WORDS.as_pointer()), align=LINE)
+        return totals

@@ -9,13 +9,15 @@ from tree_kernels.processor import lanes, panel
 
 CHUNK = 48
 """Rows that go through all parts of a block before the next rows do."""
+MATRIX_CHUNK = 96
+"""CHUNK with matrix tiles, which take less time for a row."""
 PART_BYTES = 32768
 """Bytes of a panel's weights in one part."""
 PART_MULTIPLE = 32
 """Number of which a part's inputs are a multiple, except in the last part: quantised weights come in blocks."""
 WIDEST = 4
 """The most panels of a block."""
-SCRATCH = CHUNK * WIDEST * panel()
+SCRATCH = MATRIX_CHUNK * WIDEST * panel()
 """float32 numbers of scratch memory that a thread needs."""
 
 
@@ -38,6 +40,11 @@ PANELS: dict[Precision, tuple[int, ...]] = (
 addition, few enough for the registers. PAIRS stands for tiles of dot products. BF16 needs more registers beside the
 sums, for weights that it unpacks."""
 
+MATRIX_INPUTS = 32
+"""Inputs that one instruction of matrix tiles adds."""
+MATRIX_PANELS = (0,) + (2,) * 16 + (1,) * 16
+"""Panels of tiles with matrix tiles, by number of rows: 8 of these are to hold sums, rows and weights."""
+
 
 class Argument(IntEnum):
     """Places of a product's arguments in an array of int64. Arrays are given by their addresses."""
@@ -59,6 +66,7 @@ class Argument(IntEnum):
     RESIDUAL = 14  # [rows, outputs] of TARGET_KIND, which the rounded results are added to; or 0
     TILE_ROWS = 15  # the most rows of a tile
     X_BYTES = 16  # bytes of one number of X
+    CHUNK_ROWS = 17  # CHUNK or MATRIX_CHUNK
 
 
 class Helper(IntEnum):
@@ -81,3 +89,8 @@ def float_bits(number: float) -> int:
 def symbol(kind: Precision, rows: int, panels: int) -> str:
     """The name of a tile's function. PAIRS: of a tile of dot products"""
     return f"dendro_tile_{kind.name}_{rows}_{panels}"
+
+
+def matrix_symbol(rows: int, panels: int) -> str:
+    """The name of the function of a tile with matrix tiles."""
+    return f"dendro_matrix_{rows}_{panels}"
