@@ -121,9 +121,10 @@ class AwqTensors:
             return None
         found = read_weight(self._folder, module, self._read(module))
         blocks = found.blocks() if found.fields.shape == weight.shape else None
-        if blocks is None or not torch.equal(blocks.unpacked().bfloat16(), weight):
+        if blocks is None:
             return None
-        return blocks if blocks.fits() else None
+        rounded = blocks.unpacked().bfloat16()
+        return blocks if torch.equal(rounded, weight) and blocks.fits(rounded) else None
 
     def _read(self, module: str) -> dict[str, Tensor]:
         found = {}

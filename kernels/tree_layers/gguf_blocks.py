@@ -15,6 +15,7 @@ from tree_kernels.matmul.quantised_shapes import QuantisedForm
 
 from tree_layers.checkpoint import GGUF
 from tree_layers.gguf_forms import FORMS_OF
+from tree_layers.gguf_header import StoredTensor, read_gguf_header
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -106,23 +107,22 @@ class QuantisedTensors:
         """folder: of a GGUF file, which transformers has read"""
         import gguf
 
-        reader: Any = gguf.GGUFReader(folder / GGUF)
-        name = str(reader.fields["general.architecture"].contents())
-        architecture = next((each for each, its in gguf.MODEL_ARCH_NAMES.items() if its == name), None)
-        self._tensors: dict[int, Any] = {}  # key: address of the weight
+        header = read_gguf_header(folder / GGUF)
+        architecture = next((each for each, its in gguf.MODEL_ARCH_NAMES.items() if its == header.architecture), None)
+        self._tensors: dict[int, StoredTensor] = {}  # key: address of the weight
         if architecture is None:
             return
-        names = gguf.get_tensor_name_map(architecture, int(reader.fields[f"{name}.block_count"].contents()))
-        stored = {tensor.name: tensor for tensor in reader.tensors}
+        self._file: Bytes = np.asarray(np.memmap(folder / GGUF, np.uint8, "r"))
+        names = gguf.get_tensor_name_map(architecture, header.layers)
         for key, weight in model.named_parameters():
-            tensor = stored.get(names.get_name(key, try_suffixes=(".weight",)) or "")
-            if tensor is not None and weight.dim() == 2 and tensor.tensor_type.name in READ:
+            tensor = header.tensors.get(names.get_name(key, try_suffixes=(".weight",)) or "")
+            if tensor is not None and weight.dim() == 2 and tensor.type_name in READ:
                 self._tensors[weight.data_ptr()] = tensor
 
     def form_of(self, weight: Tensor) -> QuantisedForm | None:
         """The form of the weight's blocks, which are not read for it; None where the file has none."""
         tensor = self._tensors.get(weight.data_ptr())
-        return None if tensor is None else QuantisedForm[FORMS_OF[tensor.tensor_type.name]]
+        return None if tensor is None else QuantisedForm[FORMS_OF[tensor.type_name]]
 
     def blocks_of(self, weight: Tensor) -> QuantisedBlocks | None:
         """The blocks of a bfloat16 weight [outputs, inputs], which may be a model's first rows; None where the file has
@@ -130,22 +130,25 @@ class QuantisedTensors:
         tensor = self._tensors.get(weight.data_ptr())
         if tensor is None or weight.dtype != torch.bfloat16 or not weight.is_contiguous():
             return None
-        its = READ[tensor.tensor_type.name]
-        if tensor.data.ndim != 2 or tensor.data.shape[1] * its.numbers != weight.shape[1] * its.bytes:
+        if len(tensor.shape) != 2 or tensor.shape[1] != weight.shape[1]:
             return None
-        blocks = its.read(tensor.data.reshape(len(tensor.data), -1, its.bytes))
-        rows = _rows_in(blocks.unpacked().bfloat16(), weight)
-        if rows is None:
-            return None
-        found = blocks.of_rows(rows)
-        return found if found.fits() else None
+        its = READ[tensor.type_name]
+        stored = self._file[tensor.begin : tensor.begin + tensor.length]
+        blocks = its.read(stored.reshape(tensor.shape[0], -1, its.bytes))
+        rounded = blocks.unpacked().bfloat16()
+        if len(weight) > len(rounded) or not torch.equal(rounded[: len(weight)], weight):
+            rows = _rows_in(rounded, weight)
+            if rows is None:
+                return None
+            blocks = blocks.of_rows(rows)
+        elif len(weight) < len(rounded):
+            blocks = blocks.of_rows(torch.arange(len(weight)))
+        return blocks if blocks.fits(rounded) else None
 
 
 def _rows_in(given: Tensor, wanted: Tensor) -> Tensor | None:
     """Which rows of the one matrix are those of the other: transformers reorders those of some projections. None where
     one is missing. Zeros of both signs are the same: a sum that begins at zero has no other bits."""
-    if len(wanted) <= len(given) and torch.equal(given[: len(wanted)], wanted):
-        return torch.arange(len(wanted))
     places = {row.tobytes(): place for place, row in enumerate((given + 0.0).view(torch.int16).numpy())}
     found = [places.get(row.tobytes(), -1) for row in (wanted.detach() + 0.0).view(torch.int16).numpy()]
     return None if -1 in found else torch.tensor(found)

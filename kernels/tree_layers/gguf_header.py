@@ -1,4 +1,5 @@
-"""The header of a GGUF file: names, shapes and types of its tensors. No weights and no texts are loaded.
+"""The header of a GGUF file: names, shapes, types and places of its tensors. No weights are loaded, and no texts but
+the name of the architecture.
 
 The libraries that read GGUF files trust their counts and lengths: a file of a hundred bytes can keep one busy for ever.
 So a header is read here first, and refused beyond the bounds below; work and memory are in proportion to its bytes.
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from tree_layers.errors import CheckpointError
 
@@ -32,18 +33,39 @@ _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _WHOLE = {0, 2, 4, 10}
 """The unsigned ones of these types."""
 _STRING, _ARRAY = 8, 9
-_LAYERS = (".block_count", ".nextn_predict_layers")
+_ARCHITECTURE, _COUNT = "general.architecture", ".block_count"
+_LAYERS = (_COUNT, ".nextn_predict_layers")
 """Ends of the keys by which transformers counts layers: it makes a list as long before it looks at the tensors."""
 _NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 """The library's names of the matrices with a row for each token."""
+
+
+class StoredTensor(NamedTuple):
+    """Where a file has a tensor."""
+
+    type_name: str  # the type of its blocks, such as Q4_1
+    shape: tuple[int, ...]
+    begin: int  # the place of its first byte in the file
+    length: int  # bytes
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
     """Facts of a header about the weights. Every tensor lies within the file; together they are no larger than it."""
 
-    shapes: dict[str, tuple[int, ...]]  # embedding and head by the library's names, others by the file's
-    stored: Mapping[str, int]  # number of tensors of each type, such as Q4_1
+    architecture: str  # the file's word; empty where it has none
+    layers: int
+    tensors: dict[str, StoredTensor]  # key: the file's name of the tensor
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The tensors' shapes: embedding and head by the library's names, others by the file's."""
+        return {_NAMES.get(name, name): each.shape for name, each in self.tensors.items()}
+
+    @property
+    def stored(self) -> Mapping[str, int]:
+        """Number of tensors of each type."""
+        return dict(Counter(each.type_name for each in self.tensors.values()))
 
 
 def read_gguf_header(file: Path) -> GgufHeader:
@@ -62,6 +84,7 @@ class _Reader:
         self._size = file.stat().st_size
         self._limit = min(self._size, MAX_HEADER_BYTES)
         self._elements = self._divided = 0
+        self._architecture = ""
 
     def header(self) -> GgufHeader:
         if self._stream.read(len(MAGIC)) != MAGIC:
@@ -86,11 +109,11 @@ class _Reader:
             if key.endswith(_LAYERS) and (number is None or number > tensors):
                 found = "no unsigned whole number" if number is None else number
                 raise self._refused(f"{key} is {found}, and it has {tensors} tensors")
-        return self._tensors(tensors, numbers.get("general.alignment") or 32)
+        layers = numbers.get(self._architecture + _COUNT) or 0
+        return GgufHeader(self._architecture, layers, self._tensors(tensors, numbers.get("general.alignment") or 32))
 
-    def _tensors(self, count: int, alignment: int) -> GgufHeader:
-        shapes: dict[str, tuple[int, ...]] = {}
-        stored: Counter[str] = Counter()
+    def _tensors(self, count: int, alignment: int) -> dict[str, StoredTensor]:
+        found: dict[str, StoredTensor] = {}
         sizes = _sizes_by_type(self._file)
         in_all = end = 0
         for _ in range(count):
@@ -104,18 +127,18 @@ class _Reader:
             numbers = math.prod(shape)
             if not shape or shape[-1] % block:
                 raise self._refused(f"{name} is of type {type_name} and has the shape {list(shape)}")
-            if name in shapes:
+            if name in found:
                 raise self._refused(f"it has two tensors {name}")
             length = numbers // block * block_bytes
             in_all, end = in_all + length, max(end, offset + length)
-            shapes[name] = shape
-            stored[type_name] += 1
+            found[name] = StoredTensor(type_name, shape, offset, length)
         if not 1 <= alignment <= MAX_HEADER_BYTES:
             raise self._refused(f"general.alignment is {alignment}")
-        needed = math.ceil(self._stream.tell() / alignment) * alignment + max(in_all, end)
+        first = math.ceil(self._stream.tell() / alignment) * alignment
+        needed = first + max(in_all, end)
         if needed > self._size:
             raise self._refused(f"it has {self._size} bytes, and its tensors need {needed}: is it complete?")
-        return GgufHeader({_NAMES.get(name, name): shape for name, shape in shapes.items()}, dict(stored))
+        return {name: each._replace(begin=first + each.begin) for name, each in found.items()}
 
     def _entry(self) -> tuple[str, int | None]:
         """A key and its value; None for one that is not a whole number."""
@@ -123,6 +146,9 @@ class _Reader:
         kind = self._number(4)
         if kind in _WHOLE:
             return key, self._number(_SCALARS[kind])
+        if kind == _STRING and key == _ARCHITECTURE:
+            self._architecture = self._text()
+            return key, None
         if kind == _STRING:
             self._skip_text()
             return key, None

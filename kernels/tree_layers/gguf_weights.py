@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,3 +18,17 @@ def gguf_settings(folder: str | Path) -> dict[str, Any]:
     from transformers import GgufConfig
 
     return {"gguf_file": GGUF, "quantization_config": GgufConfig(dequantize=True), "local_files_only": True}
+
+
+@contextmanager
+def names_made_once() -> Iterator[None]:
+    """Context for transformers' reading of a file. It asks for the table of a model's names once for each module, and
+    the package gguf makes the table anew each time: half of the time in which a small model is read."""
+    import gguf
+
+    made: Any = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = cache(made)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = made

@@ -24,6 +24,10 @@ def test_the_shapes_and_types_are_those_that_the_gguf_library_reads(tmp_path, mo
     renamed = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
     assert found.shapes == {renamed.get(each.name, each.name): tuple(map(int, each.shape[::-1])) for each in tensors}
     assert found.stored == {"F32": len(tensors)}
+    assert (found.architecture, found.layers) == ("llama", 3)
+    for each in tensors:
+        its = found.tensors[each.name]
+        assert (its.type_name, its.begin, its.length) == ("F32", each.data_offset, each.n_bytes)
 
 
 HOSTILE = {

@@ -16,7 +16,7 @@ from tree_layers.awq import unpacked_tensors
 from tree_layers.awq_settings import AWQ
 from tree_layers.checkpoint import weight_files
 from tree_layers.errors import CheckpointError
-from tree_layers.gguf_weights import gguf_settings
+from tree_layers.gguf_weights import gguf_settings, names_made_once
 from tree_layers.weights import library_names, read_torch_file
 
 from verifier_service.models.mamba_in_llama import PURE_MAMBAS, library_config
@@ -69,8 +69,8 @@ def load_library_model(folder: Path, config: PreTrainedConfig | None = None, **s
             raise CheckpointError(
                 f"{folder}: a GGUF file of a Mamba, or with tensor_parallel above 1, is not supported"
             )
-        with redirect_stderr(StringIO()):  # progress bars
-            return AutoModelForCausalLM.from_pretrained(folder, **unpacked, **settings)
+        with redirect_stderr(StringIO()), names_made_once():  # progress bars go to the former
+            return AutoModelForCausalLM.from_pretrained(folder, config=config, **unpacked, **settings)
     quantised = getattr(config, "quantization_config", None) or {}
     in_awq = quantised.get("quant_method") == AWQ
     if in_awq or config.model_type in PURE_MAMBAS:

@@ -44,12 +44,19 @@ class QuantisedBlocks:
     def unpacked(self) -> Tensor:
         """[outputs, inputs] float32."""
         form = FORMS[self.form]
-        fields = self.fields.view(len(self.fields), -1, form.block).float()
-        scaled = (fields - form.zero) * self.scales[..., None].float()
-        return (scaled if self.offsets is None else scaled + self.offsets[..., None].float()).flatten(1)
+        made = self.fields.view(len(self.fields), -1, form.block).float()
+        if form.zero:
+            made -= form.zero
+        made *= self.scales[..., None].float()
+        if self.offsets is not None:
+            made += self.offsets[..., None].float()
+        return made.flatten(1)
 
-    def fits(self) -> bool:
-        """Whether the kernels compute `unpacked`: what they compute in place of its products and sums must be exact."""
+    def fits(self, rounded: Tensor | None = None) -> bool:
+        """Whether the kernels compute `unpacked`: what they compute in place of its products and sums must be exact.
+
+        rounded: `unpacked` in bfloat16, with further rows or in another order, where it is known
+        """
         form = FORMS[self.form]
         scales = self.scales.double()
         offsets = self.offsets.double() if self.offsets is not None else -scales * form.zero
@@ -58,8 +65,8 @@ class QuantisedBlocks:
             made += [offsets - place.base * scales for place in form.places]
         if not all(torch.equal(each.float().double(), each) and each.isfinite().all() for each in made):
             return False
-        values = self.unpacked()
-        return bool(((values == 0) | (values.abs() >= torch.finfo(torch.float32).tiny)).all())
+        rounded = self.unpacked().bfloat16() if rounded is None else rounded
+        return not bool(((rounded != 0) & (rounded.abs() <= torch.finfo(torch.bfloat16).tiny)).any())
 
 
 @cache
