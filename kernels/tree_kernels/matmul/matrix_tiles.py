@@ -13,13 +13,13 @@ from typing import Any
 from llvmlite import ir
 
 from tree_kernels.matmul.shapes import MATRIX_INPUTS, MATRIX_PANELS, matrix_symbol
-from tree_kernels.matmul.tiles import I8, I32, I64, LINE, PANEL, Tile
+from tree_kernels.matmul.tiles import I8, I64, LINE, PANEL, Tile
 
 TILES = 8
 PALETTE = 1
 """The number of the configuration that has TILES tiles, of any rows and any bytes of a row up to 16 and 64."""
 BYTES_AT, ROWS_AT, CONFIGURATION = 16, 48, 64
-"""Where a configuration has a tile's bytes of a row, in two bytes, and its rows, in one; and the configuration's bytes."""
+"""Where a configuration has a tile's bytes of a row, in two bytes, and its rows, in one byte; and its own length."""
 COLUMNS = 16
 """Rows, and outputs, of a matrix tile."""
 EACH = PANEL // COLUMNS
@@ -95,9 +95,10 @@ class MatrixSums:
     def _places(self, sums: Any, step: Any) -> list[tuple[int, Any]]:
         """The tiles with sums, each with the address of its sums in memory."""
         build = self._in
+        firsts = [build.add(sums, build.mul(step, I64(part * COLUMNS))) for part in range(len(self._sums))]
         return [
-            (tile, self._pointer(build.add(build.add(sums, build.mul(step, I64(part * COLUMNS))), I64(4 * COLUMNS * at))))
-            for part, its in enumerate(self._sums)
+            (tile, self._pointer(build.add(first, I64(4 * COLUMNS * at))))
+            for first, its in zip(firsts, self._sums, strict=True)
             for at, tile in enumerate(its)
         ]
 
@@ -129,9 +130,7 @@ class MatrixTile(Tile):
     def write(self) -> None:
         x, x_step, weights, panel_step, sums, sums_step, inputs, begin, ahead, self._ahead_step = self._function.args
         build = self._in
-        self._ahead = [
-            build.add(self._moved(ahead, panel_step, number), I64(EARLY)) for number in range(self._panels)
-        ]
+        self._ahead = [build.add(self._moved(ahead, panel_step, number), I64(EARLY)) for number in range(self._panels)]
         self._weights = [self._moved(weights, panel_step, number) for number in range(self._panels)]
         matrix = MatrixSums(self._module, build, self._function.name, self._rows, self._panels)
         matrix.begin(begin, sums, sums_step)

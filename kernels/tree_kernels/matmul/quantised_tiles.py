@@ -10,6 +10,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from tree_kernels.matmul.matrix_tiles import GROUP_BYTES, PAIR_BYTES, MatrixSums
 from tree_kernels.matmul.quantised_shapes import (
     DOT_PANELS,
     FORMS,
@@ -22,7 +23,6 @@ from tree_kernels.matmul.quantised_shapes import (
     tile_panels,
     tile_symbol,
 )
-from tree_kernels.matmul.matrix_tiles import GROUP_BYTES, PAIR_BYTES, MatrixSums
 from tree_kernels.matmul.shapes import MATRIX_INPUTS, MATRIX_PANELS
 from tree_kernels.matmul.tiles import EACH, I8, I64, LANES, LINE, NARROW, PAIRS, PANEL, VECTOR, WORDS, Tile
 from tree_kernels.processor import has_dots, writes_matrix_tiles
