@@ -13,6 +13,7 @@ from pathlib import Path
 from dendro.client import KEY_HEADER, TENANT_KEY
 from dendro.clock import Clock
 from dendro.errors import BadRequest, Unauthenticated
+from dendro.tasks import TenantTurns
 
 from cluster.api.keys import KEY, ApiKey, digest_of, read_keys
 from cluster.config import Config
@@ -117,13 +118,20 @@ class Callers:
         self.anyone_near = keys is None and not config.has_gateways and not config.reachable
         """Whether each process of this machine may call, and nobody else."""
         self._believes = config.has_gateways or not config.reachable
+        self._turns = TenantTurns()
 
     def caller(self, headers: Collection[tuple[str, str | bytes]]) -> CallerIdentity:
-        """The caller of a request, which counts as one of its key's minute. headers: with names in lower case
+        """The caller of a request, which counts as one of its key's minute. The long work of the current task is its
+        tenant's from now on. headers: with names in lower case
 
         Raises Unauthenticated without one valid key where keys are needed, LimitReached past the key's requests a
         minute, and BadRequest for a tenant that the caller may not name.
         """
+        caller = self._identity(headers)
+        self._turns.enter(caller.tenant)
+        return caller
+
+    def _identity(self, headers: Collection[tuple[str, str | bytes]]) -> CallerIdentity:
         tenants, keys, traces = (_values(headers, name) for name in (TENANT_KEY, KEY_HEADER, TRACEPARENT))
         tenant, traceparent = tenants[0] if tenants else "", traces[0] if len(traces) == 1 else ""
         if self._ring is None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from dendro.errors import DendroError
 from dendro.failures import log_failure
@@ -17,6 +20,9 @@ LONG = 8192
 some tenths of one."""
 PART = 8192
 """Tokens that one call of C code handles: such a call keeps other threads, and so the loop, from running."""
+
+AT_ONCE = min(32, (os.cpu_count() or 1) + 4) // 2
+"""Pieces of one tenant's long work that run at once: half as many as asyncio has threads."""
 
 Result = TypeVar("Result")
 
@@ -65,6 +71,40 @@ async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[Any]) -> N
             each.cancel()
 
 
+_TURNS: ContextVar[asyncio.Semaphore | None] = ContextVar("turns", default=None)
+"""The turns at long work of the tenant that the current task works for; None: it works for none."""
+
+
+class TenantTurns:
+    """Lets tenants take turns at the threads of long work: those of one tenant wait for each other, so that another's
+    finds a thread. Bound to one event loop."""
+
+    def __init__(self) -> None:
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+
+    def enter(self, tenant: str) -> None:
+        """Let the long work of the current task, and of tasks that it starts from now on, be this tenant's."""
+        turns = self._turns.get(tenant)
+        if turns is None:
+            turns = self._turns[tenant] = asyncio.Semaphore(AT_ONCE)
+        _TURNS.set(turns)
+
+
 async def off_loop(tokens: int, work: Callable[[], Result]) -> Result:
-    """The result of `work`, which runs in a thread if it is about LONG tokens or more."""
-    return work() if tokens < LONG else await asyncio.to_thread(work)
+    """The result of `work`, which runs in a thread if it is about LONG tokens or more, once it is its tenant's turn
+    (`TenantTurns`)."""
+    if tokens < LONG:
+        return work()
+    turns = _TURNS.get()
+    if turns is None:
+        return await asyncio.to_thread(work)
+    await turns.acquire()
+    running = asyncio.create_task(asyncio.to_thread(work))
+
+    def leave(done: asyncio.Task[Result]) -> None:
+        turns.release()
+        if not done.cancelled():
+            done.exception()  # marks it as read: the caller may be gone
+
+    running.add_done_callback(leave)
+    return await asyncio.shield(running)  # a thread goes on after its caller has left, and so does its turn

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import stat
+import threading
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 from dendro.answer import REASON_KEY, RETRY_AFTER_KEY
 from dendro.client import AsyncClient, Client
 from dendro.errors import BadRequest, LimitReached, NotFound, Unauthenticated
+from dendro.tasks import AT_ONCE, LONG
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from typer.testing import CliRunner
@@ -26,7 +28,7 @@ from cluster.api.grpc import serve_router
 from cluster.api.keys import ApiKeys, new_key, read_keys, write_keys
 from cluster.config import Config
 from cluster.router.allowance import WINDOW_S, Allowance, KeyLimits, MinuteCount
-from tests.support.edge import EdgePeers, config, ingress
+from tests.support.edge import ByteTokenizer, EdgePeers, config, ingress
 from tests.support.http_api import http_at, raw
 from tests.support.sockets import until
 
@@ -167,6 +169,29 @@ async def test_a_session_belongs_to_the_tenant_of_its_key_and_looks_unknown_to_a
         foreign = await refused_with(address, three, session=session)
         unknown = await refused_with(address, three, session=session[:-1] + "_")
         assert isinstance(foreign, NotFound) and str(foreign) == str(unknown)
+
+
+async def test_however_many_long_prompts_one_tenant_sends_anothers_is_read(keys, monkeypatch):
+    one, two = keys.add("one"), keys.add("two")
+    go, begun = threading.Event(), []
+
+    def encode(_: ByteTokenizer, text: str, begins: bool) -> list[int]:
+        if text.startswith("many"):
+            begun.append(text)
+            go.wait()
+        return [*text.encode()]
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    async with serving(keys) as address, AsyncClient(address, key=one) as many, AsyncClient(address, key=two) as other:
+        asked = [asyncio.create_task(many.tokenize("many" * LONG)) for _ in range(40)]
+        try:
+            await until(lambda: len(begun) >= AT_ONCE)
+            async with asyncio.timeout(30):
+                assert len(await other.tokenize("a" * 2 * LONG)) == 2 * LONG
+        finally:
+            go.set()
+        await asyncio.gather(*asked)
+        assert len(begun) == 40
 
 
 async def test_a_caller_with_a_key_cannot_name_another_tenant(keys):
