@@ -27,6 +27,7 @@ from dendro.errors import (
 )
 from dendro.failures import log_failure
 from dendro.serving import KEEPALIVE_OPTIONS
+from dendro.tasks import TenantLock
 from dendro.v1 import generation_pb2 as pb
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -91,7 +92,7 @@ class GenerationServicer:
         self._requests = requests
         self._callers = callers
         self._longest_text = ingress.longest_text
-        self._reading = asyncio.Lock()
+        self._reading = TenantLock()
         self._calls: set[asyncio.Task[Any]] = set()  # calls whose message came, and whose status is not sent yet
 
     async def ended(self) -> None:
@@ -135,7 +136,7 @@ class GenerationServicer:
         """Stream the answer. Refuses a caller without a valid key, and a request past a limit."""
         try:
             caller = self._caller(context)
-            request = await self._read(pb.GenerateRequest, await self._message(messages))
+            request = await self._read(pb.GenerateRequest, await self._message(messages), caller.tenant)
             request_id = identified(request)
             with self._requests.run(caller.tenant, request_id, count_of_answers(request)):
                 events = self._ingress.generate(request, caller.tenant, caller.allowance, caller.traceparent)
@@ -166,14 +167,14 @@ class GenerationServicer:
             await _abort(context, raised, "without an id")
             raise  # not reached: `abort` raises
 
-    async def _read(self, kind: type[Request], data: bytes) -> Request:
-        """The message. Long ones are read one after another, so that many take no more memory and time at once than
-        one."""
+    async def _read(self, kind: type[Request], data: bytes, tenant: str) -> Request:
+        """The message. Long ones are read one after another, those of tenants in turns, so that many take no more
+        memory and time at once than one."""
         config = self._ingress.config.router
         read = partial(read_request, kind, data, self._longest_text, config.max_prompt_bytes)
         if len(data) <= SHORT_BYTES:
             return read()
-        async with self._reading:
+        async with self._reading.of(tenant):
             return await asyncio.to_thread(read)
 
     async def _write(
@@ -204,21 +205,21 @@ class GenerationServicer:
             raise asyncio.CancelledError from None  # a cancelled call ends without a status
 
     async def GetServerInfo(self, caller: CallerIdentity, data: bytes) -> pb.GetServerInfoResponse:
-        await self._read(pb.GetServerInfoRequest, data)
+        await self._read(pb.GetServerInfoRequest, data, caller.tenant)
         return self._ingress.info()
 
     async def Tokenize(self, caller: CallerIdentity, data: bytes) -> pb.TokenizeResponse:
-        return await self._ingress.tokenize(await self._read(pb.TokenizeRequest, data))
+        return await self._ingress.tokenize(await self._read(pb.TokenizeRequest, data, caller.tenant))
 
     async def Detokenize(self, caller: CallerIdentity, data: bytes) -> pb.DetokenizeResponse:
-        return await self._ingress.detokenize(await self._read(pb.DetokenizeRequest, data))
+        return await self._ingress.detokenize(await self._read(pb.DetokenizeRequest, data, caller.tenant))
 
     async def Abort(self, caller: CallerIdentity, data: bytes) -> pb.AbortResponse:
-        request = await self._read(pb.AbortRequest, data)
+        request = await self._read(pb.AbortRequest, data, caller.tenant)
         return pb.AbortResponse(aborted=await self._requests.abort_everywhere(caller.tenant, (request.request_id,)))
 
     async def Explain(self, caller: CallerIdentity, data: bytes) -> pb.ExplainResponse:
-        return self._ingress.explain(await self._read(pb.ExplainRequest, data), caller.tenant)
+        return self._ingress.explain(await self._read(pb.ExplainRequest, data, caller.tenant), caller.tenant)
 
 
 async def _one_message(messages: AsyncIterator[bytes]) -> bytes:

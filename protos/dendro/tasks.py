@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -88,6 +89,23 @@ class TenantTurns:
         if turns is None:
             turns = self._turns[tenant] = asyncio.Semaphore(AT_ONCE)
         _TURNS.set(turns)
+
+
+class TenantLock:
+    """A lock that tenants take in turns, however many tasks of one wait for it. Bound to one event loop."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+        self._own: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    @asynccontextmanager
+    async def of(self, tenant: str) -> AsyncGenerator[None, None]:
+        """Hold the lock for a tenant."""
+        own = self._own.get(tenant)
+        if own is None:
+            own = self._own[tenant] = asyncio.Lock()
+        async with own, self._lock:  # one task of a tenant waits for the second
+            yield
 
 
 async def off_loop(tokens: int, work: Callable[[], Result]) -> Result:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 from dendro.errors import PeerLost
-from dendro.tasks import AT_ONCE, LONG, BackgroundTasks, TenantTurns, end_task, off_loop
+from dendro.tasks import AT_ONCE, LONG, BackgroundTasks, TenantLock, TenantTurns, end_task, off_loop
 
 from tests.support.sockets import until
 
@@ -110,3 +110,16 @@ async def test_an_error_of_long_work_is_raised_and_its_turn_goes_to_the_next():
     for _ in range(2 * AT_ONCE):
         with pytest.raises(ZeroDivisionError):
             await off_loop(LONG, lambda: 1 // 0)
+
+
+async def test_a_lock_goes_to_tenants_in_turns_however_many_tasks_of_one_wait():
+    lock, order = TenantLock(), list[str]()
+
+    async def hold(tenant: str) -> None:
+        async with lock.of(tenant):
+            order.append(tenant)
+            await asyncio.sleep(0)
+
+    await asyncio.gather(*(hold(tenant) for tenant in ["many"] * 50 + ["one", "two", "one"]))
+    assert sorted(order) == ["many"] * 50 + ["one"] * 2 + ["two"]
+    assert max(place for place, tenant in enumerate(order) if tenant != "many") < 8

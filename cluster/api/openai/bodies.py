@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from dendro.client import MAX_MESSAGE_BYTES
+from dendro.tasks import TenantLock
 from starlette.requests import ClientDisconnect, Request
 
 from cluster.api.callers import CallerIdentity
@@ -37,12 +38,12 @@ class JsonBody:
 
 class BodyReader:
     """Reads bodies. Many take no more time and memory at once than a few: bytes that are not parsed are bounded, and
-    long bodies are parsed one after another. Bound to one event loop."""
+    long bodies are parsed one after another, those of tenants in turns. Bound to one event loop."""
 
     def __init__(self, most_tokens: int) -> None:
         """most_tokens: of the longest text of all targets"""
         self._most_values = most_tokens + MOST_LISTED + MOST_FIELDS
-        self._parsing = asyncio.Lock()
+        self._parsing = TenantLock()
         self._held = Places(MOST_HELD_BYTES, "bytes of requests are being read here")
 
     async def read(self, request: Request, caller: CallerIdentity) -> JsonBody:
@@ -64,7 +65,7 @@ class BodyReader:
             body = await _bytes_of(request, hold)
             if len(body) <= SHORT_BYTES:
                 return JsonBody(_object(body), len(body))
-            async with self._parsing:
+            async with self._parsing.of(holder):
                 return JsonBody(await asyncio.to_thread(self._long_object, body), len(body))
         finally:
             self._held.leave(holder, held)
