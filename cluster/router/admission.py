@@ -18,7 +18,7 @@ from dendro.logprobs import check_echo, check_logprobs
 from dendro.modes import VerificationMode
 from dendro.options import SEED_BITS
 from dendro.structure import Structure, structure_from
-from dendro.tasks import PART, off_loop
+from dendro.tasks import PART, in_turn, off_loop
 from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import edits_from, mode_from, numbers_from, stop_ids_from
@@ -39,6 +39,8 @@ from cluster.sessions import Record, Sessions, Turn, unknown_session
 MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
 _TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as stored in records
+FOLLOWING = "structure-of-resume"
+"""Name of the threads that follow resumed answers, and of tenants' turns at them."""
 FOLLOWED = 64
 """Tokens of a structured answer that are followed between looks at whether its request runs."""
 ANCHOR = "a"
@@ -381,7 +383,7 @@ async def _completes(grammar: Grammar, held: list[int], limits: Limits, served: 
     if held:
         left = Event()
         try:
-            await in_thread("structure-of-resume", lambda: _follow(text, held, left))
+            await in_turn(FOLLOWING, lambda: in_thread(FOLLOWING, lambda: _follow(text, held, left)))
         except BadRequest as error:
             raise BadRequest("resume.token_ids", f"are not an answer's: the structure {error.reason}") from None
         finally:

@@ -23,7 +23,7 @@ PART = 8192
 """Tokens that one call of C code handles: such a call keeps other threads, and so the loop, from running."""
 
 AT_ONCE = min(32, (os.cpu_count() or 1) + 4) // 2
-"""Pieces of one tenant's long work that run at once: half as many as asyncio has threads."""
+"""Pieces of one tenant's long work of one kind that run at once: half as many as asyncio has threads."""
 
 Result = TypeVar("Result")
 
@@ -72,8 +72,18 @@ async def first_of(*waits: Coroutine[Any, Any, object] | asyncio.Task[Any]) -> N
             each.cancel()
 
 
-_TURNS: ContextVar[asyncio.Semaphore | None] = ContextVar("turns", default=None)
-"""The turns at long work of the tenant that the current task works for; None: it works for none."""
+class _Turns:
+    """A tenant's turns at long work, by the kind of work."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, asyncio.Semaphore] = {}
+
+    def at(self, kind: str) -> asyncio.Semaphore:
+        return self._turns.setdefault(kind, asyncio.Semaphore(AT_ONCE))
+
+
+_TURNS: ContextVar[_Turns | None] = ContextVar("turns", default=None)
+"""The turns of the tenant that the current task works for; None: it works for none."""
 
 
 class TenantTurns:
@@ -81,13 +91,13 @@ class TenantTurns:
     finds a thread. Bound to one event loop."""
 
     def __init__(self) -> None:
-        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._turns: WeakValueDictionary[str, _Turns] = WeakValueDictionary()
 
     def enter(self, tenant: str) -> None:
         """Let the long work of the current task, and of tasks that it starts from now on, be this tenant's."""
         turns = self._turns.get(tenant)
         if turns is None:
-            turns = self._turns[tenant] = asyncio.Semaphore(AT_ONCE)
+            turns = self._turns[tenant] = _Turns()
         _TURNS.set(turns)
 
 
@@ -108,21 +118,25 @@ class TenantLock:
             yield
 
 
-async def off_loop(tokens: int, work: Callable[[], Result]) -> Result:
-    """The result of `work`, which runs in a thread if it is about LONG tokens or more, once it is its tenant's turn
-    (`TenantTurns`)."""
-    if tokens < LONG:
-        return work()
+async def in_turn(kind: str, work: Callable[[], Coroutine[Any, Any, Result]]) -> Result:
+    """The result of work that keeps a thread, once it is its tenant's turn at work of this kind (`TenantTurns`). A
+    thread goes on after its caller has left, and so does its turn."""
     turns = _TURNS.get()
     if turns is None:
-        return await asyncio.to_thread(work)
-    await turns.acquire()
-    running = asyncio.create_task(asyncio.to_thread(work))
+        return await work()
+    turn = turns.at(kind)
+    await turn.acquire()
+    running = asyncio.create_task(work())
 
     def leave(done: asyncio.Task[Result]) -> None:
-        turns.release()
+        turn.release()
         if not done.cancelled():
             done.exception()  # marks it as read: the caller may be gone
 
     running.add_done_callback(leave)
-    return await asyncio.shield(running)  # a thread goes on after its caller has left, and so does its turn
+    return await asyncio.shield(running)
+
+
+async def off_loop(tokens: int, work: Callable[[], Result]) -> Result:
+    """The result of `work`, which runs in a thread, in its tenant's turn, if it is about LONG tokens or more."""
+    return work() if tokens < LONG else await in_turn("long", lambda: asyncio.to_thread(work))

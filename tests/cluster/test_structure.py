@@ -24,6 +24,7 @@ from dendro.options import Options
 from dendro.speculation import Speculation
 from dendro.state import NoStates
 from dendro.structure import Structure, StructureForm
+from dendro.tasks import AT_ONCE, TenantTurns
 from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
 
@@ -384,6 +385,29 @@ async def test_a_resumed_structured_answer_is_followed_no_further_once_its_clien
     going.set()
     await asyncio.to_thread(thread.join, 20)
     assert not thread.is_alive() and lengths[-1] < held
+
+
+async def test_resumed_structured_answers_of_one_tenant_are_followed_a_few_at_a_time():
+    """Else as many threads as requests would compete with the router's loop for its processors."""
+    going, following = threading.Event(), []
+
+    class WaitingGrammar(CountingGrammar):
+        def follow(self, ids) -> None:
+            following.append(threading.current_thread())
+            going.wait(20)
+
+    served = replace(SERVED["demo"], grammars=cast(Any, WaitingGrammar()))
+    router = Ingress(config(), EdgePeers(), MemorySessions(), {"demo": served})
+    request = build_request([1], structure=Structure.regex("a*"), max_new_tokens=12)
+    request.resume.CopyFrom(resume_of([1], [97] * 9))
+    TenantTurns().enter("many")
+    work = [asyncio.create_task(first_event(router, request)) for _ in range(40)]
+    await until(lambda: len(following) >= AT_ONCE)
+    for _ in range(200):  # turns of the loop in which the others would begin
+        await asyncio.sleep(0)
+    assert len(following) == AT_ONCE
+    going.set()
+    assert all(await asyncio.gather(*work)) and len(following) == 40
 
 
 @pytest.mark.slow
