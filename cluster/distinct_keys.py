@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from dendro.arguments import repeated_key, shown
@@ -101,3 +102,21 @@ def check_distinct(text: str) -> None:
         raise
     except (ValueError, RecursionError):
         return
+
+
+def json_of(text: str, object_of: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict) -> Any:
+    """The value of a JSON text. Raises ValueError for any other, in words that say nothing of this program. object_of:
+    makes an object of its keys and values"""
+    try:
+        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=object_of)
+    except RecursionError:
+        raise ValueError("it has too many objects and arrays in each other") from None
+    except ValueError as error:
+        if "set_int_max_str_digits" in str(error):
+            raise ValueError("a number has too many digits") from None
+        raise
+
+
+def _no_constant(name: str) -> NoReturn:
+    """Refuse NaN and the infinities, which Python reads."""
+    raise ValueError(f"{name} is no number of JSON")

@@ -12,7 +12,7 @@ from dendro.options import OPTIONS
 from dendro.tasks import LONG, PART, off_loop
 from dendro.v1 import generation_pb2 as pb
 
-from cluster.distinct_keys import distinct
+from cluster.distinct_keys import distinct, json_of
 from cluster.proposers.prediction import PredictedText
 from cluster.router.served import Served
 from cluster.router.tokenizer import Tokenizer
@@ -44,6 +44,7 @@ async def ids_of_prompt(
     if kind == "chat":
         check_messages(request.chat.messages, most_bytes)
         _size("tools", request.chat.tools, most_bytes)
+        _size("chat_template_kwargs", request.chat.chat_template_kwargs, most_bytes)
         _size("answer_start", request.chat.answer_start, most_bytes)
         return await off_loop(
             LONG, lambda: _in_vocabulary(_ids_of_chat(request.chat, served, earlier, described), served)
@@ -180,9 +181,16 @@ def _template_names(text: str) -> Mapping[str, Any]:
 
 def _parsed(field: str, text: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=distinct)
-    except (ValueError, RecursionError) as error:
+        found = json_of(text, distinct)
+    except ValueError as error:
         raise BadRequest(field, f"is not JSON: {error}") from None
+    try:
+        json.dumps(found, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise BadRequest(field, "has a surrogate code point, which UTF-8 cannot encode") from None
+    except RecursionError:
+        raise BadRequest(field, "has too many objects and arrays in each other") from None
+    return found
 
 
 def _in_vocabulary(ids: list[int], served: Served) -> list[int]:

@@ -53,6 +53,6 @@ def fill_chat(message: pb.Chat, chat: Chat) -> None:
 
 def _json(field: str, value: Any) -> str:
     try:
-        return json.dumps(value)
+        return json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise BadRequest(field, f"cannot be written as JSON: {error}") from None

@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from dendro.chat import Chat, fill_chat
 from dendro.errors import BadRequest
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
@@ -128,23 +129,44 @@ async def test_a_special_token_that_ended_an_answer_as_a_stop_id_is_written_once
     assert await written(stopped, chat_of(("user", "three")), [*b"two", END]) == "[user]three<|end|>[assistant]"
 
 
+def message_with(**fields: str) -> pb.GenerateRequest:
+    """A conversation of one message with further fields."""
+    return pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="assistant", **fields)]))
+
+
 @pytest.mark.parametrize(
     "request_, field",
     [
         (chat_of(), "messages: has 0 entries"),
         (chat_of(*[("user", "a")] * 4097), "messages: has 4097 entries"),
         (chat_of(("user", "a"), ("narrator", "b")), r"messages\[1\].role: is 'narrator'"),
-        (chat_of(("user", "a" * 60), ("user", "b" * 60)), "messages: has 120 bytes; at most 100"),
+        (chat_of(("user", "a" * 6000), ("user", "b" * 6000)), "messages: has 12000 bytes; at most 10000"),
+        (
+            chat_of(("user", "a"), chat_template_kwargs=" " * 10_001),
+            "chat_template_kwargs: has 10001 bytes; at most 10000",
+        ),
         (chat_of(("user", "a"), chat_template_kwargs="["), "chat_template_kwargs: is not JSON"),
         (chat_of(("user", "a"), tools="["), "tools: is not JSON"),
         (chat_of(("user", "a"), tools="[1]"), "tools: must be a JSON array of objects"),
         (chat_of(("user", "a"), chat_template_kwargs="[]"), "chat_template_kwargs: must be a JSON object"),
-        (chat_of(("user", "a"), chat_template_kwargs="[" * 9999), "chat_template_kwargs: is not JSON"),
+        (chat_of(("user", "a"), chat_template_kwargs="[" * 9999), "chat_template_kwargs: is not JSON: it has too many"),
+        (
+            chat_of(("user", "a"), chat_template_kwargs='{"a": %s}' % ("9" * 5000)),
+            "kwargs: is not JSON: a number has too",
+        ),
+        (chat_of(("user", "a"), chat_template_kwargs='{"a": "\\ud800"}'), "chat_template_kwargs: has a surrogate"),
+        (chat_of(("user", "a"), tools='[{"\\ud800": 1}]'), "tools: has a surrogate"),
+        (chat_of(("user", "a"), tools='[{"a": NaN}]'), "tools: is not JSON: NaN is no number"),
+        (message_with(tool_calls='[{"id": "\\udc00"}]'), r"messages\[0\].tool_calls: has a surrogate"),
+        (
+            message_with(tool_calls='[{"a": 1, "a": 1}]'),
+            r"messages\[0\].tool_calls: is not JSON: the key 'a' occurs twice",
+        ),
     ],
 )
 async def test_a_wrong_conversation_is_refused_by_the_name_of_its_field(served, request_, field):
     with pytest.raises(BadRequest, match=field):
-        await written(served, request_, most=100)
+        await written(served, request_, most=10_000)
 
 
 async def test_what_a_template_refuses_is_the_messages_fault(tmp_path):
@@ -246,3 +268,10 @@ async def test_abort_ends_the_requests_of_its_tenant_with_the_id_and_no_others()
         assert (await calls[1].read()).HasField("chunk")
         await until(lambda: server.stats()["running"] == 1)
         calls[1].cancel()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_number_that_json_lacks_is_refused_by_the_field_that_has_it(number):
+    for fields, name in (({"tools": [{"a": number}]}, "tools"), ({"chat_template_kwargs": {"a": number}}, "chat_temp")):
+        with pytest.raises(BadRequest, match=f"^{name}.*: cannot be written as JSON"):
+            fill_chat(pb.Chat(), Chat([{"role": "user", "content": "a"}], **fields))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from dendro.client import MAX_MESSAGE_BYTES
 from dendro.tasks import TenantLock
@@ -17,7 +16,7 @@ from cluster.api.callers import CallerIdentity
 from cluster.api.openai.errors import HttpRefused
 from cluster.api.places import Places, network_of
 from cluster.api.reading import MOST_FIELDS, MOST_LISTED, SHORT_BYTES
-from cluster.distinct_keys import distinct
+from cluster.distinct_keys import distinct, json_of
 
 BODY_S = 30.0
 """Seconds in which a client must send a body."""
@@ -122,21 +121,3 @@ def _object(body: bytes) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise HttpRefused(400, "the body must be a JSON object")
     return value
-
-
-def json_of(text: str, object_of: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict) -> Any:
-    """The value of a JSON text. Raises ValueError for any other, in words that say nothing of this program. object_of:
-    makes an object of its keys and values"""
-    try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=object_of)
-    except RecursionError:
-        raise ValueError("it has too many objects and arrays in each other") from None
-    except ValueError as error:
-        if "set_int_max_str_digits" in str(error):
-            raise ValueError("a number has too many digits") from None
-        raise
-
-
-def _no_constant(name: str) -> NoReturn:
-    """Refuse NaN and the infinities, which Python reads."""
-    raise ValueError(f"{name} is no number of JSON")

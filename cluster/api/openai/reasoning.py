@@ -14,8 +14,8 @@ from dendro.lark_forms import literal
 from dendro.patterns import slashed
 from dendro.structure import Structure, StructureForm
 
-from cluster.api.openai.bodies import json_of
 from cluster.api.openai.found_calls import begun_at_end
+from cluster.distinct_keys import json_of
 from cluster.router.tokenizer import Tokenizer
 
 KNOWN = (

@@ -11,10 +11,11 @@ from dendro.arguments import shown
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
 
-from cluster.api.openai.bodies import json_of, values_of
+from cluster.api.openai.bodies import values_of
 from cluster.api.openai.errors import line_field
 from cluster.api.openai.fields import Fields, typed
 from cluster.api.reading import MOST_FIELDS
+from cluster.distinct_keys import json_of
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
