@@ -21,7 +21,9 @@ from tree_kernels.matmul.shapes import (
     MATRIX_CHUNK,
     MATRIX_INPUTS,
     MATRIX_PANELS,
+    MATRIX_PART_BYTES,
     PANELS,
+    PART_BYTES,
     SCRATCH,
     WIDEST,
     Argument,
@@ -253,6 +255,7 @@ class PackedWeight:
         call[Argument.TILES], call[Argument.TILE_ROWS] = tiles.data_ptr(), len(tiles)
         call[Argument.X_BYTES] = X_BYTES[kind]
         call[Argument.CHUNK_ROWS] = MATRIX_CHUNK if matrix else CHUNK
+        call[Argument.PART] = MATRIX_PART_BYTES if matrix else PART_BYTES
         return call
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import PART_BYTES, PART_MULTIPLE, SCRATCH, Argument, Helper, Precision
+from tree_kernels.matmul.shapes import PART_MULTIPLE, SCRATCH, Argument, Helper, Precision
 from tree_kernels.matmul.tiles import AHEAD, call_product_tile
 from tree_kernels.processor import panel
 from tree_kernels.translating import INLINED
@@ -37,7 +37,7 @@ _PLACES = tuple(int(place) for place in Argument)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF) = _PLACES[
     :13
 ]
-(NEXT, RESIDUAL, TILE_ROWS, X_BYTES, CHUNK_ROWS) = _PLACES[13:]
+(NEXT, RESIDUAL, TILE_ROWS, X_BYTES, CHUNK_ROWS, PART) = _PLACES[13:]
 START, DONE = 8 * Helper.START, 8 * Helper.DONE
 CALL, THREAD, FUNCTION = int(Helper.CALL), int(Helper.THREAD), int(Helper.FUNCTION)
 HELPER_BYTES = 8 * Helper.SIZE
@@ -226,7 +226,8 @@ def multiply(call: int, thread: int) -> None:
     residual, most, chunk = given[RESIDUAL], given[TILE_ROWS], given[CHUNK_ROWS]
     step, x_bytes = inputs * entry, given[X_BYTES]
     x_step = inputs * x_bytes
-    part = PART_BYTES // entry // PART_MULTIPLE * PART_MULTIPLE
+    parts = (inputs * entry + given[PART] - 1) // given[PART]
+    part = (inputs + parts * PART_MULTIPLE - 1) // (parts * PART_MULTIPLE) * PART_MULTIPLE
     all_panels = (outputs + PANEL - 1) // PANEL
     size = 4 if target_kind == F32 else 2
     unit = fetch_add(call + NEXT * 8, 1)

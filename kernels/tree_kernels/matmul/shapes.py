@@ -11,8 +11,10 @@ CHUNK = 48
 """Rows that go through all parts of a block before the next rows do."""
 MATRIX_CHUNK = 96
 """CHUNK with matrix tiles, which take less time for a row."""
+MATRIX_PART_BYTES = 65536
+"""PART_BYTES with matrix tiles, whose sums go to memory and back between two parts."""
 PART_BYTES = 32768
-"""Bytes of a panel's weights in one part."""
+"""The most bytes of a panel's weights in one part."""
 PART_MULTIPLE = 32
 """Number of which a part's inputs are a multiple, except in the last part: quantised weights come in blocks."""
 WIDEST = 4
@@ -67,6 +69,7 @@ class Argument(IntEnum):
     TILE_ROWS = 15  # the most rows of a tile
     X_BYTES = 16  # bytes of one number of X
     CHUNK_ROWS = 17  # CHUNK or MATRIX_CHUNK
+    PART = 18  # PART_BYTES or MATRIX_PART_BYTES
 
 
 class Helper(IntEnum):
