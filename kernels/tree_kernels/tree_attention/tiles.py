@@ -15,6 +15,7 @@ from typing import Any
 
 from llvmlite import ir
 
+from tree_kernels.processor import lanes
 from tree_kernels.tree_attention.shapes import LANES, TILE_LINES, WEIGHTS_SYMBOL, scores_symbol, sums_symbol
 
 F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
@@ -23,7 +24,8 @@ BYTES = 4 * LANES
 TOGETHER = {1: 8, 2: 4, 3: 4}
 """Keys of a tile of scores by its lines: enough sums to hide the latency of an addition."""
 VECTORS = {1: 8, 2: 4, 3: 4}
-"""Vectors of results of a tile of sums by its lines."""
+"""Vectors of results of a tile of sums by its lines. Each number is a sum of its own, so these vectors are as wide as
+the processor's."""
 ROUNDER = 12582912.0
 """1.5 * 2**23: adding it rounds to a whole number, which is then in the low bits."""
 LOWEST = -126.0
@@ -83,18 +85,19 @@ class _Function:
         """place + step * times"""
         return self.build.add(place, self.build.mul(step, times))
 
-    def splat(self, number: Any) -> Any:
-        one = self.build.insert_element(VECTOR(ir.Undefined), number, I32(0))
-        return self.build.shuffle_vector(one, VECTOR(ir.Undefined), WORDS([0] * LANES))
+    def splat(self, number: Any, kind: Any = VECTOR) -> Any:
+        """A vector of this kind that has the number everywhere."""
+        one = self.build.insert_element(kind(ir.Undefined), number, I32(0))
+        return self.build.shuffle_vector(one, kind(ir.Undefined), ir.VectorType(I32, kind.count)([0] * kind.count))
 
     def pick(self, a: Any, b: Any, places: Sequence[int]) -> Any:
         return self.build.shuffle_vector(a, b, ir.VectorType(I32, len(places))([*places]))
 
     def fma(self, a: Any, b: Any, c: Any) -> Any:
-        name = f"llvm.fma.v{LANES}f32"
+        name = f"llvm.fma.v{c.type.count}f32"
         found = self._module.globals.get(name)
         if found is None:
-            found = ir.Function(self._module, ir.FunctionType(VECTOR, [VECTOR] * 3), name)
+            found = ir.Function(self._module, ir.FunctionType(c.type, [c.type] * 3), name)
         return self.build.call(found, [a, b, c])
 
     def sum_of(self, a: Any) -> Any:
@@ -177,34 +180,46 @@ def sums(module: ir.Module, lines: int) -> None:
     own = [make.at(weights, weight_step, I64(line)) for line in range(lines)]
     targets = [make.at(target, target_step, I64(line)) for line in range(lines)]
 
-    def some_columns(width: int) -> Callable[[Any, list[Any]], list[Any]]:
+    def some_columns(width: int, kind: Any) -> Callable[[Any, list[Any]], list[Any]]:
+        """A loop's body for `width` vectors of this kind."""
+        size = 4 * kind.count
+
         def columns(vector: Any, _: list[Any]) -> list[Any]:
             at = build.mul(vector, I64(BYTES))
             begin = build.add(values, at)
-            places = [build.add(build.add(line, at), I64(BYTES * each)) for line in targets for each in range(width)]
+            places = [build.add(build.add(line, at), I64(size * each)) for line in targets for each in range(width)]
 
             def one_key(key: Any, held: list[Any]) -> list[Any]:
                 place = build.add(begin, make.load(make.at(offsets, I64(8), key), I64))
-                given = [make.splat(make.load(make.at(line, I64(4), key), F32)) for line in own]
+                given = [make.splat(make.load(make.at(line, I64(4), key), F32), kind) for line in own]
                 found = [*held]
                 for each in range(width):
-                    value = make.load(build.add(place, I64(BYTES * each)), VECTOR)
+                    value = make.load(build.add(place, I64(size * each)), kind)
                     for line, weight in enumerate(given):
                         found[line * width + each] = make.fma(weight, value, found[line * width + each])
                 return found
 
-            before = [make.load(place, VECTOR) for place in places]
+            before = [make.load(place, kind) for place in places]
             for place, value in zip(places, make.loop(I64(0), count, 1, before, one_key), strict=True):
                 make.store(value, place)
             return []
 
         return columns
 
-    wide = VECTORS[lines]
-    whole = build.and_(vectors, I64(-wide))
-    make.loop(I64(0), whole, wide, [], some_columns(wide))
-    make.loop(whole, vectors, 1, [], some_columns(1))
+    first = I64(0)
+    for width, kind in _passes(lines):
+        step = width * kind.count // LANES
+        last = build.and_(vectors, I64(-step))
+        make.loop(first, last, step, [], some_columns(width, kind))
+        first = last
     build.ret_void()
+
+
+def _passes(lines: int) -> list[tuple[int, Any]]:
+    """Numbers and kinds of the vectors of results that a tile takes together, the most first."""
+    widest = ir.VectorType(F32, lanes())
+    found = [(VECTORS[lines], widest), (4, widest), (1, widest), (1, VECTOR)]
+    return [each for number, each in enumerate(found) if each not in found[:number]]
 
 
 def weights(module: ir.Module) -> None:
