@@ -122,14 +122,14 @@ def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int], describe
     text = text_of_chat(chat, tokenizer, bool(earlier))
     if not earlier:
         return tokenizer.encode_chat(text)
-    _, found, rest = text.partition(ANSWER)
+    _, found, rest = text.partition(_answer_before(chat))
     if not found:
         raise BadRequest("messages", "cannot continue a session: the chat template leaves earlier answers out")
     if chat.tools and described not in (None, tools_digest(chat.tools)):
         plain = pb.Chat()
         plain.CopyFrom(chat)
         plain.ClearField("tools")
-        if text_of_chat(plain, tokenizer, True).partition(ANSWER)[2] == rest:
+        if text_of_chat(plain, tokenizer, True).partition(_answer_before(plain))[2] == rest:
             raise BadRequest(
                 "tools",
                 "are not those of the session, and the target's chat template writes them at its beginning alone",
@@ -146,11 +146,21 @@ def text_of_chat(chat: pb.Chat, tokenizer: Tokenizer, continues: bool) -> str:
     continues: whether a turn of ours comes first, in place of the session's"""
     messages = [_message(f"messages[{index}]", each) for index, each in enumerate(chat.messages)]
     names, tools = _template_names(chat.chat_template_kwargs), _objects("tools", chat.tools)
-    turn = [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}] if continues else []
-    text = tokenizer.chat([*turn, *messages], True, names, tools)
-    if tools and text == tokenizer.chat([*turn, *messages], True, names):
+    turn = [("user", QUESTION), ("assistant", _answer_before(chat))] if continues else []
+    before = [{"role": role, "content": content} for role, content in turn]
+    text = tokenizer.chat([*before, *messages], True, names, tools)
+    if tools and text == tokenizer.chat([*before, *messages], True, names):
         raise BadRequest("tools", "the target's chat template ignores them")
     return text + chat.answer_start
+
+
+def _answer_before(chat: pb.Chat) -> str:
+    """The answer in the turn before the messages: ANSWER, or a text with a digest of the conversation where that has
+    ANSWER itself."""
+    texts = [chat.tools, chat.chat_template_kwargs, *(text for each in chat.messages for text in _texts_of(each))]
+    if not any(ANSWER in text for text in texts):
+        return ANSWER
+    return f"{ANSWER} {hashlib.sha256(chr(0).join(texts).encode()).hexdigest()}"
 
 
 def _message(field: str, given: pb.ChatMessage) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -114,6 +115,14 @@ async def test_messages_that_continue_a_session_follow_its_last_answer(served, e
     earlier = [*b"[user]one<e>[assistant]two", *([END] if ended else [])]
     text = await written(served, chat_of(("user", "three")), earlier)
     assert text == ("" if ended else "<|end|>") + "[user]three<|end|>[assistant]"
+
+
+@pytest.mark.parametrize("text", [ANSWER, 2 * ANSWER, "another"])
+async def test_messages_continue_a_session_whatever_text_is_in_them_and_in_the_tools_before_them(tmp_path, text):
+    served = served_with(tmp_path, "{{ tools | map(attribute='name') | join if tools }}" + TEMPLATE)
+    asked = chat_of(("system", text), ("user", text), tools=json.dumps([{"name": f"first {text}"}]))
+    ids = await ids_of_prompt(asked, served, 1 << 20, [*b"[assistant]two", END], None)
+    assert served.tokenizer.showing().decode(ids) == f"[system]{text}<|end|>[user]{text}<|end|>[assistant]"
 
 
 async def test_the_token_that_ended_an_answer_is_written_once_where_the_template_writes_it_after_a_space(tmp_path):
