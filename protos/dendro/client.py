@@ -173,9 +173,10 @@ class AsyncClient(Asking):
             await channel.close(None)
 
     def for_tenant(self, tenant: str) -> Self:
-        """A client of another tenant over the same connections: closing one closes both."""
+        """A client of another tenant over the same connections, with the same key: closing one closes both."""
         other = copy.copy(self)
-        other._metadata = _metadata_of(tenant)
+        others = (each for each in self._metadata if each[0] != TENANT_KEY)
+        other._metadata = (*_metadata_of(tenant), *others)
         return other
 
     def _open(self, destination: Destination) -> grpc.aio.Channel:

@@ -134,13 +134,14 @@ async def test_a_broken_stream_is_resumed_from_its_offset_with_its_seed(ask, cod
     assert servicer.metadata[0]["dendro-tenant"] == "t"
 
 
-async def test_clients_of_several_tenants_share_connections():
-    async with serving(whole_answer) as (servicer, address), AsyncClient(address, tenant="t") as client:
+async def test_clients_of_several_tenants_share_connections_and_the_key():
+    async with serving(whole_answer) as (servicer, address), AsyncClient(address, tenant="t", key="k" * 20) as client:
         for tenant in ("one", "two", ""):
             await client.for_tenant(tenant).generate_text("p")
         await client.generate_text("p")
         assert client.for_tenant("one")._channels is client._channels
     assert [found.get("dendro-tenant", "") for found in servicer.metadata] == ["one", "two", "", "t"]
+    assert {found["authorization"] for found in servicer.metadata} == {"Bearer " + "k" * 20}
 
 
 async def test_a_call_that_never_started_is_repeated_unchanged(ask):
