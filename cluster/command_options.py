@@ -49,10 +49,7 @@ def given_credentials(authority: Path | None) -> grpc.ChannelCredentials | None:
     """The credentials for calls to an address; None for calls without TLS."""
     if authority is None or str(authority) == "system":
         return None if authority is None else grpc.ssl_channel_credentials()
-    try:
-        return grpc.ssl_channel_credentials(authority.read_bytes())
-    except OSError:
-        raise BadRequest("--ca", f"{authority} cannot be read") from None
+    return grpc.ssl_channel_credentials(given_file("--ca", authority).encode())
 
 
 def given_key(path: Path | None = None) -> str:
@@ -60,10 +57,26 @@ def given_key(path: Path | None = None) -> str:
     list of processes."""
     if path is None:
         return secret_of(KEY_VARIABLE, os.environ.get(KEY_VARIABLE, "").strip())
+    return secret_of("--key-file", given_file("--key-file", path).strip())
+
+
+MOST_FILE_BYTES = 8 << 20
+"""Bytes of a file that an option names. A request has no more; a device has no end."""
+
+
+def given_file(option: str, path: Path) -> str:
+    """The text of a file. Raises BadRequest, naming the option, for a file that has more than MOST_FILE_BYTES or cannot
+    be read."""
     try:
-        return secret_of("--key-file", path.read_text().strip())
-    except (OSError, UnicodeDecodeError):
-        raise BadRequest("--key-file", f"{path} cannot be read") from None
+        with path.open("rb") as file:
+            content = file.read(MOST_FILE_BYTES + 1)
+        if len(content) > MOST_FILE_BYTES:
+            raise BadRequest(option, f"{path} has more than {MOST_FILE_BYTES} bytes")
+        return content.decode()
+    except OSError as error:
+        raise BadRequest(option, f"{path} cannot be read: {error.strerror or error}") from None
+    except UnicodeDecodeError:  # the message of the error would quote a key
+        raise BadRequest(option, f"{path} cannot be read: it is not UTF-8") from None
 
 
 def given_config(path: Path | None) -> Config:

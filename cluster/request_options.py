@@ -15,7 +15,7 @@ from dendro.options import OPTIONS, Options
 from dendro.speculation import Speculation
 from dendro.structure import Structure
 
-from cluster.command_options import numbers_of, text_and_number
+from cluster.command_options import given_file, numbers_of, text_and_number
 
 NEW_TOKENS = 128
 """The command's own default of `max_new_tokens`. The clients' is the server's."""
@@ -164,20 +164,13 @@ def structure_given(
     that cannot be read."""
     made = []
     if json_schema is not None:
-        made.append(Structure.json_schema(_read("--json-schema", json_schema)))
+        made.append(Structure.json_schema(given_file("--json-schema", json_schema)))
     if regex is not None:
         made.append(Structure.regex(regex))
     if grammar is not None:
-        made.append(Structure.grammar(_read("--grammar", grammar)))
+        made.append(Structure.grammar(given_file("--grammar", grammar)))
     if choices:
         made.append(Structure.choices(choices))
     if len(made) > 1:
         raise BadRequest("structure", f"is given as {' and as '.join(each.form for each in made)}; give one of them")
     return made[0] if made else None
-
-
-def _read(option: str, file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadRequest(option, f"{file} cannot be read: {error}") from None

@@ -29,6 +29,7 @@ from dendro.text import Finish, Limits, Sampling, check_choice
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.api.local import LocalClient
+from cluster.command_options import MOST_FILE_BYTES, given_credentials, given_key
 from cluster.config import Config, demo_config
 from cluster.engines import load_drafter
 from cluster.request_options import structure_given
@@ -277,6 +278,18 @@ def test_the_command_lines_structure_is_one_of_the_options_and_a_file_that_canno
         structure_given(None, "a", None, ["b"])
     with pytest.raises(BadRequest, match="^--grammar: .*missing.* cannot be read"):
         structure_given(None, None, tmp_path / "missing", None)
+
+
+def test_a_file_of_an_option_that_has_no_end_or_no_text_is_refused_by_the_options_name(tmp_path: Path):
+    latin = tmp_path / "latin"
+    latin.write_bytes(b"k\xe9y")
+    for file, reason in ((Path("/dev/zero"), f"has more than {MOST_FILE_BYTES} bytes"), (latin, "is not UTF-8$")):
+        with pytest.raises(BadRequest, match=f"^--json-schema: .*{reason}"):
+            structure_given(file, None, None, None)
+        with pytest.raises(BadRequest, match=f"^--key-file: .*{reason}"):
+            given_key(file)
+        with pytest.raises(BadRequest, match=f"^--ca: .*{reason}"):
+            given_credentials(file)
 
 
 MANY_OBJECTS = {
