@@ -40,6 +40,14 @@ def vectors(monkeypatch):
 needs_matrix_tiles = pytest.mark.skipif(not has_matrix_tiles(), reason="this processor has no matrix tiles")
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+def test_matrix_tiles_are_used_only_where_the_system_lets_the_process(allowed, monkeypatch):
+    """A container may deny them on a processor that has them."""
+    monkeypatch.setattr("tree_kernels.processor.writes_matrix_tiles", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: allowed)
+    assert has_matrix_tiles.__wrapped__() is allowed
+
+
 @pytest.mark.usefixtures("vectors")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
