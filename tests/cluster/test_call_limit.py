@@ -58,3 +58,12 @@ async def test_the_timer_of_a_closed_limit_holds_nothing():
     await limit.wait(asyncio.sleep(1.0))
     limit.close()
     assert all(timer.cancelled() for timer in asyncio.get_running_loop()._scheduled)  # type: ignore[attr-defined]
+
+
+@virtual_time
+async def test_a_caller_that_is_cancelled_as_its_call_times_out_is_cancelled():
+    limit, loop = CallLimit(LIMIT_S), asyncio.get_running_loop()
+    caller = asyncio.create_task(limit.wait(loop.create_future()))
+    loop.call_later(LIMIT_S, caller.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await caller
