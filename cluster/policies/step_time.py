@@ -12,8 +12,9 @@ from __future__ import annotations
 import statistics
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -30,8 +31,7 @@ MOST_SIZES = 64
 """Most numbers of rows whose mean times are kept; beyond that the one of least weight is dropped, since peers report
 the rows."""
 REFIT = 1 / 8
-"""Share of the weight that must be measured anew before the fit is solved again. Solving takes as long as a fifth of a
-router's round without speculation."""
+"""Share of the weight that must be measured anew before the predictions are computed again."""
 SURE = 1 / 64
 """Weight of the fit beside each measured mean, as a share of all steps: a number of rows that one step in 64 had counts
 as much by its mean as by the fit."""
@@ -160,6 +160,8 @@ class StepTime:
         if 0 < after <= last:
             return line_through(solved.rows[after - 1 : after + 1], solved.us[after - 1 : after + 1], rows)
         end = min(after, last)
+        if rows == solved.rows[end]:
+            return solved.us[end]
         fitted = step_at(solved.fit, solved.rows[end])
         return solved.us[end] * (step_at(solved.fit, rows) / fitted) if fitted else solved.us[end]
 
@@ -176,25 +178,20 @@ class StepTime:
     def _solve(self, target: TargetSteps) -> _Solved:
         share = SURE * self.weight
         loaded = self._loaded(target)
-        weights = {rows: weight for rows, (weight, _) in self.sizes.items()}
-        fit = fit_steps(
-            [*self.sizes, *loaded],
-            [*(us for _, us in self.sizes.values()), *loaded.values()],
-            target.degree,
-            [*weights.values(), *(share for _ in loaded)],
-        )
+        found = _Solved(target, self.sizes, loaded)
         known = {rows: (0.0, 0.0) for rows in loaded} | self.sizes
         blocks = list[tuple[float, float, int]]()  # weight, mean, number of sizes
         for rows, (weight, us) in sorted(known.items()):
             total, count = weight + share, 1
-            guess = line_through(list(loaded), list(loaded.values()), rows) if loaded else step_at(fit, rows)
+            guess = line_through(list(loaded), list(loaded.values()), rows) if loaded else step_at(found.fit, rows)
             mean = (weight * us + share * guess) / total
             while blocks and blocks[-1][1] > mean:  # more rows cannot take less time: both get their common mean
                 other, higher, more = blocks.pop()
                 mean = (total * mean + other * higher) / (total + other)
                 total, count = total + other, count + more
             blocks.append((total, mean, count))
-        return _Solved(target, fit, sorted(known), [mean for _, mean, count in blocks for _ in range(count)])
+        found.rows, found.us = sorted(known), [mean for _, mean, count in blocks for _ in range(count)]
+        return found
 
     def _loaded(self, target: TargetSteps) -> dict[int, float]:
         """Microseconds, by rows, of the steps measured while loading, in proportion to those measured here; empty if
@@ -207,14 +204,28 @@ class StepTime:
         return {size: here / then * each for size, each in target.loaded}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class _Solved:
     """Predictions from the measured steps, for one target."""
 
     target: TargetSteps
-    fit: Coefficients
-    rows: Sequence[int]  # numbers of rows with a time of their own, ascending
-    us: Sequence[float]  # microseconds of each, ascending
+    measured: Mapping[int, tuple[float, float]]  # by rows: weight, mean microseconds
+    loaded: Mapping[int, float]  # by rows: microseconds of the steps timed while loading, in proportion
+    rows: Sequence[int] = ()  # numbers of rows with a time of their own, ascending
+    us: Sequence[float] = ()  # microseconds of each, ascending
+
+    @cached_property
+    def fit(self) -> Coefficients:
+        """Coefficients of the polynomial. Computed when first read: most predictions are of known numbers of rows, and
+        solving takes as long as a tenth of a router's round without speculation."""
+        weights = [weight for weight, _ in self.measured.values()]
+        share = SURE * sum(weights)
+        return fit_steps(
+            [*self.measured, *self.loaded],
+            [*(us for _, us in self.measured.values()), *self.loaded.values()],
+            self.target.degree,
+            [*weights, *(share for _ in self.loaded)],
+        )
 
 
 def line_through(rows: Sequence[int], us: Sequence[float], at: float) -> float:
