@@ -30,7 +30,7 @@ ANCHORS = ".", "a", "\n"
 Encode = Callable[[str], list[int]]
 """Ids of a text without a template of special tokens around it."""
 
-WINDOW_TOKENS = 64
+WINDOW_TOKENS = 16
 CONTEXT_TOKENS = 8
 START_TRIES = 4
 """Start positions tried for a shorter window: a character has at most four bytes, each at most one token."""
