@@ -125,7 +125,7 @@ class DrafterEngine:
         limits: of the structures
         """
         device = torch.device(options.device)
-        model, checkpoint = load_model(path, options.dtype, device, options.tokenizer, options.form)
+        model, checkpoint = load_model(path, options.dtype, device, options.tokenizer, options.form, options.threads)
         hello = Hello(
             protocol=PROTOCOL_VERSION,
             model=options.name,

@@ -97,10 +97,11 @@ def load_model(
     device: torch.device,
     tokenizer: Path | None = None,
     form: str = "auto",
+    threads: int = 1,
 ) -> tuple[DrafterModel, Checkpoint]:
     """Load a drafter. Raises BadRequest with the reason if the checkpoint cannot be used, or not in this form.
 
-    tokenizer: folder of the tokenizer, if not the checkpoint's   form: one of FORMS
+    tokenizer: folder of the tokenizer, if not the checkpoint's   form: one of FORMS   threads: those of a fused model
     """
     if form not in FORMS:
         raise BadRequest("form", f"must be one of {', '.join(FORMS)}, got {form!r}")
@@ -118,7 +119,7 @@ def load_model(
     except CheckpointError as error:
         raise BadRequest("checkpoint", str(error)) from error
     if form != "eager" and not reason:
-        model = FUSED[kind](model)
+        model = FUSED[kind](model, threads)
     log.info("the drafter %s runs %s", path, described_form(model, facts.model_type, device, form))
     return model, checkpoint
 

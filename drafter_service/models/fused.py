@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.mamba_level import shapes
-from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, kernels, kind_number, scan_table
+from tree_kernels.mamba_level.cpu import Ints, Product, Scratch, Table, Team, kernels, kind_number, scan_table
 from tree_kernels.ranking import Orders, ranked
 from tree_kernels.ranking.cpu import ranking_of
 from tree_kernels.tree_levels import LevelCalls
@@ -49,12 +49,15 @@ class FusedEnds:
 
     form = "fused"
 
-    def __init__(self, model: Backbone[Mixer], kind: str) -> None:
+    def __init__(self, model: Backbone[Mixer], kind: str, threads: int) -> None:
+        """threads: that share the products of a call"""
         self.vocabulary = model.vocabulary
         self.draft_ids = model.draft_ids
         self.dtype = model.dtype
         self.width = self.hidden_size = model.hidden_size
         self.kernels = kernels(kind)
+        self.team = Team(self.kernels, threads)
+        self.forward, self._logits = (self.kernels.address(name) for name in ("forward", "logits"))
         self.embed, self.normed = model.embed, model.normed
         self.table = Table(1, shapes.CALL_WORDS)
         self.table.put(0, shapes.EMBEDDING, model.embedding)
@@ -115,7 +118,7 @@ class FusedEnds:
         call[shapes.HIDDEN], call[shapes.HIDDEN_STEP] = hidden.data_ptr(), 4 * hidden.stride(0)
         call[shapes.LOGITS], call[shapes.LOGITS_STEP] = made.data_ptr(), self.head.step
         assert hidden.stride(1) == 1 and hidden.dtype == torch.float32
-        self.kernels.functions["logits"](call.ctypes.data)
+        self.team.run(self._logits, call.ctypes.data, call)
         return made[:, : self.vocabulary], call
 
 
@@ -124,8 +127,8 @@ class FusedMamba2Model(FusedEnds):
 
     max_length = Mamba2Model.max_length
 
-    def __init__(self, model: Mamba2Model) -> None:
-        super().__init__(model, "mamba2")
+    def __init__(self, model: Mamba2Model, threads: int = 1) -> None:
+        super().__init__(model, "mamba2", threads)
         first = model.layers[0][1]
         self.shape = first.shape
         self.set_number(shapes.GATE_EPS, first.eps)
@@ -174,7 +177,7 @@ class OneCallLevels(ABC):
         self._address = int(self._call.ctypes.data)
         self._count, self._table = count, table
         places = shapes.ROWS, shapes.TOKENS, count, table, shapes.SEQUENCES
-        self._levels = LevelCalls(model.kernels, self._call, places, entry)
+        self._levels = LevelCalls(model.kernels, self._call, places, entry, model.team.run)
         self._head: HeadCalls | None = None
 
     def use_head(self, head: HeadCalls) -> None:
@@ -262,7 +265,7 @@ class OneCallLevels(ABC):
         their inputs to the checkpoint's dtype"""
         hidden = self._ends.begin(self._call, tokens)
         self._call[shapes.ROUNDS] = rounds and self._ends.dtype == torch.bfloat16
-        self._ends.kernels.functions["forward"](self._address)
+        self._ends.team.run(self._ends.forward, self._address, self._call)
         self._call[shapes.ROUNDS] = 0
         return hidden
 
@@ -368,8 +371,8 @@ class FusedMamba1Model(FusedEnds):
 
     max_length = Mamba1Model.max_length
 
-    def __init__(self, model: Mamba1Model) -> None:
-        super().__init__(model, "mamba")
+    def __init__(self, model: Mamba1Model, threads: int = 1) -> None:
+        super().__init__(model, "mamba", threads)
         first = model.layers[0][1]
         self.shape = first.shape
         channels, size = self.shape.recurrent
@@ -451,5 +454,5 @@ class FusedStateMemory(OneCallLevels, StateSlots):
         return _placed(self._forward(rows.tokens.ravel()[places], not len(rows.roots)), places, texts, time)
 
 
-FUSED: Mapping[str, Callable[[Any], Any]] = {"mamba": FusedMamba1Model, "mamba2": FusedMamba2Model}
-"""Makes the fused form of a loaded model, by `model_type`."""
+FUSED: Mapping[str, Callable[[Any, int], Any]] = {"mamba": FusedMamba1Model, "mamba2": FusedMamba2Model}
+"""Makes the fused form of a loaded model, for a number of threads, by `model_type`."""

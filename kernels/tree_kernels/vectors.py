@@ -82,6 +82,27 @@ def fetch_add(typingctx: Any, address: Any, amount: Any) -> Any:
 
 
 @intrinsic
+def atomic_load(typingctx: Any, address: Any) -> Any:
+    """The int64 at an address, read anew: other threads may change it."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return builder.load_atomic(builder.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def atomic_store(typingctx: Any, address: Any, number: Any) -> Any:
+    """Write an int64. Threads that read it see all that this one wrote before."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.store_atomic(arguments[1], builder.inttoptr(arguments[0], I64.as_pointer()), "seq_cst", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
 def pause(typingctx: Any) -> Any:
     """Tells the processor that this thread waits for another one's write."""
 

@@ -151,7 +151,7 @@ def chances(call: int) -> None:
     for row in range(rows):
         begin_row(call, row)
     for block in range(its[shapes.BLOCKS]):
-        product(its[shapes.X], step, rows, width, blocks[block], its[shapes.SUMS], step, 0, 0)
+        product(0, its[shapes.X], step, rows, width, blocks[block], its[shapes.SUMS], step, 0, 0)
         for row in range(rows):
             add_activated(its[shapes.X] + row * step, its[shapes.SUMS] + row * step, width)
     for row in range(rows):

@@ -1,4 +1,4 @@
-"""Calls the compiled forwards. A call holds no interpreter lock and uses one thread."""
+"""Calls the compiled forwards. A call holds no interpreter lock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import load_kernels, why_missing
 from tree_kernels.mamba_level import shapes
-from tree_kernels.matmul.cpu import PRECISIONS, dots_pay, tile_table
+from tree_kernels.mamba_level.team_shapes import ENTERED, TEAM_WORDS
+from tree_kernels.matmul.cpu import MOST_HELPERS, PRECISIONS, dots_pay, helpers, tile_table
 from tree_kernels.matmul.packing import pack
 from tree_kernels.matmul.shapes import Precision
 from tree_kernels.processor import has_dots, panel
@@ -102,6 +103,36 @@ def narrowest(weight: Tensor) -> Tensor:
         return weight
     narrow = weight.bfloat16()
     return narrow if torch.equal(narrow.float(), weight) else weight
+
+
+class Team:
+    """Threads that share the large products of a model's calls. Where another call of the process has the helpers, a
+    call runs in its own thread alone: the results are the same."""
+
+    def __init__(self, kernels: Kernels, threads: int) -> None:
+        """kernels: the model's"""
+        self._helpers = min(threads - 1, MOST_HELPERS)
+        memory = np.zeros(TEAM_WORDS + LINE // 8, np.int64)
+        self._address = -(-int(memory.ctypes.data) // LINE) * LINE
+        self._memory = memory[(self._address - int(memory.ctypes.data)) // 8 :]
+        self._lead, self._joining = kernels.functions["lead"], kernels.address("join")
+
+    @property
+    def joined(self) -> int:
+        """Times that helpers have joined a product of the last call."""
+        return int(self._memory[ENTERED])
+
+    def run(self, kernel: int, words: int, model: Ints) -> None:
+        """Call a kernel. kernel, words: address of the kernel and of its words   model: the model's words"""
+        others = helpers()
+        shared = self._helpers > 0 and others.lock.acquire(blocking=False)
+        try:
+            count = others.at_most(self._helpers) if shared else 0
+            model[shapes.TEAM] = self._address if count else 0
+            self._lead(kernel, words, self._address, self._joining, others.address, count)
+        finally:
+            if shared:
+                others.lock.release()
 
 
 class Scratch:

@@ -24,6 +24,7 @@ from tree_kernels.mamba_level.parts import (
     product,
     round_inputs,
 )
+from tree_kernels.mamba_level.team import join, lead
 from tree_kernels.vectors import floats, longs
 
 
@@ -75,8 +76,10 @@ def mix(call: int, layer: int) -> None:
         convolve_sequence(call, words, raw, step, tails, weight, bias, mixed, mixed_step, channels)
         keep_tails(call, words, raw, step, tails, channels)
     picked, picked_step, steps = its[shapes.PICKED], its[shapes.PICKED_STEP], its[shapes.STEPS]
-    product(mixed, mixed_step, rows, channels, own[shapes.PICK], picked, picked_step, 0, 0)
-    product(picked, picked_step, rows, its[shapes.RANK], own[shapes.DT_PROJ], steps, its[shapes.STEPS_STEP], 0, 0)
+    team = its[shapes.TEAM]
+    product(team, mixed, mixed_step, rows, channels, own[shapes.PICK], picked, picked_step, 0, 0)
+    steps_step = its[shapes.STEPS_STEP]
+    product(team, picked, picked_step, rows, its[shapes.RANK], own[shapes.DT_PROJ], steps, steps_step, 0, 0)
     for row in range(rows):
         dt = floats(steps + row * its[shapes.STEPS_STEP])
         for i in range(channels):
@@ -100,5 +103,5 @@ def forward(call: int) -> None:
         out_of_mixer(call, layer)
 
 
-KERNELS = {"forward": (forward, "i"), "logits": (logits, "i")}
+KERNELS = {"forward": (forward, "i"), "logits": (logits, "i"), "join": (join, "ii"), "lead": (lead, "iiiiii")}
 """The functions that are compiled, and their arguments: i int64, f float32."""

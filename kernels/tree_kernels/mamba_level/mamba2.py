@@ -29,6 +29,7 @@ from tree_kernels.mamba_level.parts import (
     round_inputs,
     scale_in_place,
 )
+from tree_kernels.mamba_level.team import join, lead
 from tree_kernels.mamba_level.tiles import call_scan
 from tree_kernels.processor import lanes
 from tree_kernels.vectors import floats, longs
@@ -351,5 +352,11 @@ def fold(call: int) -> None:
             keep_path_tail(call, layer, words)
 
 
-KERNELS = {"forward": (forward, "i"), "fold": (fold, "i"), "logits": (logits, "i")}
+KERNELS = {
+    "forward": (forward, "i"),
+    "fold": (fold, "i"),
+    "logits": (logits, "i"),
+    "join": (join, "ii"),
+    "lead": (lead, "iiiiii"),
+}
 """The functions that are compiled, and their arguments: i int64, f float32."""

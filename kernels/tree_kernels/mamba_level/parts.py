@@ -11,6 +11,8 @@ from numba import float32, njit
 
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.curves import silu, square_root
+from tree_kernels.mamba_level.team import share_product
+from tree_kernels.mamba_level.team_shapes import SHARED_WEIGHTS
 from tree_kernels.matmul.loops import F32, PAIRS, PANEL, SUMS, blocks, finish, widen
 from tree_kernels.matmul.shapes import WIDEST
 from tree_kernels.translating import INLINED
@@ -87,10 +89,11 @@ def gate(y: int, gates: int, count: int) -> None:
 
 @inlined
 def product(
-    x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, sums_step: int, adds: int, dots: int
+    team: int, x: int, x_step: int, rows: int, inputs: int, words: int, sums: int, sums_step: int, adds: int, dots: int
 ) -> None:
     """Rows times packed weights, plus the bias. adds: 1: the results are added to `sums`; 0: they replace them.
 
+    team  address of the threads that share it, or 0
     x, sums  addresses of rows of float32, x_step and sums_step bytes apart; sums have whole panels
     words  address of a product's words   dots: 1: x has PAIRS, for tiles of dot products; 0: it has float32
     """
@@ -107,6 +110,9 @@ def product(
             else:
                 add_multiple(sums + row * sums_step, float32(1.0), its[shapes.BIAS], panels * PANEL)
         begin = 0
+    if team != 0 and panels * PANEL * inputs >= SHARED_WEIGHTS:
+        share_product(team, x, x_step, rows, inputs, words, sums, sums_step, begin, tiles, most)
+        return
     first = 0
     while first < panels:
         blocks(
@@ -139,7 +145,7 @@ def layer_product(call: int, x: int, inputs: int, words: int, sums: int, sums_st
             place = x + row * inputs * 4
             finish(place, 0, its[shapes.SPARE], inputs, PAIRS)
             copy(its[shapes.SPARE], place, inputs // 2)
-    product(x, inputs * 4, rows, inputs, words, sums, sums_step, adds, dots)
+    product(its[shapes.TEAM], x, inputs * 4, rows, inputs, words, sums, sums_step, adds, dots)
 
 
 @inlined
@@ -277,4 +283,5 @@ def logits(call: int) -> None:
     for row in range(rows):
         place = its[shapes.HIDDEN] + row * its[shapes.HIDDEN_STEP]
         scale_to_unit(place, its[shapes.FINAL_NORM], normed + row * width * 4, width, eps)
-    product(normed, width * 4, rows, width, its[shapes.HEAD], its[shapes.LOGITS], its[shapes.LOGITS_STEP], 0, 0)
+    step = its[shapes.LOGITS_STEP]
+    product(its[shapes.TEAM], normed, width * 4, rows, width, its[shapes.HEAD], its[shapes.LOGITS], step, 0, 0)

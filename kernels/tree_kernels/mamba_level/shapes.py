@@ -80,8 +80,9 @@ PRODUCT_WORDS = 8
     MOST_DT,
     SCANS,  # Mamba-2's tiles of the recurrence, for one token, two, ...
     ROUNDS,  # 1: inputs of layers' products are rounded to bfloat16 and go through dot products; 0: they are float32
-) = range(47)
-CALL_WORDS = 47
+    TEAM,  # the threads that share the call's products; 0: there are none
+) = range(48)
+CALL_WORDS = 48
 
 BEGIN, END_TEXT, PATH, LENGTH = range(4)
 """A fold's words: text slots that it starts from and ends in, its path's first place in PATHS, its number of nodes."""

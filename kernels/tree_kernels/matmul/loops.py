@@ -291,19 +291,31 @@ def wait(semaphore: int) -> None:
 
 
 @_called
-def share(call: int, function: int, helpers: int, count: int) -> None:
-    """Runs a kernel of (call, thread) in this thread and in `count` helpers, until all are done.
-
-    helpers: the address of their memory
-    """
+def begin_sharing(call: int, function: int, helpers: int, count: int) -> None:
+    """Starts a kernel of (call, thread) in `count` helpers. helpers: the address of their memory"""
     for helper in range(count):
         memory = helpers + helper * HELPER_BYTES
         state = longs(memory)
         state[FUNCTION], state[CALL] = function, call
         _sem_post(memory + START)
-    call_kernel(function, call, 0)
+
+
+@_called
+def end_sharing(helpers: int, count: int) -> None:
+    """Waits until the helpers are done."""
     for helper in range(count):
         wait(helpers + helper * HELPER_BYTES + DONE)
+
+
+@_called
+def share(call: int, function: int, helpers: int, count: int) -> None:
+    """Runs a kernel of (call, thread) in this thread and in `count` helpers, until all are done.
+
+    helpers: the address of their memory
+    """
+    begin_sharing(call, function, helpers, count)
+    call_kernel(function, call, 0)
+    end_sharing(helpers, count)
 
 
 def product(call: int, given: int, given_kind: int, function: int, helpers: int, count: int) -> None:

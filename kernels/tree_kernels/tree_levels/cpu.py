@@ -1,10 +1,10 @@
-"""Calls the compiled levels. A call holds no interpreter lock and uses one thread."""
+"""Calls the compiled levels. A call holds no interpreter lock."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -33,20 +33,23 @@ def why_not_compiled() -> str:
 
 
 @cache
-def _kernel() -> Any:
-    """Raises NoKernelsError."""
-    return load_kernels(MODULE).functions["levels"]
+def _kernel() -> int:
+    """The address of the levels' kernel. Raises NoKernelsError."""
+    return load_kernels(MODULE).address("levels")
 
 
 class LevelCalls:
     """The prepared arguments of a model's levels. Used by one thread."""
 
-    def __init__(self, kernels: Kernels, model: Ints, places: Sequence[int], entry: int) -> None:
+    def __init__(
+        self, kernels: Kernels, model: Ints, places: Sequence[int], entry: int, call: Callable[[int, int, Ints], None]
+    ) -> None:
         """kernels: the model's forward and logits   model: their words
         places: the words of `model` with the number of rows, the address of their tokens, the number of entries of the
         table of rows, its address, and the number of texts with rows before those of the table   entry: words of an
-        entry
+        entry   call: calls a kernel, given its address, that of its words, and the model's words
         """
+        self._call = call
         self._model, self._entry, self._room, self._width = model, entry, 0, 0
         self.words = np.zeros(shapes.CALL_WORDS, np.int64)
         self._address = int(self.words.ctypes.data)
@@ -120,6 +123,6 @@ class LevelCalls:
         if self._head is not None:
             self._head.reserve(rows, width)
             self._head.set(self._model_address, self._ranking_address, groups, depths)
-        _kernel()(self._address)
+        self._call(_kernel(), self._address, self._model)
         chances = None if self._head is None else self._head.results(rows, width)
         return *self._ranking.results(rows, width), chances
