@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
 
 SIZES = ((32, 1), (64, 33), (576, 100), (3392, 65))
 """Inputs and outputs: one block and several, of less than a part and more; below, at and above panels."""
-MANY = 130
+MANY = 300
 """Rows of several chunks."""
 
 
@@ -41,7 +41,7 @@ def test_a_row_has_the_bits_of_the_unpacked_weights_product_among_any_number_of_
     bias = torch.randn(outputs, generator=generator).bfloat16()
     truth = PackedWeight(given.unpacked().bfloat16(), bias)(rows)
     made = QuantisedWeight(given, bias, threads)
-    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 48, 49, MANY):
+    for count in (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 31, 48, 49, 130, 289, MANY):
         assert torch.equal(made(rows[:count]), truth[:count]), count
 
 

@@ -156,6 +156,22 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
+class _Memory(threading.local):
+    """A thread's scratch memory, which it uses again for each product."""
+
+    def __init__(self) -> None:
+        self._held = torch.empty(0)
+
+    def scratch(self, threads: int) -> int:
+        """Address of scratch memory for so many threads."""
+        if len(self._held) < threads * SCRATCH:
+            self._held = torch.empty(threads * SCRATCH)
+        return self._held.data_ptr()
+
+
+_memory = _Memory()
+
+
 @dataclass(slots=True)
 class RowLimit:
     """The most rows of products that use a weight's other form. Weights of a model share one, which may change until
@@ -277,8 +293,7 @@ class PackedWeight:
         shared = self._threads > 1 and _helpers.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
             count = _helpers.at_most(self._threads - 1) if shared else 0
-            scratch = torch.empty((count + 1) * SCRATCH)
-            call = self.call(read.data_ptr(), rows, made.data_ptr(), scratch.data_ptr(), kind)
+            call = self.call(read.data_ptr(), rows, made.data_ptr(), _memory.scratch(count + 1), kind)
             given_as = PRECISIONS[given.dtype]
             self._product(call.ctypes.data, given.data_ptr(), given_as, self.kernel, _helpers.address, count)
         finally:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import PART_MULTIPLE, SCRATCH, Argument, Helper, Precision
+from tree_kernels.matmul.shapes import PART_MULTIPLE, SCRATCH, SUM_NUMBERS, Argument, Helper, Precision
 from tree_kernels.matmul.tiles import AHEAD, call_product_tile
 from tree_kernels.processor import panel
 from tree_kernels.translating import INLINED
@@ -37,7 +37,7 @@ _PLACES = tuple(int(place) for place in Argument)
 (X, ROWS, INPUTS, WEIGHTS, BIAS, TARGET, OUTPUTS, TARGET_KIND, SUMS_OF, UNITS, UNIT_PANELS, ENTRY, TILES_OF) = _PLACES[
     :13
 ]
-(NEXT, RESIDUAL, TILE_ROWS, X_BYTES, CHUNK_ROWS, PART) = _PLACES[13:]
+(NEXT, RESIDUAL, TILE_ROWS, X_BYTES, CHUNK_ROWS, PART, UNPACK, UNPACKED_TILES) = _PLACES[13:]
 START, DONE = 8 * Helper.START, 8 * Helper.DONE
 CALL, THREAD, FUNCTION = int(Helper.CALL), int(Helper.THREAD), int(Helper.FUNCTION)
 HELPER_BYTES = 8 * Helper.SIZE
@@ -45,6 +45,8 @@ FLUSH = 0x8040
 """Bits of a control word: results and inputs that are not normal count as zero."""
 SUMS = 4 * PANEL
 """Bytes of a panel's sums of a row."""
+UNPACKED_ENTRY = 2 * PANEL
+"""ENTRY of unpacked weights."""
 
 
 @_called
@@ -226,7 +228,8 @@ def multiply(call: int, thread: int) -> None:
     residual, most, chunk = given[RESIDUAL], given[TILE_ROWS], given[CHUNK_ROWS]
     step, x_bytes = inputs * entry, given[X_BYTES]
     x_step = inputs * x_bytes
-    parts = (inputs * entry + given[PART] - 1) // given[PART]
+    unpack, room = given[UNPACK], sums + SUM_NUMBERS * 4
+    parts = (inputs * (entry if unpack == 0 else UNPACKED_ENTRY) + given[PART] - 1) // given[PART]
     part = (inputs + parts * PART_MULTIPLE - 1) // (parts * PART_MULTIPLE) * PART_MULTIPLE
     all_panels = (outputs + PANEL - 1) // PANEL
     size = 4 if target_kind == F32 else 2
@@ -244,28 +247,40 @@ def multiply(call: int, thread: int) -> None:
             while begin < inputs:
                 used = min(length, inputs - begin)
                 here, last = weights + first * step + begin * entry, begin + used >= inputs
+                own_tiles, own, own_step, own_entry = table, here, step, entry
+                if unpack != 0 and some > most:
+                    own_tiles, own, own_step, own_entry = (
+                        given[UNPACKED_TILES],
+                        room,
+                        part * UNPACKED_ENTRY,
+                        UNPACKED_ENTRY,
+                    )
+                    for number in range(panels):
+                        place = here + number * step
+                        made = room + number * own_step
+                        call_product_tile(unpack, 0, 0, place, 0, made, 0, used, 0, place + AHEAD, entry)
                 blocks(
                     some,
                     panels,
-                    table,
+                    own_tiles,
                     x + top * x_step + begin * x_bytes,
                     x_step,
-                    here,
-                    step,
+                    own,
+                    own_step,
                     sums,
                     sums_step,
                     used,
                     1 if begin == 0 else 0,
-                    entry,
+                    own_entry,
                     weights + next_unit * wide * step if last else here + used * entry,
                     most,
                 )
                 begin += length
             wanted = min(panels * PANEL, outputs - first * PANEL)
-            own = bias + first * SUMS if bias != 0 else 0
+            added = bias + first * SUMS if bias != 0 else 0
             for row in range(some):
                 place = ((top + row) * outputs + first * PANEL) * size
-                finish(sums + row * sums_step, own, target + place, wanted, target_kind)
+                finish(sums + row * sums_step, added, target + place, wanted, target_kind)
                 if residual != 0:
                     add(residual + place, target + place, wanted, target_kind)
             top += chunk

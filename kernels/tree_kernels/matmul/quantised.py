@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tree_kernels.kernel_cache import load_kernels
-from tree_kernels.matmul.cpu import PackedWeight, RowLimit
+from tree_kernels.matmul.cpu import PackedWeight, RowLimit, matrix_table
 from tree_kernels.matmul.packing import in_large_pages
 from tree_kernels.matmul.quantised_shapes import (
     DOT_PANELS,
@@ -22,8 +22,9 @@ from tree_kernels.matmul.quantised_shapes import (
     quantised_matrix_symbol,
     tile_panels,
     tile_symbol,
+    unpack_symbol,
 )
-from tree_kernels.matmul.shapes import MATRIX_INPUTS, MATRIX_PANELS, Precision
+from tree_kernels.matmul.shapes import MATRIX_INPUTS, MATRIX_PANELS, UNPACKED_CHUNK, Argument, Precision
 from tree_kernels.processor import has_dots, has_matrix_tiles, panel
 
 
@@ -88,6 +89,11 @@ def _tile_tables(form: QuantisedForm) -> tuple[Tensor, Tensor | None, Tensor | N
     )
 
 
+def _unpacking(form: QuantisedForm) -> int:
+    """Address of what unpacks inputs of a panel for matrix tiles. Raises NoKernelsError."""
+    return load_kernels(f"tree_kernels.matmul.{form.name.lower()}").addresses[unpack_symbol(form)]
+
+
 def pack_blocks(blocks: QuantisedBlocks, panel: int, pairs: bool) -> Tensor:
     """[panels, blocks, bytes] uint8: of each block the outputs' scales and offsets, then the words with their fields.
     The last panel is padded with zeros.
@@ -144,6 +150,16 @@ class QuantisedWeight(PackedWeight):
             dots if matrix is None else matrix,
             matrix is not None,
         )
+        self._unpack = 0 if matrix is None else _unpacking(blocks.form)
+
+    def call(
+        self, x: int, rows: int, target: int, scratch: int, kind: Precision, residual: int = 0
+    ) -> npt.NDArray[np.int64]:
+        call = super().call(x, rows, target, scratch, kind, residual)
+        if self._unpack and kind == Precision.PAIRS:
+            call[Argument.UNPACK], call[Argument.UNPACKED_TILES] = self._unpack, matrix_table().data_ptr()
+            call[Argument.CHUNK_ROWS] = UNPACKED_CHUNK
+        return call
 
 
 ANY_ROWS = 1 << 31

@@ -112,3 +112,8 @@ def tile_symbol(form: QuantisedForm, rows: int, panels: int) -> str:
 def quantised_matrix_symbol(form: QuantisedForm, rows: int, panels: int) -> str:
     """The name of the function of a tile with matrix tiles."""
     return f"dendro_matrix_{form.name}_{rows}_{panels}"
+
+
+def unpack_symbol(form: QuantisedForm) -> str:
+    """The name of the function that unpacks inputs of a panel."""
+    return f"dendro_unpack_{form.name}"

@@ -22,6 +22,7 @@ from tree_kernels.matmul.quantised_shapes import (
     quantised_matrix_symbol,
     tile_panels,
     tile_symbol,
+    unpack_symbol,
 )
 from tree_kernels.matmul.shapes import MATRIX_INPUTS, MATRIX_PANELS
 from tree_kernels.matmul.tiles import EACH, I8, I64, LANES, LINE, NARROW, PAIRS, PANEL, VECTOR, WORDS, Tile
@@ -43,6 +44,8 @@ def quantised_tiles(form: QuantisedForm) -> ir.Module:
     for rows, panels in enumerate(MATRIX_PANELS if writes_matrix_tiles() else ()):
         for count in sorted({1, panels} if rows else ()):
             QuantisedMatrixTile(module, quantised_matrix_symbol(form, rows, count), form, rows, count).write()
+    if writes_matrix_tiles():
+        Unpacking(module, unpack_symbol(form), form, 1, 1).write()
     return module
 
 
@@ -283,3 +286,19 @@ class QuantisedMatrixTile(PairsTile):
             at = build.add(place, I64(4 * LANES * vector))
             build.store(its, build.inttoptr(at, WORDS.as_pointer()), align=LINE)
         return totals
+
+
+class Unpacking(QuantisedMatrixTile):
+    """Unpacks inputs of a panel to memory, which has them then as a packed bfloat16 weight. It is called as a tile is:
+    the memory is in place of the sums, and there are no rows."""
+
+    def write(self) -> None:
+        _, _, weights, _, unpacked, _, inputs, _, ahead, self._ahead_step = self._function.args
+        self._ahead, self._weights = [ahead], [weights]
+
+        def step(_: list[Any], group: Any) -> list[Any]:
+            self._unpack(group, [self._in.add(unpacked, self._in.mul(group, I64(GROUP_BYTES)))])
+            return []
+
+        self._counted([], self._in.udiv(inputs, I64(MATRIX_INPUTS)), step)
+        self._in.ret_void()

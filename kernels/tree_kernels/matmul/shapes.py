@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-from tree_kernels.processor import lanes, panel
+from tree_kernels.processor import has_matrix_tiles, lanes, panel
 
 CHUNK = 48
 """Rows that go through all parts of a block before the next rows do."""
@@ -19,8 +19,12 @@ PART_MULTIPLE = 32
 """Number of which a part's inputs are a multiple, except in the last part: quantised weights come in blocks."""
 WIDEST = 4
 """The most panels of a block."""
-SCRATCH = MATRIX_CHUNK * WIDEST * panel()
-"""float32 numbers of scratch memory that a thread needs."""
+UNPACKED_CHUNK = 256
+"""MATRIX_CHUNK of quantised weights, which are unpacked once for a chunk of more rows than a tile has."""
+SUM_NUMBERS = max(MATRIX_CHUNK, UNPACKED_CHUNK if has_matrix_tiles() else 0) * WIDEST * panel()
+"""float32 numbers of a thread's sums."""
+SCRATCH = SUM_NUMBERS + (WIDEST * MATRIX_PART_BYTES // 4 if has_matrix_tiles() else 0)
+"""float32 numbers of scratch memory that a thread needs: its sums, then a part's unpacked weights."""
 
 
 class Precision(IntEnum):
@@ -68,8 +72,10 @@ class Argument(IntEnum):
     RESIDUAL = 14  # [rows, outputs] of TARGET_KIND, which the rounded results are added to; or 0
     TILE_ROWS = 15  # the most rows of a tile
     X_BYTES = 16  # bytes of one number of X
-    CHUNK_ROWS = 17  # CHUNK or MATRIX_CHUNK
+    CHUNK_ROWS = 17  # CHUNK, MATRIX_CHUNK or UNPACKED_CHUNK
     PART = 18  # PART_BYTES or MATRIX_PART_BYTES
+    UNPACK = 19  # address of what unpacks inputs of a panel; 0: weights are not unpacked for several tiles
+    UNPACKED_TILES = 20  # TILES of unpacked weights
 
 
 class Helper(IntEnum):
