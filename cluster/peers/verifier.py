@@ -67,11 +67,13 @@ class CallLimit:
         try:
             return await call
         except asyncio.CancelledError:
-            if self._expired and task.uncancel() <= cancelling:
+            if self._expired and task.cancelling() == cancelling + 1:
                 raise TimeoutError from None
             raise
         finally:
             self._caller = None
+            if self._expired:
+                task.uncancel()
 
     def _check(self) -> None:
         self._timer = None

@@ -67,3 +67,17 @@ async def test_a_caller_that_is_cancelled_as_its_call_times_out_is_cancelled():
     loop.call_later(LIMIT_S, caller.cancel)
     with pytest.raises(asyncio.CancelledError):
         await caller
+
+
+@virtual_time
+async def test_a_task_whose_call_ends_with_another_error_at_the_limit_is_not_cancelled():
+    async def fails() -> None:
+        try:
+            await asyncio.sleep(2 * LIMIT_S)
+        except asyncio.CancelledError:
+            raise ValueError from None
+
+    with pytest.raises(ValueError):
+        await CallLimit(LIMIT_S).wait(fails())
+    task = asyncio.current_task()
+    assert task is not None and not task.cancelling()
