@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from enum import IntEnum
 
-from tree_kernels.processor import lanes, panel, writes_matrix_tiles
+from tree_kernels.processor import lanes, panel
 
 CHUNK = 48
 """Rows that go through all parts of a block before the next rows do."""
@@ -21,9 +21,9 @@ WIDEST = 4
 """The most panels of a block."""
 UNPACKED_CHUNK = 256
 """MATRIX_CHUNK of quantised weights, which are unpacked once for a chunk of more rows than a tile has."""
-SUM_NUMBERS = max(MATRIX_CHUNK, UNPACKED_CHUNK if writes_matrix_tiles() else 0) * WIDEST * panel()
+SUM_NUMBERS = UNPACKED_CHUNK * WIDEST * panel()
 """float32 numbers of a thread's sums."""
-SCRATCH = SUM_NUMBERS + (WIDEST * MATRIX_PART_BYTES // 4 if writes_matrix_tiles() else 0)
+SCRATCH = SUM_NUMBERS + WIDEST * MATRIX_PART_BYTES // 4
 """float32 numbers of scratch memory that a thread needs: its sums, then a part's unpacked weights."""
 
 
