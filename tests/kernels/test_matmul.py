@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import tracemalloc
 
@@ -13,7 +11,7 @@ from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.cpu import Helpers, dots_pay
 from tree_kernels.matmul.packing import CHUNK, LINE, in_large_pages, pack
 from tree_kernels.matmul.reference import product, product_in_groups
-from tree_kernels.matmul.shapes import MATRIX_INPUTS, SCRATCH, Precision
+from tree_kernels.matmul.shapes import MATRIX_INPUTS, Precision
 from tree_kernels.processor import has_dots, has_matrix_tiles
 
 pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
@@ -48,22 +46,6 @@ def test_matrix_tiles_are_used_only_where_the_system_lets_the_process(allowed, m
     monkeypatch.setattr("tree_kernels.processor.writes_matrix_tiles", lambda: True)
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: allowed)
     assert has_matrix_tiles.__wrapped__() is allowed
-
-
-DENIED = """
-import torch
-
-torch.cpu._init_amx = lambda: False
-from tree_kernels.matmul.shapes import SCRATCH
-
-print(SCRATCH)
-"""
-
-
-def test_scratch_memory_is_as_large_where_the_system_denies_matrix_tiles():
-    """Compiled kernels are kept for the processor, and have the size in them."""
-    run = subprocess.run([sys.executable, "-c", DENIED], capture_output=True, text=True, check=True)
-    assert int(run.stdout) == SCRATCH
 
 
 @pytest.mark.usefixtures("vectors")

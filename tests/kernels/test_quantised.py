@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from tree_kernels.matmul import PackedWeight, why_not_packed
 from tree_kernels.matmul.quantised import QuantisedBlocks, QuantisedWeight, pack_blocks
 from tree_kernels.matmul.quantised_shapes import FORMS, QuantisedForm
+from tree_kernels.matmul.shapes import SCRATCH
 
 pytestmark = pytest.mark.skipif(bool(why_not_packed()), reason=why_not_packed())
 
@@ -117,3 +121,28 @@ def test_words_for_pairs_hold_every_second_input_the_odd_ones_first():
     words = made[0, 0, 64:].view(torch.int32).view(2, 16, 2)
     assert {word & 0xFFFFFFFF for word in words[..., 0].flatten().tolist()} == {0xFDB97531}
     assert {word & 0xFFFFFFFF for word in words[..., 1].flatten().tolist()} == {0xECA86420}
+
+
+DENIED = """
+import torch
+
+torch.cpu._init_amx = lambda: False  # what a container's system may answer
+from tree_kernels.matmul import PackedWeight
+from tree_kernels.matmul.quantised import QuantisedWeight
+from tree_kernels.matmul.shapes import SCRATCH
+from tests.kernels.test_quantised import QuantisedForm, blocks
+
+given = blocks(QuantisedForm({form}), 3392, 130)
+rows = torch.randn(300, 3392, generator=torch.Generator().manual_seed(1)).bfloat16()
+truth, found = PackedWeight(given.unpacked().bfloat16()), QuantisedWeight(given, None, 3)
+assert torch.equal(found(rows), truth(rows))
+print(SCRATCH)
+"""
+
+
+@pytest.mark.parametrize("form", QuantisedForm)
+def test_kernels_compiled_for_matrix_tiles_serve_a_process_to_which_the_system_denies_them(form):
+    """They are kept by the processor alone, and the size of a thread's scratch memory is in them."""
+    script = DENIED.format(form=int(form))
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(run.stdout) == SCRATCH
