@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import njit
 
-from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, SPINS, Operation
-from tree_kernels.matmul.loops import share
+from tree_kernels.decoder_layer.shapes import LENGTH, RECORDS, Operation
+from tree_kernels.matmul.loops import share, wait_a_little
 from tree_kernels.translating import INLINED
-from tree_kernels.vectors import call_kernel, fetch_add, longs, pause
+from tree_kernels.vectors import call_kernel, fetch_add, longs
 
 _called = njit(**INLINED)
 KERNEL, CALL, NEXT, NEEDS = (
     int(place) for place in (Operation.KERNEL, Operation.CALL, Operation.NEXT, Operation.NEEDS)
 )
 ENTERED, LEFT, RECORD_BYTES = 8 * Operation.ENTERED, 8 * Operation.LEFT, 8 * Operation.SIZE
-
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
 @_called
@@ -28,10 +26,7 @@ def await_others(record: int) -> None:
     looks = 0
     while fetch_add(record + LEFT, 0) != fetch_add(record + ENTERED, 0):
         looks += 1
-        if looks < SPINS:
-            pause()
-        else:
-            _sched_yield()
+        wait_a_little(looks)
 
 
 def operations(program: int, thread: int) -> None:

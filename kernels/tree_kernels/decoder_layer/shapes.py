@@ -11,8 +11,6 @@ from enum import IntEnum
 LENGTH = 0
 """Place of the number of operations; the records begin at RECORDS."""
 RECORDS = 8
-SPINS = 2000
-"""Looks at another thread's progress before this one offers its processor to others: some tens of microseconds."""
 
 
 class Operation(IntEnum):

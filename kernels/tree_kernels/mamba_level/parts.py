@@ -11,9 +11,9 @@ from numba import float32, njit
 
 from tree_kernels.mamba_level import shapes
 from tree_kernels.mamba_level.curves import silu, square_root
-from tree_kernels.mamba_level.team import share_product
+from tree_kernels.mamba_level.team import few_panels, share_product
 from tree_kernels.mamba_level.team_shapes import SHARED_WEIGHTS
-from tree_kernels.matmul.loops import F32, PAIRS, PANEL, SUMS, blocks, finish, widen
+from tree_kernels.matmul.loops import F32, PAIRS, PANEL, finish, widen
 from tree_kernels.matmul.shapes import WIDEST
 from tree_kernels.translating import INLINED
 from tree_kernels.vectors import floats, longs
@@ -98,7 +98,7 @@ def product(
     words  address of a product's words   dots: 1: x has PAIRS, for tiles of dot products; 0: it has float32
     """
     its = longs(words)
-    panels, step = its[shapes.PANELS], its[shapes.ENTRY] * inputs
+    panels = its[shapes.PANELS]
     tiles, most = its[shapes.TILES], its[shapes.TILE_ROWS]
     if dots == 1:
         tiles, most = its[shapes.DOTS], its[shapes.DOT_ROWS]
@@ -115,22 +115,8 @@ def product(
         return
     first = 0
     while first < panels:
-        blocks(
-            rows,
-            min(WIDEST, panels - first),
-            tiles,
-            x,
-            x_step,
-            its[shapes.WEIGHTS] + first * step,
-            step,
-            sums + first * SUMS,
-            sums_step,
-            inputs,
-            begin,
-            its[shapes.ENTRY],
-            its[shapes.WEIGHTS] + (first + WIDEST) * step,
-            most,
-        )
+        count = min(WIDEST, panels - first)
+        few_panels(x, x_step, rows, inputs, words, sums, sums_step, begin, tiles, most, first, count)
         first += WIDEST
 
 

@@ -80,7 +80,7 @@ PRODUCT_WORDS = 8
     MOST_DT,
     SCANS,  # Mamba-2's tiles of the recurrence, for one token, two, ...
     ROUNDS,  # 1: inputs of layers' products are rounded to bfloat16 and go through dot products; 0: they are float32
-    TEAM,  # the threads that share the call's products; 0: there are none
+    TEAM,  # address of the memory of the threads that share the call's products (`team_shapes`); 0: one thread runs it
 ) = range(48)
 CALL_WORDS = 48
 

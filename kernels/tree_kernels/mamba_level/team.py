@@ -6,14 +6,14 @@ they do, closes the product, and waits until no helper is inside. A helper that 
 
 from __future__ import annotations
 
-from numba import njit, types
+from numba import njit
 
 from tree_kernels.mamba_level import shapes, team_shapes
-from tree_kernels.mamba_level.team_shapes import ENDED, SPINS
-from tree_kernels.matmul.loops import SUMS, begin_sharing, blocks, end_sharing
+from tree_kernels.mamba_level.team_shapes import ENDED
+from tree_kernels.matmul.loops import SUMS, begin_sharing, blocks, end_sharing, wait_a_little
 from tree_kernels.matmul.shapes import WIDEST
 from tree_kernels.translating import INLINED
-from tree_kernels.vectors import atomic_load, atomic_store, call_words, fetch_add, longs, pause
+from tree_kernels.vectors import atomic_load, atomic_store, call_words, fetch_add, longs
 
 _called = njit(**INLINED)
 OPEN, ENTERED, LEFT, NEXT = (
@@ -21,43 +21,67 @@ OPEN, ENTERED, LEFT, NEXT = (
 )
 """Bytes from a team's address on."""
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
-
 
 @_called
-def wait_a_little(looks: int) -> None:
-    """looks: times that this thread has looked in vain"""
-    if looks < SPINS:
-        pause()
-    else:
-        _sched_yield()
+def few_panels(
+    x: int,
+    x_step: int,
+    rows: int,
+    inputs: int,
+    words: int,
+    sums: int,
+    sums_step: int,
+    begin: int,
+    tiles: int,
+    most: int,
+    first: int,
+    count: int,
+) -> None:
+    """Multiply by `count` panels, at most WIDEST, from the panel `first` on; see `product`.
+
+    begin: 1: the results replace the sums; 0: they are added   tiles, most: the table of tiles, and its most rows
+    """
+    its = longs(words)
+    step = its[shapes.ENTRY] * inputs
+    weights = its[shapes.WEIGHTS] + first * step
+    blocks(
+        rows,
+        count,
+        tiles,
+        x,
+        x_step,
+        weights,
+        step,
+        sums + first * SUMS,
+        sums_step,
+        inputs,
+        begin,
+        its[shapes.ENTRY],
+        weights + count * step,
+        most,
+    )
 
 
 @_called
 def take_blocks(team: int) -> None:
     """Computes blocks of the open product until none is left."""
     its = longs(team)
-    words = longs(its[team_shapes.WORDS])
-    entry, weights = words[shapes.ENTRY], words[shapes.WEIGHTS]
-    step, width = entry * its[team_shapes.INPUTS], its[team_shapes.BLOCK_PANELS]
     number = fetch_add(team + NEXT, 1)
     while number < its[team_shapes.BLOCKS]:
-        first = number * width
-        blocks(
-            its[team_shapes.ROWS],
-            min(width, its[team_shapes.PANELS] - first),
-            its[team_shapes.TILES],
+        first = number * its[team_shapes.BLOCK_PANELS]
+        few_panels(
             its[team_shapes.X],
             its[team_shapes.X_STEP],
-            weights + first * step,
-            step,
-            its[team_shapes.SUMS] + first * SUMS,
-            its[team_shapes.SUMS_STEP],
+            its[team_shapes.ROWS],
             its[team_shapes.INPUTS],
+            its[team_shapes.WORDS],
+            its[team_shapes.SUMS],
+            its[team_shapes.SUMS_STEP],
             its[team_shapes.BEGIN],
-            entry,
-            weights + (first + width) * step,
+            its[team_shapes.TILES],
             its[team_shapes.TILE_ROWS],
+            first,
+            min(its[team_shapes.BLOCK_PANELS], its[team_shapes.PANELS] - first),
         )
         number = fetch_add(team + NEXT, 1)
 
@@ -81,24 +105,13 @@ def share_product(
     its = longs(team)
     panels = longs(words)[shapes.PANELS]
     width = max(1, min(WIDEST, panels // its[team_shapes.THREADS]))
-    its[team_shapes.X], its[team_shapes.X_STEP], its[team_shapes.ROWS], its[team_shapes.INPUTS] = (
-        x,
-        x_step,
-        rows,
-        inputs,
-    )
-    its[team_shapes.WORDS], its[team_shapes.SUMS], its[team_shapes.SUMS_STEP], its[team_shapes.BEGIN] = (
-        words,
-        sums,
-        sums_step,
-        begin,
-    )
+    its[team_shapes.X], its[team_shapes.X_STEP] = x, x_step
+    its[team_shapes.ROWS], its[team_shapes.INPUTS] = rows, inputs
+    its[team_shapes.WORDS], its[team_shapes.BEGIN] = words, begin
+    its[team_shapes.SUMS], its[team_shapes.SUMS_STEP] = sums, sums_step
     its[team_shapes.TILES], its[team_shapes.TILE_ROWS] = tiles, most
-    its[team_shapes.PANELS], its[team_shapes.BLOCK_PANELS], its[team_shapes.BLOCKS] = (
-        panels,
-        width,
-        (panels + width - 1) // width,
-    )
+    its[team_shapes.PANELS], its[team_shapes.BLOCK_PANELS] = panels, width
+    its[team_shapes.BLOCKS] = (panels + width - 1) // width
     its[team_shapes.COUNT] += 1
     atomic_store(team + NEXT, 0)
     atomic_store(team + OPEN, its[team_shapes.COUNT])

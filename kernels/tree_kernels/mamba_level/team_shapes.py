@@ -29,5 +29,3 @@ TEAM_WORDS = 48
 ENDED = -1
 SHARED_WEIGHTS = 1 << 15
 """Least number of a product's weights that a team shares: with fewer, the wait for each other takes as long."""
-SPINS = 2000
-"""Looks at another thread's progress before this one offers its processor to others: some tens of microseconds."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numba import njit, types
 
-from tree_kernels.matmul.shapes import PART_MULTIPLE, SCRATCH, SUM_NUMBERS, Argument, Helper, Precision
+from tree_kernels.matmul.shapes import PART_MULTIPLE, SCRATCH, SPINS, SUM_NUMBERS, Argument, Helper, Precision
 from tree_kernels.matmul.tiles import AHEAD, call_product_tile
 from tree_kernels.processor import panel
 from tree_kernels.translating import INLINED
@@ -24,6 +24,7 @@ from tree_kernels.vectors import (
     half_value,
     halves,
     longs,
+    pause,
     set_control_word,
     words,
 )
@@ -46,7 +47,7 @@ FLUSH = 0x8040
 SUMS = 4 * PANEL
 """Bytes of a panel's sums of a row."""
 UNPACKED_ENTRY = 2 * PANEL
-"""ENTRY of unpacked weights."""
+"""Bytes of one input's unpacked weights in a panel."""
 
 
 @_called
@@ -249,15 +250,10 @@ def multiply(call: int, thread: int) -> None:
                 here, last = weights + first * step + begin * entry, begin + used >= inputs
                 own_tiles, own, own_step, own_entry = table, here, step, entry
                 if unpack != 0 and some > most:
-                    own_tiles, own, own_step, own_entry = (
-                        given[UNPACKED_TILES],
-                        room,
-                        part * UNPACKED_ENTRY,
-                        UNPACKED_ENTRY,
-                    )
+                    own_tiles, own, own_entry = given[UNPACKED_TILES], room, UNPACKED_ENTRY
+                    own_step = part * UNPACKED_ENTRY
                     for number in range(panels):
-                        place = here + number * step
-                        made = room + number * own_step
+                        place, made = here + number * step, room + number * own_step
                         call_product_tile(unpack, 0, 0, place, 0, made, 0, used, 0, place + AHEAD, entry)
                 blocks(
                     some,
@@ -297,6 +293,18 @@ def units(call: int, thread: int) -> None:
 
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(I64))
 _sem_post = types.ExternalFunction("sem_post", types.int32(I64))
+
+
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@_called
+def wait_a_little(looks: int) -> None:
+    """Called after each look at another thread's progress that found it unfinished. looks: their number"""
+    if looks < SPINS:
+        pause()
+    else:
+        _sched_yield()
 
 
 @_called

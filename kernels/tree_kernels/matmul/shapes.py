@@ -20,7 +20,7 @@ PART_MULTIPLE = 32
 WIDEST = 4
 """The most panels of a block."""
 UNPACKED_CHUNK = 256
-"""MATRIX_CHUNK of quantised weights, which are unpacked once for a chunk of more rows than a tile has."""
+"""Rows of a chunk for which matrix tiles' quantised weights are unpacked once."""
 SUM_NUMBERS = UNPACKED_CHUNK * WIDEST * panel()
 """float32 numbers of a thread's sums."""
 SCRATCH = SUM_NUMBERS + WIDEST * MATRIX_PART_BYTES // 4
@@ -50,6 +50,10 @@ MATRIX_INPUTS = 32
 """Inputs that one instruction of matrix tiles adds."""
 MATRIX_PANELS = (0,) + (2,) * 16 + (1,) * 16
 """Panels of tiles with matrix tiles, by number of rows: 8 of these are to hold sums, rows and weights."""
+
+
+SPINS = 2000
+"""Looks at another thread's progress before this one offers its processor to others: some tens of microseconds."""
 
 
 class Argument(IntEnum):
