@@ -14,10 +14,10 @@ when the arm emits only its lower bound, mean N_k - b_k:
 
 Otherwise the arm of greatest mean / T_k is tried under the same condition, then a probe, then `off`. D is negative once
 speculation has gained time, and that gain may be spent on exploration. A plain round after a tree is longer, because
-the verifier did not begin it ahead; D includes that time. Before a drafter's first tree, D also counts by how much
-opening a text there usually lengthens the rounds meanwhile, unless EARNING rounds of the mean of earlier texts earn
-that back: most texts then gain from it, and one that does not loses the opening once. Likewise F lets a text lose with
-an arm what most texts gain with it in EARNING rounds, since a few unlucky rounds say little about the next.
+the verifier did not begin it ahead; D includes that time. Before a drafter's first tree, D also includes the time that
+opening a text there usually adds to the rounds meanwhile, unless EARNING rounds at earlier texts' mean earn it back:
+most texts then gain, and one that does not gain loses the opening once. Likewise F lets a text lose with an arm what
+most texts gain with it in EARNING rounds, since a few unlucky rounds say little about the next.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
 - Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
@@ -61,17 +61,17 @@ BUDGET = 0.01
 HORIZON = 4.0
 """Rounds within which an arm that likely gains must earn back the text's loss D."""
 EARNING = 8.0
-"""Rounds of the mean of earlier texts whose gain a text may lose, and within which they must earn back the opening of a
-drafter, so that it does not count in D: the text is then risked for what most texts gain."""
+"""Rounds at earlier texts' mean: a text may lose with an arm what they gain, up to MOST_RISKED; and if they earn back
+the opening of the arm's drafter, the opening does not count in D."""
 SURE_ROUNDS = 16.0
 """Most rounds that n_k counts in the bonus: a text's acceptance may change as it goes on."""
 PROBED_TOKENS = 8
-"""Tokens of the text without a rank from which on a probe may be drafted for their ranks."""
+"""Least number of text tokens without a rank for which a probe may be drafted."""
 SPACING_GROWTH, LONGEST_SPACING = 1.5, 64.0
 """Growth and maximum of a drafter's spacing, the tokens between trees that likely do not pay. It is 0 at first, 1 after
 such a tree did not pay, then 1.5, 2.25 and so on up to 64; a tree that pays resets it to 0."""
 TRUSTED = 8.0
-"""Weight, in promised tokens, of earlier texts' share of promises that came, beside this text's own."""
+"""Weight, in promised tokens, of the share of promised tokens that came in earlier texts, beside this text's own."""
 UNPRICED = 1.5
 """Predicted time of a round whose drafter was never timed, as a multiple of the verifier's part of the round."""
 FIRST_ROUNDS = 2.0
@@ -80,8 +80,8 @@ STAYING = 2
 """Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
 them is drafted one round later."""
 HELD_ROUNDS = 8
-"""A text that chose `off` so many rounds in a row looks at drafted arms every HELD_ROUNDS, and at proposals every
-second round, after four times as many every fourth: a look takes processor time from the verifier."""
+"""Rounds of `off` in a row after which a text considers drafted arms only every HELD_ROUNDS rounds, and proposals only
+every second round, or every fourth after 4 * HELD_ROUNDS: a look takes processor time from the verifier."""
 OPENING_ROUNDS = 8
 """First rounds of a drafter in which a missing tree is not counted, since the drafter may still be opening the text.
 Later missing trees count against its arms."""
@@ -148,10 +148,10 @@ class ConservativeUCB:
         self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
         self._tokens = 0  # tokens emitted by the text's rounds so far
         self._lost_us = 0.0  # D
-        self._promised = self._came = 0.0  # tokens that played proposals promised; promised tokens that came
+        self._promised = self._came = 0.0  # tokens that played proposals promised; tokens accepted of them
         self._place = experience.concurrency.next_place()
         self._charged = set[str]()  # drafters whose opening is counted in D
-        self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds that may still not count
+        self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds left for its opening
         self._paused: dict[str, int] = {}  # by drafter: rounds for which it is not asked
         self._pauses: dict[str, int] = {}  # by drafter: rounds of pause that its next missing tree will cause
         self._offer: DraftTree | None = None  # proposals for the next round
@@ -160,7 +160,7 @@ class ConservativeUCB:
         self._excluded = False  # True while the trial keeps this text from guessing
         self._off_rounds = 0  # consecutive rounds of `off` before the current one
         self._wanted: Arm | None = None  # the last choice if it was a tree, which may be drafted a round later
-        self._passed = False  # True if the round is `off` without a look, and only its tokens are counted
+        self._passed = False  # True if the round is `off`, no arm was considered, and only tokens are counted
         self._resting = False  # True if the round is `off` and only its rate is learned (`SpeculationTrial`)
 
     @functools.cached_property
@@ -242,8 +242,8 @@ class ConservativeUCB:
         return self._within_budget(best, estimates, plain)
 
     def _estimates(self, arms: Sequence[Arm], prices: Prices) -> list[ArmEstimate]:
-        """Estimate these arms; arms of proposals are left out where there are no proposals. Estimates of drafted arms
-        change little while the text stays `off`."""
+        """Estimate these arms, without arms of proposals if there are no proposals. Drafted arms keep their estimates
+        for up to HELD_ROUNDS rounds of `off`, since they change little meanwhile."""
         found = []
         for arm in arms:
             if arm.proposed and self._offer is not None:
@@ -305,14 +305,14 @@ class ConservativeUCB:
         return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget_us
 
     def _charge_us(self, each: ArmEstimate, plain_us: float) -> float:
-        """The part of opening the text at the arm's drafter that counts as lost: none where earlier texts' rounds
-        promise that EARNING rounds earn it back."""
+        """Microseconds of opening the text at the arm's drafter that count as lost: 0 if the arm has a prior and
+        EARNING rounds are predicted to earn the opening back."""
         opening_us = self._opening_us(each.arm)
         known = each.arm in self._first and EARNING * (plain_us * each.tokens - each.us) >= opening_us
         return 0.0 if known else opening_us
 
     def _opening_us(self, arm: Arm) -> float:
-        """Time that opening the text at the arm's drafter will cost; 0 if it is counted already."""
+        """Microseconds that opening the text at the arm's drafter will cost; 0 if D has them already."""
         return self.experience.costs.opening.us if arm.drafted and arm.maker not in self._charged else 0.0
 
     @functools.cached_property
@@ -396,7 +396,7 @@ class ConservativeUCB:
         return came / promised, math.sqrt(came) / promised
 
     def _guessed(self, arm: Arm) -> EmittedLength:
-        """Mean tokens of an arm without rounds: one round of its drafter's best mean, at most depth + 1 tokens."""
+        """Length assumed for an arm without rounds: its drafter's best mean, at most depth + 1 tokens, as one round."""
         others = (length for each, length in self.lengths.items() if each.maker == arm.maker and length.rounds)
         most = max((length.mean for length in others), default=None)
         return EmittedLength() if most is None else EmittedLength(min(most, arm.depth + 1), 1.0)

@@ -31,7 +31,7 @@ FIRST_ACCEPT = 0.85
 FIRST_LEVELS = 8.0
 """Weight of FIRST_ACCEPT, in levels."""
 MOST_BEHIND = 64
-"""Plain rounds in a row that were not begun ahead, as they are after trees, until rounds begun ahead count as none."""
+"""Number of plain rounds in a row, none of them begun ahead, after which `Costs.ahead` is unknown again."""
 KEPT = 1 - 1 / 256
 """Factor by which the weight of earlier rounds decays with each round: loads and texts change."""
 
@@ -172,7 +172,7 @@ class DraftPlane:
     _since_fit: int = REFIT  # drafts measured since the last fit
 
     def note(self, cost: Cost) -> None:
-        """Count a measured draft. cost: of the draft's shape"""
+        """Count a measured draft. cost: the cost of its arm, this draft included"""
         self._since_fit = REFIT if cost.count == TRIED else self._since_fit + 1
 
     def at(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
@@ -181,7 +181,8 @@ class DraftPlane:
         return None if fit is None else fit[0] + fit[1] * arm.depth + fit[2] * arm.shape.forwarded
 
     def level_us(self, arm: Arm, draft: Mapping[Arm, Cost]) -> float | None:
-        """Predicted microseconds of one more level, as wide as this arm's widest node; None as for `at`."""
+        """Predicted microseconds of one more level, as wide as this arm's widest node; None if `draft` has no known
+        cost of the arm's drafter."""
         fit = self._current(arm, draft)
         return None if fit is None else fit[1] + fit[2] * arm.shape.width
 
@@ -211,8 +212,8 @@ class DraftPlane:
 class Costs:
     """Measured costs of rounds under one load class."""
 
-    hop: Cost = field(default_factory=Cost)  # call to a peer beyond the peer's own time, in a round with a tree
-    plain_hop: Cost = field(default_factory=Cost)  # such a call in a round without a tree, which sends less
+    hop: Cost = field(default_factory=Cost)  # time of a call beyond the peer's own, in a round with a tree
+    plain_hop: Cost = field(default_factory=Cost)  # hop in a round without a tree, which sends less
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
     since_ahead: int = 0  # plain rounds since the last one that was begun ahead
     opening: Cost = field(default_factory=Cost)  # time that opening a text at a drafter adds to rounds meanwhile
@@ -295,9 +296,9 @@ class Costs:
 
 
 def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
-    """The median of each cost that these measured, of two the lesser.
+    """The lower median of each measured cost; step times are those of `usual_step_time`.
 
-    Of a single measurement each, one in three is slow by half. No cost begins with it:
+    One of three single measurements is slow by half, and has no effect:
 
     >>> found = []
     >>> for us in (10_000.0, 15_000.0, 10_200.0):
@@ -320,7 +321,7 @@ def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
 
 
 def _median(costs: Iterable[Cost]) -> Cost:
-    """The median of measured costs, which weighs as much as the most often measured one; of known ones if there are."""
+    """The lower median of the known costs, or of all measured ones if none is known. Its count is their greatest."""
     measured = [cost for cost in costs if cost.count]
     chosen = [cost for cost in measured if cost.known] or measured
     if not chosen:

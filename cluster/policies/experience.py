@@ -95,7 +95,7 @@ class Concurrency:
     expected: float = 0.0  # expected concurrency: at least `requests`; decays towards it after more have run
     fixed: int = 0  # running requests whose shape the client chose
     opening: int = 0  # texts that a verifier or drafter is opening
-    target: TargetSteps = TargetSteps()  # what the hello of its latest replica says
+    target: TargetSteps = TargetSteps()  # sizes and times of steps, from the hello of its latest replica
     trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # one per load class
     _places: int = 0  # places given out so far
 
@@ -186,7 +186,7 @@ class Concurrency:
             self.fixed -= fixed
 
     def learn(self, tokens: int, took_us: float, disturbed: bool, guessed: bool) -> None:
-        """Record a round of any request. took_us: with all waits   guessed: True if its arm was not `off`"""
+        """Record a round of any request. took_us: its time with all waits   guessed: True if its arm was not `off`"""
         if self.requests > 1 and not self.fixed and self.load == self.expected_load:
             self.trial_at(self.load).learn(tokens, took_us, self.requests, disturbed, guessed)
         self.expected += (self.requests - self.expected) * min(
@@ -195,7 +195,7 @@ class Concurrency:
 
 
 def _is_usual(costs: Costs, arm: Arm, verdict: Verdict) -> bool:
-    """False for a plain round that was not begun ahead where others were: it follows a tree, or the drafter opens the
+    """False for a plain round that was not begun ahead although others were: it follows a tree, or a drafter opens the
     text meanwhile. Its step is longer than those of a text without trees (on two cores 9.1 instead of 8.0 ms), to which
     trees are compared."""
     return not arm.off or verdict.ahead_us > 0 or not costs.ahead.count
@@ -207,7 +207,7 @@ class Experience:
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_load: defaultdict[int, Costs] = field(default_factory=lambda: defaultdict(Costs))
-    _opening_us: float = 0.0  # time that rounds of an opening that runs took beyond their predictions
+    _opening_us: float = 0.0  # time by which rounds during the current opening exceeded predictions
 
     @property
     def costs(self) -> Costs:
@@ -237,7 +237,7 @@ class Experience:
         """Record a round's whole time. The time that remains after draft, queue and step is that of the hops, divided
         by the texts of the step.
 
-        took_us: with all waits   disturbed: True if a text was being opened meanwhile
+        took_us: the round's time with all waits   disturbed: True if a text was being opened meanwhile
         """
         costs = self._by_load[self.concurrency.load]
         self._learn_opening(costs, arm, took_us, disturbed)
@@ -250,7 +250,7 @@ class Experience:
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
 
     def _learn_opening(self, costs: Costs, arm: Arm, took_us: float, disturbed: bool) -> None:
-        """Add up by how much rounds during an opening exceed their predicted times; the sum is learned at its end."""
+        """Sum by how much a lone request's rounds during an opening exceed predictions; learn the sum at its end."""
         if self.concurrency.requests != 1:
             self._opening_us = 0.0
         elif disturbed:

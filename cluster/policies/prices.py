@@ -49,10 +49,9 @@ class Prices:
         self._costs, self._target = costs, target
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
-        """Predicted microseconds of a round of this arm, also of one never played: a text's share of draft, step and
-        hops. The step time is read off the fit of steps, the draft time off the drafter's plane. None until a step, and
-        for a drafted arm any draft of its drafter, was measured.
+        """Predicted microseconds of a round of this arm, played before or not: a text's share of draft, step and hops.
 
+        None until a step was measured and, for a drafted arm, a draft of its drafter (`StepTime`, `Costs.draft_us`).
         rows: rows of the tree if known; by default those usual for the arm
         All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
         be.
@@ -89,7 +88,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Marginal:
-    """Inputs of the marginal rule, and the h and least that it gives.
+    """Inputs of the marginal rule, and its results h and least. S and V are defined in the module's docstring.
 
     At 200 tokens a second, a level of 1 ms with one guess, whose row costs 0.1 ms, costs 0.0002 * 1100 = 0.22 tokens.
     At an acceptance rate of 0.8 it is drafted while S > 0.22 / 0.8 = 0.275, that is 1 - S < 0.725; a guess is verified

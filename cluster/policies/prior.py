@@ -33,7 +33,7 @@ from cluster.policies.sequoia import reached
 from cluster.policies.step_time import MOST_SIZES, StepTime
 
 KEPT_ROUNDS = 64.0
-"""Most rounds that a prior's past weighs when rounds are added: a tenant's next texts may differ."""
+"""Most rounds that a prior's earlier rounds weigh when new ones are added: a tenant's next texts may differ."""
 LEAST_ROUNDS = 4.0
 """Least rounds of an arm, or ranked tokens of a drafter, with which a tenant counts in `pair_prior`, unless no tenant
 has as many."""

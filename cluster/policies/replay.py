@@ -120,8 +120,8 @@ class Replay:
     """
 
     def __init__(self, shapes: Sequence[TreeShape], window: int = WINDOW) -> None:
-        """shapes: all `replayed`   window: number of last tokens, at least LONGEST_TRACE; rounds that ended in them
-        count"""
+        """shapes: static ones (`replayed`)   window: number of latest tokens, at least LONGEST_TRACE; only rounds that
+        ended within them count"""
         assert window >= LONGEST_TRACE
         self.shapes = tuple(shapes)
         self.positions = 0  # ranked tokens so far
@@ -129,10 +129,10 @@ class Replay:
         self.rounds = np.zeros(len(self.shapes), np.int64)  # by shape: number of rounds that ended within the window
         self._roots, self._next, self._emitted = _steps(self.shapes)
         self._rows = self._roots.copy()  # by shape: the row that the unfinished round has reached
-        self._ended = np.zeros((window, len(self.shapes)), np.int64)  # N where a round ended at this token, else 0
+        self._ended = np.zeros((window, len(self.shapes)), np.int64)  # tokens of the round that ended here, else 0
 
     def feed(self, ranks: Sequence[int]) -> None:
-        """Advance all shapes by text tokens with these ranks, at most LONGEST_TRACE."""
+        """Advance all shapes by text tokens with these ranks, at most LONGEST_TRACE at a time."""
         places = np.arange(self.positions, self.positions + len(ranks)) % len(self._ended)
         forgotten = self._ended[places]
         ended = np.empty_like(forgotten)

@@ -23,4 +23,4 @@ class Static:
         return self.arm
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        """Does nothing."""
+        """Learn nothing: the arm never changes."""

@@ -41,7 +41,7 @@ to 1e-26 a fit lost the constant, so 8 rows seemed to take 1/16 of the time of 1
 counts as missing."""
 
 MULTIPLE = 8
-"""Steps of a verifier that does not report its sizes, and rows above its largest, count as padded to a multiple."""
+"""Steps above a verifier's largest reported size, or of one that reports none, count as padded to this multiple."""
 
 Matrix = npt.NDArray[np.float64] | Sequence[Sequence[float]]
 Vector = npt.NDArray[np.float64] | Sequence[float]
@@ -152,7 +152,7 @@ class StepTime:
 
     def at(self, rows: float, target: TargetSteps) -> float:
         """Predicted microseconds of a step of `rows` rows; 0 if no step was measured. Between numbers of rows that were
-        measured here or while loading it is a line through their times, beyond them the fit in proportion."""
+        measured here or while loading it is interpolated; beyond them it is the fit, scaled to the nearest of them."""
         if not self.sizes:
             return 0.0
         solved = self._current(target)
@@ -194,8 +194,8 @@ class StepTime:
         return found
 
     def _loaded(self, target: TargetSteps) -> dict[int, float]:
-        """Microseconds, by rows, of the steps measured while loading, in proportion to those measured here; empty if
-        there are none, or none was measured here."""
+        """Microseconds, by rows, of the steps timed while the verifier loaded, scaled to the steps measured here; empty
+        if it timed fewer than two numbers of rows, or no step was measured here."""
         if len(target.loaded) < 2 or not self.sizes:
             return {}
         rows, us = zip(*target.loaded, strict=True)
@@ -210,7 +210,7 @@ class _Solved:
 
     target: TargetSteps
     measured: Mapping[int, tuple[float, float]]  # by rows: weight, mean microseconds
-    loaded: Mapping[int, float]  # by rows: microseconds of the steps timed while loading, in proportion
+    loaded: Mapping[int, float]  # by rows: microseconds of the steps timed while loading, scaled
     rows: Sequence[int] = ()  # numbers of rows with a time of their own, ascending
     us: Sequence[float] = ()  # microseconds of each, ascending
 
@@ -229,9 +229,8 @@ class _Solved:
 
 
 def line_through(rows: Sequence[int], us: Sequence[float], at: float) -> float:
-    """Time at `at` rows on the line through the two points next to it; beyond the ends that of the last line. Below the
-    first point it is at least that point's time per row, since the line may fall to 0 there. rows: at least two,
-    ascending   us: not falling
+    """Time at `at` rows on the line through the two nearest points. Below the first point it is at least that point's
+    time in proportion to the rows, since the line may fall to 0 there. rows: at least two, ascending   us: not falling
 
     >>> line_through([1, 3], [10.0, 14.0], 2), line_through([1, 3], [10.0, 14.0], 4)
     (12.0, 16.0)

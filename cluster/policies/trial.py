@@ -224,8 +224,8 @@ class SpeculationTrial:
     def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False, guessed: bool = False) -> None:
         """Record a round of one of the running texts, and begin the next turn, pilot or rest if this one is over.
 
-        took_us: with all waits   guessed: True if the round's arm was not `off`
-        disturbed: True if beside a prefill, which takes longer than guesses and says nothing about speculation
+        took_us: the round's time with all waits   guessed: True if the round's arm was not `off`
+        disturbed: True if the round was beside a prefill, whose time hides what speculation gains or costs
         """
         if texts >= MANY_TEXTS and self.rounds < -LEARNING_ROUNDS / 2:
             self.rounds = -LEARNING_ROUNDS / 2
