@@ -21,11 +21,11 @@ MOST = 512
 """Most occurrences of the root that are compared. If there are more, the ones that match more of the text's end stay,
 the newest first."""
 FEW = 24
-"""Occurrences that are compared one by one."""
+"""Most occurrences that are compared one by one: for so few, NumPy's calls take longer."""
 SHORT = 1024
-"""Tokens of a first text whose positions are listed one by one."""
+"""Most tokens of a first text whose positions are listed one by one; those of a longer one are sorted."""
 BRANCHES = 4
-"""Continuations proposed at most."""
+"""Most continuations that are proposed."""
 
 _Ints = npt.NDArray[np.int32]
 """Ids and positions, which are below 2**31."""
@@ -33,7 +33,7 @@ _NOWHERE: _Ints = np.empty(0, np.int32)
 
 
 class Lookup:
-    """The lookup of one text.
+    """Proposes from earlier occurrences in one text.
 
     The text ends with 1, 2, which stood at its beginning before 3, 4, 1: these tokens are proposed.
 
@@ -84,8 +84,8 @@ class Lookup:
         """Do nothing: lookups keep no ended texts."""
 
     def _matches(self, text: list[int]) -> list[tuple[int, int]]:
-        """(place, matched): the position after an earlier occurrence of the text's last tokens, and their number. Most
-        tokens first, then the newest; at most BRANCHES, each followed by another token.
+        """Matches as (place, matched): the position after an earlier occurrence of the text's last tokens, and their
+        number. The longest come first, then the newest; at most BRANCHES, each followed by a different token.
 
         A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
@@ -114,14 +114,14 @@ class Lookup:
         return list(zip((places[order] - LONGEST).tolist(), matched[order].tolist(), strict=True))
 
     def _few(self, token: int) -> list[int] | None:
-        """All earlier positions of the text's last token, newest last; None if there may be more than FEW."""
+        """Earlier positions of `token`, the text's last one, in ascending order; None if there may be more than FEW."""
         later = self._later.get(token, [])
         if len(self._tokens) or len(later) > FEW + 1:
             return None
         return later[:-1]
 
     def _earlier(self, token: int) -> _Ints:
-        """The newest positions of the text's last token, but for the last, in order."""
+        """The newest earlier positions of `token`, the text's last one, at most SCANNED, in ascending order."""
         first, last = np.searchsorted(self._tokens, np.array((token, token + 1), np.int32))  # another type is slow
         later = self._later.get(token, [])
         if last - first + len(later) == 1:
@@ -131,7 +131,7 @@ class Lookup:
 
 
 def _compared(ids: list[int], earlier: list[int]) -> list[tuple[int, int]]:
-    """Matches at few earlier positions of the last token (`Lookup._matches`): NumPy's calls take longer than a loop."""
+    """`Lookup._matches` for a few earlier positions of the last token, by a loop, which is then faster than NumPy."""
     found = []
     for position in earlier:
         matched, most = 1, min(LONGEST, position + 1)

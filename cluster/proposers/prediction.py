@@ -19,7 +19,7 @@ from cluster.proposers.proposal import Proposal, trust
 LONGEST = 16
 """Most tokens of a match that are compared."""
 NEAR = 32
-"""Places of a token in the prediction that are compared, those nearest to the expected one."""
+"""Most occurrences of a token in the prediction that are compared, those around the expected position."""
 BRANCHES = 3
 """Places from which one predicted text is followed at once."""
 UNMATCHED = 0.25
@@ -87,8 +87,9 @@ class Alignment:
         del self._answer[:-LONGEST]
 
     def _found(self, token: int) -> list[Place]:
-        """Places after a token that no place predicted: where the prediction has it, the longest match first, then the
-        nearest; and those of a replaced and of an inserted token."""
+        """Places after a token that no place predicted: at its occurrences in the prediction, those with the longest
+        match and of these the nearest; and as if it replaced a predicted token, or was inserted. The longest match
+        comes first."""
         expected = self.places[0].next if self.places else 0
         positions = self._where.get(token, [])
         middle = bisect_left(positions, expected)
@@ -109,7 +110,7 @@ class Alignment:
 
 
 class PredictedOutput:
-    """The proposer of one request's predicted texts."""
+    """Proposes what one request's predicted texts have next."""
 
     name = "prediction"
 
@@ -132,7 +133,7 @@ class PredictedOutput:
         return proposal
 
     def _follow(self, proposal: Proposal, predicted: Sequence[int], place: Place, depth: int) -> None:
-        """Propose what follows a place. What other places have proposed, too, is shared."""
+        """Propose what follows a place. Guesses that other places have already proposed are not repeated."""
         row, children = 0, proposal.children()
         for offset, token in enumerate(predicted[place.next : place.next + max(depth, 0)]):
             below = children.get(row, [])
@@ -148,8 +149,8 @@ class PredictedOutput:
 
 
 def predicted_tokens(predicted: Sequence[PredictedText], answer: Sequence[int]) -> tuple[int, int]:
-    """Tokens of an answer that its prediction had next, and the others of the prediction; of alternatives, those of the
-    best. Depends on the answer alone, and not on trees.
+    """Number of an answer's tokens that its prediction had next, and number of the prediction's other tokens. If there
+    are several predictions, the best one counts. Depends on the answer alone, and not on trees.
 
     >>> predicted_tokens([PredictedText.of([1, 2, 3, 4])], [1, 9, 3, 4])
     (3, 1)

@@ -15,7 +15,7 @@ class Proposal:
     root: int
     tokens: list[int] = field(init=False)  # [rows]
     parents: list[int] = field(init=False)  # [rows]
-    matched: list[int] = field(init=False)  # [rows] tokens before the row, path included, that occurred before
+    matched: list[int] = field(init=False)  # [rows] tokens before the row, its path included, that are matched
     hopes: list[float] = field(init=False)  # [rows] in (0, 1): estimated chance that it follows its parent
 
     def __post_init__(self) -> None:

@@ -31,11 +31,11 @@ from cluster.proposers.suffix import Outputs, Suffix
 TEXT_TOKENS = 8192
 """Most tokens of a text in its suffix automaton: some 3 MB."""
 OFFERED = 32
-"""Most rows of one proposer. Paths that are not among the likeliest 32 are hardly ever accepted."""
+"""Most rows that one proposer proposes. Paths that are not among the likeliest 32 are hardly ever accepted."""
 OUTPUT_TOKENS = 8192
 """Most tokens of past answers kept for a tenant at a target."""
 COUNTED_TENANTS = 16
-"""Number of last tenants with whose counts a new tenant begins."""
+"""Number of most recent tenants from whose counts a new tenant's are made."""
 TENANTS = 64
 """Tenants of a target whose past answers and counts are kept; beyond that the least recently used is dropped."""
 
@@ -120,7 +120,7 @@ class Chances:
         return DraftTree.unchecked(*arrays, name)
 
     def learn(self, name: str, proposal: Proposal, came: Sequence[int]) -> None:
-        """Compare a proposal with the tokens that followed."""
+        """Count which guesses of a proposal came true. came: the tokens that followed the text that it was made for"""
         below, row = proposal.children(), 0
         for depth, token in enumerate(came, start=1):
             if row not in below:
@@ -166,8 +166,7 @@ class Proposals:
 
     def offer(self, text: Text, least: float = 0.0) -> DraftTree:
         """Merge all proposals for the next round into one tree; the root alone if there are none, or if no first guess
-        likely has a chance of `least`. A single proposer's need no merging: the policy uses their chances and their
-        number.
+        has a chance of at least `least`. A tree that only one proposer made is returned as it is.
 
         Above zero, `least` also excludes guesses after a match of a single token: most tokens occurred before, and few
         are followed by the same one again.
@@ -280,7 +279,7 @@ class ProposalLibrary:
 
 @dataclass(slots=True, eq=False)
 class _Guess:
-    """The last token of a path that one or more of the trees have."""
+    """A node of several trees' union: a token after the tokens of its ancestors."""
 
     token: int
     depth: int

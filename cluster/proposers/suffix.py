@@ -43,7 +43,7 @@ class Automaton:
         self._next: list[dict[int, int]] = [{}]  # transitions of each state; state 0 is the empty substring
         self._link = array("q", [-1])  # the state of the longest suffix that ends in more places
         self._length = array("q", [0])  # length of each state's longest substring
-        self._count = array("q", [0])  # places where each suffix ends
+        self._count = array("q", [0])  # number of places where each state's substrings end
         self._last = 0
         self.tokens = 0
 
@@ -64,7 +64,7 @@ class Automaton:
                 break
 
     def _split(self, state: int, token: int) -> int:
-        """The state of exactly `state`'s longest substring and a token: a clone where longer ones share it."""
+        """The state of `state`'s longest substring followed by a token, cloned if it also has longer substrings."""
         old = self._next[state][token]
         length = self._length[state] + 1
         if self._length[old] == length:
@@ -90,9 +90,9 @@ class Automaton:
         return (state, self._length[state]) if state > 0 else (0, 0)
 
     def longest(self, tail: Sequence[int]) -> tuple[int, int]:
-        """State and length of the longest suffix of `tail` that is in the string, followed by a token."""
+        """State and length of the longest suffix of `tail` that the string has with a token after it."""
         state, length = self._match(tail[-SHORT:])
-        if length == SHORT:  # a shorter match: no longer suffix is in the string
+        if length == SHORT:  # if it is shorter, the string has no longer suffix
             state, length = self._match(tail)
         return self._followed(state, length)
 
@@ -177,7 +177,7 @@ class Suffix:
         self._outputs = outputs
         self._budget = budget
         self._own = Recent(budget)
-        self._processed = 0  # tokens of the text
+        self._processed = 0  # tokens of the text processed so far
 
     def grow(self, text: Text) -> None:
         start = max(self._processed, len(text) - self._budget)
