@@ -21,7 +21,7 @@ Ints = npt.NDArray[np.int64]
 Chances = npt.NDArray[np.float32]
 MODULE = "tree_kernels.acceptance_head.loops"
 LEAST_ROOM = 64
-"""Rows for which there is room at first."""
+"""Rows for which memory is allocated at first."""
 
 
 def why_not_compiled() -> str:
@@ -51,7 +51,7 @@ class HeadCalls:
         self._step = step
         self._address = self._table.address
         self.words = self._table.words[0]
-        """The words of the next call."""
+        """The words of the next call, its arguments (`shapes.py`)."""
         for word, tensor in (
             (shapes.HIDDEN_SCALE, weights.hidden_scale),
             (shapes.TOKEN_SCALE, weights.token_scale),
@@ -71,11 +71,11 @@ class HeadCalls:
 
     @property
     def address(self) -> int:
-        """The address of the words."""
+        """The address of the call's words."""
         return self._address
 
     def reserve(self, rows: int, width: int) -> None:
-        """Make room for the depths of so many rows, and for their chances, `width` each."""
+        """Make room for the depths of this many rows, and for `width` chances of each."""
         if rows > self._rows:
             self._rows = max(2 * self._rows, rows)
             self._depths = np.zeros(self._rows, np.int64)
@@ -88,8 +88,11 @@ class HeadCalls:
             self.words[shapes.CHANCES] = self._chances.ctypes.data
 
     def set(self, model: int, ranked: int, groups: Sequence[int], depths: Sequence[int]) -> None:
-        """Set the addresses of the words of the model and of the ranking, which the caller keeps alive, and the depth
-        of each group of rows. groups: rows of each"""
+        """Set what the next call reads.
+
+        model, ranked: addresses of the words of the model and of the ranking, which the caller keeps alive
+        groups: number of rows of each group   depths: depth of each group's rows
+        """
         self.words[shapes.MODEL], self.words[shapes.RANKED] = model, ranked
         first = 0
         for count, depth in zip(groups, depths, strict=True):
@@ -97,7 +100,7 @@ class HeadCalls:
             first += count
 
     def run(self) -> None:
-        """The chances of the rows that are set; with several levels, `tree_levels` calls the kernel instead."""
+        """Compute the chances of the rows that were set. For several levels `tree_levels` calls the kernel itself."""
         head_kernels().functions["chances"](self.address)
 
     def results(self, rows: int, width: int) -> Chances:

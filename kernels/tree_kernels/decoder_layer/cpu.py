@@ -1,4 +1,4 @@
-"""Prepares and calls the program of layers."""
+"""Prepares and calls the compiled program of decoder layers."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Workspace:
         self.address = self._memory.ctypes.data
 
     def of(self, sizes: Sequence[int]) -> tuple[int, list[int]]:
-        """Where the memory is, and addresses of arrays of so many bytes in it. It may move: earlier addresses are then
-        invalid."""
+        """The memory's address, and addresses of arrays of these numbers of bytes in it. A call may move the memory;
+        earlier addresses are then invalid."""
         room = [-(-size // LINE) * LINE for size in sizes]
         if sum(room) + LINE > len(self._memory):
             self._memory = np.zeros(sum(room) + LINE, np.uint8)
@@ -106,7 +106,7 @@ class _LayersProgram:
     words: Words
     address: int  # address of the words
     calls: tuple[Words, ...]  # calls whose addresses are in the words
-    workspace: int  # address of that workspace
+    workspace: int  # address of the workspace when the program was made
     norms: Words
     attentions: Words
     outputs: Words
@@ -151,8 +151,9 @@ class DecoderLayers:
             raise ValueError(f"weights do not fit each other: {[name for name, fits in shapes.items() if not fits]}")
 
     def __call__(self, x: Tensor, pools: Sequence[Tensor], step: CompiledStep, rotation: RowRotation) -> Tensor:
-        """x [rows, D], pools: each layer's [slots, kv_heads, width] float32, written -> [rows, D]. Raises ValueError
-        for rows of another dtype or number than the weights', the step's or the rotation's."""
+        """Run all layers: x [rows, D] -> [rows, D]. pools: each layer's [slots, kv_heads, width], written; float32 or
+        of x's dtype. Raises ValueError for rows of another dtype or number than the weights', the step's or the
+        rotation's."""
         rows, words = len(x), step.words
         cos, sin = rotation.cos, rotation.sin
         if x.dtype != self.dtype or x.shape != (words[AttentionArgument.PADDED], self.width):
@@ -193,10 +194,10 @@ class DecoderLayers:
         return made
 
     def _program(self, rows: int, columns: int) -> _LayersProgram:
-        """The program for steps of so many rows, with so many near keys each."""
+        """The program for steps of `rows` rows, with `columns` near keys each."""
         key = rows, columns, *(limit.rows for limit in self._limits)
         found = self._programs.get(key)
-        while found is None or found.workspace != self._workspace.address:  # a later layer may have moved it
+        while found is None or found.workspace != self._workspace.address:  # making it may have moved the workspace
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.clear()
             found = self._programs[key] = self._made(rows, columns)
@@ -230,8 +231,8 @@ class DecoderLayers:
     def _listed(
         self, layer: int, program: _LayersProgram, rows: int, columns: int
     ) -> Sequence[tuple[int, Words, int, int]]:
-        """A layer's operations. Each is its kernel, its arguments, the place of its counter, and how many of the
-        layer's operations before it must be complete; all of the layers before must be."""
+        """A layer's operations, in order. Each is its kernel, its arguments, the place of its counter, and how many of
+        the layer's first operations must be complete before it begins; all operations of earlier layers must be."""
         its, kind, size = self.weights[layer], PRECISIONS[self.dtype], self.dtype.itemsize
         layout, attended = its.layout, its.output.inputs
         heads = its.query.outputs // layout.key_dim

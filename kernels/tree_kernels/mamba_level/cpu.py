@@ -1,4 +1,4 @@
-"""Calls the compiled forwards. A call holds no interpreter lock."""
+"""Calls the compiled forwards of Mamba-1 and Mamba-2 drafters. A call holds no interpreter lock."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Table:
         return int(self.words.ctypes.data)
 
     def put(self, row: int, word: int, tensor: Tensor) -> None:
-        """Put the address of a tensor, which is contiguous."""
+        """Write the address of a contiguous tensor into a word."""
         assert tensor.is_contiguous(), tuple(tensor.shape)
         self._kept.append(tensor)
         self.words[row, word] = tensor.data_ptr()
@@ -106,11 +106,11 @@ def narrowest(weight: Tensor) -> Tensor:
 
 
 class Team:
-    """Threads that share the large products of a model's calls. Where another call of the process has the helpers, a
-    call runs in its own thread alone: the results are the same."""
+    """Threads that share the large products of a model's calls. While another call of the process has the helpers, a
+    call runs in one thread, with the same results."""
 
     def __init__(self, kernels: Kernels, threads: int) -> None:
-        """kernels: the model's"""
+        """kernels: those of the model's kind"""
         self._helpers = min(threads - 1, MOST_HELPERS)
         memory = np.zeros(TEAM_WORDS + LINE // 8, np.int64)
         self._address = -(-int(memory.ctypes.data) // LINE) * LINE
@@ -143,7 +143,7 @@ class Scratch:
         self._found: dict[tuple[int, ...], list[int]] = {}  # addresses in `_held` by sizes
 
     def parts(self, sizes: tuple[int, ...], rows: int) -> list[int]:
-        """Addresses of parts with these numbers of bytes, valid until the next call of `parts`."""
+        """Addresses of parts with these numbers of bytes, valid until the next call of `parts`. rows: of the forward"""
         if sizes not in self._found:
             starts = [0, *accumulate(-(-size // LINE) * LINE for size in sizes)]
             wanted = starts.pop() // 4 + LINE
@@ -155,5 +155,5 @@ class Scratch:
 
 
 def kind_number(dtype: torch.dtype) -> int:
-    """A dtype as the kernels name it."""
+    """The number by which the kernels name a dtype."""
     return int(PRECISIONS[dtype])

@@ -1,4 +1,4 @@
-"""Calls the compiled product."""
+"""Calls the compiled product of rows and a packed weight."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def tile_table(kind: Precision) -> Tensor:
 
 @cache
 def matrix_table() -> Tensor:
-    """Table of tiles of bfloat16 weights, as `tile_table`'s, by matrix tiles. Raises NoKernelsError."""
+    """Table of the tiles that multiply bfloat16 weights by matrix tiles (AMX), in `tile_table`'s form. Raises
+    NoKernelsError."""
     address = load_kernels("tree_kernels.matmul.bf16").addresses
     return torch.tensor(
         [
@@ -85,16 +86,16 @@ def in_matrix_tiles(weight: Tensor) -> bool:
 
 
 DOT_ROWS, DOT_WEIGHT, DOT_TRIALS = 16, (512, 1022), 5
-"""Rows, outputs and inputs of the products that are compared, and how often each is timed. Matrix tiles do not take so
-many inputs."""
+"""Rows of the products that are compared, outputs and inputs of their weight, and how often each is timed. Matrix tiles
+take no weight of 1022 inputs, which is no multiple of MATRIX_INPUTS."""
 DOT_SHARE = 0.9
 """Dot products must take at most this share of the time."""
 
 
 @cache
 def dots_pay() -> bool:
-    """True if the processor's dot products have the bits of fused multiply-adds here, and take less time. What they
-    compute is a processor's own affair, and some take twice as long for one as for a multiply-add."""
+    """True if this processor's dot products have the bits of fused multiply-adds, and take less time. Processors differ
+    in what a dot product computes, and on some it takes twice as long as a multiply-add."""
     generator = torch.Generator().manual_seed(0)
     exponents = torch.arange(DOT_ROWS)[:, None] * 2 - 140  # rows whose numbers, or whose sums, are not normal
     rows = torch.randn(DOT_ROWS, DOT_WEIGHT[1], generator=generator)
@@ -148,7 +149,7 @@ def helpers() -> Helpers:
 
 
 def _in_child() -> None:
-    """A forked process has none of its parent's threads."""
+    """Begin without helpers in a forked process, which has none of its parent's threads."""
     global _helpers
     _helpers = Helpers()
 
@@ -163,7 +164,7 @@ class _Memory(threading.local):
         self._held = torch.empty(0)
 
     def scratch(self, threads: int) -> int:
-        """Address of scratch memory for so many threads."""
+        """Address of scratch memory for this many threads."""
         if len(self._held) < threads * SCRATCH:
             self._held = torch.empty(threads * SCRATCH)
         return self._held.data_ptr()
@@ -174,8 +175,8 @@ _memory = _Memory()
 
 @dataclass(slots=True)
 class RowLimit:
-    """The most rows of products that use a weight's other form. Weights of a model share one, which may change until
-    the model is loaded."""
+    """The most rows of a product that reads a quantised weight's blocks. Weights of a model share one, which may change
+    until the model is loaded."""
 
     rows: int
 
@@ -189,7 +190,7 @@ class PackedWeight:
     def __init__(
         self, weight: Tensor, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype | None = None
     ) -> None:
-        """dtype: of the results; None: the weight's"""
+        """dtype: the results' dtype; None: the weight's"""
         kind = PRECISIONS[weight.dtype]
         pairs: Tensor | None = None
         if in_matrix_tiles(weight):
@@ -222,8 +223,9 @@ class PackedWeight:
         pairs: Tensor | None = None,
         matrix: bool = False,
     ) -> None:
-        """panels: one for each of the first dimension   entry_bytes: of one input in a panel   dtype: of the results
-        pairs: tiles that take PAIRS, where there are any for this weight   matrix: these have matrix tiles"""
+        """panels: the packed weight, a panel for each entry of the first dimension   entry_bytes: bytes of one input in
+        a panel   dtype: the results' dtype   pairs: table of tiles that read rows as PAIRS; None: the weight has none
+        matrix: True if `pairs` has matrix tiles"""
         self.outputs, self.inputs, self.dtype = outputs, inputs, dtype
         self._threads = min(threads, 1 + MOST_HELPERS) if outputs * inputs >= THREADED else 1
         self._panels, self._tiles, self._pairs, self._matrix = panels, tiles, pairs, matrix
@@ -240,7 +242,7 @@ class PackedWeight:
 
     @property
     def limit(self) -> RowLimit | None:
-        """Further input that `call` depends on; None: there is none."""
+        """Number of rows up to which `call` reads the weight's blocks; None: the weight has none."""
         return None
 
     def x_kind(self, rows: int) -> Precision:
@@ -282,7 +284,7 @@ class PackedWeight:
         return self.product(x, self.x_kind(rows) if x.dtype == torch.bfloat16 else Precision.F32)
 
     def product(self, x: Tensor, kind: Precision) -> Tensor:
-        """kind: as which the rows are read. Not PAIRS where `x` is not bfloat16, or where `x_kind` never is."""
+        """Multiply x [..., inputs], read as `kind`. PAIRS needs a bfloat16 `x` and a weight with tiles for PAIRS."""
         made = torch.empty(*x.shape[:-1], self.outputs, dtype=self.dtype)
         rows = made.numel() // self.outputs
         if not rows:

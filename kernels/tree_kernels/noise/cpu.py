@@ -1,4 +1,4 @@
-"""Calls the compiled generator."""
+"""Calls the compiled generator of uniform numbers, Philox4x32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls the compiled ranking."""
+"""Calls the compiled ranking of each row's best tokens."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ Scores = npt.NDArray[np.float32]
 
 
 class Orders(NamedTuple):
-    """Order of the tokens of rows, or of groups of rows."""
+    """What the tokens of each row, or of each group of rows, are ordered by."""
 
-    temperatures: Sequence[float]  # 0: by the logits themselves
+    temperatures: Sequence[float]  # 0: the logits themselves are the scores
     noise: Sequence[Tensor | None]  # each at least [vocabulary] float32, added to the scores; None: nothing
-    vocabularies: Sequence[int]  # only tokens below count
+    vocabularies: Sequence[int]  # tokens from this id on are left out
 
 
 def ranking_kernels() -> Kernels:
@@ -54,8 +54,8 @@ class RankingRows:
             self.words[word] = array.ctypes.data
 
     def set(self, logits: int, step: int, orders: Orders, counts: Sequence[int], width: int) -> None:
-        """Set the address of the logits, `step` bytes between rows, the order of each group of rows, and the guesses of
-        a row. counts: rows of each group"""
+        """Set what the next ranking reads: logits at an address, `step` bytes between rows, and the order of each group
+        of `counts` rows. width: guesses of a row"""
         words = self.words
         words[shapes.LOGITS], words[shapes.LOGITS_STEP], words[shapes.WIDTH] = logits, step, width
         first = 0
@@ -94,5 +94,5 @@ def ranking_of(logits: Tensor, groups: Sequence[int], orders: Orders, width: int
 
 
 def ranked(logits: Tensor, groups: Sequence[int], orders: Orders, width: int) -> tuple[Ids, Scores]:
-    """Ids and scores [rows, width] of each row's best tokens, as of `ranking_of`."""
+    """Ids and scores [rows, width] of each row's best tokens. Arguments and errors: see `ranking_of`"""
     return ranking_of(logits, groups, orders, width).results(len(logits), width)

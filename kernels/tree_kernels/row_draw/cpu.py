@@ -1,4 +1,4 @@
-"""Calls the compiled draw."""
+"""Draws a row's token by compiled kernels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MODULE = "tree_kernels.row_draw.loops"
 HIGHEST_TEMPERATURE = 1e30
-"""Temperatures above it, which float32 may not hold, are left to the reference."""
+"""Highest temperature of the kernel, since float32 may not hold higher ones; those take the noise of all tokens."""
 UNUSABLE = -2
 """Result for a row from which no token can be drawn: a logit is NaN or plus infinity, or all are minus infinity. No
 token and no padding (-1) has this id."""
@@ -51,15 +51,18 @@ class RowDraw:
 
     def greedy(self, logits: Tensor) -> int:
         """The token of the greatest logit, the lowest id among equals, or UNUSABLE. logits [1, vocabulary] float32 on a
-        processor, contiguous"""
+        CPU, contiguous"""
         self._give(logits)
         self._greatest(self._call)
         token = int(self._words[shapes.STATUS])
         return token if token >= 0 else UNUSABLE
 
     def sampled(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
-        """argmax(logits / temperature + noise), the lowest id among equals, or UNUSABLE. logits: see `greedy`
-        temperature: above 0   others: of the noise of the token that is drawn, at most as large as it allows"""
+        """argmax(logits / temperature + noise), the lowest id among equals, or UNUSABLE.
+
+        logits: see `greedy`   temperature: above 0   seed, position, sample_index: those of the noise of the token
+        that is drawn, within the generator's limits (`noise/reference.py`)
+        """
         given = temperature, seed, position, sample_index
         if temperature > HIGHEST_TEMPERATURE:
             return self._from_all_noise(logits, *given)
@@ -76,7 +79,7 @@ class RowDraw:
         return int(self._ids[scores.argmax()])
 
     def _from_all_noise(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
-        """`sampled`, as the reference computes it."""
+        """Compute what `sampled` does, with the noise of all tokens."""
         if not math.isfinite(logits.max()):
             return UNUSABLE
         noise = gumbel_noise(seed, [position], self._vocabulary, sample_index)

@@ -1,4 +1,4 @@
-"""Calls the compiled functions."""
+"""Calls the compiled norms and gated SiLU of rows."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def row_kernels() -> tuple[int, int, int]:
 
 
 def why_not_compiled() -> str:
-    """Reason why the functions cannot be compiled here; empty if they can."""
+    """Reason why norms and gates cannot be compiled here; empty if they can."""
     return why_missing(MODULE)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., D], contiguous weight [D] of one dtype, bfloat16, float16 or float32 -> [..., D]. Raises ValueError for
-    others."""
+    """RMS norm of rows x [..., D] with a contiguous weight [D] of the same dtype: bfloat16, float16 or float32. Raises
+    ValueError for others."""
     if x.dtype != weight.dtype or x.shape[-1:] != weight.shape or not weight.is_contiguous():
         raise ValueError(
             f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
@@ -51,7 +51,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [..., D] of one dtype, bfloat16, float16 or float32 -> [..., D]. Raises ValueError for others."""
+    """silu(gate) * up, for gate and up [..., D] of one dtype: bfloat16, float16 or float32. Raises ValueError for
+    others."""
     if gate.dtype != up.dtype or gate.shape != up.shape:
         raise ValueError(f"gates {list(gate.shape)} of {gate.dtype} do not fit {list(up.shape)} of {up.dtype}")
     gate, up = gate.contiguous(), up.contiguous()

@@ -27,8 +27,8 @@ def row_slots_kernel() -> Callable[[int], None] | None:
 def path_slots(rows: StepRows, block: int, homes: Homes, scratch: int, for_all: bool) -> PathSlots:
     """The slots of a step's rows and of their paths.
 
-    A row at position p sees the 2 * block positions from `first_seen(p, block)` on: of a row that is no guess those up
-    to its own; of a guess those up to the text's last certain one, and the guesses on its path.
+    Columns of a row at position p are the 2 * block positions from `first_seen(p, block)` on. A row that is no guess
+    sees those up to its own; a guess sees those up to the text's last row that is none, and the guesses on its path.
 
     block: at least the depth of the deepest tree   scratch: the first slot for guesses, or `for_all` rows, in order
     """

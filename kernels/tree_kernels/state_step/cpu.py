@@ -141,7 +141,7 @@ def mamba2_fold(states: Tensor, source: Tensor, target: Slots, left: Tensor, dri
 
 
 def _drive(states: Tensor, target: Slots, before: Tensor, x: Tensor, B: Tensor) -> Tensor:
-    """states[target] = before + x B, which is returned. May overwrite `before`."""
+    """Write before + x B to states[target], and return it. May overwrite `before`."""
     if isinstance(target, slice):
         return torch.addcmul(before, x, B, out=states[target])
     states[target] = before.addcmul_(x, B)
@@ -149,5 +149,5 @@ def _drive(states: Tensor, target: Slots, before: Tensor, x: Tensor, B: Tensor) 
 
 
 def _read(state: Tensor, C: Tensor) -> Tensor:
-    """state [rows, channels, N], C [rows, N] -> [rows, channels]; a row times a matrix is fast on a CPU."""
+    """state C: [rows, channels, N] times [rows, N] -> [rows, channels]. A row times a matrix is fast on a CPU."""
     return torch.bmm(C[:, None], state.transpose(1, 2))[:, 0]

@@ -34,8 +34,9 @@ class StepWeights(NamedTuple):
 def step_level(
     given: Tensor, recurrent: Tensor, conv: Tensor, source: Tensor, target: Tensor, by: StepWeights
 ) -> Tensor:
-    """given [rows, 2 I] of any row stride: inputs of the convolution, then the gate
+    """Run one token per row through a Mamba-1 mixer, between its projections.
 
+    given [rows, 2 I] of any row stride: inputs of the convolution, then the gate
     recurrent [slots, I, N] float32, conv [slots, W - 1, I]; both written at target   source, target [rows] int64
     Returns (y + D x) silu(gate) [rows, I] in the dtype of `given`. No row's target is another row's source.
     """

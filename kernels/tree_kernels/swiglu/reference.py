@@ -1,4 +1,4 @@
-"""The formula, by torch's operations."""
+"""SiLU of the gate times the up projection, by torch's operations."""
 
 from __future__ import annotations
 

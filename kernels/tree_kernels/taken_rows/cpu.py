@@ -1,4 +1,4 @@
-"""Calls the compiled copy of rows."""
+"""Copies chosen rows of tables by a compiled kernel."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def attend(
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """Scores in units of log 2, in place. With a cap, the argument is divided by it."""
+    """Scores as exponents of 2, in place. With a cap, `scores` has been divided by it before."""
     return scores if softcap is None else elementwise_(Tensor.tanh_, scores).mul_(softcap * LOG2_E)
 
 

@@ -1,4 +1,4 @@
-"""Calls the compiled levels. A call holds no interpreter lock."""
+"""Calls the compiled kernel of draft trees' levels. A call holds no interpreter lock."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MODULE = "tree_kernels.tree_levels.loops"
 
 Ints = npt.NDArray[np.int64]
 LEAST_ROOM = 64
-"""Rows for which there is room at first."""
+"""Rows for which memory is allocated at first."""
 GUESSES = 16
-"""Guesses of a row for which there is room at first."""
+"""Guesses of a row for which memory is allocated at first."""
 
 
 def why_not_compiled() -> str:
@@ -79,7 +79,7 @@ class LevelCalls:
         self._ranking_address = int(self._ranking.words.ctypes.data)
         self._counts, self.tokens, self.above, self.ranks = (np.zeros(rows, np.int64) for _ in range(4))
         self.table = np.zeros((rows, self._entry), np.int64)
-        """[rows, entry] of the next call."""
+        """The table of rows [rows, entry] of the next call."""
         for word, array in (
             (shapes.RANKED, self._ranking.words),
             (shapes.COUNTS, self._counts),
@@ -91,7 +91,7 @@ class LevelCalls:
             self.words[word] = array.ctypes.data
 
     def reserve(self, rows: int, width: int) -> None:
-        """Make room for so many rows in `tokens`, `above`, `ranks` and `table`, which lose their contents if they
+        """Make room for this many rows in `tokens`, `above`, `ranks` and `table`, which lose their contents if they
         grow, and for their guesses."""
         if rows > self._room or width > self._width:
             self._make(max(2 * self._room, rows) if rows > self._room else self._room, max(width, self._width))

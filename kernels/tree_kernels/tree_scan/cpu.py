@@ -93,7 +93,7 @@ def tree_scan_in_order(
 ) -> Tensor:
     """Mamba-1 of every row along its own path: the recurrence, one token after another (docs/design/scan.md#paths).
 
-    As `tree_scan`, but A is [H, N]. A path that several rows have in common is computed once.
+    The arguments are those of `tree_scan`, but A is [H, N]. A path that several rows have in common is computed once.
     """
     plan = paths.waves()
     y = torch.zeros(x.shape, device=x.device)
@@ -124,7 +124,7 @@ def _decays(a: Tensor) -> tuple[Tensor, Tensor]:
     """The log decay over all tokens [..., 1] and over the tokens after each [..., K].
 
     a [..., K]: the tokens' log decays, newest first.
-    Sums of numbers of one sign; differences of sums from the beginning would lose digits of recent tokens' decays.
+    Each sum has terms of one sign. Differences of sums from the beginning would lose digits of recent tokens' decays.
     """
     total = a.cumsum(-1)
     since = torch.zeros_like(total)
@@ -137,7 +137,7 @@ def _source(source: int, states: Tensor, folded: Sequence[Tensor]) -> Tensor:
 
 
 def _step(inputs: TokenInputs, state: Tensor, columns: Tensor, A: Tensor) -> Tensor:
-    """state [n, H, P, N], each advanced by one token."""
+    """Advance each state [n, H, P, N] by the token at its column."""
     dt = inputs.dt.index_select(0, columns)[..., None]  # [n, H, 1]
     decay = (dt * A).exp_()[:, :, None]
     drive = inputs.x.index_select(0, columns).float().mul_(dt)[..., None] * inputs.B.index_select(0, columns)[:, None]
