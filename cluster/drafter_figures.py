@@ -78,7 +78,7 @@ class DrafterFigures(BaseModel):
 
 
 def figures_of(target: str, traces: Mapping[float, Sequence[Sequence[int]]]) -> DrafterFigures:
-    """traces: by temperature, the ranks of each answer's tokens"""
+    """Count a drafter's figures for a target. traces: by temperature, the ranks of each answer's tokens"""
     found = []
     for temperature, answers in traces.items():
         flat = np.minimum([rank for answer in answers for rank in answer], RANKED)

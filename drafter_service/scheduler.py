@@ -51,7 +51,7 @@ from drafter_service.texts import (
 log = logging.getLogger("dendro.drafter")
 
 CATCH_UP = 8
-"""Number of tokens lacking in an idle session's memory from which on they are prefilled without waiting for a call."""
+"""Least number of tokens lacking in an idle session's memory that are prefilled without waiting for a call."""
 PREFILL_EVERY = 4
 """One in this many forwards is a prefill while both prompts and rounds wait."""
 PREFILL_ROWS = 8
@@ -79,9 +79,10 @@ class DraftScheduler:
         counters: PreparedCounters | None = None,
     ) -> None:
         """texts: at least 1 + 2 * max_sessions slots   nodes: at least 1 + the most that a round needs
-        chunk: most tokens of a prompt per forward   one_forward: what a forward of this session alone may have
+        chunk: most tokens of a prompt per forward
+        one_forward: what a forward of one session alone may have, by the session's number
         wake: called, from any thread, when a text that was left out of a forward has its masks
-        longest_prepared: most tokens of a text for which a tree is prepared; 0: none are   counters: of prepared trees
+        longest_prepared: most tokens of a text for which a tree is prepared; 0: none are
         """
         self.name = name
         self.texts = texts
@@ -316,8 +317,8 @@ class DraftScheduler:
         return self._chain_plan([])
 
     def _plan_chains(self, sessions: list[DrafterText]) -> DraftPlan:
-        """Plan the tokens up to and with the roots, or those before the roots of the sessions that run them as levels:
-        with its root next, all levels of a tree may be one forward."""
+        """Plan the tokens up to and with the roots. If some sessions lack only a short chain, plan theirs alone,
+        without the roots: a root and all levels of its tree may then be one forward."""
         if before := [session for session in sessions if not session.structured and self._is_short(session)]:
             self._kind = "before"
             self._planned = [(session, range(session.covers, session.base - 1)) for session in before]
@@ -535,7 +536,7 @@ class DraftScheduler:
             vocabulary=session.vocabulary,
             slot=session.slot,
             covers=session.covers,
-            first_slot=session.slot,  # so that it is never written
+            first_slot=session.slot,  # keeps the session's memory from being written
             ahead=session.ahead,
             first=session.base,
             of=session,
@@ -552,8 +553,8 @@ class DraftScheduler:
         prepared.round = DraftRound(None, shape, prepared.base, growth_of(root, shape), calibration)
 
     def _go_on(self, prepared: PreparedText, guessed: DraftRound) -> None:
-        """Go on from a leaf with the token guessed after it. Its tree then begins with the tokens after the path, as
-        that of a call would."""
+        """Begin the tree of an outcome that ends in a leaf, with the likeliest token after the leaf as its root. Other
+        likely tokens become outcomes of their own."""
         preparations = self._prepared[prepared.of]
         assert preparations.after is not None
         growth, path, reached = guessed.growth, prepared.outcome.tokens, prepared.outcome.chance
@@ -566,7 +567,7 @@ class DraftScheduler:
         self._grow_prepared(prepared, preparations.after.shape)
 
     def _claim(self, session: DrafterText, shape: TreeShape) -> PreparedText | None:
-        """The prepared text that is the session's text now, with its tree, if there is one; drops the others."""
+        """Take the prepared text that equals the session's text now, if there is one; drop the others."""
         preparations = self._prepared.get(session)
         if preparations is None:
             return None

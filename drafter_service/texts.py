@@ -249,7 +249,7 @@ class DrafterText:
 
 
 def level_of(sessions: Sequence[DrafterText]) -> Level:
-    """The next level of each session's tree, which may be its root."""
+    """The next level of each session's tree; the root is the first level."""
     rounds = [session.round for session in sessions if session.round is not None]
     grown = [(each.growth, each.slots) for each in rounds]
     return Level(

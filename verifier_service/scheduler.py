@@ -62,7 +62,7 @@ from verifier_service.walk import Draw, Echo
 log = logging.getLogger("dendro.verifier")
 
 MESSAGE_S = 0.0002
-"""Time that a prepared tree's message costs. It pays if the way there and back, times the tree's chance, is more."""
+"""Cost of a prepared tree's message. It pays if the way there and back, times the tree's chance, takes longer."""
 
 
 class StepScheduler:
@@ -89,7 +89,7 @@ class StepScheduler:
         self._asked = 0  # shares of the last plan that answer a call
         # Times of the last step: its `next` began, packing began, its answers were sent.
         self._began = self._started = self._ended = 0.0
-        self.linger_s = 0.0  # seconds to wait for more calls before `next`, though some are pending
+        self.linger_s = 0.0  # seconds that the engine waits for more calls before `next`, if some are pending
         self._size = 0  # rows of the last plan, padded
 
     def link(self, ask_drafter: Callable[[OrderedRound, DraftCall], None]) -> None:

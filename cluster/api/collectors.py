@@ -40,7 +40,7 @@ class RouterMetrics:
     def __init__(
         self, ingress: Ingress, stats: Callable[[], Mapping[str, int]], health: Callable[[], HealthReport]
     ) -> None:
-        """stats: of the router's server"""
+        """stats: counts of the router's gRPC server   health: report of the router"""
         self._ingress = ingress
         self._stats = stats
         self._health = health

@@ -54,7 +54,7 @@ class PairsPlan:
 
 
 async def measure_pairs(plan: PairsPlan, clients_at: ClientsAt, step: Step) -> list[LoadBlock]:
-    """All blocks, those of a load in order of time."""
+    """Run all blocks of a plan. Returns them in the order in which they ran."""
     blocks: list[LoadBlock] = []
     for name, setting in plan.settings.items():
         for clients in plan.clients:

@@ -224,7 +224,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         return self._opening
 
     async def _open_beside(self, text: Text, beside: VerifierHandle) -> None:
-        """Open the text where another is open; elsewhere, where that one's lease has ended."""
+        """Open the text at the replica of `beside`, under the same lease; at any replica if that lease has ended."""
         await beside.ready()
         async with beside._turns:  # the texts beside it are sent one after another: each may be long
             await asyncio.sleep(0)

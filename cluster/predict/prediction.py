@@ -123,10 +123,10 @@ def over_off(answers: Answers, off: Answers) -> dict[int, float]:
 
 
 def longest_trees(ranks: Sequence[Sequence[int]], guesses: int) -> list[tuple[NodeShape, float]]:
-    """The trees of fixed form and at most so many guesses that emit the most on each half of the answers, with their
-    tokens a round on the other half: on the answers on which it was chosen, a tree seems better than it is.
+    """The best tree of fixed form and at most `guesses` guesses for each half of the answers, with its tokens a round
+    on the other half: on the half that it was chosen on, a tree seems better than it is.
 
-    ranks: the drafter's ranks of each answer's tokens, RANKED where it is none of the first so many
+    ranks: the drafter's ranks of each answer's tokens; RANKED: the token is not among its RANKED best
     """
     found = []
     for chosen, other in ((ranks[::2], ranks[1::2]), (ranks[1::2], ranks[::2])):

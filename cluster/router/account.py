@@ -23,8 +23,8 @@ UNACCEPTED = 1000
 
 
 def round_parts(tree: DraftTree, verdict: Verdict, took_us: int, first: bool) -> dict[str, int]:
-    """Divide a round's time, `took_us`, into microseconds by part. What its peers do not report is `opening` in a first
-    round, otherwise `hop`; it is not negative, as peers round their times and their sum may exceed ours.
+    """Divide a round's time, `took_us`, into microseconds by part. The rest that no peer reports is `opening` in a
+    first round, otherwise `hop`; at least 0, since the rounded times of peers may exceed `took_us` together.
 
     >>> verdict = Verdict((8,), (0,), (), None, 1, verify_us=50, queue_us=5)
     >>> round_parts(DraftTree.root_only(7), verdict, 60, first=False)
@@ -131,7 +131,7 @@ class AcceptanceWatch:
 
     def __init__(self) -> None:
         self._guesses: defaultdict[tuple[str, str], int] = defaultdict(int)
-        self._settled: set[tuple[str, str]] = set()  # a guess was accepted, or the warning was given
+        self._settled: set[tuple[str, str]] = set()  # pairs with an accepted guess, or warned of
 
     def learn(self, target: str, drafters: Iterable[pb.DrafterStats]) -> None:
         """Add the statistics of an answer's drafters. Warns once for a drafter and target."""

@@ -44,7 +44,7 @@ FOLLOWING = "structure-of-resume"
 FOLLOWED = 64
 """Tokens of a structured answer that are followed between looks at whether its request runs."""
 ANCHOR = "a"
-"""A text that an answer can continue."""
+"""A text before an answer that begins a text, so that decoders do not change its first bytes."""
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
 
 
@@ -62,7 +62,7 @@ class Job:
     limits: Limits
     stops: StopStrings
     structure: Structure | None
-    complete: bool | None  # `held` has the whole of a structured answer; None: not read, the target may have changed
+    complete: bool | None  # True: `held` is a whole structured answer; None: not read, as the target may have changed
     logprobs: int | None  # number of likeliest tokens with log-probabilities beside each token's; None: none
     echo_start: int | None  # index of the request's own prompt in `prompt`; None: the client does not get it
     shown: frozenset[int] | None  # special tokens that texts have; None: all
@@ -104,8 +104,8 @@ class Job:
         return self.served.tokenizer if self.shown == frozenset() else self.served.tokenizer.showing(self.shown)
 
     def before_answer(self) -> Sequence[int]:
-        """The tokens that its answer's text continues. A structure is of the tokens' bytes, of which decoders change
-        those at the beginning of a text: it does not begin one."""
+        """The tokens that the answer's text continues: the prompt, or ANCHOR's where the prompt has no text and the
+        answer a structure. A structure holds for the tokens' bytes, and decoders change the first bytes of a text."""
         if self.structure is None or any(
             self.decoder.visible(self.prompt[start : start + PART]) for start in range(0, len(self.prompt), PART)
         ):
@@ -132,8 +132,8 @@ class Job:
 def _check_written(
     turn: Turn, tokens: Sequence[int], prompt: list[int], held: list[int], mode: VerificationMode
 ) -> None:
-    """Raise BadRequest where a request has a written turn's request id but other tokens or another mode. tokens: the
-    session's."""
+    """Raise BadRequest where a request has a written turn's request id but other tokens or another mode. tokens: all
+    tokens of the session"""
     if mode != turn.mode:
         raise BadRequest("request_id", f"is that of a written turn in mode {turn.mode}; {mode} needs a new id")
     if prompt != list(tokens[: turn.prompt]):
@@ -175,7 +175,7 @@ def check_target(job: Job, target: str) -> None:
 
 
 def check_written_tokens(job: Job, text: Text) -> None:
-    """Raise BadRequest where a written turn that is computed again gets other tokens. text: as far as it is computed"""
+    """Raise BadRequest where a written turn that is computed again gets other tokens. text: what is computed so far"""
     assert job.written is not None and job.record is not None
     if text.answer != list(job.record.tokens[len(job.prompt) : len(text)]) or (
         text.finish is not None and (len(text), text.finish) != (job.written.end, job.written.finish)
@@ -197,7 +197,7 @@ class Admission:
         experience: Mapping[str, Experiences],
         clock: Clock,
     ) -> None:
-        """served, experience: by target."""
+        """served, experience: mappings by the target's name"""
         self._config = config
         self._served = served
         self._sessions = sessions
@@ -213,9 +213,9 @@ class Admission:
     async def admit(
         self, request: pb.GenerateRequest, request_id: str, tenant: str, allowance: Allowance = NO_LIMITS
     ) -> Job:
-        """Check a request, once for all of its answers. The job is the first one's. Raises BadRequest naming the field,
-        NotFound for an unknown session, Conflict for a resume of another target's answer, and PeerLost where the
-        session cannot be read, or none can be begun."""
+        """Check a request, once for all of its answers. Returns the job of the first answer. Raises BadRequest naming
+        the field, NotFound for an unknown session, Conflict for a resume of another target's answer, and PeerLost where
+        the session cannot be read, or none can be begun."""
         if not _REQUEST_ID.fullmatch(request_id):
             raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
         began_s, answers = self._clock(), count_of_answers(request)
@@ -415,8 +415,8 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
 
 
 def _limits(request: pb.GenerateRequest, prompt: int, end: int, least: int) -> Limits:
-    """The request's limits. prompt, end: lengths of the text before the answer, and at its longest; least: tokens that
-    no end-of-text or stop token ends"""
+    """The request's limits. prompt: length of the text before the answer   end: its greatest length with the answer
+    least: number of the answer's first tokens of which none may be an end-of-text or stop token"""
     if prompt + least > end:
         raise BadRequest("min_new_tokens", f"is {least}, but the answer has at most {end - prompt} tokens")
     return Limits(end, request.ignore_end, prompt + least if least else 0, stop_ids_from(request))

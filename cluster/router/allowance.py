@@ -1,6 +1,6 @@
 """What one API key may use at a router: requests and tokens a minute, answers at once, lengths, structures.
 
-No limit waits: what is over it is refused at once, with the time after which it would not be.
+A request over a limit does not wait: it is refused, with the time to wait where that is known.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dendro.clock import Clock
 from dendro.errors import BadRequest, LimitReached
 
 WINDOW_S = 60
-"""Seconds of a minute's limit. Counted in whole seconds, so that a key keeps WINDOW_S + 1 numbers at most."""
+"""Seconds over which a limit per minute counts. Amounts are kept by whole second, so WINDOW_S + 1 of them at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class KeyLimits:
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    answers: int | None = None  # that run at once
+    answers: int | None = None  # answers that run at once
     prompt_tokens: int | None = None  # length of the text before an answer, a session's included
     new_tokens: int | None = None  # length of one answer
     structures: bool = True  # True if answers may have structures
@@ -49,16 +49,16 @@ class KeyLimits:
 
 
 class MinuteCount:
-    """Amounts that were taken in the last minute: in any 60 seconds at most `limit` together."""
+    """Amounts taken in the last minute. Those of any 60 seconds are at most `limit` together."""
 
     def __init__(self, name: str, clock: Clock) -> None:
-        """name: of the limit, in errors"""
+        """name: name of the limit in errors"""
         self.name = name
         self._clock = clock
         self._taken: deque[list[int]] = deque()  # [second, amount], seconds rising
 
     def take(self, amount: int, limit: int) -> int:
-        """Take an amount, of at most `limit`. Returns the second in which it counts. Raises LimitReached."""
+        """Take an amount, at most `limit`. Returns the second in which it counts. Raises LimitReached."""
         now = self._clock()
         second = int(now)
         while self._taken and self._taken[0][0] < second - WINDOW_S:
@@ -90,7 +90,7 @@ class Allowance:
     """What a key has left at this router. Not thread-safe: bound to one event loop."""
 
     def __init__(self, limits: KeyLimits, clock: Clock = time.monotonic) -> None:
-        """limits: this router's share"""
+        """limits: this router's share of the key's limits"""
         self.limits = limits
         self._requests = MinuteCount("requests_per_minute", clock)
         self._tokens = MinuteCount("tokens_per_minute", clock)
@@ -103,7 +103,8 @@ class Allowance:
 
     @contextmanager
     def request(self) -> Iterator[RequestShare]:
-        """What one request takes while it runs. At the end its answers end, and what it did not use is given back."""
+        """Context of a running request, with what it takes. At the end its answers no longer count, and it gives back
+        unused tokens."""
         share = RequestShare(self)
         try:
             yield share
@@ -122,11 +123,11 @@ class Allowance:
             raise BadRequest("prompt", f"makes a text of {tokens} tokens; this key's limit `prompt_tokens` is {limit}")
 
     def most_new_tokens(self, limit: int) -> int:
-        """The longest answer, where that of all requests is `limit`."""
+        """Most new tokens of one of the key's answers. limit: the router's own, for all requests"""
         return limit if self.limits.new_tokens is None else min(limit, self.limits.new_tokens)
 
     def take_answers(self, answers: int) -> None:
-        """Count answers that begin. Raises LimitReached, or BadRequest where so many never may."""
+        """Count answers that begin. Raises LimitReached, or BadRequest for more answers than the limit."""
         limit = self.limits.answers
         if limit is not None and answers > limit:
             raise BadRequest("n", f"is {answers}; this key's limit `answers` is {limit}")
@@ -140,7 +141,7 @@ class Allowance:
 
     def take_tokens(self, prompt: int, new: int) -> int:
         """Take the tokens of a prompt, and the most that its answers may have. Returns the second in which they count.
-        Raises LimitReached, or BadRequest where so many are never given."""
+        Raises LimitReached, or BadRequest for more tokens than the limit."""
         limit = self.limits.tokens_per_minute
         if limit is None:
             return 0

@@ -1,4 +1,4 @@
-"""The rounds of the newest of a share of requests, kept in bounded memory for `dendro explain`."""
+"""Keeps the rounds of some requests, chosen by chance, in bounded memory for `dendro explain`; the newest stay."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dendro.errors import NotFound
 from dendro.v1 import generation_pb2 as pb
 
 KEPT_BYTES = 2 << 20
-"""Bytes of the events of one request that are kept."""
+"""Most bytes that are kept of one request's events."""
 
 
 class ExplainedRequest:
@@ -47,17 +47,17 @@ class ExplainedRequest:
 
 
 class ExplainedRequests:
-    """Chooses requests by chance, and keeps the newest. A tenant finds its own alone."""
+    """Chooses requests by chance, and keeps the newest. A tenant finds only its own."""
 
     def __init__(self, share: float, most: int, chance: Callable[[], float] = random.random) -> None:
-        """share: of all requests, 0 to 1   most: requests that are kept"""
+        """share: chance of a request to be kept, 0 to 1   most: most requests that are kept"""
         self._share = share
         self._most = most
         self._chance = chance
         self._kept: OrderedDict[tuple[str, str], ExplainedRequest] = OrderedDict()  # key: tenant and request id
 
     def begin(self, tenant: str, request_id: str) -> ExplainedRequest | None:
-        """A request that begins. None: it is not kept."""
+        """Begin a request. Returns where its events are kept; None if it is not chosen."""
         if not self._share or self._chance() >= self._share:
             return None
         kept = self._kept[tenant, request_id] = ExplainedRequest()

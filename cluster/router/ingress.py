@@ -64,10 +64,10 @@ AHEAD = 4
 does not read."""
 
 ALIGNING_WORK = 4
-"""Tokens of other work that cost about as much as aligning a token with a prediction."""
+"""Cost of aligning a token with a prediction, in tokens of other work (`off_loop`)."""
 SEARCH_WORK = 64
-"""Tokens of other work that cost about as much as searching a token's text for stop strings, or as preparing the search
-for a character of one."""
+"""Cost of searching a token's text for stop strings, or of preparing the search for one of their characters, in tokens
+of other work (`off_loop`)."""
 
 FINISH_REASONS = {
     Finish.END_OF_TEXT: pb.FINISH_REASON_END_OF_TEXT,
@@ -222,7 +222,7 @@ class Ingress:
                 raise
 
     def _answers(self, job: Job, answer: AnswerText, traceparent: str) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Stream all answers of a request. answer: of the tokens that the client has"""
+        """Stream all answers of a request. answer: the text of the tokens that the client has"""
         if job.answers == 1:
             return self._answer(job, answer, traceparent)
         prompt = SharedPrompt()
@@ -243,7 +243,8 @@ class Ingress:
     async def _answer(
         self, job: Job, answer: AnswerText, traceparent: str, prompt: SharedPrompt | None = None
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Stream one answer. answer: of the tokens that the client has   prompt: of a request for several"""
+        """Stream one answer. answer: the text of the tokens that the client has   prompt: None for a request of one
+        answer"""
         span = self._tracer.begin(traceparent, job.served.name) if self._tracer is not None else None
         ending = Ending(span=span)
         try:
@@ -284,7 +285,7 @@ class Ingress:
     async def _held_answer(
         self, job: Job, text: Text, answer: AnswerText, finish: Finish, ending: Ending
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """An answer that the client has whole, and resumes for its `complete`."""
+        """An answer of which the client has all tokens, and which it resumes for `complete`."""
         assert job.resume is not None
         yield _started(job, text, job.resume.target)
         yield await self._completed(job, text, answer, finish, job.resume.target, pb.GenerateComplete(), ending)
@@ -292,7 +293,7 @@ class Ingress:
     async def _computed_answer(
         self, job: Job, text: Text, answer: AnswerText, prompt: SharedPrompt | None, ending: Ending
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """An answer that the target makes, from the tokens that the client has on."""
+        """An answer that the target computes, beginning after the tokens that the client has."""
         complete, plan, concurrency = pb.GenerateComplete(), job.plan, job.experience.concurrency
         with concurrency.running(fixed=not plan.free) as running:
             beside = prompt.first if prompt is not None else None
@@ -458,7 +459,7 @@ class _FinishedRound:
 async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> AsyncGenerator[T, None]:
     """Pass chunks on. A task makes them and runs up to AHEAD chunks ahead of the consumer.
 
-    After `limit_s` seconds `chunks` is closed, even without a consumer that reads, and Overloaded is raised after the
+    After `limit_s` seconds `chunks` is closed, even without a consumer that reads, and OutOfTime is raised after the
     chunks that were ready. (A timeout has no effect in a generator that is not resumed, hence the task.)
     """
     queue: asyncio.Queue[T | None] = asyncio.Queue(AHEAD)

@@ -18,11 +18,11 @@ NO_CARDS: Mapping[str, DrafterFigures] = MappingProxyType({})
 KINDS = 512
 """Kinds whose priors a router caches; beyond that the least recently used is dropped."""
 PAIR_TENANTS = 32
-"""Number of last tenants whose requests make the prior of a new tenant's first request."""
+"""Most recent tenants whose requests make a new tenant's prior."""
 WRITES = 8
 """Concurrent writes, at most one for each kind; others are queued."""
 WAIT_S = 0.01
-"""Seconds that a request waits while its kind's prior is read. A prior that comes later is for later requests."""
+"""Most seconds that a request waits while its kind's prior is read. A prior that comes later serves later requests."""
 
 
 class Priors:
@@ -34,7 +34,7 @@ class Priors:
         self._store = store
         self._cards = cards
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
-        self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # notes alone, without the tenant's first prior
+        self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # notes of requests, without the tenant's first prior
         self._stored: dict[PriorKey, Prior] = {}  # priors of all tenants as read from the store
         self._reading: dict[PriorKey, asyncio.Task[None]] = {}
         self._writing: dict[PriorKey, asyncio.Task[bool]] = {}
@@ -98,8 +98,8 @@ class Priors:
             self._write()
 
     def _card(self, key: PriorKey) -> Prior:
-        """What is known of a kind before any request: the figures of its drafters, which were measured with the noise
-        that all modes but listed ones have."""
+        """The prior of a kind before any request, from its drafters' figures. Empty for listed modes: the figures were
+        measured with noise that these do not have."""
         cards = {name: self._cards[name] for name in key.drafters if name in self._cards and not key.mode}
         return prior_of(cards, key.temperature)
 

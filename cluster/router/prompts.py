@@ -22,8 +22,8 @@ DIGEST_DIGITS = 32
 MAX_SHOWN, MAX_SHOWN_BYTES = 16, 1024
 ROLES = ("system", "developer", "user", "assistant", "tool")
 QUESTION, ANSWER = "A question.", "The answer so far."
-"""A turn before the messages that continue a session: what the template writes after ANSWER follows the session's last
-answer."""
+"""A turn put before the messages that continue a session. What the template writes after ANSWER is what follows the
+session's last answer."""
 
 
 async def ids_of_prompt(
@@ -34,8 +34,8 @@ async def ids_of_prompt(
     described: str | None = None,
 ) -> list[int]:
     """The ids of a prompt that follows `earlier` tokens; empty for an empty prompt. Raises BadRequest naming the field.
-    most_bytes: of a text, or of all messages together   described: `tools_digest` of what the earlier tokens describe;
-    None: not known"""
+    most_bytes: limit on a text, or on all messages together   described: `tools_digest` of the tools that the earlier
+    tokens describe; None: not known"""
     kind = request.WhichOneof("prompt")
     if request.literal_prompt and kind != "text":
         raise BadRequest("literal_prompt", "is about a prompt's text; token ids and conversations are used unchanged")
@@ -86,7 +86,7 @@ def special_tokens_of(chat: pb.Chat, tokenizer: Tokenizer) -> frozenset[int]:
 
 
 def _size(field: str, text: str, most: int) -> int:
-    """The bytes of a text in UTF-8. Of more characters than `most` they are not made."""
+    """Size of a text in UTF-8, checked. A text of more than `most` characters is refused without being encoded."""
     size = len(text) if len(text) > most else len(text.encode())
     _check_size(field, size, most)
     return size
@@ -98,7 +98,7 @@ def _check_size(field: str, size: int, most: int) -> None:
 
 
 def check_messages(messages: Sequence[pb.ChatMessage], most_bytes: int) -> None:
-    """Raise BadRequest, naming the field, for messages that no template gets."""
+    """Raise BadRequest, naming the field, for too many messages, an unknown role, or too many bytes."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise BadRequest("messages", f"has {len(messages)} entries; must have 1 to {MAX_MESSAGES}")
     for index, each in enumerate(messages):
@@ -113,7 +113,7 @@ def _texts_of(message: pb.ChatMessage) -> tuple[str, ...]:
 
 
 def tools_digest(tools: str) -> str:
-    """What tells the tools of one request from those of another; empty without any."""
+    """Digest of the tools of a request; empty if there are none."""
     return hashlib.sha256(tools.encode()).hexdigest()[:DIGEST_DIGITS] if tools else ""
 
 
@@ -143,7 +143,7 @@ def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int], describe
 
 def text_of_chat(chat: pb.Chat, tokenizer: Tokenizer, continues: bool) -> str:
     """The text of a conversation by the chat template, up to the answer. Raises BadRequest naming the field.
-    continues: whether a turn of ours comes first, in place of the session's"""
+    continues: True if the turn (QUESTION, ANSWER) is put first, in place of the session's turns"""
     messages = [_message(f"messages[{index}]", each) for index, each in enumerate(chat.messages)]
     names, tools = _template_names(chat.chat_template_kwargs), _objects("tools", chat.tools)
     turn = [("user", QUESTION), ("assistant", _answer_before(chat))] if continues else []
@@ -155,8 +155,8 @@ def text_of_chat(chat: pb.Chat, tokenizer: Tokenizer, continues: bool) -> str:
 
 
 def _answer_before(chat: pb.Chat) -> str:
-    """The answer in the turn before the messages: ANSWER, or a text with a digest of the conversation where that has
-    ANSWER itself."""
+    """The answer in the turn put before the messages: ANSWER, followed by a digest if the conversation itself has
+    ANSWER."""
     texts = [chat.tools, chat.chat_template_kwargs, *(text for each in chat.messages for text in _texts_of(each))]
     if not any(ANSWER in text for text in texts):
         return ANSWER
@@ -175,7 +175,7 @@ def _message(field: str, given: pb.ChatMessage) -> dict[str, Any]:
 
 
 def _objects(field: str, text: str) -> list[dict[str, Any]]:
-    """The objects of a JSON array; none of an empty text."""
+    """The objects of a JSON array; none if the text is empty."""
     found = _parsed(field, text or "[]")
     if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
         raise BadRequest(field, "must be a JSON array of objects")
@@ -210,7 +210,7 @@ def _in_vocabulary(ids: list[int], served: Served) -> list[int]:
 
 
 async def checked_ids(name: str, raw: Sequence[int], served: Served) -> list[int]:
-    """The ids as a list. More than a text may have are refused before the list is made."""
+    """Check ids, and return them as a list. More ids than a text may have are refused before the list is made."""
     if len(raw) > served.max_length:
         raise BadRequest(name, f"has {len(raw)} ids; a text has at most {served.max_length}")
     return await off_loop(len(raw), lambda: _below_vocabulary(name, raw, served.vocabulary))

@@ -1,4 +1,4 @@
-"""The line of the log that each answer ends with: one JSON object, without prompt, answer or the tenant's name."""
+"""Logs a line at the end of each answer: one JSON object, without prompt, answer or the tenant's name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Ending:
 
     def __init__(self, outcome: str = REFUSED, span: AnswerSpan | None = None) -> None:
         self.outcome = outcome
-        self.span = span  # the span of the answer, if that is sampled
+        self.span = span  # None: the answer has no span
         self.stats = pb.SpeculationStats()
         self.meter: AnswerMeter | None = None  # None: the answer was not computed
 

@@ -24,7 +24,7 @@ from cluster.router.speculation import SpeculationPlan
 from cluster.router.totals import AnswerMeter
 
 ORDERED = "ordered"
-"""The way of a tree that the drafter sends straight to the verifier."""
+"""Name of the way of a tree that the drafter sends straight to the verifier."""
 
 
 class RequestSpeculation:
@@ -63,7 +63,7 @@ class RequestSpeculation:
         self._delayed: Arm | None = None  # an arm with a tree, chosen for a round that was announced without one
         self._ordered: Arm | None = None  # arm of the tree that was ordered for the next round
         self._claims = False  # True if the current round has the tree that was ordered for it
-        self._why = ""  # why the current round's arm is `off`, or the way of a drafted arm's tree
+        self._why = ""  # reason why the round's arm is `off`, or way of its tree (`metrics.WAYS`)
         self._way = "open"  # the way of the next round's tree, if it has one
 
     @property
@@ -107,9 +107,12 @@ class RequestSpeculation:
         return self._arm
 
     async def draft(self, text: Text, arm: Arm) -> DraftTree:
-        """Draft a tree and merge it with the proposals, or claim the tree that was ordered in the last round. The tree
-        orders the next round's (`DraftTree.order`) if that likely has the same arm; one without guesses announces
-        another without (`DraftTree.ahead`). A tree that is chosen for an announced round is drafted a round later."""
+        """Draft a tree and merge it with the proposals, or claim the tree that was ordered in the last round.
+
+        If the next round's arm is likely known and drafted, the returned tree orders its tree (`DraftTree.order`). A
+        round of `off` that `off` likely follows announces it (`DraftTree.ahead`). A tree that the policy chooses for an
+        announced round is drafted a round later.
+        """
         resolved = arm if self._stopping is None else self._stopping.resolved(arm)
         if arm.off:
             tree = await self._drafters.draft(text, arm)
@@ -137,7 +140,7 @@ class RequestSpeculation:
         return proposals.merged(tree, self._experience.concurrency.target.padded(rows) if arm.drafted else rows)
 
     def _ordering(self, text: Text, tree: DraftTree, later: Arm | None) -> DraftTree:
-        """The tree, with an order of the next round's where it can be ordered. later: the next round's likely arm"""
+        """Add an order of the next round's tree to `tree`, if that is possible. later: the next round's likely arm"""
         if later is None or not later.drafted:
             return tree
         order = "stops" if later.stops else self._drafters.order(text, later)

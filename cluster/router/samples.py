@@ -12,7 +12,7 @@ from dendro.v1 import generation_pb2 as pb
 Responses = AsyncGenerator[pb.GenerateResponse, None]
 
 WAITING = 4
-"""Responses of all answers together that may wait for a client that does not read."""
+"""Most responses, of all answers together, that wait for a client that does not read."""
 
 
 class SharedPrompt:
@@ -24,7 +24,7 @@ class SharedPrompt:
         self._turns = asyncio.Lock()
 
     def share(self, text: Text) -> None:
-        """Called with each answer's text once it is being opened; those after the first change nothing."""
+        """Called with each answer's text once it is being opened. Calls after the first change nothing."""
         if self.first is None:
             self.first = text
             self._shared.set()

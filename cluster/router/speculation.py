@@ -38,7 +38,7 @@ class SpeculationPlan:
 
     name: str  # name of the policy; "off" and "fixed" in these modes
     policy: InformedPolicy
-    free: bool = False  # True if speculation trials may include the request: the configured policy, without own bounds
+    free: bool = False  # True if speculation trials may include it: configured policy, no bounds, no listed mode
     proposed_rows: int = 1  # most rows of a tree with proposals; 1: none are added to a fixed shape that is drafted
     deadline_s: float = math.inf  # the request's limit on a round's wait for its draft
     stops: bool = False  # True if an arm is `until(auto,...)`, whose numbers are computed before each round
@@ -111,7 +111,7 @@ def _auto(
 
 
 def _fixed_arm(speculation: pb.Speculation, target: str, config: Config) -> Arm:
-    """The arm of every round: of the drafter that the shape names, else of the target's first."""
+    """The arm of every round. Its drafter is the one that the shape names, else the target's first."""
     if not speculation.shape:
         raise BadRequest("speculation.shape", "is empty, but the mode is FIXED; name one, or use AUTO")
     try:

@@ -15,7 +15,7 @@ from dendro.text import Finish, StopStrings, Verdict
 from cluster.router.tokenizer import TextStream, Tokenizer
 
 PART_TOKENS = 64
-"""Tokens of a resumed answer that are decoded at once; those of the part that has the stop string, again one by one."""
+"""Tokens of a resumed answer that are decoded at once. A part with a stop string is decoded again token by token."""
 
 
 class StopAutomaton:
@@ -25,10 +25,10 @@ class StopAutomaton:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self.ends: list[str] = [""]  # by state: the longest of the strings that the state ends with; empty: none
-        self.length: list[int] = [0]  # by state: its characters
-        self._next: list[dict[str, int]] = [{}]  # by state: the states that are one character longer
-        self._shorter: list[int] = [0]  # by state: the longest state that it ends with, itself excepted
+        self.ends: list[str] = [""]  # by state: the longest string that ends the state; empty: none
+        self.length: list[int] = [0]  # by state: number of characters
+        self._next: list[dict[str, int]] = [{}]  # by state: the next state, by character
+        self._shorter: list[int] = [0]  # by state: the longest shorter state that ends it
         for string in strings:
             self._add(string)
         waiting = deque(self._next[0].values())
@@ -75,7 +75,7 @@ class StopSearch:
         self._automaton = automaton
         self._included = included
         self._state = 0
-        self._held = ""  # the end of the text that is not returned yet: the state's characters
+        self._held = ""  # the end of the text, not returned yet: the state's characters
 
     def push(self, text: str) -> str:
         """Append characters. Returns the text that may be sent: all but the longest end that could begin a stop string.
@@ -93,7 +93,7 @@ class StopSearch:
         return waiting[:place]
 
     def flush(self) -> str:
-        """The text that was held back; for use after the last character."""
+        """Return the text that was held back. Called after the last character."""
         text, self._held, self._state = self._held, "", 0
         return text
 
@@ -113,7 +113,7 @@ class AnswerText:
         self._decoded: deque[str] = deque()  # texts of the rounds after which `text_of` was not called yet
 
     def copy(self) -> AnswerText:
-        """A copy that continues independently from here, with the same automaton. For use before `cut`."""
+        """A copy that continues independently from here, with the same automaton. Called before `cut`."""
         other = copy.copy(self)
         other._stream, other._search, other._decoded = self._stream.copy(), copy.copy(self._search), deque()
         return other
@@ -149,20 +149,20 @@ class AnswerText:
         return text
 
     def finish(self) -> str:
-        """The text that was held back; for use after the last token. A stop string may end in it: the replacement
+        """Return the text that was held back. Called after the last token. A stop string may end in it: the replacement
         characters of an incomplete character are part of the text."""
         rest = self._stream.flush()
         return rest if self._search is None else self._search.push(rest) + self._search.flush()
 
     def cut(self, verdict: Verdict) -> Verdict:
-        """The round's verdict, up to the token that completes a stop string. Once for each round, in order."""
+        """The round's verdict, up to the token that completes a stop string. Called once a round, in order."""
         before = self.length
         text = self.append(verdict.tokens)
         self._decoded.append(text + self.finish() if verdict.finished else text)
         return verdict.cut(self.length - before, Finish.STOP_STRING) if self.found else verdict
 
     def text_of(self, verdict: Verdict) -> str:
-        """The text that a round's chunk adds. Once for each round, in order."""
+        """The text that a round's chunk adds. Called once a round, in order."""
         if self._search is not None:
             return self._decoded.popleft()
         text = self.append(verdict.tokens)

@@ -26,7 +26,7 @@ class VocabularyTexts:
         return self._tokenizer.decode([token]) if found is None else found.decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
-        """The bytes that the token stands for: those of its text where the tokenizer gives no others."""
+        """The bytes that the token stands for; those of its text if the tokenizer's ids do not stand for bytes."""
         found = self._bytes.get(token)
         return self._tokenizer.decode([token]).encode() if found is None else found
 
@@ -35,14 +35,15 @@ class VocabularyTexts:
         return not self._hiding.visible([token])
 
     def left_out(self, token: int) -> int:
-        """Characters of a token's text that a text which begins with it does not have: a space, in some tokenizers."""
+        """Number of leading characters that the token's text loses at the beginning of a text: a space, in some
+        tokenizers."""
         begun, text = self._tokenizer.decode([token]), self.text(token)
         return len(text) - len(begun) if text.endswith(begun) else 0
 
 
 class TokenOffsets:
-    """The characters of a text before each of its tokens, which depend on the tokens alone: parts may be cut anywhere,
-    and the text of a part may come later. A token that goes on with a character begins where that does."""
+    """Counts the characters of a text before each of its tokens. The counts depend on the tokens alone, not on how they
+    come in parts. A token that continues a character begins where the character does."""
 
     def __init__(self, texts: VocabularyTexts, shows_special: bool, begins: bool) -> None:
         """shows_special: whether the text has special tokens   begins: False if it continues another"""

@@ -25,7 +25,7 @@ from cluster.checkpoint_tokenizer import (
 
 PROBE = "a"
 ANCHORS = ".", "a", "\n"
-"""Texts before a continuation, of which the first is used whose tokens do not change by what follows."""
+"""Texts put before a continuation to encode it; the first is used whose own tokens the continuation does not change."""
 
 Encode = Callable[[str], list[int]]
 """Ids of a text without a template of special tokens around it."""
@@ -81,12 +81,12 @@ class Tokenizer(Protocol):
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The text of a conversation by the chat template, its special tokens in it. Raises BadRequest where there is
-        no template, or it refuses the messages. names: further ones that the template can read. tools: functions that
+        no template, or it refuses the messages. names: further variables of the template. tools: functions that
         it describes"""
         ...
 
     def encode_chat(self, conversation: str) -> list[int]:
-        """The ids of a conversation's text, which has its special tokens in it, those at the start too."""
+        """The ids of a conversation's text, which has all special tokens in it, those at the start too."""
         ...
 
     def token_bytes(self) -> dict[int, bytes]:
@@ -98,8 +98,8 @@ class CheckpointTokenizer:
     """The tokenizer of a Hugging Face checkpoint folder, through transformers and never with code from the folder."""
 
     def __init__(self, checkpoint: Path, fingerprint: str, template: Path | None = None) -> None:
-        """fingerprint: of its token table (`Facts.tokenizer`), which fixes what ids mean. How the tokenizer splits new
-        text may change during a session. template: the file of a chat template in place of the checkpoint's own"""
+        """fingerprint: hash of the token table (`Facts.tokenizer`), which fixes what ids mean. How the tokenizer splits
+        new text may change during a session. template: the file of a chat template in place of the checkpoint's own"""
         self.fingerprint = fingerprint
         self._tokenizer = load_tokenizer(checkpoint, template)
         self._special = special_ids(self._tokenizer)
@@ -115,7 +115,7 @@ class CheckpointTokenizer:
 
     @property
     def head(self) -> tuple[int, ...]:
-        """The special tokens that it puts before a text."""
+        """The special tokens that the tokenizer puts before a text."""
         return self._encoder.head
 
     @property
@@ -158,7 +158,7 @@ class CheckpointTokenizer:
     ) -> str:
         """The text of a conversation by the checkpoint's chat template; `opens_answer` adds what an answer begins with.
         Its special tokens are in it. A template that does not know the role `developer` gets `system`. Raises
-        BadRequest where there is no template, or it refuses the messages. names: others that the template can read.
+        BadRequest where there is no template, or it refuses the messages. names: further variables of the template.
         tools: functions that it describes"""
         if not self.has_chat:
             raise BadRequest("messages", "the target has no chat template; set its `chat_template`, or send a prompt")
@@ -279,8 +279,8 @@ class PromptEncoder:
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def _joined(self, text: str, whole: Encode, continued: Encode) -> list[int]:
-        """Text after an added token is encoded as after one in the middle of a text, where many tokenizers mark a
-        beginning again; only what is before the first of them continues."""
+        """Encode a continuation. Only the text before its first added token is encoded as one: after an added token
+        many tokenizers mark a beginning again, also in the middle of a text."""
         first, all_ids = continued(text), whole(text)
         places = [next((at for at, token in enumerate(ids) if token in self._parts), -1) for ids in (first, all_ids)]
         return first if -1 in places else first[: places[0]] + all_ids[places[1] :]
@@ -297,7 +297,7 @@ class PromptEncoder:
         return whole, _continued(form) or whole
 
     def _anchored(self, whole: Encode) -> Encode:
-        """What follows another text; the text itself where its tokens run on into every anchor's."""
+        """Encode a text after an anchor, and cut off the anchor's tokens; encode it alone if it changes every one."""
         anchors = [(anchor, whole(anchor)) for anchor in ANCHORS]
 
         def encode(text: str) -> list[int]:
@@ -317,7 +317,7 @@ class PromptEncoder:
 
 
 def _first_word_alone(first: Encode, others: Encode) -> Encode:
-    """Where each word is split off and marked, only the first can continue a text."""
+    """Encode a continuation for a tokenizer that splits off and marks each word: only the first word continues."""
 
     def encode(text: str) -> list[int]:
         end = next((at for at, character in enumerate(text) if character.isspace()), len(text))
@@ -334,7 +334,7 @@ def _encoder(form: dict[str, Any]) -> Encode:
 
 
 def _continued(form: dict[str, Any]) -> Encode | None:
-    """None where the tokenizer marks no beginning."""
+    """Encoder of text that continues another; None where the tokenizer marks no beginning."""
     other = continuing(form)
     if other == form:
         return None
@@ -390,9 +390,9 @@ class TextStream:
         and a character may begin in it: such a character is the answer's."""
         self._tokenizer = tokenizer
         self._window, whole = _end_of(tokenizer, before)  # the last tokens, special ones left out
-        self._given = _stable(whole)  # characters of the window's text that were returned
+        self._given = _stable(whole)  # number of the window's characters already returned
         self._owned = len(whole) - self._given
-        """Replacement characters that follow, of an incomplete character before the answer that it may not complete."""
+        """Replacement characters that are still dropped: those of an incomplete character before the answer."""
 
     def copy(self) -> TextStream:
         """A copy that continues independently from here."""
@@ -401,7 +401,7 @@ class TextStream:
         return other
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that these tokens add."""
+        """Append tokens. Returns the text that they add, without an incomplete character at its end."""
         if self._tokenizer.rewrites and len(ids) > 1:
             return "".join(self.push([token]) for token in ids)
         visible = self._tokenizer.visible(ids)
@@ -435,14 +435,14 @@ class TextStream:
                 return
 
     def flush(self) -> str:
-        """The text that was held back; for use after the last token."""
+        """Return the text that was held back. Called after the last token."""
         whole = self._tokenizer.decode(self._window)
         text, self._given = self._own(whole[self._given :]), len(whole)
         return text
 
 
 def _stable(text: str) -> int:
-    """Characters of a text that later tokens cannot change."""
+    """Number of a text's characters that later tokens cannot change."""
     return len(text) - min(len(text) - len(text.rstrip(INCOMPLETE)), MAX_HELD)
 
 

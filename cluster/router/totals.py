@@ -33,7 +33,7 @@ class ArmTotals:
     """Rounds of one arm."""
 
     rounds: int = 0
-    tokens: int = 0  # emitted
+    tokens: int = 0  # emitted tokens
     guesses: int = 0  # guesses sent to a verifier
     accepted: int = 0  # guesses that were emitted
     trimmed: int = 0  # guesses that the verifier left out of its step
@@ -99,8 +99,8 @@ class AnswerMeter:
         resumed: bool = False,
         span: AnswerSpan | None = None,
     ) -> None:
-        """began_s: when its request arrived, on the clock of `round`   resumed: after a broken stream   span: of a
-        sampled answer"""
+        """began_s: time of the request's arrival, on the clock of `round`   resumed: True if the client goes on with an
+        answer after a broken stream   span: the answer's span; None: it is not sampled"""
         self.prompt_tokens, self.resumed = prompt_tokens, resumed
         self.first_token_s: float | None = None  # time from the request's arrival to the first round; None before
         self._span = span
@@ -111,8 +111,8 @@ class AnswerMeter:
     def round(
         self, arm: Arm, tree: DraftTree, verdict: Verdict, parts: Mapping[str, int], now_s: float, why: str
     ) -> None:
-        """Count a round that ended at `now_s`. parts: microseconds, as the answer's account divides the round   why:
-        reason why the arm is `off`, where it is; the way of a drafted arm's tree"""
+        """Count a round that ended at `now_s`. parts: microseconds by part (`round_parts`)   why: reason why the arm is
+        `off`, or the way of a drafted arm's tree"""
         totals, tokens = self._totals, len(verdict.tokens)
         totals.arm(arm).learn(tree, verdict)
         if arm.off:
@@ -141,7 +141,7 @@ class AnswerMeter:
 
 
 class RouterTotals:
-    """All requests of one router."""
+    """Counts of all requests of one router."""
 
     def __init__(self, config: Config) -> None:
         self.targets = {name: TargetTotals.of(config, name) for name in config.targets}
@@ -149,7 +149,7 @@ class RouterTotals:
         self.errors: Counter[str] = Counter()  # requests that ended with an error, by gRPC code
 
     def failed(self, error: BaseException) -> None:
-        """Count a request that ends with an error. A client that leaves is none."""
+        """Count a request that ends with an error. A client that leaves is not counted."""
         if isinstance(error, DendroError) and not isinstance(error, EngineFailed):
             self.errors[error.code.name] += 1
         elif not isinstance(error, NO_FAULTS):

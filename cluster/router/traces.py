@@ -1,5 +1,5 @@
-"""Traces of answers by OpenTelemetry: a span of each sampled answer, its rounds as events, and below it one of each
-opening at a drafter or verifier, its answers as events. No text is in one.
+"""Traces of answers by OpenTelemetry: a span for each sampled answer, with its rounds as events, and below it a span
+for each opening at a drafter or verifier, with the peer's answers as events. Spans have no text.
 
 Without `trace` in the configuration there is no tracer: nothing is imported, and a round costs one comparison.
 """
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 INSTALL = "needs the exporter of OpenTelemetry: pip install 'dendroaspis[trace]'"
 SERVICE = "dendro-{}"
-"""The name of a process's service, of its role."""
+"""Service name of a process, filled in with its role."""
 TRACEPARENT = "traceparent"
 """The header of HTTP, and the metadata of gRPC, with the caller's span (W3C Trace Context)."""
 MOST_EVENTS = 512
-"""Events of a span; of later ones the last are kept, and an answer's attributes count all of its rounds."""
+"""Most events of a span: the last ones are kept. An answer's attributes count all of its rounds."""
 LAST_SPANS_S = 5.0
 """Seconds that a process which ends waits for its last spans to be sent."""
 
@@ -44,7 +44,7 @@ class AnswerSpan(Protocol):
     """Name of this span for the peers, whose spans are below it."""
 
     def round(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        """Add a round that ends now."""
+        """Add an event for a round that ends now."""
         ...
 
     def end(self, facts: Facts, failed: bool) -> None:
@@ -113,10 +113,10 @@ class _OpenedText:
 
 
 class OpenTelemetryTracer:
-    """Spans that are sent in batches by a thread of its own. One that the collector does not take is dropped."""
+    """Sends spans in batches, in a thread of its own. A span that the collector does not take is dropped."""
 
     def __init__(self, section: TraceExport, exporter: SpanExporter | None = None, role: str = "router") -> None:
-        """exporter: default: OTLP over HTTP to `section.endpoint`. Raises BadRequest where its package is missing."""
+        """exporter: None: OTLP over HTTP to `section.endpoint`. Raises BadRequest where its package is missing."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import SpanLimits, TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor

@@ -20,7 +20,7 @@ class TurnWriter:
     def __init__(self, sessions: Sessions) -> None:
         self._sessions = sessions
         self.kept = 0  # turns that were written
-        self.not_kept: Counter[str] = Counter()  # turns of which that is not known or not so, by the error
+        self.not_kept: Counter[str] = Counter()  # turns whose write failed or was not confirmed, by error
 
     async def keep(self, job: Job, text: Text, finish: Finish, target: str) -> str:
         """Write the session's record. Returns its token. Raises PeerLost where it is not known whether the store has

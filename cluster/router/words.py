@@ -15,12 +15,12 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.router.tokenizer import Tokenizer
 
 WORD_WORK = 64
-"""Tokens of other work that cost about as much as encoding a short text."""
+"""Cost of encoding a short text, in tokens of other work (`off_loop`)."""
 
 
 async def with_words(sampling: Sampling, request: pb.GenerateRequest, tokenizer: Tokenizer) -> Sampling:
-    """Add the tokens of the request's bad words and biases that are texts. Called where it has any. Raises BadRequest,
-    naming the text, for one that cannot be tokens."""
+    """Add to the sampling the bad words and biases that the request gives as texts. Called if there are any. Raises
+    BadRequest, naming the text, for one without usable tokens."""
     words, biases = request.bad_word_texts, request.logit_bias_texts
     check_count("bad_words", range(len(words) + len(sampling.bad_words)), MAX_BAD_WORDS)
     check_count("logit_bias", range(len(biases) + len(sampling.logit_bias)), MAX_BIASED_IDS)
@@ -63,7 +63,7 @@ def spellings(text: str) -> list[str]:
 
 
 def _check_known(field: str, text: str, tokenizer: Tokenizer) -> None:
-    """Raise BadRequest where a part of a text has no tokens: they would be those of any other such text."""
+    """Raise BadRequest if a part of a text becomes the unknown token, which stands for other texts, too."""
     if not tokenizer.knows(text):
         raise BadRequest(_name(field, text), "has characters that the target has no tokens for")
 

@@ -23,7 +23,8 @@ LOCK = "lock"
 
 @contextmanager
 def only_run_in(folder: Path) -> Iterator[None]:
-    """Context of a run in its folder, which is made. The lock ends with the process, also with a killed one.
+    """Context of a run: make its folder and lock it against other runs. The lock ends with the process, even a killed
+    one.
 
     Raises BadRequest, naming the folder, while another run is in it, and where it cannot be made.
     """

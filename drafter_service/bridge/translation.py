@@ -111,7 +111,8 @@ class Translation:
         return b" " + found if self._drafter.prefixes else found
 
     def _close(self, data: bytes, made: list[int], every: bool) -> bytes:
-        """Encode the closed segments of `data`, and with `every` the open one. Returns the bytes that stay open."""
+        """Append the ids of the closed segments of `data` to `made`, and with `every` those of the open one. Returns
+        the bytes that stay open."""
         segments, rest = closed_segments(data)
         for ids in self._drafter.encode_all([*segments, rest] if every else segments):
             made += ids

@@ -14,7 +14,7 @@ NO_TOKEN = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class VocabularyMap:
-    """Target ids that correspond to drafter ids."""
+    """Target ids of a drafter's tokens, and drafter ids of the target's control tokens."""
 
     same: IntArray  # [drafter's vocabulary] target id of the same bytes, or control token of the same text; or NO_TOKEN
     first: IntArray  # [drafter's vocabulary] target id that begins the token's bytes; NO_TOKEN if there is none

@@ -60,7 +60,7 @@ def is_own(chunk: int) -> bool:
 
 
 def _process(chunk: int, share: Share) -> bool:
-    """True if the process makes the chunk: processes take turns at generated chunks, and turns at the others."""
+    """True if the process makes the chunk. Processes take generated chunks in turn, and, separately, all others."""
     own = (chunk + OWN_TEXT_EVERY - 2) // OWN_TEXT_EVERY  # number of generated chunks before the chunk
     return (own if is_own(chunk) else chunk - own) % share.processes == share.process
 

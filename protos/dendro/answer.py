@@ -369,7 +369,7 @@ _SPECIAL: Mapping[str, Callable[[pb.GenerateRequest, Any], None]] = {
 
 
 def sendable(request: pb.GenerateRequest, limit: int) -> pb.GenerateRequest:
-    """The request. Raises BadRequest, naming its largest field, where it is a message of more than `limit` bytes."""
+    """The request itself. Raises BadRequest, naming its largest field, if its message has more than `limit` bytes."""
     size = request.ByteSize()
     if size <= limit:
         return request

@@ -58,8 +58,8 @@ class CertificateFiles:
     that do not fit together, as while they are being replaced, are not used. Thread-safe."""
 
     def __init__(self, field: str, certificate: Path, key: Path, authority: Path | None = None) -> None:
-        """certificate: with its chain, in PEM   authority: of clients' certificates, which are then required, or of
-        servers'. Raises BadRequest, naming `field`, for files that cannot be used."""
+        """certificate: file with the chain, in PEM   authority: signs clients' certificates, which are then required,
+        or servers'. Raises BadRequest, naming `field`, for files that cannot be used."""
         self._field = field
         self._certificate, self._key, self._authority = certificate, key, authority
         self._lock = threading.Lock()

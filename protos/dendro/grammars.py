@@ -470,7 +470,7 @@ class GrammarPlace:
 
     @property
     def items(self) -> int:
-        """Items of the masks of the text's tokens."""
+        """Number of items that llguidance made for the masks of the text's tokens."""
         return self.state.items
 
     @property

@@ -80,7 +80,7 @@ def _has_value(schema: Schema, match: re.Match[str]) -> Iterator[str]:
 
 
 def _is_no(schema: Schema, match: re.Match[str]) -> Iterator[str]:
-    """group 1: a keyword   group 2: what its value must be"""
+    """Match a keyword whose value is not of its type. match: group 1 is the keyword, group 2 the type"""
     kinds: Mapping[str, type | tuple[type, ...]] = {"array": list, "object": dict, "string": (str, list)}
     if match[1] in schema and not isinstance(schema[match[1]], kinds[match[2]]):
         yield match[1]

@@ -151,7 +151,7 @@ def tree_message(tree: DraftTree) -> tree_pb2.DraftTree:
 
 
 def tree_from(message: tree_pb2.DraftTree) -> DraftTree:
-    """The tree. Raises BadRequest where its constructor raises ValueError."""
+    """The tree of a message. Raises BadRequest where its constructor raises ValueError."""
     for name in ("tokens", "parents", "values", "laws"):
         if (count := len(getattr(message, name))) > MAX_ROWS:
             raise BadRequest(f"tree.{name}", f"{count} rows; a tree has 1 to {MAX_ROWS}")

@@ -66,7 +66,7 @@ class AttentionForm(Protocol):
         ...
 
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
-        """Called at each call of a layer. True if the rows and pages of the current forward are this form's."""
+        """Called at each call of a layer. True if this form can attend the current forward's rows and pages."""
         ...
 
     def attend(self, heads: Heads, run: ForwardContext, attends: Attends, rotation: RowRotation) -> Tensor:
@@ -231,7 +231,7 @@ def projected(layer: Any, layout: Layout, hidden: Tensor) -> Heads:
 
 
 def in_heads(layer: Any, layout: Layout, query: Tensor, key: Tensor, value: Tensor) -> Heads:
-    """The results [1, rows, heads * dim] of a layer's products."""
+    """Divide the results [1, rows, heads * dim] of a layer's products into heads, with the layer's norms, if any."""
     query, key = (each[0].unflatten(1, (-1, layout.key_dim)) for each in (query, key))
     value = value[0].unflatten(1, (-1, layout.value_dim))
     if hasattr(layer, "q_norm"):
@@ -240,7 +240,7 @@ def in_heads(layer: Any, layout: Layout, query: Tensor, key: Tensor, value: Tens
 
 
 def recorded_step() -> CompiledStep:
-    """ROWS rows of one text, in slots from 1 on."""
+    """A step of ROWS rows of one text, in slots from 1 on."""
     rows = torch.arange(ROWS)
     slots = rows + 1
     near = torch.cat([torch.zeros(ROWS, ROWS, dtype=torch.int64), slots.expand(ROWS, -1).tril()], 1)

@@ -47,7 +47,7 @@ def is_experts(module: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """The products of every expert."""
+    """Each expert's products: into its inner width, and back."""
 
     first: tuple[Form, ...]
     down: tuple[Form, ...]

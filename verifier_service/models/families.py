@@ -121,7 +121,7 @@ def why_not_read(folder: Path, kind: str, error: Exception) -> CheckpointError:
 
 
 def why_not_loaded(folder: Path, file: str, config: PretrainedConfig, error: Exception) -> CheckpointError:
-    """The error for a checkpoint that transformers did not load: with the family's property, if that is the cause.
+    """The error for a checkpoint that transformers did not load; a FamilyError if a property of its family is why.
 
     file: the name of the first weight file
     """

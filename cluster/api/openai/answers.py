@@ -63,7 +63,7 @@ class AnswerForm(Protocol):
     part: str  # the type of a part of one
 
     def beginning(self) -> dict[str, Any] | None:
-        """Fields of a choice in its first part of a stream; None: it has no first part of its own."""
+        """Fields of a choice in a first part of its stream, before any text; None: there is no such part."""
         ...
 
     def piece(self, choice: Choice, text: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ class FoundCall:
 
 @dataclass(frozen=True, slots=True)
 class CallMarks:
-    """The texts by which calls are found."""
+    """Texts between which a model writes a call."""
 
     marker: str  # stands before a call, or a list of them; empty: a call begins a line
     end_marker: str  # stands after a call; may be empty

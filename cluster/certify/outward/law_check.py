@@ -206,7 +206,8 @@ class LawCheck:
         return self.promise
 
     def _law_of(self, drawn: PlaceDraws) -> tuple[torch.Tensor, float]:
-        """The law's logits [V] and its tolerance: the server's own law where it gives log-probabilities."""
+        """Log-probabilities [V] that draws are tested against, and their tolerance: the server's own law
+        (`served_law`) if it reports one, else the reference's."""
         served = drawn.served_law()
         return (drawn.logprobs, self.tolerance) if served is None else (served, REPORTED_TOLERANCE)
 

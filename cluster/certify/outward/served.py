@@ -172,7 +172,7 @@ class OpenAIServer:
         return found
 
     async def _sent(self, method: str, path: str, body: Mapping[str, Any] | None) -> tuple[int, float | None, bytes]:
-        """Status, seconds to wait before the next try, where they are given, and the body."""
+        """Send a request. Returns the status, the seconds after which to retry (None: not given), and the body."""
         self.requests += 1
         try:
             async with self._session.request(method, self.url + path, json=body) as response:
