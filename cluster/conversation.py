@@ -33,7 +33,8 @@ class TerminalChat:
     """A session with a client's target. A turn that ends early is not part of it."""
 
     def __init__(self, client: Asking, console: Console, options: Options, system: str = "", session: str = "") -> None:
-        """options: of each turn   system: a message before the first one   session: to continue, empty: a new one"""
+        """options: those of every turn   system: message before the first turn
+        session: token of the session to continue; empty: begin a new one"""
         self.session = session
         self.speculation = "auto"
         self.last: Completion | None = None

@@ -251,7 +251,7 @@ def _start_actors(name: str, target: TargetConfig, invitations: Sequence[Invitat
 
 
 def device_of(model: ModelConfig) -> str:
-    """Ray shows a replica only the accelerators that it requested."""
+    """Kind of device of a model's replica, by its request: Ray shows a replica only accelerators that it requested."""
     return "cuda" if model.resources.gpu else "cpu"
 
 

@@ -110,7 +110,7 @@ def pairing_of(target: Facts, drafter: Facts, bridge: BridgeChoice) -> Pairing:
 
 
 def _without_tokenizer(target: Facts, drafter: Facts) -> TokenFit:
-    """state-spaces publishes no tokenizer, so the numbers of tokens are compared."""
+    """Compare numbers of tokens with a drafter without a tokenizer: state-spaces publishes none."""
     assert target.tokens is not None
     if drafter.unpadded == target.tokens.size:
         return TokenFit("", note=f"has no tokenizer; its {drafter.unpadded} tokens are taken to be the target's")

@@ -100,7 +100,8 @@ class Sessions(Protocol):
         ...
 
     async def read(self, token: str, tenant: str) -> Record:
-        """Raises NotFound for a token that is expired or another tenant's, PeerLost where the store does not answer."""
+        """The record of a token. Raises NotFound for one that is expired or another tenant's, PeerLost where the store
+        does not answer."""
         ...
 
     async def write(self, token: str, tenant: str, record: Record) -> None:

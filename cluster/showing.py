@@ -214,7 +214,7 @@ def account_lines(complete: Complete) -> tuple[str, ...]:
 
 
 def answer_line(complete: Complete) -> str:
-    """One line under an answer."""
+    """Tokens, rounds and speed of an answer, in one line."""
     stats = complete.speculation
     return (
         f"{complete.completion_tokens} tokens in {stats.rounds} rounds, {stats.emitted_per_round:.2f} a round, "

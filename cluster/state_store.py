@@ -247,7 +247,7 @@ class RedisPriors:
         self.blobs = RedisStates(url, ttl_s, budget_s, prefix=PRIOR_PREFIX, max_bytes=MAX_PRIOR_BYTES)
 
     async def load(self, key: PriorKey) -> Prior | None:
-        """None where there is none, Redis does not answer in time, or the stored prior is invalid."""
+        """The stored prior; None if there is none, it is invalid, or Redis does not answer in time."""
         blob = await self.blobs.load(key.name, MAX_PRIOR_BYTES)
         return None if blob is None else unpack_prior(blob)
 

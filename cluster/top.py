@@ -166,10 +166,10 @@ async def all_scraped(session: aiohttp.ClientSession, addresses: Sequence[str]) 
 
 
 class Change:
-    """What counters of one process counted in a time, and its gauges at the end of it."""
+    """Growth of one process's counters between two scrapes, and its gauges at the second."""
 
     def __init__(self, before: Scrape | None, now: Scrape) -> None:
-        """before: None for the time since the process began"""
+        """before: the first scrape; None: growth since the process began"""
         restarted = before is None or not before.series or before.running_s > now.running_s
         self._before: Series = {} if restarted or before is None else before.series
         self._now = now.series

@@ -13,7 +13,7 @@ from cluster.config import Config
 
 @contextmanager
 def without_secrets(config: Config) -> Iterator[None]:
-    """Processes that are started meanwhile get neither Redis' password nor an API key. Read the former before."""
+    """Context in which started processes get neither Redis' password nor an API key. Read the password before it."""
     names = filter(None, (config.redis.password_variable, config.redis.sentinel_password_variable, KEY_VARIABLE))
     withheld = {name: value for name in names if (value := os.environ.pop(name, None)) is not None}
     try:

@@ -47,7 +47,7 @@ def needed(shape: TreeShape, steps: Steps, drafts: Drafts) -> float | None:
 
 
 def worth_of(figures: DrafterFigures | None, steps: Steps, drafts: Drafts) -> str:
-    """A sentence or two. steps, drafts: empty where the models were not loaded"""
+    """What a drafter is worth, in a sentence or two. steps, drafts: empty where the models were not loaded"""
     needs = {shape: need for shape in SHAPES if (need := needed(shape, steps, drafts)) is not None}
     if figures is None:
         least = min(needs.items(), key=lambda each: each[1] / (each[0].depth + 1), default=None)

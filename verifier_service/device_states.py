@@ -22,7 +22,7 @@ class DeviceStates:
     """Fills a step's arrays for mixers, and keeps the inputs of accepted rows."""
 
     def __init__(self, memory: RecurrentMemory, arrangement: Arrangement, texts: int, rows: int) -> None:
-        """texts, rows: most of a step"""
+        """texts, rows: most texts and rows of a step"""
         self._memory = memory
         self._arrangement = arrangement
         self._texts = texts

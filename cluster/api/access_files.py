@@ -1,4 +1,4 @@
-"""Whether the files that decide who may call can be used on this machine: keys and certificates."""
+"""Finds faults of the files that decide who may call: keys and certificates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cluster.config import Config
 
 
 def access_problems(config: Config) -> list[BadRequest]:
-    """Faults of the files of `auth` and `tls`, each by its field."""
+    """Faults of the files that `auth` and `tls` name; each error names its field."""
     reads: list[Callable[[], object]] = []
     if config.auth.keys is not None:
         reads.append(partial(read_keys, config.auth.keys))

@@ -48,7 +48,7 @@ class KeyRing:
     """The keys of a file, and what each has left here. Not thread-safe: bound to one event loop."""
 
     def __init__(self, path: Path, routers: int = 1, clock: Clock = time.monotonic) -> None:
-        """routers: that share the limits of a key. Raises BadRequest for an invalid file."""
+        """routers: number of routers that share a key's limits. Raises BadRequest for an invalid file."""
         self._path = path
         self._routers = routers
         self._clock = clock
@@ -57,7 +57,7 @@ class KeyRing:
         self._hold(read_keys(path).keys)
 
     def caller_of(self, text: str) -> CallerIdentity | None:
-        """The caller whose key has this text; None for any other text, in the same time."""
+        """The caller whose key has this text; None for any other text. The time does not tell how alike keys are."""
         found = KEY.fullmatch(text)
         held = self._held.get(found[1]) if found is not None else None
         same = hmac.compare_digest(digest_of(text), held.entry.sha256 if held is not None else NO_DIGEST)

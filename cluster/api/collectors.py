@@ -1,4 +1,4 @@
-"""Collectors: they read the plain numbers of our objects when a process is scraped."""
+"""Collectors, which read the counters of routers, replicas and clients of Redis when a process is scraped."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class RedisMetrics:
     """The metrics of a process's connections to Redis."""
 
     def __init__(self, breakers: Mapping[str, CircuitBreaker]) -> None:
-        """breakers: by what is stored"""
+        """breakers: the circuit breaker of each store, by the store's name"""
         self._breakers = breakers
 
     def collect(self) -> Iterator[Metric]:

@@ -130,7 +130,7 @@ class GrpcDoor:
         return self.read(done, times)
 
     async def watch(self) -> None:
-        """Nothing else runs."""
+        """Do nothing beside a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +224,7 @@ class LoadPlan:
 async def measure_load(
     plan: LoadPlan, loader: Loader, library: ContenderProcess, hop_time: HopTime, step: Step
 ) -> tuple[list[LoadBlock], dict[str, str]]:
-    """All blocks, and the errors of baselines that failed."""
+    """Run all blocks of a plan. Returns them, and the errors of baselines that failed."""
     order, blocks, silent = random.Random(plan.seed), list[LoadBlock](), dict[str, str]()
     for way in plan.ways:  # warm-up: every way, and the step sizes at full load
         await loader.closed(LoadBlock(way, "warm-up", 0), max(plan.clients), 1)
@@ -275,7 +275,7 @@ def ratio(over: Sequence[LoadBlock], under: Sequence[LoadBlock]) -> dict[str, fl
 
 
 def times_row(blocks: Sequence[LoadBlock], judged: str) -> Row:
-    """What all rows have, of blocks of one way at one load."""
+    """Fields that all rows have, from blocks of one way at one load."""
     return {
         "load": blocks[0].load,
         "judged": judged,
@@ -286,8 +286,8 @@ def times_row(blocks: Sequence[LoadBlock], judged: str) -> Row:
 
 
 def rows_of(blocks: Sequence[LoadBlock], ways: Sequence[str] = WAYS, judged: str = "") -> list[Row]:
-    """One row for each load and way: closed loops first, by size. ways: ours, in order   judged: whose aims are judged
-    by the rows"""
+    """One row for each load and way: closed loops first, by size. ways: ours, in order   judged: kind of target
+    whose aims the rows are judged by"""
     rows = []
     alone = {way: [each for each in blocks if (each.load, each.way) == (closed_load(1), way)] for way in ways}
     for load in dict.fromkeys(block.load for block in sorted(blocks, key=_load_order)):

@@ -30,16 +30,16 @@ def mean_round(stats: SpeculationStats) -> RoundTimes | None:
 
 
 class TenantRule(StrEnum):
-    """Whose the answers of a bench are. What a router learns of a tenant's texts is used for that tenant alone."""
+    """The tenant of each answer of a bench. What a router learns of a tenant's texts is used for that tenant alone."""
 
     ANSWERS = "answers"
-    """Each of a tenant of its own."""
+    """Each answer has a tenant of its own."""
     ROWS = "rows"
-    """All of a row of one; an answer that a row repeats is of another, which has not seen its tokens."""
+    """A row has one tenant; when it answers a request again, another, which has not seen the answer."""
 
 
 class TenantClients:
-    """The client for each answer of a bench, by a rule; without one, the client itself."""
+    """Gives the client for each answer of a bench, by a rule of tenants; without a rule, always the same client."""
 
     def __init__(self, client: Asking, rule: TenantRule | None) -> None:
         """rule: needs an AsyncClient"""

@@ -181,7 +181,7 @@ class Contenders:
     async def answer(
         self, plan: SpeedPlan, row: str, prompt: int, temperature: float, repetition: int
     ) -> TimedAnswer | None:
-        """None for a row that is left out, from its first failure on."""
+        """Time an answer. None for a row that is left out, which it is from its first failure on."""
         if row in self.left_out:
             return None
         seed, tokens = plan.answer_seed(prompt, repetition), plan.length(prompt, repetition, temperature)
@@ -196,7 +196,7 @@ class Contenders:
 
 
 async def answer_lengths(plan: SpeedPlan, ours: ClusterClient, step: Step) -> dict[tuple[int, int, float], int]:
-    """Tokens of the target's own answers, each up to its end: all rows are then timed on as many."""
+    """Number of tokens of each of the target's own answers, up to its end. All rows are then timed on as many."""
     found = {}
     for temperature, (repetition, at) in product(plan.temperatures, plan.passes):
         seed = plan.answer_seed(at, repetition)
@@ -206,7 +206,7 @@ async def answer_lengths(plan: SpeedPlan, ours: ClusterClient, step: Step) -> di
 
 
 async def measure(plan: SpeedPlan, contenders: Contenders, seconds: float, step: Step) -> SpeedResult:
-    """Every prompt at every temperature in every way, interleaved; answers of ours are compared with those of `off`.
+    """Time every prompt at every temperature in every way, interleaved, and compare our answers with those of `off`.
 
     Ends early if the next pass would exceed `seconds`: all rows lose the same prompts, and `note` reports it. A row
     that is left out loses all its answers.

@@ -114,7 +114,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         super().__init__(pool, pace, clock)
         self._facts = facts
         self.moves = 0  # times that the text was opened at another verifier
-        self.reopened = 0  # times that it was opened again at the same
+        self.reopened = 0  # times that the text was opened again at the same verifier
         self.hello: Hello | None = None
         self.greeted = asyncio.Event()  # set when `hello` is known
         self._patience_s = patience_s
@@ -150,8 +150,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         return self.hello
 
     async def prompt_logprobs(self) -> EchoedLogprobs:
-        """Wait until the text is open; the log-probabilities that the opening reported, which are not kept here. Raises
-        what ended it."""
+        """Wait until the text is open. Returns the log-probabilities that the opening reported, and keeps no copy.
+        Raises the error that ended the opening."""
         if self.opened is None and (task := self._opening_task) is not None:
             await asyncio.shield(task)
         if self.opened is None:

@@ -48,7 +48,7 @@ def seconds_of(form: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def padded(form: Callable[[Tensor], Tensor], more: Mapping[int, int]) -> Callable[[Tensor], Tensor]:
-    """The form, with rows padded to the numbers that `more` has for theirs."""
+    """A form that pads n rows to `more[n]` rows, and does not pad numbers of rows that `more` lacks."""
     if not more:
         return form
 

@@ -26,7 +26,7 @@ def _halves(blocks: Bytes, at: int) -> Tensor:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """A block's first half of inputs is in the lower four bits, the second half in the upper ones."""
+    """Unpack fields of four bits: a block's first half of inputs is in the lower bits, the second in the upper ones."""
     return np.concatenate([packed & 15, packed >> 4], -1)
 
 
@@ -147,7 +147,7 @@ class QuantisedTensors:
 
 
 def _rows_in(given: Tensor, wanted: Tensor) -> Tensor | None:
-    """Which rows of the one matrix are those of the other: transformers reorders those of some projections. None where
+    """The row of `given` that equals each row of `wanted`: transformers reorders rows of some projections. None where
     one is missing. Zeros of both signs are the same: a sum that begins at zero has no other bits."""
     places = {row.tobytes(): place for place, row in enumerate((given + 0.0).view(torch.int16).numpy())}
     found = [places.get(row.tobytes(), -1) for row in (wanted.detach() + 0.0).view(torch.int16).numpy()]

@@ -28,7 +28,7 @@ def launching_on(device: torch.device) -> AbstractContextManager[object]:
 def on_its_device(
     method: Callable[Concatenate[Owner, Given], Result],
 ) -> Callable[Concatenate[Owner, Given], Result]:
-    """The method, which launches kernels on its object's `device` from any thread."""
+    """Decorate a method: during a call its object's `device` is the calling thread's current one (`launching_on`)."""
 
     @wraps(method)
     def run(self: Owner, /, *args: Given.args, **named: Given.kwargs) -> Result:

@@ -37,11 +37,11 @@ class Abortion:
         return min(left, LONGEST_CALL_S)
 
     def answered(self, response: pb.AbortResponse) -> None:
-        """A router has answered."""
+        """Record a router's answer."""
         self._ended += response.aborted
 
     def failed(self, error: grpc.RpcError, address: str) -> None:
-        """A router refused the call, or did not answer."""
+        """Record that a router refused the call, or did not answer."""
         found = final_error(error, self._timeout_s)
         if found is None or error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             found = PeerLost(f"{address}: no answer: {error.details() or error.code().name}")

@@ -59,7 +59,7 @@ class Attempts:
         return left
 
     def progressed(self) -> None:
-        """The request received tokens."""
+        """Record that the request received tokens: earlier failures no longer count."""
         self._failures = 0
         self._refused.clear()
         self._last = None

@@ -30,8 +30,8 @@ def role_name(role: str) -> str:
 
 
 def has_role(context: Mapping[str, Sequence[bytes]], role: str) -> bool:
-    """Whether the peer of a call, whose certificate gRPC has checked, has a role. context: of the call's
-    authentication"""
+    """True if the peer of a call, whose certificate gRPC has checked, has a role. context: the call's
+    authentication context"""
     return role_name(role).encode() in context.get(NAMES, ())
 
 

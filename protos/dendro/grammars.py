@@ -397,12 +397,12 @@ class GrammarText:
 
     @property
     def items(self) -> int:
-        """Items of the masks of the answer so far."""
+        """Number of items that llguidance made for the masks of the answer so far."""
         return self.place().items
 
     @property
     def budget(self) -> int:
-        """Items that the masks of the answer may have had so far."""
+        """Most items that the masks of an answer of this length may have."""
         return self._start.limits.of_answer(len(self._taken))
 
     def place(self) -> GrammarPlace:

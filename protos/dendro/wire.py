@@ -193,7 +193,7 @@ def shape_message(shape: TreeShape) -> tree_pb2.TreeShape:
 
 
 def shape_from(message: tree_pb2.TreeShape) -> TreeShape:
-    """The shape. Raises BadRequest where its constructor raises ValueError."""
+    """The shape of a message. Raises BadRequest where its constructor raises ValueError."""
     beam, dynamic, until = (message.HasField(name) for name in ("beam", "dynamic", "until"))
     if bool(message.widths) + bool(message.children) + beam + dynamic + until > 1:
         raise BadRequest("shape", "has several kinds")
@@ -402,7 +402,7 @@ def verdict_message(verdict: Verdict) -> verifier_pb2.Verdict:
 
 
 def verdict_from(message: verifier_pb2.Verdict) -> Verdict:
-    """The verdict. Raises BadRequest if it is malformed."""
+    """The verdict of a message. Raises BadRequest if it is malformed."""
     if message.finish not in _FINISH_FROM:
         raise BadRequest("verdict.finish", f"{message.finish} is unknown")
     for name in ("tokens", "path", "ranks", "logprobs"):
@@ -454,7 +454,7 @@ def hello_message(hello: Hello) -> calls_pb2.Hello:
 
 
 def hello_from(message: calls_pb2.Hello) -> Hello:
-    """The hello. Limits above ours are lowered to ours. Raises BadRequest for limits with no room for a text."""
+    """The hello of a message. Limits above ours are lowered. Raises BadRequest for limits with no room for a text."""
     for name in ("vocabulary", "max_length", "max_rows"):
         if getattr(message, name) < 1:
             raise BadRequest(f"hello.{name}", "is 0; must be at least 1")

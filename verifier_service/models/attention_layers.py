@@ -80,7 +80,7 @@ class AttentionForm(Protocol):
 
 
 class CompiledAttention:
-    """The compiled call, on a CPU."""
+    """Attention by the compiled kernel, on a CPU."""
 
     def layout_of(self, layer: ProbedLayer) -> Layout:
         return layout_for(layer.layout, layer.dtypes)

@@ -36,11 +36,11 @@ class Choice:
     texts: list[str] = field(default_factory=list)
     offsets: TokenOffsets | None = None  # places of a completion's tokens; None before the first log-probability
     logprobs: list[Mapping[str, bytes | None]] = field(default_factory=list)  # parts, as `_encoded`; none of a stream
-    tokens: list[int] = field(default_factory=list)  # the answer's
+    tokens: list[int] = field(default_factory=list)  # tokens of the answer
     complete: pb.GenerateComplete | None = None
 
     def append(self, text: str) -> None:
-        """Add a part."""
+        """Add a part of the text."""
         self.texts.append(text)
 
     def offsets_of(self, tokens: Sequence[int], texts: VocabularyTexts, shows_special: bool, begins: bool) -> list[int]:
@@ -50,13 +50,13 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All texts."""
+        """The text so far."""
         self.texts = ["".join(self.texts)]
         return self.texts[0]
 
 
 class AnswerForm(Protocol):
-    """The objects of an endpoint."""
+    """Makes the JSON objects of an endpoint."""
 
     prefix: str  # beginning of all ids
     whole: str  # the type of a whole answer

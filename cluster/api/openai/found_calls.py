@@ -44,7 +44,7 @@ class JsonScanner:
         self.ended = self.broken = False
 
     def take(self, text: str) -> int:
-        """The number of characters that belong to it: all, unless it `ended` or is `broken` after them."""
+        """Read text. Returns how many characters are of the value: all, unless it `ended` or is `broken` after them."""
         at = 0
         while at < len(text) and not (self.ended or self.broken):
             at = self._take_string(text, at) if self._in_string else self._take_between(text, at)

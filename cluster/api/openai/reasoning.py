@@ -168,7 +168,7 @@ class ReasoningReader:
     does not begin with the marker has no reasoning."""
 
     def __init__(self, markers: ReasoningMarkers, begun: bool) -> None:
-        """begun: whether the prompt began it"""
+        """begun: True if the prompt began the reasoning"""
         self._markers = markers
         self._state = ReasoningState.INSIDE if begun else ReasoningState.BEFORE
         self._held = ""  # may be a part of a marker
@@ -177,7 +177,7 @@ class ReasoningReader:
 
     @property
     def inside(self) -> bool:
-        """True while it has begun and not ended."""
+        """True while the reasoning has begun and not ended."""
         return self._state is ReasoningState.INSIDE
 
     def push(self, text: str) -> tuple[str, str]:

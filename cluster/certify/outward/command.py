@@ -136,7 +136,7 @@ def given_authority(file: Path | None) -> ssl.SSLContext | None:
         return None
     try:
         return ssl.create_default_context(cafile=file)
-    except OSError:  # an SSLError, for a file that is no certificate, is one
+    except OSError:  # includes SSLError, which a file without a certificate raises
         raise BadRequest("--ca", f"{file} cannot be read") from None
 
 

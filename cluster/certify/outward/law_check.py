@@ -170,7 +170,7 @@ class LawCheck:
         self._tests: list[tuple[DrawCounts, float]] = []  # each with its tolerance
 
     async def run(self, draws: int, further: int) -> Promise:
-        """draws: at temperature 1, at each place   further: draws of each other law, at two places"""
+        """Run the check. draws: number at temperature 1, at each place   further: by other laws, at two places"""
         if not self.places:
             self.promise.why = "no prompt's law has a likeliest token that could be biased"
             return self.promise

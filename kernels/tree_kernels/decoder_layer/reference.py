@@ -1,4 +1,4 @@
-"""The layer in torch."""
+"""A decoder layer in torch."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Lines:
 
     @classmethod
     def of(cls, lines: npt.NDArray[np.bool_], new: int, device: torch.device) -> Lines:
-        """lines [S, K, K]: true if node k is on the path of node j, or is j   new: R, number of new nodes"""
+        """Make both tensors. lines [S, K, K]: true at [s, j, k] if node k is on the path of node j, or is j   new: R"""
         bars = np.where(lines[:, None, lines.shape[1] - new :], np.float32(0), np.float32(-np.inf))
         sums = torch.from_numpy(lines.astype(np.float32)).to(device)
         return cls(sums.transpose(1, 2), torch.from_numpy(bars).to(device))

@@ -52,9 +52,10 @@ class LevelTable(NamedTuple):
 
 
 def mix_level(given: Tensor, memory: LevelSlots, table: LevelTable, by: LevelWeights) -> tuple[Tensor, Tensor]:
-    """given [trees R, I + (I + 2 G N) + H] of any row stride: gate, inputs of the convolution (x, B, C), dt before
-    softplus.
+    """Run a mixer between its projections for R new nodes of each tree.
 
+    given [trees R, I + (I + 2 G N) + H] of any row stride: gate, inputs of the convolution (x, B, C), dt before
+    softplus
     Returns (y + D x) silu(gate) [trees R, I] float32, and sums of squares of its parts [trees R, G, parts].
     """
     rows, (heads, width, size), groups = len(given), memory.recurrent.shape[1:], memory.B.shape[1]

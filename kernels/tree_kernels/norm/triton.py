@@ -52,7 +52,7 @@ def _normed(
     gates = rows if gate is None else _in_rows(gate)
     assert gates.shape == rows.shape
     width = rows.shape[1] // form.groups
-    first, last = (added[0], added[-1]) if added else (rows, rows)  # not read without
+    first, last = (added[0], added[-1]) if added else (rows, rows)  # the kernel reads neither without `added`
     total = rows.new_empty(x.shape, dtype=sum_type) if added else x
     assert width <= WIDEST and width * form.groups == rows.shape[1]
     for each in (form.weight, form.bias):
@@ -65,7 +65,7 @@ def _normed(
     _norm[(len(rows), form.groups)](
         rows,
         gates,
-        rows if form.weight is None else form.weight,  # not read without
+        rows if form.weight is None else form.weight,  # rows stand in, unread, for what is None
         rows if form.bias is None else form.bias,
         y,
         first,

@@ -19,7 +19,7 @@ SMALLEST_MASS = 1e-12
 
 
 class Coins(Protocol):
-    """The chance of a verification: independent of the draws of the tree, and of one another."""
+    """Makes a verification's random decisions, independent of the draws of the tree and of one another."""
 
     def accept(self, row: int, chance: float) -> bool:
         """True with this probability; above 1: always. Called at most once for each row of a tree."""
