@@ -169,6 +169,7 @@ class PeerHandle(Generic[P]):
             return
         self._closed = True
         await end_task(self._opening_task)
+        self._opening_task = None  # the traceback of a failed opening refers to the text
         opening, self._opening = self._opening or self._pending, None
         if opening is not None:
             self.saved = await opening.close(text)

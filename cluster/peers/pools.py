@@ -64,7 +64,7 @@ class ServePool(Generic[P]):
         from ray.exceptions import RayError
         from ray.serve.exceptions import RayServeException
 
-        self._reached = {address for address in self._reached if self._streams.alive(address)}
+        self._forget_lost()
         if self._reached:
             return ""
         answer: Any = self._handle.addresses.remote()
@@ -79,6 +79,10 @@ class ServePool(Generic[P]):
             return f"no replica answers: {one_line(str(error)) or type(error).__name__}"
         self._reached.add(address)
         return ""
+
+    def _forget_lost(self) -> None:
+        """Drop the addresses of replicas whose stream was lost: their successors have other addresses."""
+        self._reached = {address for address in self._reached if self._streams.alive(address)}
 
     async def wait_for_replica(self) -> None:
         """Wait until a replica answers, however long that takes."""
@@ -116,6 +120,7 @@ class ServePool(Generic[P]):
             answers.cancel()
             raise
         self.leases += 1
+        self._forget_lost()
         self._reached.add(granted["address"])
         self._held.start(self._hold(answers))
         return Leased(self._far(stream), stream.hello, granted["lease"], granted["address"])

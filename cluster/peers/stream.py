@@ -339,9 +339,8 @@ class Streams:
 
     async def to(self, address: str) -> PeerStream:
         """The stream to a replica, connected where there is none or it was lost. Raises as `PeerStream.connect`."""
-        known = self._streams.get(address)
-        if known is not None and known.done() and not self.alive(address):
-            del self._streams[address]
+        for other in [other for other, task in self._streams.items() if task.done() and not self.alive(other)]:
+            del self._streams[other]  # a replica that is gone never comes back at its address
         if address not in self._streams:
             self._streams[address] = asyncio.create_task(PeerStream.connect(address, self._kind, self._certificates))
         connecting = self._streams[address]

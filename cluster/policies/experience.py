@@ -44,6 +44,9 @@ GOLDEN_RATIO = 0.6180339887498949
 
 LATEST = 32
 """Tenants from whose costs a new tenant's costs begin."""
+STOPPED_ARMS = 64
+"""Most `until` arms of a load class whose stopped drafts are kept. Clients can name any number of shapes; beyond that
+the arm recorded first is dropped."""
 TENANTS = 512
 """Most experiences that a router keeps of a target, one for each tenant and class of modes. Beyond that the least
 recently used one is dropped."""
@@ -272,7 +275,10 @@ class Experience:
 
     def learn_stop(self, arm: Arm, drafted: DraftTree, verdict: Verdict) -> None:
         """Record a draft of an `until` arm. drafted: as the drafter sent it   verdict: on the round's tree"""
-        self._by_load[self.concurrency.load].stopped.setdefault(arm, StoppedDrafts()).learn(drafted, verdict)
+        stopped = self._by_load[self.concurrency.load].stopped
+        if arm not in stopped and len(stopped) >= STOPPED_ARMS:
+            del stopped[next(iter(stopped))]
+        stopped.setdefault(arm, StoppedDrafts()).learn(drafted, verdict)
 
     def marginal(self, arm: Arm, rate: Rate) -> Marginal | None:
         """The numbers of the marginal rule, by which a draft of an `until(auto,...)` arm stops; None until a round, a

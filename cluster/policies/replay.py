@@ -30,7 +30,7 @@ def replayed(shape: TreeShape) -> bool:
     return isinstance(shape, LevelShape | NodeShape) and not shape.off and shape.width <= RANKED
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)
 def _first_children(shape: TreeShape) -> tuple[int, ...]:
     """Index of each row's first child; meaningless for rows without children."""
     return tuple(accumulate(child_counts(shape), initial=1))

@@ -445,7 +445,7 @@ class ProposedShape(TreeShape):
 OFF = LevelShape(())
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1024)  # clients can name any number of shapes
 def child_counts(shape: TreeShape) -> tuple[int, ...]:
     """Children of each row of a static tree, rows level by level. Raises ValueError for other shapes.
 
