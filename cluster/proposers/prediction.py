@@ -22,6 +22,9 @@ NEAR = 32
 """Most occurrences of a token in the prediction that are compared, those around the expected position."""
 BRANCHES = 3
 """Places from which one predicted text is followed at once."""
+SLICE = 64
+"""Most tokens of an answer that are followed in a round: a token may be compared NEAR * LONGEST times. A resumed answer
+has no proposals until the alignment has caught up."""
 UNMATCHED = 0.25
 """Estimated chance of a guess after a token that the prediction does not have."""
 
@@ -89,7 +92,7 @@ class Alignment:
     def _found(self, token: int) -> list[Place]:
         """Places after a token that no place predicted: at its occurrences in the prediction, those with the longest
         match and of these the nearest; and as if it replaced a predicted token, or was inserted. The longest match
-        comes first."""
+        comes first, of equal ones the nearest."""
         expected = self.places[0].next if self.places else 0
         positions = self._where.get(token, [])
         middle = bisect_left(positions, expected)
@@ -97,9 +100,10 @@ class Alignment:
         found = [Place(position + 1, self._matched(position)) for position in near]
         found.sort(key=lambda place: (-place.matched, abs(place.next - expected)))
         guesses = [Place(min(expected + 1, len(self.predicted)), 0), Place(expected, 0)]
-        places = {place.next: place for place in reversed([*found[:BRANCHES], *guesses])}
-        ordered = sorted(places.values(), key=lambda place: (-place.matched, -place.next))
-        return ordered[:BRANCHES]
+        places: dict[int, Place] = {}
+        for place in (*found[:BRANCHES], *guesses):
+            places.setdefault(place.next, place)
+        return list(places.values())[:BRANCHES]
 
     def _matched(self, position: int) -> int:
         """Number of tokens up to a position that equal the answer's last tokens."""
@@ -120,13 +124,15 @@ class PredictedOutput:
         self._length = begins
 
     def grow(self, text: Text) -> None:
-        more = text.ids[self._length :]
-        self._length = len(text)
+        more = text.ids[self._length : self._length + SLICE]
+        self._length += len(more)
         for alignment in self._alignments:
             alignment.append(more)
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
+        if self._length < len(text):
+            return proposal
         places = [(place, each.predicted) for each in self._alignments for place in each.places]
         for place, predicted in sorted(places, key=lambda found: -found[0].matched):
             self._follow(proposal, predicted, place, min(max_depth, max_rows - 1 - proposal.guesses))

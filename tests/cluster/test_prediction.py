@@ -11,9 +11,10 @@ from dendro.errors import BadRequest
 from dendro.text import Limits, Sampling, Text, Verdict
 
 from cluster.api.local import LocalClient
-from cluster.proposers.prediction import Alignment, PredictedOutput, PredictedText, predicted_tokens
+from cluster.proposers.prediction import SLICE, Alignment, PredictedOutput, PredictedText, predicted_tokens
 from cluster.proposers.proposals import ProposalLibrary
 from tests.support.edge import END, EdgePeers, ingress, plain_answer
+from tests.support.fakes import new_text
 from tests.support.http_api import HELLO, client_of, http_at
 
 OLD = [*range(100, 160)]
@@ -47,6 +48,22 @@ def guessed(predicted, answer):
 def test_after_each_difference_the_prediction_is_aligned_again(edit, missed):
     answer = EDITS[edit]
     assert guessed(OLD, answer) >= len(answer) - missed
+
+
+def test_of_equally_long_matches_the_nearest_is_followed_first():
+    alignment = Alignment(PredictedText.of([1, 2, 5, 3, 9, 9, 9, 9, 5, 3, 9, 9, 5, 4]))
+    alignment.append([5])  # where 1 is expected
+    assert [place.next for place in alignment.places] == [3, 9, 13]
+
+
+def test_a_long_resumed_answer_is_followed_a_part_a_round_and_proposed_for_when_it_has_caught_up():
+    given, answer = PredictedText.of(OLD * 4), (OLD * 4)[: 3 * SLICE]
+    proposer, text = PredictedOutput([given], 1), new_text([1, *answer])
+    for _ in range(2):
+        proposer.grow(text)
+        assert not proposer.propose(text, 8, 8).guesses
+    proposer.grow(text)
+    assert proposer.propose(text, 8, 8).tokens[1:] == (OLD * 4)[3 * SLICE :][:7]
 
 
 def test_rounds_of_any_length_align_as_tokens_one_by_one_do():
