@@ -260,10 +260,11 @@ class AsyncClient(Asking):
         return asked.ended
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
-        """The rounds of a request, from the first router that keeps them. Raises NotFound where none does."""
+        """The rounds of a request, from the first router that keeps them. Raises NotFound if all routers answered and
+        none does."""
         attempts, unasked = Attempts(self.timeout_s), list(self._rotation.addresses)
         while True:
-            address = unasked[0]
+            address = unasked.pop(0)
             try:
                 async with self._stub(address) as stub:
                     return await stub.Explain(
@@ -272,10 +273,9 @@ class AsyncClient(Asking):
                         metadata=self._metadata,
                     )
             except grpc.aio.AioRpcError as error:
-                if error.code() is grpc.StatusCode.NOT_FOUND and unasked[1:]:
-                    del unasked[0]
-                else:
+                if error.code() is not grpc.StatusCode.NOT_FOUND or not unasked:
                     await asyncio.sleep(attempts.pause_after(error, address, self._rotation))
+                    unasked.append(address)
 
 
 class Client:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import socket
 
 import pytest
 from dendro.answer import build_request
 from dendro.client import AsyncClient
-from dendro.errors import BadRequest, NotFound
+from dendro.errors import BadRequest, NotFound, PeerLost
 from dendro.v1 import generation_pb2 as pb
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -77,6 +78,24 @@ async def test_another_tenants_request_and_an_unknown_one_look_alike(tmp_path):
     finally:
         await server.stop()
     assert str(foreign.value) == str(unknown.value)
+
+
+async def test_the_rounds_are_found_though_another_router_does_not_answer():
+    server = await serve_router(ingress(EdgePeers(), **KEEPING))
+    try:
+        async with AsyncClient(server.address) as client:
+            await client.generate_text("walk the ", request_id="mine", max_new_tokens=4)
+        with socket.socket() as closed:
+            closed.bind(("127.0.0.1", 0))
+            gone = f"127.0.0.1:{closed.getsockname()[1]}"
+            for addresses in (f"{gone},{server.address}", f"{server.address},{gone}"):
+                async with AsyncClient(addresses, timeout_s=20) as client:
+                    assert (await client.explain("mine")).events
+            async with AsyncClient(f"{server.address},{gone}", timeout_s=2) as client:
+                with pytest.raises(PeerLost):  # the router that does not answer may have them
+                    await client.explain("none")
+    finally:
+        await server.stop()
 
 
 def test_a_share_of_the_requests_is_kept():
