@@ -90,7 +90,9 @@ def _names(keyword: str) -> Callable[[Schema, re.Match[str]], Iterator[str]]:
     """Match a keyword whose value is, has, or ends with the text of the pattern's first group."""
 
     def rule(schema: Schema, match: re.Match[str]) -> Iterator[str]:
-        value, wanted = schema.get(keyword), next(filter(None, match.groups()))
+        value, wanted = schema.get(keyword), next(filter(None, match.groups()), None)
+        if wanted is None:  # the library quotes an empty text
+            return
         listed = value if isinstance(value, list) else [value]
         if wanted in listed or (keyword == "$ref" and isinstance(value, str) and value.endswith(wanted)):
             yield keyword

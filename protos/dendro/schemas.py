@@ -260,7 +260,9 @@ def _exclude(made: Schema, keyword: str) -> None:
             made[keyword] = made.pop(plain)
     kinds = made.get("type", "number")
     bound = made.get(keyword)
-    if bound is None or not _is_number(bound) or bound != int(bound) or "number" not in kinds:
+    if not isinstance(kinds, str | list) or "number" not in kinds:
+        return
+    if bound is None or not _is_number(bound) or bound != int(bound):
         return
     del made[keyword]
     moved = sign * max(math.nextafter(sign * bound, math.inf), float(Decimal(sign * bound) + NEAREST))

@@ -20,6 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dendro.failures import described
 from dendro.guidance import StructureLimits, TokenTexts, fault_of_grammar
 from dendro.lark_forms import lark_of
 from dendro.schema_faults import located
@@ -159,7 +160,15 @@ def _compiled(tokenizer: LLTokenizer, message: dict[str, Any]) -> dict[str, str]
         fault = fault_of_grammar(tokenizer, lark, limits, held_s)
         found.append({"fault": located(fault, form, texts[0]), "lark": lark})
 
-    thread = threading.Thread(target=work)
+    def work_or_fault() -> None:
+        try:
+            work()
+        except MemoryError:  # the process ends: it has used up its limit
+            raise
+        except Exception as error:  # a fault of ours or the library's: the process goes on for other structures
+            found.append({"fault": f"does not compile: {described(error)}"})
+
+    thread = threading.Thread(target=work_or_fault)
     signal.setitimer(signal.ITIMER_PROF, message["cpu_s"])
     thread.start()
     thread.join()

@@ -67,6 +67,41 @@ def test_a_canary_answers_a_process_with_more_than_1024_open_files():
             canary.compiled("ab", tokens, Structure.regex("("), LIMITS, cpu_s=60.0)
 
 
+@pytest.mark.parametrize(
+    "schema, reason",
+    [
+        ('{"type": null, "exclusiveMinimum": 0}', "/type: type must be a string or array of strings"),
+        ('{"$ref": "", "nullable": {}, "additionalItems": "^a$"}', "does not compile"),
+    ],
+)
+def test_a_schema_with_odd_values_is_refused_with_the_reason_and_the_canary_goes_on(schema, reason):
+    canary, tokens = Canary(), TokenTexts([b"a", b"b", b""], [2])
+    try:
+        with pytest.raises(CanaryRefused, match=reason):
+            canary.compiled("ab", tokens, Structure.json_schema(schema), LIMITS, cpu_s=60.0)
+        process = canary._process
+        assert "start: /a/" in canary.compiled("ab", tokens, Structure.regex("a"), LIMITS, cpu_s=60.0)
+        assert canary._process is process
+    finally:
+        canary.stop()
+
+
+def test_an_error_of_ours_is_a_reason_too_and_does_not_end_the_canary():
+    program = """
+from dataclasses import asdict
+from dendro import structure_canary
+from dendro.guidance import LIMITS
+
+def broken(form, texts):
+    raise KeyError("quoted")
+
+structure_canary.lark_of = broken
+print(structure_canary._compiled(None, {"limits": asdict(LIMITS), "cpu_s": 60.0, "form": "regex", "texts": ["a"]}))
+"""
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert found.stdout == "{'fault': 'does not compile: KeyError'}\n", found.stderr
+
+
 def test_what_fails_or_is_cancelled_leaves_its_thread_to_the_next():
     queue, gate = CompileQueue(threads=1), threading.Event()
 
