@@ -387,6 +387,8 @@ class DrafterEngine:
         for session in scheduler.closed:
             self._runner.forget(session)
         scheduler.closed.clear()
+        for session, positions in scheduler.noise_wanted.items():
+            self._runner.forget_noise(session, positions.start)
 
     def _copied(self, ready: MemoryComplete) -> _Saved | EngineFailed:
         """A copy of a closing session's memory, or the error of its close."""

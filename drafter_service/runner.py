@@ -198,17 +198,22 @@ class DraftRunner:
         self._orders.clear()
 
     def prepare(self, session: int, positions: range) -> bool:
-        """Compute one missing row of noise of these positions; False if none is missing. Drops earlier rows."""
+        """Compute one missing row of noise of these positions; False if none is missing."""
         law = self._laws.get(session)
         if law is None or law.noise is None or session in self._orders:
             return False
-        law.noise.forget_before(positions.start)
         ready = len(law.noise)
         for position in positions:
             law.noise.prepare([position])
             if len(law.noise) > ready:
                 return True
         return False
+
+    def forget_noise(self, session: int, before: int) -> None:
+        """Drop a session's rows of noise of positions below `before`, whose tokens are committed."""
+        law = self._laws.get(session)
+        if law is not None and law.noise is not None:
+            law.noise.forget_before(before)
 
     @on_its_device
     def scores_are_finite(self) -> bool:

@@ -32,7 +32,7 @@ from drafter_service.models import DrafterModel, load_model
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import Chains
 from drafter_service.texts import DraftRound
-from tests.support.opened_texts import drafter_of
+from tests.support.opened_texts import OpenedText, drafter_of
 from tests.support.tiny_drafters import PADDED, VOCABULARY
 
 CPU = torch.device("cpu")
@@ -404,6 +404,19 @@ async def test_learning_changes_values_and_never_which_guess_comes_first(path, o
         assert again.values[1] < first.values[1] - 1  # guesses missed this text, so confidence drops
         assert engine._scheduler.calibrations["noise"] == Calibration()  # greedy texts do not change it
         await client.close()
+
+
+async def test_a_drafter_that_is_never_idle_keeps_noise_of_few_positions(path, monkeypatch):
+    monkeypatch.setattr(DrafterEngine, "_prepare_noise", lambda engine: False)
+    shape = LevelShape((2, 1, 1))
+    async with drafter_of(path, closed=False) as engine:
+        text = OpenedText(engine, prompt_of(10), SAMPLED)
+        await text.open()
+        for _ in range(20):
+            tree = await text.draft(shape)
+            text.ids += [int(tree.tokens[1]), 7]
+        (law,) = engine._runner._laws.values()
+    assert 0 < len(law.noise) <= shape.depth
 
 
 async def test_a_tree_that_may_process_more_rows_than_eight_full_trees_is_grown(path, oracle):
