@@ -14,6 +14,7 @@ from dendro.modes import VerificationMode
 from dendro.structure import Structure
 from dendro.text import Limits, Sampling, Tokens
 from dendro.tree import DraftTree
+from tree_kernels.tree_attention import compiled
 
 from tests.support import tiny_mamba, tiny_models
 from tests.support.faults import Panic
@@ -24,6 +25,7 @@ from verifier_service.walk import walk_with_logprobs
 POISON = 250
 """A token whose embedding is not finite, and so are the logits after it."""
 PROMPT = [(7 * at * at + 3 * at) % 200 for at in range(30)]
+LONG = [(5 * at * at + at) % 200 for at in range(40)]
 TOKENS = 6
 LAWS = {
     "greedy": Sampling(),
@@ -151,6 +153,30 @@ async def test_an_echo_whose_logits_are_not_finite_ends_its_text_alone(engine):
     outcome = await beside(engine, failing)
     await engine.stop()
     assert isinstance(outcome, EngineFailed | BadRequest) and "not finite" in str(outcome)
+
+
+async def test_a_page_of_a_text_that_was_not_finite_is_read_by_no_later_text(tmp_path, monkeypatch):
+    """In the form of the library's products, which multiply whole pages."""
+    monkeypatch.setattr(compiled, "why_not_compiled", lambda: "for this test")
+    tiny_models.make_checkpoint(tmp_path)
+    options = VerifierOptions(name="tiny", max_length=256, max_sessions=8, dtype=torch.float32)
+    engine = VerifierEngine.load(tmp_path, options)
+    with torch.inference_mode():
+        engine.runner.target.model.get_input_embeddings().weight[POISON] = torch.nan
+    engine = await fresh(engine)
+    before, poisoned, after = (
+        Caller(engine, prompt) for prompt in (LONG, [*PROMPT, *PROMPT[:10], POISON, *PROMPT[:20]], LONG)
+    )
+    try:
+        wanted = await before.answer()
+        await engine.close(CloseCall(before.update()))
+        await poisoned.open()
+        with pytest.raises(BadRequest, match="not finite"):
+            await poisoned.round()
+        await engine.close(CloseCall(poisoned.update()))
+        assert await after.answer() == wanted
+    finally:
+        await engine.stop()
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, Panic], ids=["exception", "panic"])

@@ -30,7 +30,8 @@ class _Far:
     padded: int
     runs: tuple[tuple[int, int], ...]  # (first page, number of consecutive pages): one product of scores for each
     keys: int
-    hidden: Tensor  # [count, 1, keys] float32: 0 where seen, -inf where not
+    seen: int  # the first keys, of which rows see all or some; the last page's others may hold anything, NaN too
+    hidden: Tensor  # [count, 1, keys] bool: True where not seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ def _far(step: TreeRows, first: Tensor, rows: FarRows, window: int | None) -> _F
     hidden = keys >= first[rows.start : rows.stop, None]  # [count, keys]
     if window is not None:
         hidden |= step.positions[rows.start : rows.stop, None] - keys >= window
-    return _Far(rows.start, count, padded, _runs(rows.pages), len(keys), _bias(hidden)[:, None, :])
+    seen = int(first[rows.start : rows.stop].max()) - rows.first * PAGE
+    return _Far(rows.start, count, padded, _runs(rows.pages), len(keys), seen, hidden[:, None, :])
 
 
 def _runs(pages: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -160,8 +162,7 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
 def _far_scores(q: Tensor, pool: Tensor, part: _Far, layout: Layout, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Products [kv_heads, padded * group, keys] of one text's rows with its far keys, and a view of them.
 
-    The view, [kv_heads, count, group, keys], has the scores of the text's rows. Padding rows stay unmasked products,
-    which are finite.
+    The view, [kv_heads, count, group, keys], has the scores of the text's rows. Padding rows stay unmasked products.
     """
     group = q.shape[2]
     mine = q[part.start : part.start + part.padded]  # rows past `count`, of other texts, serve as padding
@@ -175,7 +176,7 @@ def _far_scores(q: Tensor, pool: Tensor, part: _Far, layout: Layout, softcap: fl
     ]
     products = by_run[0] if len(by_run) == 1 else torch.cat(by_run, -1)
     scores = products.view(layout.kv_heads, part.padded, group, part.keys)[:, : part.count]
-    return products, _capped(scores, softcap).add_(part.hidden)
+    return products, _capped(scores, softcap).masked_fill_(part.hidden, -math.inf)
 
 
 def _far_values(weights: Tensor, pool: Tensor, part: _Far, layout: Layout, group: int) -> Tensor:
@@ -186,6 +187,9 @@ def _far_values(weights: Tensor, pool: Tensor, part: _Far, layout: Layout, group
         for page in range(first, first + count):
             keys = weights[..., column : column + PAGE]
             page_values = pool[page * PAGE : (page + 1) * PAGE, :, values].transpose(0, 1)
+            if column + PAGE > part.seen:  # 0 * NaN is not 0
+                page_values = page_values.clone()
+                page_values[:, max(part.seen - column, 0) :] = 0.0
             total = torch.bmm(keys, page_values) if total is None else total.baddbmm_(keys, page_values)
             column += PAGE
     assert total is not None
