@@ -21,6 +21,8 @@ from dendro.structure import MAX_CHOICES, MAX_STRUCTURE_BYTES, Structure
 SEED_BITS = 64
 SMALLEST_TEMPERATURE = 1e-6
 """Least temperature above 0: logits divided by less could overflow float32."""
+LARGEST_TEMPERATURE = 1e30
+"""Greatest temperature, below the largest float32."""
 REPETITION_PENALTIES = (0.01, 100.0)
 """The least and the greatest repetition penalty."""
 LARGEST_SHIFT = 100.0
@@ -48,10 +50,9 @@ SHIFT = NumberBounds(-LARGEST_SHIFT, LARGEST_SHIFT)
 ANY = NumberBounds(0, math.inf, "[)", words="must be at least 0 (0 keeps all)")
 TEMPERATURE = NumberBounds(
     SMALLEST_TEMPERATURE,
-    math.inf,
-    "[)",
+    LARGEST_TEMPERATURE,
     besides=0,
-    words=f"must be 0 (greedy), or a finite number of at least {SMALLEST_TEMPERATURE:g}",
+    words=f"must be 0 (greedy), or a number from {SMALLEST_TEMPERATURE:g} to {LARGEST_TEMPERATURE:g}",
 )
 
 REQUEST, SAMPLING, STRUCTURE, OUTPUT, SPECULATION = OptionGroup

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
 from dendro.errors import BadRequest
 from dendro.internal.v1 import verifier_pb2
-from dendro.options import SMALLEST_TEMPERATURE
+from dendro.options import LARGEST_TEMPERATURE, SMALLEST_TEMPERATURE
 from dendro.text import Limits, Sampling, Tokens
 from dendro.v1 import generation_pb2 as pb
 from dendro.wire import verifier_call_from, verifier_call_message
@@ -182,13 +183,14 @@ def test_kernels_accept_the_sampling_values_that_admission_accepts(field: str, v
     assert refused == admitted(field, value)
 
 
-async def test_a_temperature_too_small_to_divide_by_is_refused_at_admission():
+@pytest.mark.parametrize("temperature", [1e-7, 1.1e30, 1e39, math.inf])
+async def test_a_temperature_by_which_logits_cannot_be_divided_is_refused_at_admission(temperature):
     places = EdgePeers()
-    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(temperature=1e-7))
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=PROMPT), sampling=pb.Sampling(temperature=temperature))
     with pytest.raises(BadRequest, match="temperature: must be 0"):
         _ = [response async for response in ingress(places).generate(request)]
     assert not places.texts
 
 
-def test_the_smallest_temperature_is_the_kernels():
-    assert SMALLEST_TEMPERATURE == warp.SMALLEST_TEMPERATURE
+def test_the_bounds_of_temperatures_are_the_kernels():
+    assert (SMALLEST_TEMPERATURE, LARGEST_TEMPERATURE) == (warp.SMALLEST_TEMPERATURE, warp.LARGEST_TEMPERATURE)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
 MODULE = "tree_kernels.row_draw.loops"
-HIGHEST_TEMPERATURE = 1e30
-"""Highest temperature of the kernel, since float32 may not hold higher ones; those take the noise of all tokens."""
 UNUSABLE = -2
 """Result for a row from which no token can be drawn: a logit is NaN or plus infinity, or all are minus infinity. No
 token and no padding (-1) has this id."""
@@ -60,12 +58,11 @@ class RowDraw:
     def sampled(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
         """argmax(logits / temperature + noise), the lowest id among equals, or UNUSABLE.
 
-        logits: see `greedy`   temperature: above 0   seed, position, sample_index: those of the noise of the token
-        that is drawn, within the generator's limits (`noise/reference.py`)
+        logits: see `greedy`   temperature: above 0, at most LARGEST_TEMPERATURE
+        seed, position, sample_index: those of the noise of the token that is drawn, within the generator's limits
+        (`noise/reference.py`)
         """
         given = temperature, seed, position, sample_index
-        if temperature > HIGHEST_TEMPERATURE:
-            return self._from_all_noise(logits, *given)
         words, counters = self._words, Counters(seed, [position], sample_index, stream=0, row=0)
         self._give(logits)
         words[shapes.TEMPERATURE], words[shapes.POSITION] = float_bits(temperature), position

@@ -3,6 +3,7 @@
 from tree_kernels.warp.history import History
 from tree_kernels.warp.processors import Processors, processed
 from tree_kernels.warp.reference import (
+    LARGEST_TEMPERATURE,
     SMALLEST_TEMPERATURE,
     Ranking,
     Warp,
@@ -13,6 +14,7 @@ from tree_kernels.warp.reference import (
 )
 
 __all__ = [
+    "LARGEST_TEMPERATURE",
     "SMALLEST_TEMPERATURE",
     "History",
     "Processors",

@@ -15,6 +15,8 @@ from torch import Tensor
 
 SMALLEST_TEMPERATURE = 1e-6
 """Least temperature above 0, which is greedy: dividing by less may overflow float32."""
+LARGEST_TEMPERATURE = 1e30
+"""Greatest temperature, which float32 holds: by one that it does not hold, -inf would be divided to NaN."""
 
 FIRST_WIDTHS = (64, 1024)
 """Numbers of the likeliest tokens that top-p and min-p try before all tokens."""
@@ -30,9 +32,10 @@ class Warp:
     min_p: float = 0.0  # 0 is off
 
     def __post_init__(self) -> None:
-        if not (self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature < math.inf):
+        if not (self.temperature == 0 or SMALLEST_TEMPERATURE <= self.temperature <= LARGEST_TEMPERATURE):
             raise ValueError(
-                f"temperature: must be 0 (greedy) or at least {SMALLEST_TEMPERATURE} and finite, got {self.temperature}"
+                f"temperature: must be 0 (greedy), or {SMALLEST_TEMPERATURE} to {LARGEST_TEMPERATURE}, "
+                f"got {self.temperature}"
             )
         if isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 0:
             raise ValueError(f"top_k: must be a whole number, 0 (off) or more, got {self.top_k}")
