@@ -84,6 +84,17 @@ async def test_both_forms_grow_the_same_trees_with_values_within_1e_4(tmp_path, 
             assert (one.values[1:] <= one.values[one.parents[1:]]).all() and (one.values <= 0).all()
 
 
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+async def test_both_forms_grow_the_same_trees_where_the_likeliest_tokens_are_removed(tmp_path, family):
+    make_drafter(tmp_path, family)
+    head = make_head(tmp_path, tmp_path)
+    sampling = Sampling(temperature=0.05, allowed_ids=(3, 14, 15, 92, 65, 35, 89, 79), seed=7)
+    eager, fused = [await trees_of(tmp_path, [sampling], form=form, head=head) for form in ("eager", "fused")]
+    for one, other in zip(eager, fused, strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.parents.tolist() == other.parents.tolist()
+        np.testing.assert_allclose(one.values, other.values, atol=1e-4 / sampling.temperature)  # as scores are larger
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 async def test_values_are_the_heads_and_fixed_trees_have_the_same_tokens_as_without_it(tmp_path, family):
     make_drafter(tmp_path, family)

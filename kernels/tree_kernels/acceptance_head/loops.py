@@ -17,6 +17,7 @@ from tree_kernels.vectors import bits_of, float_of, floats, fused_multiply_add, 
 
 inlined = njit(**INLINED, fastmath={"contract"})
 summing = njit(**INLINED, fastmath={"contract", "reassoc"})
+comparing = njit(**INLINED, fastmath={"nnan", "nsz"})
 
 ONE, ZERO = float32(1.0), float32(0.0)
 LN2, HALF, THIRD, FOURTH, FIFTH = (float32(each) for each in (math.log(2), 1 / 2, 1 / 6, 1 / 24, 1 / 120))
@@ -33,9 +34,19 @@ def clamped(value: float, least: float, most: float) -> float:
     return least if value < least else most if value > most else value
 
 
+@comparing
+def greatest(logits: int, count: int) -> float:
+    """The greatest logit of a row, tokens that the request removed included."""
+    given = floats(logits)
+    found = given[0]
+    for i in range(1, count):
+        found = given[i] if given[i] > found else found
+    return found
+
+
 @summing
 def add_law(logits: int, shift: float, scale: float, count: int, target: int) -> None:
-    """Sums of exp(u) and of u exp(u), with u = (logits - shift) scale, which is below 40.
+    """Sums of exp(u) and of u exp(u), with u = (logits - shift) scale, which is at most 0.
 
     The exponential is a shorter form of `curves.exponential`: errors of single numbers, below 3e-6, are no more than
     those of the sums.
@@ -71,10 +82,7 @@ def begin_row(call: int, row: int) -> None:
     vocabulary = longs(ranked[ranking_shapes.TABLE] + row * ranking_shapes.ROW_WORDS * 8)[ranking_shapes.VOCABULARY]
     temperature = floats(ranked[ranking_shapes.TEMPERATURES])[row]
     scale = ONE / (temperature if temperature > ZERO else ONE)
-    # The greatest logit of the candidates in place of the greatest of all: the sums stay finite, as noise is bounded.
-    shift = logits[ids[0]]
-    for j in range(1, min(guesses, its[shapes.CANDIDATES])):
-        shift = logits[ids[j]] if logits[ids[j]] > shift else shift
+    shift = greatest(own_logits, vocabulary)
     spare = floats(its[shapes.SPARE])
     add_law(own_logits, shift, scale, vocabulary, its[shapes.SPARE])
     mass, moment = spare[0], spare[1]
