@@ -44,6 +44,8 @@ def few_panels(
     its = longs(words)
     step = its[shapes.ENTRY] * inputs
     weights = its[shapes.WEIGHTS] + first * step
+    # A tile reads its panels, some 16 KiB each, side by side, and has no time to load the beginning of each one ahead.
+    following = weights + count * step
     blocks(
         rows,
         count,
@@ -57,7 +59,8 @@ def few_panels(
         inputs,
         begin,
         its[shapes.ENTRY],
-        weights + count * step,
+        following,
+        following,
         most,
     )
 

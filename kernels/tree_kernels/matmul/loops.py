@@ -187,6 +187,7 @@ def blocks(
     inputs: int,
     begin: int,
     entry: int,
+    ahead: int,
     following: int,
     most: int,
 ) -> None:
@@ -194,9 +195,9 @@ def blocks(
 
     tiles: the address of three numbers for each number of rows of a block, as `block` describes them
     entry: bytes of one input's weights in a panel   most: rows of a tile
-    following: the address of the weights that are needed next. Where the rows need several blocks, each begins to load
-    a part of them. Else the first block would wait for the memory, and the others, whose weights are in the cache,
-    would leave it idle.
+    ahead: address from which on a single block loads weights beside its own   following: address of the weights that
+    are needed next. Where the rows need several blocks, each begins to load a part of them. Else the first block would
+    wait for the memory, and the others, whose weights are in the cache, would leave it idle.
     """
     count, row = (rows + most - 1) // most, 0
     for number in range(count):
@@ -212,7 +213,7 @@ def blocks(
             sums_step,
             inputs,
             begin,
-            weights + AHEAD if count == 1 else following + number * (inputs * entry // count),
+            ahead if count == 1 else following + number * (inputs * entry // count),
             entry // count,
         )
         row += high
@@ -268,6 +269,7 @@ def multiply(call: int, thread: int) -> None:
                     used,
                     1 if begin == 0 else 0,
                     own_entry,
+                    own + AHEAD,
                     weights + next_unit * wide * step if last else here + used * entry,
                     most,
                 )
