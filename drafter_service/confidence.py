@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dendro.failures import log_failure
 from dendro.tree import RANKED
+
+log = logging.getLogger("dendro.drafter")
 
 CANDIDATES = RANKED
 """K: number of best candidates of a row over which confidences are normalised."""
@@ -96,3 +100,28 @@ class Calibration:
         return Calibration(
             min(max(sharpness, 1 / SHARPEST), SHARPEST), min(max(unseen, -MOST_UNSEEN), MOST_UNSEEN), (a, b, c)
         )
+
+
+class Calibrations:
+    """A drafter's calibrations by kind of scores: `logits`, `noise` or `temperature`. Ranks are noted while a caller
+    waits for its tree, and learned once it has been sent."""
+
+    def __init__(self) -> None:
+        self._current = {kind: Calibration() for kind in ("logits", "noise", "temperature")}
+        self._noted: list[tuple[str, Sequence[float], int]] = []
+
+    def __getitem__(self, kind: str) -> Calibration:
+        return self._current[kind]
+
+    def note(self, kind: str, scores: Sequence[float], rank: int) -> None:
+        """Keep arguments of `Calibration.learn` until `learn` is called."""
+        self._noted.append((kind, scores, rank))
+
+    def learn(self) -> None:
+        """Learn what was noted, in that order."""
+        noted, self._noted = self._noted, []
+        for kind, scores, rank in noted:
+            try:
+                self._current[kind] = self._current[kind].learn(scores, rank)
+            except ArithmeticError as error:  # a row of odd scores says nothing
+                log_failure(log, error, "a rank could not be learned")

@@ -339,6 +339,7 @@ class DrafterEngine:
         if self._folded(step) and step.plan is not None:
             self._forward(step.plan)
         self._send_answers()
+        self._scheduler.calibrations.learn()
         return self._scheduler.text_masks.patience_s if step.plan is None and not self._prepare_noise() else 0.0
 
     def _end_texts(self, reason: DendroError) -> None:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dendro.calls import MOST_PREPARED, DraftCall, PreparedTree
 from dendro.shapes import LevelShape, TreeShape
 from dendro.tree import DraftTree
 
-from drafter_service.confidence import CANDIDATES, Calibration
+from drafter_service.confidence import CANDIDATES, Calibration, Calibrations
 from drafter_service.grow import Growth, ranks
 from drafter_service.texts import DrafterText, DraftRound, rank_of
 
@@ -109,7 +109,7 @@ class PreparedText(DrafterText):
         position: int,
         candidates: Sequence[int],
         scores: Sequence[float],
-        calibrations: MutableMapping[str, Calibration],
+        calibrations: Calibrations,
     ) -> None:
         """Keep what the text records once it has these tokens."""
         self.seen.append((position, candidates, scores))

@@ -31,7 +31,7 @@ from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
-from drafter_service.confidence import CANDIDATES, Calibration
+from drafter_service.confidence import CANDIDATES, Calibrations
 from drafter_service.grow import fixed_form, growth_of, ranks
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Nodes, OneForward, TextFold
 from drafter_service.prepared import NEXT_TOKEN, Outcome, Preparations, PreparedCounters, PreparedText
@@ -61,8 +61,8 @@ PREFILL_ROWS = 8
 class DraftScheduler:
     """Owns sessions and slots, and plans forwards.
 
-    In each step the engine runs what `next` returns, applies the outcome (`apply`), sends `answers`, and drops what it
-    holds for sessions in `closed`.
+    In each step the engine runs what `next` returns, applies the outcome (`apply`), sends `answers`, drops what it
+    holds for sessions in `closed`, and lets `calibrations` learn.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class DraftScheduler:
         self.text_masks = TextMasks(clock, wake)
         self.answers: list[tuple[Ticket, Answer]] = []  # answers to send; the engine clears them
         self.closed: list[int] = []  # numbers of closed sessions; the engine clears them
-        self.calibrations = {kind: Calibration() for kind in ("logits", "noise", "temperature")}  # key: `scored_by`
+        self.calibrations = Calibrations()
         self.noise_wanted: dict[int, range] = {}  # session -> positions to prepare noise for; drops earlier noise
         self._sessions: dict[bytes, DrafterText] = {}  # key: opening; least recently used first
         self.longest_prepared = longest_prepared
@@ -500,6 +500,7 @@ class DraftScheduler:
         """
         if self.noise_wanted:
             return None
+        self.calibrations.learn()
         for session in reversed(list(self._prepared)):
             if (plan := self._plan_prepared_of(session, self._prepared[session])) is not None:
                 return plan

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from dendro.grammars import Bits
 from dendro.shapes import TreeShape
 from dendro.tree import LAW_TOKENS, DraftTree
 
-from drafter_service.confidence import CANDIDATES, Calibration
+from drafter_service.confidence import CANDIDATES, Calibration, Calibrations
 from drafter_service.grow import Growth, Numbers, growth_of
 from drafter_service.plan import EMPTY_TEXT, Level, Nodes
 from drafter_service.sampled import GuessDraws
@@ -184,16 +184,16 @@ class DrafterText:
         position: int,
         candidates: Sequence[int],
         scores: Sequence[float],
-        calibrations: MutableMapping[str, Calibration],
+        calibrations: Calibrations,
     ) -> None:
-        """Record the rank of the text's token at `position` among a row's candidates, and fit the calibration to it."""
+        """Record the rank of the text's token at `position` among a row's candidates, and note it for calibration."""
         shown = candidates[:CANDIDATES]
         self.ranks[position] = rank = rank_of(self.text.ids[position], shown)
         sampling = self.parameters.sampling
         # Not fitted where candidates were removed, or drawn: drawn ones are in another order than their scores.
         removed = self.structured and len(shown) < CANDIDATES
         if not sampling.allowed_ids and not sampling.draws_guesses and not removed:
-            calibrations[self.scored_by] = calibrations[self.scored_by].learn(scores, rank)
+            calibrations.note(self.scored_by, scores, rank)
 
     @property
     def has_masks(self) -> bool:
@@ -290,6 +290,9 @@ class TextMasks:
     def ready(self, texts: Collection[DrafterText]) -> set[DrafterText]:
         """The texts whose masks are known after a short wait. Texts whose masks took longer the last time are not
         waited for, so that they delay the others only once."""
+        if all(text.structure is None for text in texts):
+            self.patience_s = None
+            return set(texts)
         now_s, begun, awaited = self._clock(), [], []
         for text in texts:
             quick = text.structure is not None and text.structure.quick  # read before a thread measures again
