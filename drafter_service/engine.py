@@ -336,8 +336,10 @@ class DrafterEngine:
         """Run one step: folds, one forward, the answers; a row of noise while idle, then levels of trees that may be
         asked for next. Returns how many seconds to wait for a call, None: until one comes."""
         step = self._scheduler.next()
-        if self._folded(step) and step.plan is not None:
-            self._forward(step.plan)
+        if self._folded(step):
+            self._send_answers()  # the forward may be of a tree that nobody waits for
+            if step.plan is not None:
+                self._forward(step.plan)
         self._send_answers()
         self._scheduler.calibrations.learn()
         return self._scheduler.text_masks.patience_s if step.plan is None and not self._prepare_noise() else 0.0
