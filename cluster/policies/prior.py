@@ -43,7 +43,7 @@ DEPTHS = 16
 """Number of depths with rank counts of their own; deeper tokens count at the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the rank distribution of the depth above; a depth never reached has that distribution."""
-FORMAT = 7
+FORMAT = 8
 """Format of stored priors, increased with every change; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -330,6 +330,7 @@ def pack_prior(prior: Prior) -> bytes:
                 "hop": astuple(costs.hop),
                 "plain_hop": astuple(costs.plain_hop),
                 "ahead": astuple(costs.ahead),
+                "opening": astuple(costs.opening),
                 "draft": {str(arm): astuple(cost) for arm, cost in costs.draft.items()},
                 "step": costs.step.sizes,
                 "texts": costs.texts,
@@ -420,6 +421,7 @@ def _costs(content: Mapping[str, Any]) -> Costs:
         hop=_cost(*content["hop"]),
         plain_hop=_cost(*content["plain_hop"]),
         ahead=_cost(*content["ahead"]),
+        opening=_cost(*content["opening"]),
         draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},
         step=StepTime(dict(_step(int(rows), *numbers) for rows, numbers in content["step"].items())),
         texts=_number(content["texts"], 1.0),

@@ -20,7 +20,7 @@ from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.drafter_figures import DrafterFigures, RankFigures
 from cluster.policies import ConservativeUCB, Experience, make_policy, with_chain_and_off
-from cluster.policies.costs import DraftPlane, EmittedLength
+from cluster.policies.costs import Cost, DraftPlane, EmittedLength
 from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.step_time import TargetSteps
 from cluster.redis_server import RedisServer
@@ -251,6 +251,14 @@ def test_a_prior_is_unchanged_by_packing_and_unpacking():
     assert (again.ranks["mamba"] == prior.ranks["mamba"].round(3)).all()
     assert again.costs == prior.costs and again.gains == prior.gains
     assert len(pack_prior(prior)) < 4096
+
+
+def test_a_stored_prior_has_every_cost_with_which_a_request_begins():
+    _, experience = answer(3, 20)
+    for count, each in enumerate(("hop", "plain_hop", "ahead", "opening"), start=1):
+        setattr(experience.costs, each, Cost(100.0 * count, count))
+    hints = experience.hints()
+    assert unpack_prior(pack_prior(Prior(costs=hints))).costs == hints
 
 
 def test_a_prior_whose_rounds_went_deeper_than_their_arm_is_valid():
