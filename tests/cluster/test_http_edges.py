@@ -570,6 +570,22 @@ async def test_the_chunks_of_a_body_are_bounded_also_where_it_is_not_read(caplog
     assert not [each for each in caplog.records if each.levelname == "ERROR"]
 
 
+async def test_a_body_does_not_wait_until_its_client_has_acknowledged_the_headers(monkeypatch):
+    """Nagle's algorithm would hold it back, for 40 ms where a kept connection's client acknowledges late."""
+    loop, accepted = asyncio.get_running_loop(), []
+    accept = loop.sock_accept
+
+    async def noted(listening):
+        accepted.append(await accept(listening))
+        return accepted[-1]
+
+    monkeypatch.setattr(loop, "sock_accept", noted)
+    async with http_at() as (server, _), client_of(server) as client:
+        await client.models.list()
+        ((connection, _),) = accepted
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 async def test_five_requests_at_once_on_a_connection_are_answered_in_their_order():
     async with http_at() as (server, _):
         host, _, port = server.address.rpartition(":")

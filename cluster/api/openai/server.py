@@ -264,6 +264,8 @@ def bind(host: str, ports: tuple[int, ...], share_port: bool) -> socket.socket:
     for port in ports:
         listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # uvicorn writes headers and body apart, and asyncio sets this only where a socket names its protocol.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if share_port:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
