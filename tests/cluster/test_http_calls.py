@@ -10,6 +10,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from cluster.api.openai.found_calls import MOST_DEPTH, CallFinder, CallMarks, FoundCall, JsonScanner
 from cluster.gguf_files import file_of_package, folder_of
@@ -231,6 +232,46 @@ async def test_the_template_describes_the_tools_and_a_later_turn_has_the_call_an
             f"{begun} : I look.\n<tool_call>\n{call}\n</tool_call>\ntool {result['tool_call_id']}: noon\nassistant: "
         )
         assert tokenizer.decode(peers.texts[-1].ids[: len(peers.texts[-1].ids)]).startswith(turns)
+
+
+class ParsedPlace(BaseModel):
+    """What OpenAI's client reads in an answer."""
+
+    city: str
+
+
+async def parsed(client, helper, asked):
+    """The message of an answer that a helper of OpenAI's client has read."""
+    if helper == "parse":
+        return (await client.chat.completions.parse(**asked)).choices[0].message
+    async with client.chat.completions.stream(**asked) as stream:
+        return (await stream.get_final_completion()).choices[0].message
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # the client's, of its own message
+@pytest.mark.parametrize("helper", ["parse", "stream"])
+async def test_a_message_that_openais_client_has_parsed_can_be_sent_back(tmp_path, helper):
+    text, place = '{"city": "Oslo"}', ParsedPlace(city="Oslo")
+    async with scripted(scripted_tokenizer(tmp_path, HERMES)) as target:
+        peers, client = target.peers, target.client
+
+        async def prompt_after(message):
+            peers.will_say("So.")
+            await client.chat.completions.create(model="demo", messages=[*HELLO, message, *HELLO])
+            return target.prompt()
+
+        peers.will_say(text)
+        form = {"model": "demo", "messages": HELLO, "response_format": ParsedPlace}
+        message = await parsed(client, helper, form)
+        assert message.parsed == place
+        assert await prompt_after(message) == await prompt_after({"role": "assistant", "content": text})
+
+        peers.will_say(written("hermes", ("ParsedPlace", {"city": "Oslo"})))
+        message = await parsed(client, helper, {**form, "tools": [openai.pydantic_function_tool(ParsedPlace)]})
+        (call,) = message.tool_calls
+        assert call.function.parsed_arguments == place
+        plain = {"id": call.id, "type": "function", "function": {"name": "ParsedPlace", "arguments": text}}
+        assert await prompt_after(message) == await prompt_after({"role": "assistant", "tool_calls": [plain]})
 
 
 LATE = (

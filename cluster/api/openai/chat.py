@@ -26,8 +26,10 @@ from cluster.router.tokenizer import Tokenizer
 
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """HTTP's names of our fields."""
-UNUSED = ("name", "refusal", "annotations", "audio", "function_call")
-"""Keys of messages as clients send them back. `name` has no effect; others must be null or empty."""
+WITHOUT_EFFECT = ("name", "parsed")
+"""Keys of messages that are accepted without effect. OpenAI's client adds `parsed`, its own reading of the content."""
+UNUSED = ("refusal", "annotations", "audio", "function_call")
+"""Keys of messages as clients send them back, which must be null or empty."""
 
 
 def read_chat(body: Mapping[str, Any], request_id: str, tokenizers: Tokenizers) -> tuple[HttpRequest, AnswerForm]:
@@ -165,8 +167,10 @@ def _message(field: str, given: Any, budget: ArgumentsBudget) -> dict[str, Any]:
     if role is None:
         raise BadRequest(f"{field}.role", "is missing")
     content = _content(f"{field}.content", parts.take("content", JsonType.STRING, JsonType.ARRAY))
+    for name in WITHOUT_EFFECT:
+        parts.take(name, *JsonType)
     for name in UNUSED:
-        if name in parts and (value := parts.take(name, *JsonType)) and name != "name":
+        if value := parts.take(name, *JsonType):
             raise BadRequest(f"{field}.{name}", f"is not supported by this server; got {shown(value)}")
     made: dict[str, Any] = {"role": role, "content": content}
     if calls := parts.take("tool_calls", JsonType.ARRAY):

@@ -135,6 +135,7 @@ def read_calls(field: str, given: Sequence[Any], budget: ArgumentsBudget) -> lis
         name = function.take("name", JsonType.STRING)
         if name is None or not NAME.fullmatch(name):
             raise BadRequest(f"{at}.function.name", f"is {shown(name)}; must be 1 to 64 letters, digits, _ and -")
+        function.take("parsed_arguments", *JsonType)  # OpenAI's client adds them, its own reading of the arguments
         text = function.take("arguments", JsonType.STRING) or "{}"
         budget.take(f"{at}.function.arguments", text)
         arguments = _arguments(f"{at}.function.arguments", text)
