@@ -330,7 +330,8 @@ def _encoder(form: dict[str, Any]) -> Encode:
     from tokenizers import Tokenizer
 
     made = Tokenizer.from_str(json.dumps(form | BARE))
-    return lambda text: list(made.encode(text, add_special_tokens=False).ids)
+    # `encode` holds the interpreter's lock, for about a second where a text has a mebibyte; `encode_batch` does not.
+    return lambda text: list(made.encode_batch([text], add_special_tokens=False)[0].ids)
 
 
 def _continued(form: dict[str, Any]) -> Encode | None:

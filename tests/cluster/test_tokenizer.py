@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from random import Random
+from threading import Event, Thread
 
 import pytest
 from dendro.errors import BadRequest
@@ -81,6 +83,28 @@ def test_a_checkpoints_tokenizer_streams_back_the_encoded_text(loaded: Checkpoin
     ids = loaded.encode(text, begins=True)
     stream = TextStream(loaded)
     assert "".join([*(stream.push([token]) for token in ids), stream.flush()]) == loaded.decode(ids) == text
+
+
+def test_other_threads_run_while_a_long_literal_prompt_is_encoded(loaded: CheckpointTokenizer):
+    """No thread is made to hand over the interpreter's lock here within 600 s, so another runs only where the library
+    releases it. The prompt is repeated, as the system may take longer than one to run the other thread."""
+    loaded.encode_literally("", begins=True)  # makes the encoder
+    started, ran = Event(), []
+    other = Thread(target=lambda: ran.append(started.wait()))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(600)
+    try:
+        other.start()
+        started.set()
+        for _ in range(50):
+            loaded.encode_literally("the snake walks the tree " * 2000, begins=True)
+            if ran:
+                break
+        else:
+            pytest.fail("no other thread ran")
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
 
 
 def test_special_tokens_give_no_text(loaded: CheckpointTokenizer):
