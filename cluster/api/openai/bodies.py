@@ -22,9 +22,11 @@ BODY_S = 30.0
 """Seconds in which a client must send a body."""
 MOST_HELD_BYTES = 32 * MAX_MESSAGE_BYTES
 """Bytes of all bodies that a router holds because they are not complete, or not parsed yet."""
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)
+SLICE_BYTES = 1 << 16
+"""Bytes that are searched for strings at once, in at most 5 ms: a search holds the interpreter's lock until it ends."""
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\Z)', re.DOTALL)
 """A string, or the rest of a text in which one begins and does not end: else the search would begin again at each quote
-in that rest, and read it to the end each time."""
+in that rest, and read it to the end each time. No text that is searched ends with a backslash."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +81,15 @@ class BodyReader:
 
 def values_of(text: bytes) -> int:
     """Estimate the number of values in a JSON text without parsing it."""
-    rest = _STRING.sub(b"", text)
-    return sum(map(rest.count, (b",", b"[", b"{")))
+    values, opened = 0, b""
+    for start in range(0, len(text), SLICE_BYTES):
+        part = opened + text[start : start + SLICE_BYTES]
+        # Each string becomes one quote, which is the last byte only where the string goes on in the next part.
+        rest = _STRING.sub(b'"', part + b" ")
+        values += sum(map(rest.count, (b",", b"[", b"{")))
+        escapes = (len(part) - len(part.rstrip(b"\\"))) % 2  # 1 where a backslash escapes the next part's first byte
+        opened = b'"' + b"\\" * escapes if rest.endswith(b'"') else b""
+    return values
 
 
 async def _bytes_of(request: Request, hold: Callable[[int], None]) -> bytes:
