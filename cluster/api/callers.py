@@ -12,6 +12,7 @@ from pathlib import Path
 
 from dendro.client import KEY_HEADER, TENANT_KEY
 from dendro.clock import Clock
+from dendro.destinations import is_loopback
 from dendro.errors import BadRequest, Unauthenticated
 from dendro.tasks import TenantTurns
 
@@ -115,8 +116,8 @@ class Callers:
         """Raises BadRequest for an invalid file of keys."""
         keys = config.auth.keys
         self._ring = KeyRing(keys, config.router.most_replicas, clock) if keys is not None else None
-        self.anyone_near = keys is None and not config.has_gateways and not config.reachable
-        """Whether each process of this machine may call, and nobody else."""
+        self.anyone_near = keys is None and not config.has_gateways and is_loopback(config.http.host)
+        """Whether each process of this machine may call over HTTP, and nobody else, whoever may call over gRPC."""
         self._believes = config.has_gateways or not config.reachable
         self._turns = TenantTurns()
 

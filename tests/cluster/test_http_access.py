@@ -36,8 +36,9 @@ async def status_of(server, *lines):
     return (await raw(server, head(*lines), more=True))[0]
 
 
-async def test_a_web_page_of_another_site_cannot_use_a_server_on_the_loopback():
-    async with http_at() as (server, _):
+@pytest.mark.parametrize("sections", [{}, {"grpc": {"host": "0.0.0.0"}, "auth": "none"}], ids=["default", "open gRPC"])
+async def test_a_web_page_of_another_site_cannot_use_a_server_on_the_loopback(sections):
+    async with http_at(**sections) as (server, _):
         port = server.address.rpartition(":")[2]
         for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"[::1]:{port}", "LOCALHOST"):
             assert await status_of(server, f"Host: {host}") == 200
@@ -56,6 +57,12 @@ async def test_with_keys_any_host_is_served_and_pages_of_other_sites_are_not(tmp
         assert await status_of(server, "Host: api.example", known) == 200
         assert await status_of(server, "Host: api.example") == 401
         assert await status_of(server, "Host: api.example", known, "Origin: https://evil.example") == 403
+
+
+async def test_without_keys_any_host_is_served_where_other_machines_reach_the_server():
+    async with http_at(http={"host": "0.0.0.0"}, auth="none") as (server, _):
+        assert await status_of(server, "Host: api.example") == 200
+        assert await status_of(server, "Host: api.example", "Origin: https://evil.example") == 403
 
 
 async def test_http_is_served_over_tls_alone_with_the_certificate_of_now(tmp_path):
