@@ -16,7 +16,6 @@ from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
 from dendro.grammars import Grammar, GrammarText
 from dendro.logprobs import check_echo, check_logprobs
 from dendro.modes import VerificationMode
-from dendro.options import SEED_BITS
 from dendro.structure import Structure, structure_from
 from dendro.tasks import PART, in_turn, off_loop
 from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
@@ -43,6 +42,9 @@ FOLLOWING = "structure-of-resume"
 """Name of the threads that follow resumed answers, and of tenants' turns at them."""
 FOLLOWED = 64
 """Tokens of a structured answer that are followed between looks at whether its request runs."""
+DRAWN_SEED_BITS = 53
+"""Bits of a seed that is drawn here. JavaScript reads a number of JSON as a float64, which rounds whole numbers of more
+bits, so that its clients could not repeat the answer. A request's own seed may have 64."""
 ANCHOR = "a"
 """A text before an answer that begins a text, so that decoders do not change its first bytes."""
 BEGIN_AGAIN = "begin the turn again, with the same request_id"
@@ -408,7 +410,7 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
     elif fields.HasField("seed"):
         seed = fields.seed
     else:
-        seed = record.seed if record else secrets.randbits(SEED_BITS)
+        seed = record.seed if record else secrets.randbits(DRAWN_SEED_BITS)
     index = fields.sample_index if fields.HasField("sample_index") else (record.sample_index if record else 0)
     numbers = numbers_from(fields) | {"seed": seed, "sample_index": index}
     return Sampling(**numbers, **edits_from(fields), **mode_from(fields))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -66,6 +67,17 @@ async def test_a_negative_seed_counts_from_the_end_of_64_bits(seed):
         answer = await create(model="demo", messages=HELLO, max_tokens=12, seed=seed, extra_body={"top_k": 0})
     assert answer.model_extra["dendro"]["seed"] == seed + (1 << 64)
     assert answer.choices[0].message.content == text_of(plain_answer(PROMPT, Sampling(1.0, seed=seed + (1 << 64)), 12))
+
+
+async def test_a_client_that_reads_numbers_as_float64_can_repeat_an_answer_by_its_drawn_seed(monkeypatch):
+    monkeypatch.setattr(secrets, "randbits", lambda bits: (1 << bits) - 1)
+    async with calling() as client:
+        create = client.chat.completions.create
+        drawn = await create(model="demo", messages=HELLO, max_tokens=12)
+        seed = int(float(drawn.model_extra["dendro"]["seed"]))
+        again = await create(model="demo", messages=HELLO, max_tokens=12, seed=seed)
+    assert seed == drawn.model_extra["dendro"]["seed"]
+    assert again.choices[0].message.content == drawn.choices[0].message.content
 
 
 @pytest.mark.parametrize("included", [False, True])
