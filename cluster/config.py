@@ -376,7 +376,8 @@ class Http(ClientPort):
 
 
 class Grpc(ClientPort):
-    """The ports of each router for gRPC, and those of routers and replicas for metrics."""
+    """The ports of each router for gRPC, and those of routers and replicas for metrics. No two ports that are set may
+    be equal, that of `http` included."""
 
     status_port: int = Field(default=0, ge=0, le=65535)
     """A router's own port, for its metrics and health over HTTP; the first that is free from this one on. Zero: a free
@@ -435,6 +436,11 @@ class Config(Section):
                 f"{section}.host: is {getattr(self, section).host!r}, which other machines reach: set auth.keys, or "
                 "`auth: none` to answer whoever calls"
             )
+        taken: dict[int, str] = {}
+        for field, port in self.ports.items():
+            if port in taken:
+                raise ValueError(f"{field}: is {port}, as {taken[port]} is; set another port")
+            taken[port] = field
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 raise ValueError(f"name {name!r}: only letters, digits, '-', '_' and '.' are allowed")
@@ -497,6 +503,18 @@ class Config(Section):
         """The first section of a host that other machines reach; empty: there is none."""
         sections: dict[str, ClientPort] = {"grpc": self.grpc, "http": self.http}
         return next((name for name, each in sections.items() if not is_loopback(each.host)), "")
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The ports that are set, by field; those left to the system are not among them."""
+        grpc = self.grpc
+        found = {
+            "grpc.port": grpc.port,
+            "http.port": self.http.port,
+            "grpc.status_port": grpc.status_port,
+            "grpc.replica_status_port": grpc.replica_status_port,
+        }
+        return {field: port for field, port in found.items() if port}
 
     @property
     def has_gateways(self) -> bool:

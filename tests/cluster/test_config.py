@@ -79,6 +79,23 @@ def test_a_value_that_would_be_taken_for_another_is_refused(load, text, fault):
         load("targets: {t: {checkpoint: x}}\n" + text)
 
 
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("grpc: {port: 9000}\nhttp: {port: 9000}", r"http\.port: is 9000, as grpc\.port is; set another port"),
+        ("grpc: {port: 9000, status_port: 9000}", r"grpc\.status_port: is 9000, as grpc\.port is"),
+        ("grpc: {replica_status_port: 8000}\nhttp: {port: 8000}", r"grpc\.replica_status_port: is 8000, as http\.port"),
+    ],
+)
+def test_two_equal_ports_are_refused_by_field(load, text, fault):
+    with pytest.raises(BadRequest, match=fault):
+        load("targets: {t: {checkpoint: x}}\n" + text)
+
+
+def test_ports_that_are_left_to_the_system_are_not_taken_for_equal(load):
+    assert load("targets: {t: {checkpoint: x}}\ngrpc: {port: 0}\nhttp: {port: 0}").ports == {}
+
+
 @pytest.mark.parametrize("field", ["max_requests", "drain_s"])
 def test_an_integer_that_nothing_can_count_is_refused_by_its_field(load, field):
     for number, digits in ((1 << 53) + 1, 16), (10**400, 401):

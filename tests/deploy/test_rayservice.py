@@ -169,6 +169,19 @@ def test_routers_listen_for_all_pods_on_the_ports_that_their_service_and_probe_c
     assert entry["spec"]["clusterIP"] == "None"
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"grpc": {"port": 8080}}, "http.port: is 8080, as grpc.port is; set another port"),
+        ({"grpc": {"statusPort": 9000}}, "grpc.statusPort: is 9000, as grpc.port is"),
+        ({"grpc": {"replicaStatusPort": 9001}}, "grpc.statusPort: is 9001, as grpc.replicaStatusPort is"),
+    ],
+)
+def test_two_equal_ports_fail_the_render(change, message):
+    with pytest.raises(HelmError, match=message):
+        rendered(merged(SMALL, change))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_pods_have_the_time_to_finish_the_longest_request(name):
     chosen = values(name)

@@ -65,6 +65,18 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
+{{/* Fails if two of the ports are equal. */}}
+{{- define "dendro.checkPorts" -}}
+{{- $taken := dict }}
+{{- $grpc := .Values.grpc }}
+{{- $ports := dict "grpc.port" $grpc.port "grpc.statusPort" $grpc.statusPort "grpc.replicaStatusPort" $grpc.replicaStatusPort "http.port" .Values.http.port }}
+{{- range $field, $number := $ports }}
+{{- $port := $number | int | toString }}
+{{- if hasKey $taken $port }}{{ fail (printf "%s: is %s, as %s is; set another port" $field $port (get $taken $port)) }}{{ end }}
+{{- $_ := set $taken $port $field }}
+{{- end }}
+{{- end }}
+
 {{/* The cluster's configuration, with Redis, the ports and each model's pool filled in. */}}
 {{- define "dendro.cluster" -}}
 {{- $config := deepCopy .Values.cluster }}
