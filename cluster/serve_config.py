@@ -32,11 +32,15 @@ ENVIRONMENT = {
 
 
 def serve_config(config: Config) -> dict[str, Any]:
-    """The file's contents. Raises BadRequest without a Redis url or gRPC port: only `dendro serve` can choose these."""
+    """The file's contents. Raises BadRequest without a Redis url or gRPC port, which only `dendro serve` can choose,
+    and for a port that Serve's HTTP proxy has."""
     if not config.redis.url:
         raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a running Redis")
     if not config.grpc.port:
         raise BadRequest("grpc.port", "is 0; set the port that clients will call")
+    for field, port in config.ports.items():
+        if port == HTTP_PORT:  # both share their port, so the kernel would divide the calls between them
+            raise BadRequest(field, f"is {port}, as that of Serve's HTTP proxy is; set another port")
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},

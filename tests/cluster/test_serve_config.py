@@ -105,6 +105,20 @@ def test_settings_that_only_dendro_serve_can_choose_are_required(tmp_path, befor
         serve_config(Config.load(tmp_path / "c.yaml"))
 
 
+@pytest.mark.parametrize(
+    ("ports", "field"),
+    [
+        ("grpc: {port: 8000}", r"grpc\.port"),
+        ("grpc: {port: 9000}\nhttp: {port: 8000}", r"http\.port"),
+        ("grpc: {port: 9000, replica_status_port: 8000}", r"grpc\.replica_status_port"),
+    ],
+)
+def test_the_port_of_serves_proxy_is_refused_by_field(tmp_path, ports, field):
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("grpc: {port: 9000}", ports))
+    with pytest.raises(BadRequest, match=rf"^{field}: is 8000, as that of Serve's HTTP proxy is; set another port"):
+        serve_config(Config.load(tmp_path / "c.yaml"))
+
+
 def test_the_command_writes_the_file(tmp_path, config):
     source, target = tmp_path / "cluster.yaml", tmp_path / "serve.yaml"
     assert CliRunner().invoke(cli.app, ["config", str(source), "-o", str(target)]).exit_code == 0

@@ -175,6 +175,8 @@ def test_routers_listen_for_all_pods_on_the_ports_that_their_service_and_probe_c
         ({"grpc": {"port": 8080}}, "http.port: is 8080, as grpc.port is; set another port"),
         ({"grpc": {"statusPort": 9000}}, "grpc.statusPort: is 9000, as grpc.port is"),
         ({"grpc": {"replicaStatusPort": 9001}}, "grpc.statusPort: is 9001, as grpc.replicaStatusPort is"),
+        ({"http": {"port": ours.HTTP_PORT}}, "http.port: is 8000, as that of Serve's HTTP proxy is"),
+        ({"grpc": {"statusPort": ours.HTTP_PORT}}, "grpc.statusPort: is 8000, as that of Serve's HTTP proxy is"),
     ],
 )
 def test_two_equal_ports_fail_the_render(change, message):

@@ -65,9 +65,9 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
-{{/* Fails if two of the ports are equal. */}}
+{{/* Fails if two of the ports are equal, or one is that of Serve's HTTP proxy. */}}
 {{- define "dendro.checkPorts" -}}
-{{- $taken := dict }}
+{{- $taken := dict "8000" "that of Serve's HTTP proxy" }}
 {{- $grpc := .Values.grpc }}
 {{- $ports := dict "grpc.port" $grpc.port "grpc.statusPort" $grpc.statusPort "grpc.replicaStatusPort" $grpc.replicaStatusPort "http.port" .Values.http.port }}
 {{- range $field, $number := $ports }}
