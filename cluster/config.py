@@ -396,6 +396,9 @@ class Grpc(ClientPort):
         return _ports(self.status_port, routers)
 
 
+PortSection = TypeVar("PortSection", bound=ClientPort)
+
+
 def _ports(first: int, routers: int) -> range:
     return range(first, min(first + routers, 65536)) if first else range(1)
 
@@ -522,13 +525,15 @@ class Config(Section):
         return self.tls.clients is not None and self.tls.clients.gateways is not None
 
     def private(self) -> Config:
-        """A copy for the cluster that a command starts for itself: on this machine alone, without keys or TLS."""
-        sections: dict[str, ClientPort] = {"grpc": self.grpc, "http": self.http}
-        here = {
-            name: each if is_loopback(each.host) else each.model_copy(update={"host": "127.0.0.1"})
-            for name, each in sections.items()
-        }
-        return self.model_copy(update={**here, "auth": Auth(), "tls": Tls()})
+        """A copy for the cluster that a command starts for itself: on this machine alone, at free ports, without keys
+        or TLS. The ports that are set are those of a cluster that may run beside it."""
+
+        def here(section: PortSection, **ports: int) -> PortSection:
+            host = section.host if is_loopback(section.host) else "127.0.0.1"
+            return section.model_copy(update={"host": host, "port": 0, **ports})
+
+        grpc = here(self.grpc, status_port=0, replica_status_port=0)
+        return self.model_copy(update={"grpc": grpc, "http": here(self.http), "auth": Auth(), "tls": Tls()})
 
     def with_models(self, change: Callable[[str, ModelConfig], ModelConfig]) -> Config:
         """A copy with `change(path, entry)` in place of each target's and drafter's entry, whose path is `path`."""

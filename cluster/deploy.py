@@ -10,14 +10,14 @@ import secrets
 import socket
 import sys
 from threading import Event
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 from dendro.errors import EngineFailed, one_line
 from dendro.failures import described
 
 from cluster.app import build, log
-from cluster.config import ClientPort, Config
+from cluster.config import Config, PortSection
 from cluster.failed_start import last_line, refusal_in
 from cluster.serve_config import APPLICATION, ENVIRONMENT
 
@@ -30,7 +30,6 @@ ANSWER_S = 30.0
 """Seconds that routers may take to report their addresses."""
 _ray_processes: list[psutil.Process] = []  # processes that Ray started below this one; one cluster at a time
 
-PortSection = TypeVar("PortSection", bound=ClientPort)
 OWN_PORTS, TRIED_PORTS = range(20_000, 32_768), 64
 """Ports for routers. Ray's workers have lower ones, and Linux gives connections higher ones."""
 

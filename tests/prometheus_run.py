@@ -157,7 +157,7 @@ async def watched_cluster(folder: Path) -> AsyncIterator[tuple[str, str]]:
     first = free_ports(8)
     ports = {"port": first, "status_port": first + 1, "replica_status_port": first + 2}
     base = demo_config().model_dump()
-    config = Config.model_validate({**base, "grpc": {**base["grpc"], **ports}}).private()
+    config = Config.model_validate({**base, "grpc": {**base["grpc"], **ports}})
     replicas = sum(each.replicas for each in (*config.targets.values(), *config.drafters.values()))
     async with running_cluster(config) as address:
         status = [f"127.0.0.1:{first + 1}", *(f"{node_address()}:{first + 2 + at}" for at in range(replicas))]

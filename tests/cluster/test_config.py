@@ -96,6 +96,11 @@ def test_ports_that_are_left_to_the_system_are_not_taken_for_equal(load):
     assert load("targets: {t: {checkpoint: x}}\ngrpc: {port: 0}\nhttp: {port: 0}").ports == {}
 
 
+def test_the_cluster_of_a_command_takes_no_port_of_one_that_may_run_beside_it(load):
+    own = "grpc: {port: 9000, status_port: 9100, replica_status_port: 9200}\nhttp: {port: 8000}"
+    assert load("targets: {t: {checkpoint: x}}\n" + own).private().ports == {}
+
+
 @pytest.mark.parametrize("field", ["max_requests", "drain_s"])
 def test_an_integer_that_nothing_can_count_is_refused_by_its_field(load, field):
     for number, digits in ((1 << 53) + 1, 16), (10**400, 401):
