@@ -357,7 +357,8 @@ class ClientPort(Section):
     host: str = "127.0.0.1"
     """The address that routers listen at: the default accepts calls from this machine alone, `0.0.0.0` from all."""
     port: int = Field(default=0, ge=0, le=65535)
-    """The port that clients call. Zero: `dendro serve` takes free ones and prints them."""
+    """The port that clients call. Zero: `dendro serve` takes free ones and prints them; it refuses a port that another
+    process has."""
     share_port: bool = True
     """Whether routers on one machine listen on the same port, and the kernel divides connections among them. Else each
     takes the first free port from `port` on, one for each of `router.replicas`."""

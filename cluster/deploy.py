@@ -13,9 +13,10 @@ from threading import Event
 from typing import Any
 
 import psutil
-from dendro.errors import EngineFailed, one_line
+from dendro.errors import BadRequest, EngineFailed, one_line
 from dendro.failures import described
 
+from cluster.api.grpc import address_of
 from cluster.app import build, log
 from cluster.config import Config, PortSection
 from cluster.failed_start import last_line, refusal_in
@@ -35,6 +36,25 @@ OWN_PORTS, TRIED_PORTS = range(20_000, 32_768), 64
 
 AUTHENTICATION = {"RAY_AUTH_MODE": "token"}
 """Ray's default, set explicitly to silence its warning."""
+
+
+def check_ports(config: Config) -> None:
+    """Raise BadRequest, naming the field, for a port of this machine's routers that a process has already. Routers
+    share their port, so the kernel would divide calls between them and that process, and neither would notice."""
+    grpc, http, routers = config.grpc, config.http, config.router.most_replicas
+    for field, host, ports in (
+        ("grpc.port", grpc.host, grpc.client_ports(routers)),
+        ("http.port", http.host, http.client_ports(routers)),
+        ("grpc.status_port", grpc.host, grpc.status_ports(routers)),
+    ):
+        for port in filter(None, ports):
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that ended may block a port
+                try:
+                    probe.bind((host, port))
+                except OSError as error:
+                    where, advice = address_of(host, port), "stop what listens there, or set another port"
+                    raise BadRequest(field, f"routers cannot listen at {where}: {described(error)}; {advice}") from None
 
 
 def start(config: Config, redis_url: str, ray_address: str = "", ending: Event | None = None, **loaders: Any) -> str:

@@ -78,6 +78,9 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
     config = await asyncio.to_thread(_ready, config, not ray_address)
     from cluster import deploy
 
+    if not ray_address:
+        deploy.check_ports(config)
+
     # Only errors of Ray and Serve reach the command's output; the rest is in their log files. A filter, since both set
     # their loggers' levels themselves.
     for name in ("ray._private.worker", "ray.serve"):

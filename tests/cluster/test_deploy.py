@@ -8,19 +8,21 @@ import ctypes
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import typer
-from dendro.errors import EngineFailed
+from dendro.errors import BadRequest, EngineFailed
 
 from cluster import cli, deploy
-from cluster.config import Redis, demo_config
+from cluster.config import Config, Redis, demo_config
 from cluster.running import running_cluster
 from tests.support.toy_cluster import LOADERS, toy_config
 
@@ -123,6 +125,45 @@ async def test_a_sigterm_while_ray_starts_ends_no_process(monkeypatch):
             await asyncio.wait_for(noted.wait(), 60)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def another_server() -> Iterator[int]:
+    """Yields the port of a server that shares it, as routers do."""
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize("field", ["grpc.port", "http.port", "grpc.status_port"])
+async def test_a_port_that_another_server_shares_is_refused_by_field_before_anything_starts(field, monkeypatch):
+    monkeypatch.setattr(deploy, "start", lambda *_: pytest.fail("it started"))
+    section, _, name = field.partition(".")
+    with another_server() as port:
+        config = Config.model_validate({**demo_config().model_dump(), section: {name: port}})
+        with pytest.raises(BadRequest, match=rf"^{field}: routers cannot listen at 127\.0\.0\.1:{port}: .*in use;"):
+            async with running_cluster(config):
+                pass
+
+
+def test_every_port_of_routers_that_do_not_share_one_is_checked():
+    with another_server() as port:
+        config = toy_config(grpc={"port": port - 1, "share_port": False}, router={"replicas": 2})
+        with pytest.raises(BadRequest, match=r"^grpc\.port: "):
+            deploy.check_ports(config)
+
+
+def test_a_port_whose_last_connections_the_server_closed_is_free():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            server.accept()[0].close()  # the system remembers it for a minute
+            assert client.recv(1) == b""
+        server.close()
+        deploy.check_ports(toy_config(http={"port": port}))
 
 
 def caught_below_python() -> bool:
