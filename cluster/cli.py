@@ -192,7 +192,7 @@ def serve(
                 asyncio.get_running_loop().add_signal_handler(number, stop.set)
             http = await asyncio.to_thread(http_address, checked)
             print(address, http, sep="\n", flush=True)
-            errors.print(f"serving {', '.join(checked.targets)} at {address} and {http}; Ctrl-C stops everything")
+            errors.print(f"serving {', '.join(checked.targets)} at {address} and {http}; Ctrl-C stops it")
             await stop.wait()
             errors.print("stopping")
 

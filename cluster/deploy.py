@@ -61,7 +61,8 @@ def start(config: Config, redis_url: str, ray_address: str = "", ending: Event |
     """Start Ray and Serve in processes below this one and deploy. Returns the addresses that clients call, separated by
     commas. `stop` ends what this started.
 
-    ray_address: of a running Ray, whose processes were started with ENVIRONMENT; it keeps running, only Serve is ours.
+    ray_address: of a running Ray, whose processes were started with ENVIRONMENT; it keeps running, with applications of
+        others. BadRequest is raised where it has one of our name.
     ending: set by another thread, it ends the start: EngineFailed is raised once nothing runs. Ray's own start of a few
         seconds is not interrupted, as its processes would stay.
     """
@@ -99,6 +100,10 @@ def start(config: Config, redis_url: str, ray_address: str = "", ending: Event |
             f"/tmp/ray/session_latest/logs."
         ) from error
     _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
+    if ray_address and APPLICATION in serve.status().applications:
+        ray.shutdown()
+        what = f"has an application {APPLICATION!r} already, which would be replaced"
+        raise BadRequest("--ray", f"{ray_address} {what}; stop the `dendro serve` that started it, or use another Ray")
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         _go_on(ending)
@@ -156,7 +161,9 @@ def stop(drains: bool = True) -> None:
     try:
         # Ray prints to our output that calls to Serve's controller failed, as the controller is stopped here.
         with contextlib.redirect_stdout(io.StringIO()):
-            if ray.is_initialized() and (drains or not ours):
+            if ray.is_initialized() and not ours:
+                _delete_application()
+            elif ray.is_initialized() and drains:
                 serve.shutdown()
     finally:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -167,6 +174,23 @@ def stop(drains: bool = True) -> None:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         psutil.wait_procs(left, timeout=STOP_S)
+
+
+def _delete_application() -> None:
+    """Delete our application from a Ray of others, and Serve itself where it has neither applications nor proxies."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    try:
+        if APPLICATION in serve.status().applications:
+            serve.delete(APPLICATION)
+        status = serve.status()
+        if not status.applications and not status.proxies:
+            serve.shutdown()
+    except TimeoutError:
+        log.warning("requests of application %s still run; Serve deletes it after them", APPLICATION)
+    except RayError as error:
+        log.warning("application %s was not deleted: %s", APPLICATION, one_line(str(error), 300))
 
 
 def deployment_stats(deployment: str) -> dict[str, int]:

@@ -18,8 +18,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import typer
 from dendro.errors import BadRequest, EngineFailed
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ProxyStatus, ServeStatus
 
 from cluster import cli, deploy
 from cluster.config import Config, Redis, demo_config
@@ -125,6 +129,70 @@ async def test_a_sigterm_while_ray_starts_ends_no_process(monkeypatch):
             await asyncio.wait_for(noted.wait(), 60)
     finally:
         loop.remove_signal_handler(signal.SIGTERM)
+
+
+class ForeignServe:
+    """Serve on a Ray that others started, in memory."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, applications: tuple[str, ...], proxies: tuple[str, ...] = ()) -> None:
+        self.applications = set(applications)
+        self.proxies = proxies
+        self.shut_down = self.left = False
+        for name in ("status", "delete", "shutdown"):
+            patch.setattr(serve, name, getattr(self, name))
+        patch.setattr(ray, "init", lambda **_: None)
+        patch.setattr(ray, "is_initialized", lambda: not self.left)
+        patch.setattr(ray, "shutdown", self.leave)
+
+    def status(self) -> ServeStatus:
+        running = ApplicationStatusOverview(ApplicationStatus.RUNNING, "", 0.0, {})
+        return ServeStatus(
+            {name: ProxyStatus.HEALTHY for name in self.proxies}, dict.fromkeys(self.applications, running)
+        )
+
+    def delete(self, name: str) -> None:
+        self.applications.remove(name)
+
+    def shutdown(self) -> None:
+        self.shut_down = True
+
+    def leave(self) -> None:
+        self.left = True
+
+
+@pytest.mark.parametrize(
+    ("applications", "proxies", "shut_down"),
+    [(("dendro", "other"), (), False), (("dendro",), ("node",), False), (("dendro",), (), True), ((), (), True)],
+    ids=["another application", "proxies", "ours alone", "none was deployed"],
+)
+def test_stopping_on_a_foreign_ray_deletes_our_application_alone(monkeypatch, applications, proxies, shut_down):
+    found = ForeignServe(monkeypatch, applications, proxies)
+    deploy.stop()
+    assert found.applications == {*applications} - {"dendro"} and found.left
+    assert found.shut_down == shut_down, "only where nothing of others is left"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(TimeoutError(), "requests of application dendro still run"), (RayActorError(), "dendro was not deleted: The")],
+)
+def test_a_foreign_ray_that_does_not_delete_in_time_or_is_gone_is_left_with_a_warning(
+    error, message, monkeypatch, caplog
+):
+    def fail(name: str) -> None:
+        raise error
+
+    found = ForeignServe(monkeypatch, ("dendro",))
+    monkeypatch.setattr(serve, "delete", fail)
+    deploy.stop()
+    assert message in caplog.text and found.left and not found.shut_down
+
+
+def test_a_foreign_ray_with_an_application_of_our_name_is_refused_and_keeps_it(monkeypatch):
+    found = ForeignServe(monkeypatch, ("dendro", "other"))
+    with pytest.raises(BadRequest, match=r"^--ray: far:6379 has an application 'dendro' already, .*; stop the"):
+        deploy.start(toy_config(), "redis://127.0.0.1:1", "far:6379", **LOADERS)
+    assert found.applications == {"dendro", "other"} and found.left and not found.shut_down
 
 
 @contextlib.contextmanager
