@@ -269,6 +269,8 @@ class Redis(Section):
             raise ValueError(f"url: does not begin with one of {', '.join(f'{each}://' for each in SCHEMES)}")
         if self.url and (reason := unreadable(self.url)):
             raise ValueError(f"url: {reason}")
+        if self.password_variable and not self.url:
+            raise ValueError("password_variable: is set without url; set that of the server whose password it is")
         if self.password_variable and "@" in self.url:
             raise ValueError("password_variable: is set, but the url has credentials of its own")
         if self.user and not self.password_variable:

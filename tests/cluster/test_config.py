@@ -275,6 +275,11 @@ def test_an_error_names_the_path_of_its_field(load, text: str, field: str):
     assert refused.value.field == field
 
 
+def test_a_redis_password_without_an_address_is_refused(load):
+    with pytest.raises(BadRequest, match=r"^redis\.password_variable: is set without url; set that of the server"):
+        load("targets: {t: {checkpoint: x}}\nredis: {password_variable: SECRET}")
+
+
 @pytest.mark.parametrize(
     "url",
     [
