@@ -19,7 +19,7 @@ from tree_layers.errors import CheckpointError
 
 from cluster.api.access_files import access_problems
 from cluster.api.keys import read_keys
-from cluster.checkpoints import check_weights, misfit, pairs_of, read_cluster
+from cluster.checkpoints import check_head, check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig
 from cluster.drafter_figures import read_figures
 from cluster.hub import fetched_model, pinned
@@ -124,6 +124,10 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None], timer:
         report.targets.append(entry)
     for name, drafter in config.drafters.items():
         report.drafters.append(_describe(report, "drafters", name, drafter, facts.drafters[name]))
+        try:
+            check_head(name, drafter)
+        except BadRequest as error:
+            report.add_problem(error)
     for name, of, pairing in pairs_of(config, facts):
         why = _why(config, name, of, pairing)
         report.pairs.append(Pair(name, of, not pairing.refusal, pairing.bridge or "none", why))

@@ -38,6 +38,8 @@ def check_checkpoints(config: Config) -> None:
     for section, models in (("targets", config.targets), ("drafters", config.drafters)):
         for name, model in models.items():
             check_weights(model, f"{section}.{name}.checkpoint")
+    for name, drafter in config.drafters.items():
+        check_head(name, drafter)
     check_pairs(config, facts)
 
 
@@ -131,6 +133,12 @@ def check_weights(model: ModelConfig, where: str) -> None:
         weight_files(model.checkpoint)
     except CheckpointError as error:
         raise BadRequest(where, str(error)) from error
+
+
+def check_head(name: str, drafter: DrafterConfig) -> None:
+    """Raises BadRequest, naming the field, for an acceptance head whose file is missing."""
+    if drafter.head is not None and not drafter.head.is_file():
+        raise BadRequest(f"drafters.{name}.head", f"there is no file {drafter.head}; `dendro train head` makes one")
 
 
 def check_library_has(checkpoint: Path, where: str = "target") -> None:

@@ -223,6 +223,16 @@ def test_missing_weights_are_reported_with_no_load(models, tmp_path):
     assert problem.startswith("targets.t.checkpoint: ") and "no weights" in problem
 
 
+@pytest.mark.parametrize("options", [("--no-load",), ()], ids=["no load", "load"])
+def test_a_missing_head_is_one_problem_with_its_field_also_without_loading(models, tmp_path, options):
+    config = fields(models)
+    config["drafters"]["d"]["head"] = "nowhere.safetensors"
+    done, report = run(tmp_path, config, *options)
+    missing = tmp_path / "nowhere.safetensors"
+    assert done.exit_code == 2
+    assert report["problems"] == [f"drafters.d.head: there is no file {missing}; `dendro train head` makes one"]
+
+
 def test_a_missing_file_ends_with_status_2_and_its_field(models, tmp_path):
     wrong = fields(models, checkpoint=str(tmp_path / "nowhere"))
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(wrong))

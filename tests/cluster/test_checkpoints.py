@@ -57,6 +57,12 @@ def test_a_missing_file_is_named(config: Config, tmp_path: Path, file: str, fiel
     assert refused.value.field == field
 
 
+def test_a_missing_head_is_named(config: Config, tmp_path: Path):
+    drafter = config.drafters["mamba"].model_copy(update={"head": tmp_path / "nowhere.safetensors"})
+    with pytest.raises(BadRequest, match=r"^drafters\.mamba\.head: there is no file .*nowhere\.safetensors; `dendro"):
+        check_checkpoints(config.model_copy(update={"drafters": {"mamba": drafter}}))
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 12345\n"
 
 
