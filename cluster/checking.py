@@ -25,6 +25,7 @@ from cluster.drafter_figures import read_figures
 from cluster.hub import fetched_model, pinned
 from cluster.pairing import Pairing
 from cluster.redis_client import REDIS_FAULTS, reason_of, warning_at
+from cluster.router.served import Served
 from cluster.tables import folding_table
 from cluster.worth import DraftingEngine, Drafts, Steps, TargetEngine, Timer, worth_of
 
@@ -118,6 +119,10 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None], timer:
         positions = facts.targets[name].positions
         if positions is not None and target.max_length > positions:
             report.add_problem(f"targets.{name}.max_length: {target.max_length}; the model has {positions} positions")
+        try:
+            Served.of(name, target, facts.targets[name], config.structures)  # loads its tokenizer, as each router does
+        except BadRequest as error:
+            report.add_problem(error)
         entry = _describe(report, "targets", name, target, facts.targets[name])
         entry.arms = [arm.name(config.names_drafters(name)) for arm in config.arms_of(name)]
         entry.left_out = config.arms_left_out(name)

@@ -223,6 +223,30 @@ def test_missing_weights_are_reported_with_no_load(models, tmp_path):
     assert problem.startswith("targets.t.checkpoint: ") and "no weights" in problem
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [(None, "cannot be read: .*No such file"), ("{% if %}", "is no template of Jinja: line 1: ")],
+    ids=["missing", "no template"],
+)
+def test_a_chat_template_that_a_router_would_refuse_is_a_problem_with_its_field(models, tmp_path, text, reason):
+    if text is not None:
+        (tmp_path / "chat.jinja").write_text(text)
+    done, report = run(tmp_path, fields(models, chat_template="chat.jinja"), "--no-load")
+    assert done.exit_code == 2
+    (problem,) = report["problems"]
+    assert re.match(rf"targets\.t\.chat_template: {tmp_path}/chat\.jinja {reason}", problem)
+
+
+def test_a_tokenizer_that_a_router_cannot_load_is_a_problem_with_its_field(models, tmp_path):
+    shutil.copytree(models / "target", tmp_path / "broken")
+    tokenizer = json.loads((tmp_path / "broken" / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "Unknown"}
+    (tmp_path / "broken" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    done, report = run(tmp_path, fields(models, checkpoint=str(tmp_path / "broken")), "--no-load")
+    assert done.exit_code == 2
+    assert any("targets.t.checkpoint: " in each and "tokenizer cannot be loaded" in each for each in report["problems"])
+
+
 @pytest.mark.parametrize("options", [("--no-load",), ()], ids=["no load", "load"])
 def test_a_missing_head_is_one_problem_with_its_field_also_without_loading(models, tmp_path, options):
     config = fields(models)
