@@ -19,7 +19,7 @@ from dendro.failures import described
 from cluster.api.grpc import address_of
 from cluster.app import build, log
 from cluster.config import Config, PortSection
-from cluster.failed_start import last_line, refusal_in
+from cluster.failed_start import first_and_last_line, last_line, refusal_in
 from cluster.serve_config import APPLICATION, ENVIRONMENT
 
 OBJECT_STORE_BYTES = 100 << 20
@@ -124,19 +124,25 @@ def _go_on(ending: Event, after_s: float = 0.0) -> None:
 
 def _run(application: Any, ending: Event) -> None:
     """Run an application like `serve.run`, but end at once if a replica refuses a model: Serve would start the replica
-    twice more, and report the name of the deployment alone."""
+    twice more, and report the name of the deployment alone. What Serve reports meanwhile, such as of a replica that
+    finds no place, is logged once."""
     from ray import serve
     from ray.serve.schema import ApplicationStatus
 
     serve.run_many(
         [serve.RunTarget(target=application, name=APPLICATION, route_prefix=None)], wait_for_applications_running=False
     )
+    shown: set[tuple[str, str]] = set()  # deployments and what was logged of them
     while True:
         status = serve.status().applications.get(APPLICATION)
         if status is not None:
             messages = [each.message for each in status.deployments.values()]
             if refused := next(filter(None, map(refusal_in, messages)), None):
                 raise refused
+            for name, each in status.deployments.items():
+                if each.message and (name, each.message) not in shown:
+                    shown.add((name, each.message))
+                    log.warning("%s: %s", name, first_and_last_line(each.message))
             if status.status == ApplicationStatus.RUNNING:
                 return
             if status.status == ApplicationStatus.DEPLOY_FAILED:

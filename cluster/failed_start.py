@@ -28,3 +28,9 @@ def last_line(message: str) -> str:
     """The error that a traceback ends with; empty for an empty message."""
     lines = message.strip().splitlines()
     return one_line(lines[-1].strip(), REASON_CHARACTERS) if lines else ""
+
+
+def first_and_last_line(message: str) -> str:
+    """What Serve reports of a deployment, without the traceback that may be between its first line and its last."""
+    first, *rest = message.strip().splitlines()
+    return one_line(" ".join([first, *rest[-1:]]), REASON_CHARACTERS)

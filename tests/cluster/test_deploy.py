@@ -23,7 +23,15 @@ import typer
 from dendro.errors import BadRequest, EngineFailed
 from ray import serve
 from ray.exceptions import RayActorError
-from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, ProxyStatus, ServeStatus
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+    DeploymentStatusOverview,
+    DeploymentStatusTrigger,
+    ProxyStatus,
+    ServeStatus,
+)
 
 from cluster import cli, deploy
 from cluster.config import Config, Redis, demo_config
@@ -151,7 +159,7 @@ class ForeignServe:
         )
 
     def delete(self, name: str) -> None:
-        self.applications.remove(name)
+        self.applications.discard(name)
 
     def shutdown(self) -> None:
         self.shut_down = True
@@ -193,6 +201,31 @@ def test_a_foreign_ray_with_an_application_of_our_name_is_refused_and_keeps_it(m
     with pytest.raises(BadRequest, match=r"^--ray: far:6379 has an application 'dendro' already, .*; stop the"):
         deploy.start(toy_config(), "redis://127.0.0.1:1", "far:6379", **LOADERS)
     assert found.applications == {"dendro", "other"} and found.left and not found.shut_down
+
+
+def test_what_serve_reports_of_a_deployment_while_it_starts_is_logged_once(monkeypatch, caplog):
+    waits = "1 replicas have taken more than 30s to be scheduled. Resources required: {'GPU': 1.0}"
+    fails = "A replica failed to start. Error:\nTraceback:\n  File 'x', line 3\nRuntimeError: out of memory"
+    reports = iter(["", waits, waits, fails, fails])
+
+    def status() -> ServeStatus:
+        report = next(reports, None)
+        state = ApplicationStatus.DEPLOY_FAILED if report is None else ApplicationStatus.DEPLOYING
+        deployment = DeploymentStatusOverview(
+            DeploymentStatus.UPDATING, DeploymentStatusTrigger.UNSPECIFIED, {}, report or ""
+        )
+        return ServeStatus({}, {"dendro": ApplicationStatusOverview(state, "", 0.0, {"verifier-toy": deployment})})
+
+    ForeignServe(monkeypatch, ())
+    monkeypatch.setattr(serve, "start", lambda **_: None)
+    monkeypatch.setattr(serve, "run_many", lambda *_, **__: monkeypatch.setattr(serve, "status", status))
+    monkeypatch.setattr(deploy, "STATUS_PERIOD_S", 0.0)
+    with pytest.raises(EngineFailed):
+        deploy.start(toy_config(), "redis://127.0.0.1:1", "far:6379", **LOADERS)
+    assert caplog.messages == [
+        f"verifier-toy: {waits}",
+        "verifier-toy: A replica failed to start. Error: RuntimeError: out of memory",
+    ]
 
 
 @contextlib.contextmanager
