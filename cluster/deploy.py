@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Mapping
 from threading import Event
 from typing import Any
 
@@ -18,7 +19,7 @@ from dendro.failures import described
 
 from cluster.api.grpc import address_of
 from cluster.app import build, log
-from cluster.config import Config, PortSection
+from cluster.config import Config, DrafterConfig, PortSection, Router, TargetConfig
 from cluster.failed_start import first_and_last_line, last_line, refusal_in
 from cluster.serve_config import APPLICATION, ENVIRONMENT
 
@@ -29,6 +30,10 @@ STATUS_PERIOD_S = 0.2
 REPLICA_LOGS = "The replicas' logs are in /tmp/ray/session_latest/logs/serve."
 ANSWER_S = 30.0
 """Seconds that routers may take to report their addresses."""
+RESOURCE_FIELDS = {"CPU": "cpu", "GPU": "gpu"}
+"""Keys of `resources` by Ray's names; other resources are in `custom`."""
+RAY_DECIMALS = 4
+"""Decimals with which Ray counts resources."""
 _ray_processes: list[psutil.Process] = []  # processes that Ray started below this one; one cluster at a time
 
 OWN_PORTS, TRIED_PORTS = range(20_000, 32_768), 64
@@ -55,6 +60,26 @@ def check_ports(config: Config) -> None:
                 except OSError as error:
                     where, advice = address_of(host, port), "stop what listens there, or set another port"
                     raise BadRequest(field, f"routers cannot listen at {where}: {described(error)}; {advice}") from None
+
+
+def check_resources(config: Config, has: Mapping[str, float]) -> None:
+    """Raise BadRequest, naming the field, where the replicas that a cluster starts with need more than there is on a
+    Ray that it has alone: Serve would wait for ever. has: amounts by Ray's names of resources"""
+    left = dict(has)
+    pools: dict[str, TargetConfig | DrafterConfig | Router] = {
+        **{f"targets.{name}": target for name, target in config.targets.items()},
+        **{f"drafters.{name}": drafter for name, drafter in config.drafters.items()},
+        "router": config.router,
+    }
+    for pool, of in pools.items():
+        workers = of.least_replicas * (of.tensor_parallel if isinstance(of, TargetConfig) else 1)
+        for name, amount in of.resources.bundle.items():
+            free, needed = left.get(name, 0.0), round(workers * amount, RAY_DECIMALS)
+            if needed > free:
+                field = f"{pool}.resources.{RESOURCE_FIELDS.get(name, f'custom.{name}')}"
+                what = f"{needed:g} in all, and Ray on this machine has {free:g} left of {has.get(name, 0.0):g}"
+                raise BadRequest(field, f"{what}; set less, or serve on other machines' Ray by --ray")
+            left[name] = round(free - needed, RAY_DECIMALS)
 
 
 def start(config: Config, redis_url: str, ray_address: str = "", ending: Event | None = None, **loaders: Any) -> str:
@@ -106,6 +131,8 @@ def start(config: Config, redis_url: str, ray_address: str = "", ending: Event |
         raise BadRequest("--ray", f"{ray_address} {what}; stop the `dendro serve` that started it, or use another Ray")
     try:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        if not ray_address:
+            check_resources(config, ray.cluster_resources())
         _go_on(ending)
         serve.start(proxy_location=ProxyLocation.Disabled)
         _go_on(ending)

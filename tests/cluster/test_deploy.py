@@ -203,6 +203,40 @@ def test_a_foreign_ray_with_an_application_of_our_name_is_refused_and_keeps_it(m
     assert found.applications == {"dendro", "other"} and found.left and not found.shut_down
 
 
+def pool(number: int = 1, **resources: object) -> dict[str, object]:
+    return {"checkpoint": "none", "replicas": number, "resources": {"cpu": 0.1, **resources}}
+
+
+@pytest.mark.parametrize(
+    ("targets", "has", "refusal"),
+    [
+        ({"a": pool(gpu=1)}, {}, r"targets\.a\.resources\.gpu: 1 in all, and Ray .* has 0 left of 0; set less, or"),
+        ({"a": pool(2, gpu=1)}, {"GPU": 1}, r"targets\.a\.resources\.gpu: 2 in all, and Ray .* has 1 left of 1"),
+        ({"a": pool(gpu=1), "b": pool(gpu=0.5)}, {"GPU": 1}, r"targets\.b\.resources\.gpu: 0\.5 in all, .* 0 left"),
+        ({"a": {**pool(gpu=1), "tensor_parallel": 2}}, {"GPU": 1}, r"targets\.a\.resources\.gpu: 2 in all"),
+        ({"a": pool(custom={"x": 1})}, {"GPU": 1}, r"targets\.a\.resources\.custom\.x: 1 in all, .* 0 left of 0"),
+    ],
+)
+def test_what_a_ray_of_ones_own_cannot_hold_is_refused_by_field(targets, has, refusal, monkeypatch):
+    ForeignServe(monkeypatch, ())
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 2.0, **has})
+    with pytest.raises(BadRequest, match=f"^{refusal}"):
+        deploy.start(toy_config(targets=targets), "redis://127.0.0.1:1", **LOADERS)
+
+
+@pytest.mark.parametrize(
+    ("targets", "has"),
+    [
+        ({"a": pool(9, gpu=0.1), "b": pool(1, gpu=0.1)}, {"GPU": 1}),
+        ({"a": {"checkpoint": "x", "resources": {"gpu": 1}, "autoscaling": {"max_replicas": 2}}}, {"GPU": 1}),
+        ({"a": pool(custom={"x": 0})}, {}),
+    ],
+    ids=["tenths", "at its fewest replicas", "none"],
+)
+def test_what_a_ray_of_ones_own_just_holds_is_not_refused(targets, has):
+    deploy.check_resources(toy_config(targets=targets, drafters={}), {"CPU": 2.0, **has})
+
+
 def test_what_serve_reports_of_a_deployment_while_it_starts_is_logged_once(monkeypatch, caplog):
     waits = "1 replicas have taken more than 30s to be scheduled. Resources required: {'GPU': 1.0}"
     fails = "A replica failed to start. Error:\nTraceback:\n  File 'x', line 3\nRuntimeError: out of memory"
