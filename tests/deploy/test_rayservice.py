@@ -8,6 +8,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import ray
+from dendro.modes import LISTED_MODES
 from helm_python import HelmError
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
@@ -288,6 +289,12 @@ def test_the_times_and_sizes_of_what_is_kept_reach_the_cluster():
     assert {name: getattr(found, name) for name in kept} == kept and found.url.startswith("redis://dendro-redis")
     elsewhere = {"url", "user", "password_variable", "sentinel_password_variable", "authority", "memory_mb"}
     assert kept.keys() == set(type(found).model_fields) - elsewhere
+
+
+def test_verification_modes_reach_the_cluster():
+    chosen = merged(SMALL, {"cluster": {"verification_modes": [*LISTED_MODES]}})
+    assert cluster_of(serve_config(chosen)).verification_modes == LISTED_MODES
+    assert cluster_of(serve_config()).verification_modes == ()
 
 
 def test_traces_reach_the_cluster_where_a_collector_is_named():

@@ -7,8 +7,10 @@ import re
 
 import jsonschema
 import pytest
+from dendro.modes import LISTED_MODES
 from helm_python import HelmError, lint
 
+from cluster.config import Config
 from tests.support.chart import CHART, SMALL, merged, rendered, values_of
 
 DEFAULTS = values_of("values.yaml")
@@ -40,6 +42,13 @@ def test_every_default_is_in_the_schema_and_every_schema_key_has_a_default():
 
     known = {path for path in keys(SCHEMA) if path[0] not in ("global", "cluster")}
     assert known == {path for path in paths(DEFAULTS) if path[0] != "cluster"}
+
+
+def test_the_schema_and_the_defaults_have_every_key_of_the_configuration_that_the_chart_does_not_fill_in():
+    filled_in = {"grpc", "http", "auth", "tls"}
+    known = SCHEMA["properties"]["cluster"]["properties"]
+    assert known.keys() == DEFAULTS["cluster"].keys() == Config.model_fields.keys() - filled_in
+    assert known["verification_modes"]["items"]["enum"] == [*LISTED_MODES]
 
 
 def test_every_section_has_a_comment():

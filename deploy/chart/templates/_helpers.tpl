@@ -99,7 +99,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $router := $config.router | default dict }}
 {{- $_ := set $router "resources" (mergeOverwrite (dict "cpu" 0.25) ($router.resources | default dict) (dict "custom" (dict "router" 1))) }}
 {{- $_ := set $config "router" $router }}
-{{- range $key := list "drafters" "speculation" "structures" "trace" }}
+{{- range $key := list "drafters" "speculation" "structures" "verification_modes" "trace" }}
 {{- if not (get $config $key) }}{{ $_ := unset $config $key }}{{ end }}
 {{- end }}
 {{- $redis := mergeOverwrite (dict) ($config.redis | default dict) (dict "url" (include "dendro.redisUrl" .)) }}
