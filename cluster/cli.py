@@ -53,6 +53,7 @@ from cluster.command_options import (
 )
 from cluster.config import Config
 from cluster.key_commands import keys
+from cluster.replaced_files import replace_text
 from cluster.request_options import options_given, takes_request_options
 from cluster.running import descendants, local_client, running_cluster, survivors
 from cluster.showing import (
@@ -216,7 +217,7 @@ def write_config(
     if output is None:
         print(text, end="")
     else:
-        output.write_text(text)
+        replace_text("--output", output, text)
 
 
 @app.command()
@@ -235,7 +236,8 @@ def check(
     report = examine(given_config(config), load, lambda line: errors.print(line, style="dim", markup=False), timer)
     show(page(), report)
     if json_file is not None:
-        json_file.write_text(as_report(report))
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+        replace_text("--json", json_file, as_report(report))
     if report.problems:
         raise typer.Exit(2)
 
@@ -433,7 +435,7 @@ def explain(
     async def run() -> None:
         async with _far_client(address, timeout, key_file, ca) as client:
             found = explained_answers(request, await client.explain(request))
-        output.write_text(explained_page(found), encoding="utf-8")
+        replace_text("--output", output, explained_page(found))
         errors.print(f"{output}: {sum(len(each['rounds']) for each in found)} rounds", markup=False, highlight=False)
 
     _run(run())

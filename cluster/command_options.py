@@ -23,7 +23,22 @@ TargetName = Annotated[str, typer.Option(help="The target's name. Default: the f
 Routers = Annotated[str, typer.Option("--address", help="The routers, host:port, separated by commas.")]
 Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS")]
 Local = Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the report as JSON.", show_default=False)]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """The file of a report, as it is given. Raises BadRequest, before the work that it reports, where it cannot be
+    written; its folder is made after the work."""
+    if path is not None:
+        folder = next((each for each in path.absolute().parents if each.exists()), path)
+        made = folder.is_dir() and os.access(folder, os.W_OK)
+        if path.is_dir() or not (made or os.access(path, os.W_OK)):
+            raise BadRequest("--json", f"{path} cannot be written; name a file in a folder that takes new ones")
+    return path
+
+
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the report as JSON.", show_default=False, callback=_writable)
+]
 
 KEY_VARIABLE = "DENDRO_API_KEY"
 KeyFile = Annotated[

@@ -257,6 +257,15 @@ def test_a_missing_head_is_one_problem_with_its_field_also_without_loading(model
     assert report["problems"] == [f"drafters.d.head: there is no file {missing}; `dendro train head` makes one"]
 
 
+def test_a_report_is_written_into_a_new_folder_and_a_full_disk_is_refused_by_the_option(models, tmp_path):
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(fields(models)))
+    words, report = ["check", str(tmp_path / "c.yaml"), "--no-load", "--json"], tmp_path / "new" / "r.json"
+    assert CliRunner().invoke(cli.app, [*words, str(report)]).exit_code == 0
+    assert json.loads(report.read_text())["can_be_served"]
+    done = CliRunner().invoke(cli.app, [*words, "/dev/full"])
+    assert str(done.exception) == "--json: /dev/full cannot be written: No space left on device"
+
+
 def test_a_missing_file_ends_with_status_2_and_its_field(models, tmp_path):
     wrong = fields(models, checkpoint=str(tmp_path / "nowhere"))
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(wrong))

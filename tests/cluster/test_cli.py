@@ -245,6 +245,8 @@ async def test_generate_json_is_one_object_with_all_fields(address: str):
         (["generate", "x", "--timeout", "-1"], "--timeout: must be a positive, finite number of seconds"),
         (["generate", "x", "--keep-session"], "--keep-session: needs a store that outlives the command"),
         (["generate", "x", "--keep-session", "--local"], "--keep-session: needs a store"),
+        (["check", "--json", "/dev/null/r.json"], "--json: /dev/null/r.json cannot be written; name a file in"),
+        (["certify", "--json", "/"], "--json: / cannot be written"),
         (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),
     ],
 )

@@ -131,10 +131,12 @@ async def test_the_command_writes_one_page_with_the_rounds_of_each_answer(tmp_pa
             answers = await client.generate_samples("walk the ", request_id="abc", n=2, max_new_tokens=8)
         words = ["explain", "chatcmpl-abc", "--address", f"{first.address},{second.address}", "-o", str(page)]
         done = await asyncio.to_thread(CliRunner().invoke, cli.app, words)
+        refused = await asyncio.to_thread(CliRunner().invoke, cli.app, [*words[:-1], str(tmp_path)])
     finally:
         await first.stop()
         await second.stop()
     assert done.exit_code == 0, done.output
+    assert str(refused.exception) == f"--output: {tmp_path} cannot be written: Is a directory"
     (data,) = re.findall(r'<script type="application/json" id="explained">(.*?)</script>', page.read_text(), re.DOTALL)
     found = json.loads(data)
     assert [each["sample"] for each in found] == [0, 1] and [each["request_id"] for each in found] == ["abc"] * 2

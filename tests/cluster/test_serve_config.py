@@ -123,3 +123,9 @@ def test_the_command_writes_the_file(tmp_path, config):
     source, target = tmp_path / "cluster.yaml", tmp_path / "serve.yaml"
     assert CliRunner().invoke(cli.app, ["config", str(source), "-o", str(target)]).exit_code == 0
     assert target.read_text() == as_yaml(config) == CliRunner().invoke(cli.app, ["config", str(source)]).stdout
+
+
+def test_an_output_that_cannot_be_written_is_refused_by_its_option(tmp_path, config):
+    done = CliRunner().invoke(cli.app, ["config", str(tmp_path / "cluster.yaml"), "-o", str(tmp_path)])
+    assert isinstance(done.exception, BadRequest)
+    assert str(done.exception) == f"--output: {tmp_path} cannot be written: Is a directory"
