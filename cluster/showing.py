@@ -6,7 +6,8 @@ import json
 import statistics
 import sys
 import unicodedata
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Protocol, TextIO
 
@@ -92,15 +93,16 @@ class RoundsPrinter:
         self._write(text, self._styles[self._count % len(self._styles)])
         self._count += 1
 
-    async def _showing_prompt(self, events: AsyncIterator[Event]) -> AsyncIterator[Event]:
+    async def _showing_prompt(self, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
         async for event in events:
             if isinstance(event, EchoedPrompt):
                 self._write(event.text, "dim")
             yield event
 
-    async def show_all(self, events: AsyncIterator[Event]) -> Completion:
-        """Print a stream's rounds as they come. Returns the whole answer."""
-        done = await collect_stream(self._showing_prompt(events), self.show)
+    async def show_all(self, events: AsyncGenerator[Event, None]) -> Completion:
+        """Print a stream's rounds as they come; end the stream where that fails. Returns the whole answer."""
+        async with aclosing(events), aclosing(self._showing_prompt(events)) as shown:
+            done = await collect_stream(shown, self.show)
         self._write("\n", "")
         return done
 

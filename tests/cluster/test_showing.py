@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 
 import grpc.aio
 import pytest
+from dendro.answer import Round
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.showing import visible
+from cluster.showing import RoundsPrinter, visible
 
 TEXT = "\ta\r\n\x1b[31mred\x1b]0;title\x07 \x08\x7f\x9b2J é 𝛼 [bold]b[/] \u202etxt.exe \N{NO-BREAK SPACE}"
 PARTS = (TEXT[:12], TEXT[12:])
@@ -77,3 +78,21 @@ async def test_a_terminal_gets_no_command_of_the_answer(words, monkeypatch):
 
 def test_line_breaks_tabs_and_letters_are_shown_as_they_are():
     assert visible("\ta\né 𝛼\u200d\n") == "\ta\né 𝛼\u200d\n"
+
+
+async def test_an_answer_that_cannot_be_printed_is_ended_at_once():
+    ended = []
+
+    async def events():
+        try:
+            yield Round(0, (7,), "text", "off")
+            pytest.fail("it goes on")
+        finally:
+            ended.append(True)
+
+    def write(text: str, style: str) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        await RoundsPrinter(write).show_all(events())
+    assert ended
