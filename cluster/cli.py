@@ -16,6 +16,7 @@ os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 import asyncio
 import contextlib
+import errno
 import importlib
 import logging
 import signal
@@ -509,14 +510,27 @@ add_measuring(app)
 
 
 def main() -> None:
-    """The entry point. A DendroError is printed as one line; exit status 2 for bad input, else 1."""
+    """The entry point. A DendroError is printed as one line, and so is an error of the system, such as a full disk;
+    exit status 2 for bad input, else 1. A command whose output is a closed pipe ends without a line."""
     try:
-        app()
+        try:
+            app()
+        finally:
+            print(end="", flush=True)
     except DendroError as error:
-        errors.print(f"error: {visible(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True)
+        _print_error(error)
         sys.exit(2 if isinstance(error, BadRequest) else 1)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes at its end what it could not
+        if error.errno != errno.EPIPE:
+            _print_error(error)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _print_error(error: Exception) -> None:
+    errors.print(f"error: {visible(str(error))}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

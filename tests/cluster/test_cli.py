@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import subprocess
@@ -268,6 +269,29 @@ async def test_a_cluster_that_does_not_answer_is_one_line_at_the_deadline(monkey
     shown = capsys.readouterr().err
     assert ended.value.code == 1 and len(shown.splitlines()) == 1
     assert "no complete answer within 0.3 s; the last call: the stream broke: " in shown
+
+
+def printed_to(output: int) -> subprocess.CompletedProcess[str]:
+    """A command whose output goes to a file descriptor, through Python's buffer."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    words = [sys.executable, "-m", "cluster.cli", "--version"]
+    return subprocess.run(words, stdout=output, stderr=subprocess.PIPE, text=True, env=buffered)
+
+
+def test_output_that_cannot_be_written_is_one_line_and_status_1():
+    with open("/dev/full", "w") as full:
+        done = printed_to(full.fileno())
+    assert (done.returncode, done.stderr) == (1, "error: [Errno 28] No space left on device\n")
+
+
+def test_a_command_whose_reader_has_left_ends_without_a_line():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = printed_to(writer)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_serve_refuses_a_bad_configuration_before_starting_anything():
