@@ -245,6 +245,7 @@ class DrafterHost:
         with self.spent.round():
             self.scheduler.draft(Ticket(time.monotonic()), call)
             self._run()
+        self.scheduler.calibrations.learn()  # as an engine does after its answers
         ((_, tree),) = self.scheduler.answers
         assert isinstance(tree, DraftTree)
         path = [int(tree.tokens[1])]
