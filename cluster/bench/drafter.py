@@ -170,12 +170,14 @@ class InlineDrafter:
         if len(trees) < len(calls):
             raise EngineFailed(f"a draft failed: {scheduler.answers}")
         scheduler.answers.clear()
+        scheduler.calibrations.learn()  # The engine learns after its answers, too.
         return TimedDraft(tuple(trees[ticket] for ticket in tickets), tuple(plans), seconds)
 
     def _prepare_noise(self) -> None:
         """Compute all noise that the scheduler expects to need, as an idle engine does."""
         wanted = self.scheduler.noise_wanted
         for session, positions in wanted.items():
+            self.runner.forget_noise(session, positions.start)
             while self.runner.prepare(session, positions):
                 pass
         wanted.clear()
