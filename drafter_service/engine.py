@@ -342,6 +342,8 @@ class DrafterEngine:
                 self._forward(step.plan)
         self._send_answers()
         self._scheduler.calibrations.learn()
+        for session, positions in self._scheduler.noise_wanted.items():
+            self._runner.forget_noise(session, positions.start)
         return self._scheduler.text_masks.patience_s if step.plan is None and not self._prepare_noise() else 0.0
 
     def _end_texts(self, reason: DendroError) -> None:
@@ -390,8 +392,6 @@ class DrafterEngine:
         for session in scheduler.closed:
             self._runner.forget(session)
         scheduler.closed.clear()
-        for session, positions in scheduler.noise_wanted.items():
-            self._runner.forget_noise(session, positions.start)
 
     def _copied(self, ready: MemoryComplete) -> _Saved | EngineFailed:
         """A copy of a closing session's memory, or the error of its close."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafter_service.confidence import CANDIDATES, MOST_UNSEEN, SHARPEST, Calibration
+from drafter_service.confidence import CANDIDATES, MOST_UNSEEN, SHARPEST, Calibration, Calibrations
 
 K = CANDIDATES
 
@@ -158,3 +158,21 @@ def test_scores_that_lie_far_apart_leave_what_other_rows_taught(gap: float, othe
 def test_a_row_of_nan_leaves_the_calibration_unchanged():
     calibration = Calibration()
     assert calibration.learn([math.nan] * K, 0) is calibration
+
+
+def test_ranks_are_learned_in_their_order_when_asked_and_one_that_cannot_be_is_left_out(monkeypatch, caplog):
+    learn = Calibration.learn
+    kept, rows = Calibrations(), [([2.0, 1.0], 0), ([3.0, 0.5], 1)]
+    monkeypatch.setattr(
+        Calibration, "learn", lambda own, scores, rank: 1 / 0 if rank == 9 else learn(own, scores, rank)
+    )
+    kept.note("noise", *rows[0])
+    kept.note("noise", [1.0], 9)
+    kept.note("noise", *rows[1])
+    assert kept["noise"] == Calibration()
+    kept.learn()
+    assert kept["noise"] == learn(learn(Calibration(), *rows[0]), *rows[1]) and kept["logits"] == Calibration()
+    assert "could not be learned" in caplog.text
+    before = kept["noise"]
+    kept.learn()
+    assert kept["noise"] is before

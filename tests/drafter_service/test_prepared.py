@@ -28,7 +28,7 @@ from drafter_service.grow import growth_of
 from drafter_service.prepared import LONGEST_REST, MISSES, MOST, Outcome, Preparations, likely_outcomes
 from drafter_service.runner import DraftRunner
 from tests.support.opened_texts import OpenedText, drafter_of
-from tests.support.tiny_drafters import FAMILIES, VOCABULARY
+from tests.support.tiny_drafters import FAMILIES, VOCABULARY, make_drafter
 
 CHAIN, TREE = LevelShape((1, 1, 1)), LevelShape((3, 2, 1))
 SHAPES = TREE, CHAIN, NodeShape((3, 2, 0, 1, 0, 2, 1)), BeamShape(4, 3), DynamicShape(3, 4, 7)
@@ -84,6 +84,25 @@ def outcomes_of(engine: DrafterEngine, text: OpenedText) -> list[list[int]]:
     """The tokens that a text may get for which the idle engine has prepared trees."""
     scheduler = engine._scheduler
     return [list(each.guessed) for each in scheduler.prepared_of(scheduler._sessions[text.opening])]
+
+
+async def test_a_call_gets_its_prepared_tree_though_the_next_forward_never_ends(tmp_path, monkeypatch):
+    make_drafter(tmp_path, "mamba2")
+    gate = threading.Event()
+    async with drafter_of(tmp_path, draft_ahead=True, closed=False) as engine:
+        text, idle = OpenedText(engine, prompt_of(12, 0)), Idle(engine)
+        await text.open()
+        await text.draft(CHAIN)
+        await idle()
+        text.ids += outcomes_of(engine, text)[0]
+        run = engine._runner.run
+        monkeypatch.setattr(engine._runner, "run", lambda plan: gate.wait(60) and run(plan))
+        try:
+            async with asyncio.timeout(20):
+                assert (await text.draft(CHAIN)).guesses == CHAIN.depth
+        finally:
+            gate.set()
+        assert engine.stats()["prepared_used"] == 1
 
 
 def check_same(one: DraftTree, other: DraftTree) -> None:
