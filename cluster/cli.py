@@ -51,6 +51,7 @@ from cluster.command_options import (
     given_config,
     given_credentials,
     given_key,
+    write_report,
 )
 from cluster.config import Config
 from cluster.key_commands import keys
@@ -237,8 +238,7 @@ def check(
     report = examine(given_config(config), load, lambda line: errors.print(line, style="dim", markup=False), timer)
     show(page(), report)
     if json_file is not None:
-        json_file.parent.mkdir(parents=True, exist_ok=True)
-        replace_text("--json", json_file, as_report(report))
+        write_report(json_file, as_report(report))
     if report.problems:
         raise typer.Exit(2)
 

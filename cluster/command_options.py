@@ -14,6 +14,7 @@ from dendro.arguments import secret_of
 from dendro.errors import BadRequest
 
 from cluster.config import Config, demo_config
+from cluster.replaced_files import replace_text
 
 _CONFIG = "A cluster's YAML file. Default: the bundled demo."
 
@@ -34,6 +35,15 @@ def _writable(path: Path | None) -> Path | None:
         if path.is_dir() or not (made or os.access(path, os.W_OK)):
             raise BadRequest("--json", f"{path} cannot be written; name a file in a folder that takes new ones")
     return path
+
+
+def write_report(json_file: Path, text: str) -> None:
+    """Write a report to the file of `--json`, whose folder is made. Raises BadRequest where that is not possible."""
+    try:
+        json_file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadRequest("--json", f"{json_file} cannot be written: {error.strerror}") from None
+    replace_text("--json", json_file, text)
 
 
 JsonFile = Annotated[

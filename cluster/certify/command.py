@@ -32,6 +32,7 @@ from cluster.command_options import (
     given_config,
     given_credentials,
     given_key,
+    write_report,
 )
 from cluster.config import Config, TargetConfig
 from cluster.demo.prompts import served_prompts
@@ -41,7 +42,6 @@ from cluster.measure.measurement import Begin
 from cluster.measure.options import MarkdownFile, present, with_bars
 from cluster.measure.report import as_json
 from cluster.model_paths import resolved_path
-from cluster.replaced_files import replace_text
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.running import local_client, running_cluster
 from drafter_service.options import DTYPES
@@ -336,8 +336,7 @@ def certify(
         """Write what is known: the whole takes an hour on a model of 135 million parameters, and may be ended."""
         so_far.append(promise)
         if json_file is not None:
-            json_file.parent.mkdir(parents=True, exist_ok=True)
-            replace_text("--json", json_file, as_json(report(so_far, began, threads, subject, complete=False)))
+            write_report(json_file, as_json(report(so_far, began, threads, subject, complete=False)))
 
     found = with_bars(lambda begin: asyncio.run(run_certify(checked, far, local, size, begin, keep)))
     written = report(found, began, threads, subject)
