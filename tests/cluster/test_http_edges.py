@@ -29,7 +29,7 @@ from cluster.router.totals import RouterTotals
 from tests.support.edge import EdgePeers, ingress
 from tests.support.edge import config as edge_config
 from tests.support.fakes import FakeDrafter, FakeVerifier
-from tests.support.http_api import HELLO, client_of, http_at, post, raw, request_of
+from tests.support.http_api import HELLO, accepted_by_loop, client_of, http_at, post, raw, request_of
 from tests.support.sockets import until
 from tests.support.toy_edge import edge
 
@@ -572,17 +572,10 @@ async def test_the_chunks_of_a_body_are_bounded_also_where_it_is_not_read(caplog
 
 async def test_a_body_does_not_wait_until_its_client_has_acknowledged_the_headers(monkeypatch):
     """Nagle's algorithm would hold it back, for 40 ms where a kept connection's client acknowledges late."""
-    loop, accepted = asyncio.get_running_loop(), []
-    accept = loop.sock_accept
-
-    async def noted(listening):
-        accepted.append(await accept(listening))
-        return accepted[-1]
-
-    monkeypatch.setattr(loop, "sock_accept", noted)
+    accepted = accepted_by_loop(monkeypatch)
     async with http_at() as (server, _), client_of(server) as client:
         await client.models.list()
-        ((connection, _),) = accepted
+        (connection,) = accepted
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 

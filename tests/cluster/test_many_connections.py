@@ -25,7 +25,7 @@ from cluster.api.openai import server as http_server
 from cluster.api.places import network_of
 from tests.support.certificates import Authority
 from tests.support.edge import EdgePeers, ingress
-from tests.support.http_api import http_at
+from tests.support.http_api import accepted_by_loop, http_at
 from tests.support.sockets import until
 
 MOST = 16
@@ -121,14 +121,7 @@ async def _keep_no_other_address_out(tmp_path, tls):
 
 
 async def test_connections_that_wait_are_accepted_one_in_a_turn_of_the_loop(monkeypatch):
-    loop, accepted = asyncio.get_running_loop(), []
-    accept = loop.sock_accept
-
-    async def noted(listening):
-        accepted.append(await accept(listening))
-        return accepted[-1]
-
-    monkeypatch.setattr(loop, "sock_accept", noted)
+    accepted = accepted_by_loop(monkeypatch)
     async with http_at(http={"max_connections": MOST}) as (server, _):
         host, _, port = server.address.rpartition(":")
         with contextlib.ExitStack() as stack:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
+import pytest
 
 from cluster.api.callers import Callers
 from cluster.api.openai.server import HttpServer, serve_http
@@ -32,6 +34,20 @@ async def http_at(
         yield server, requests
     finally:
         await server.stop()
+
+
+def accepted_by_loop(patch: pytest.MonkeyPatch) -> list[socket.socket]:
+    """The connections that the running loop accepts from now on."""
+    loop = asyncio.get_running_loop()
+    accept, accepted = loop.sock_accept, list[socket.socket]()
+
+    async def noted(listening: socket.socket) -> tuple[socket.socket, Any]:
+        connection, address = await accept(listening)
+        accepted.append(connection)
+        return connection, address
+
+    patch.setattr(loop, "sock_accept", noted)
+    return accepted
 
 
 @asynccontextmanager
