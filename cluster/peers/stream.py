@@ -340,7 +340,7 @@ class Streams:
     async def to(self, address: str) -> PeerStream:
         """The stream to a replica, connected where there is none or it was lost. Raises as `PeerStream.connect`."""
         for other in [other for other, task in self._streams.items() if task.done() and not self.alive(other)]:
-            del self._streams[other]  # a replica that is gone never comes back at its address
+            del self._streams[other]  # a lost stream is not used again, and replicas that follow have other addresses
         if address not in self._streams:
             self._streams[address] = asyncio.create_task(PeerStream.connect(address, self._kind, self._certificates))
         connecting = self._streams[address]

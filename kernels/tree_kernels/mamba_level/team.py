@@ -44,7 +44,8 @@ def few_panels(
     its = longs(words)
     step = its[shapes.ENTRY] * inputs
     weights = its[shapes.WEIGHTS] + first * step
-    # A tile reads its panels, some 16 KiB each, side by side, and has no time to load the beginning of each one ahead.
+    # A tile reads its panels side by side, and each has only some 16 KiB: loading a fixed distance ahead would come too
+    # late for the beginning of every panel.
     following = weights + count * step
     blocks(
         rows,

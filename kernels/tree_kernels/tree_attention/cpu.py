@@ -30,7 +30,7 @@ class _Far:
     padded: int
     runs: tuple[tuple[int, int], ...]  # (first page, number of consecutive pages): one product of scores for each
     keys: int
-    seen: int  # the first keys, of which rows see all or some; the last page's others may hold anything, NaN too
+    seen: int  # number of keys, from the first on, that any row sees; the slots after them may hold anything, NaN too
     hidden: Tensor  # [count, 1, keys] bool: True where not seen
 
 
