@@ -284,9 +284,12 @@ async def test_a_client_that_does_not_read_is_bounded_and_loses_its_connection_a
     monkeypatch.setattr(http_server, "bind", with_little_buffer)
     drafter, verifier = FakeDrafter(), FakeVerifier()
     async with (
-        edge(drafter, verifier, router={"request_timeout_s": 1.0}) as (made, _),
+        edge(drafter, verifier, router={"request_timeout_s": 3.0}) as (made, _),  # buffers are full long before
         http_at(served_ingress=made) as (server, requests),
-        unread(server, {"prompt": [5, 6, 7], "max_tokens": 1900, "stream": True, "dendro": {"speculation": "off"}}),
+        unread(
+            server,
+            {"prompt": [5, 6, 7], "max_tokens": 1900, "stream": True, "dendro": {"speculation": "off", "trees": True}},
+        ),
     ):
         await until(lambda: verifier.held)
         await until(lambda: not verifier.held and not drafter.held)
