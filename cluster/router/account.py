@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from dendro.calls import Opened
 from dendro.text import Verdict
@@ -35,40 +36,99 @@ def round_parts(tree: DraftTree, verdict: Verdict, took_us: int, first: bool) ->
     return parts
 
 
+@dataclass(slots=True)
+class _Counts:
+    """Numbers of `SpeculationStats`, by their names there: counts, and microseconds. A message takes several times as
+    long to add to."""
+
+    rounds: int = 0
+    emitted_tokens: int = 0
+    cut_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    discarded_tokens: int = 0
+    trimmed_tokens: int = 0
+    late_drafts: int = 0
+    ordered_trees: int = 0
+    ahead_us: int = 0
+    rounds_us: int = 0
+    decode_tokens: int = 0
+    decode_us: int = 0
+
+    def count(self, tree: DraftTree, verdict: Verdict) -> None:
+        tokens, accepted, guesses = len(verdict.tokens), len(verdict.ranks), tree.guesses
+        self.rounds += 1
+        self.emitted_tokens += tokens
+        self.cut_tokens += verdict.length - tokens
+        self.drafted_tokens += guesses
+        self.accepted_tokens += accepted
+        self.discarded_tokens += guesses - accepted
+        self.trimmed_tokens += verdict.trimmed
+        self.late_drafts += tree.missed
+        self.ordered_trees += verdict.tree is not None and not verdict.missed
+
+    def time(self, us: int, verdict: Verdict, decoded_us: int | None) -> None:
+        """us: the round's time   decoded_us: time since the first round ended; None in that round"""
+        self.rounds_us += us
+        self.ahead_us += verdict.ahead_us
+        if decoded_us is not None:
+            self.decode_tokens += len(verdict.tokens)
+            self.decode_us = decoded_us
+
+
 class RoundAccount:
     """Counts and times a request's rounds."""
 
     def __init__(self, policy: str, names_drafters: bool = False) -> None:
         """policy: name of the policy   names_drafters: True if arms are named with their drafters"""
-        self.stats = pb.SpeculationStats(policy=policy)
+        self._step_sizes: Sequence[int] = ()
+        self._policy = policy
         self._names_drafters = names_drafters
+        self._counts = _Counts()
+        self._part_us = dict.fromkeys(ROUND_PARTS, 0)
+        self._by_arm = defaultdict[Arm, int](int)  # rounds
+        self._by_tokens = defaultdict[int, int](int)  # rounds, by number of their tokens
         self._drafters: dict[str, pb.DrafterStats] = {}  # key: name; in the order of first rounds
         self._first_s = 0.0  # time at which the first round ended
+
+    @property
+    def rounds(self) -> int:
+        return self._counts.rounds
+
+    def learn_target(self, step_sizes: Sequence[int]) -> None:
+        """step_sizes: numbers of rows that the target's steps are padded to"""
+        self._step_sizes = step_sizes
+
+    @property
+    def stats(self) -> pb.SpeculationStats:
+        """The statistics of the rounds so far."""
+        counts = {each.name: getattr(self._counts, each.name) for each in fields(self._counts)}
+        stats = pb.SpeculationStats(policy=self._policy, step_sizes=self._step_sizes, **counts)
+        for arm, count in self._by_arm.items():
+            stats.rounds_by_shape[arm.name(self._names_drafters)] += count
+        stats.rounds_by_tokens.update(self._by_tokens)
+        for part, us in self._part_us.items():
+            setattr(stats, f"{part}_us", us)
+        return stats
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float) -> Mapping[str, int]:
         """Record a round. Returns the microseconds of its parts. took_us: time of the round, from the choice of its arm
         to its verdict   now_s: time at which it ended"""
-        first = self.stats.rounds == 0
+        first = self._counts.rounds == 0
         parts = round_parts(tree, verdict, took_us, first)
-        self._count(arm, tree, verdict)
-        self._time(parts, verdict, now_s, first)
+        if first:
+            self._first_s = now_s
+        self._counts.count(tree, verdict)
+        self._counts.time(sum(parts.values()), verdict, None if first else int(1e6 * (now_s - self._first_s)))
+        for part, us in parts.items():
+            self._part_us[part] += us
+        self._by_arm[arm] += 1
+        self._by_tokens[len(verdict.tokens)] += 1
+        if arm.drafted:
+            self._count_drafter(arm, tree, verdict)
         return parts
 
-    def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        stats, tokens, accepted = self.stats, len(verdict.tokens), len(verdict.ranks)
-        stats.rounds += 1
-        stats.rounds_by_shape[arm.name(self._names_drafters)] += 1
-        stats.rounds_by_tokens[tokens] += 1
-        stats.emitted_tokens += tokens
-        stats.cut_tokens += verdict.length - tokens
-        stats.drafted_tokens += tree.guesses
-        stats.accepted_tokens += accepted
-        stats.discarded_tokens += tree.guesses - accepted
-        stats.trimmed_tokens += verdict.trimmed
-        stats.late_drafts += tree.missed
-        stats.ordered_trees += verdict.tree is not None and not verdict.missed
-        if not arm.drafted:
-            return
+    def _count_drafter(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         drafter = self._drafters.setdefault(arm.maker, pb.DrafterStats(name=arm.maker))
         if tree.missed:  # any guesses are proposals
             drafter.late_drafts += 1
@@ -76,18 +136,6 @@ class RoundAccount:
             drafter.rounds += 1
             drafter.drafted_tokens += tree.guesses - len(tree.proposed)
             drafter.accepted_tokens += _accepted_of_drafter(tree, verdict)
-
-    def _time(self, parts: Mapping[str, int], verdict: Verdict, now_s: float, first: bool) -> None:
-        stats = self.stats
-        for part, us in parts.items():
-            setattr(stats, f"{part}_us", getattr(stats, f"{part}_us") + us)
-            stats.rounds_us += us
-        stats.ahead_us += verdict.ahead_us
-        if first:
-            self._first_s = now_s
-        else:
-            stats.decode_tokens += len(verdict.tokens)
-            stats.decode_us = int(1e6 * (now_s - self._first_s))
 
     def fill(
         self, complete: pb.GenerateComplete, openings: Mapping[str, Opened], target: Opened | None, moves: int

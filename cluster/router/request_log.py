@@ -28,12 +28,12 @@ class Ending:
     def __init__(self, outcome: str = REFUSED, span: AnswerSpan | None = None) -> None:
         self.outcome = outcome
         self.span = span  # None: the answer has no span
-        self.stats = pb.SpeculationStats()
+        self.account: RoundAccount | None = None  # None: the answer was not computed
         self.meter: AnswerMeter | None = None  # None: the answer was not computed
 
     def counted_by(self, account: RoundAccount, meter: AnswerMeter) -> None:
         """Take the statistics from the account and the meter of a computed answer."""
-        self.stats, self.meter = account.stats, meter
+        self.account, self.meter = account, meter
 
     def ended(self, outcome: str) -> None:
         self.outcome = outcome
@@ -41,7 +41,8 @@ class Ending:
 
 def log_request(ending: Ending, request_id: str, tenant: str, target: str, seconds: float) -> None:
     """Log the end of an answer. request_id: as the client sees it   target: empty if the request named none"""
-    stats, meter = ending.stats, ending.meter
+    meter = ending.meter
+    stats = ending.account.stats if ending.account is not None else pb.SpeculationStats()
     prompt_tokens = meter.prompt_tokens if meter is not None else 0
     line: dict[str, str | int | float | bool | None] = {
         "request_id": one_line(request_id, MAX_REQUEST_ID),

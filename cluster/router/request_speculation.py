@@ -76,7 +76,7 @@ class RequestSpeculation:
         if hello is not None and hello is not self._hello:
             self._hello = hello
             self._experience.concurrency.learn_target(TargetSteps.of(hello))
-            self.account.stats.step_sizes[:] = hello.step_sizes
+            self.account.learn_target(hello.step_sizes)
 
     async def prepare(self) -> None:
         """If the first round has no tree, open the text at the drafter of the arm that the policy would choose: a later
@@ -86,7 +86,7 @@ class RequestSpeculation:
 
     def choose(self) -> Arm:
         self._began_s = self._clock()
-        first = self._plan.plain_first and not self.account.stats.rounds
+        first = self._plan.plain_first and not self.account.rounds
         chosen = OFF_ARM if first else self._plan.policy.choose(self._offer)
         ordered, self._ordered = self._ordered, None
         self._claims = False
@@ -151,7 +151,7 @@ class RequestSpeculation:
         return tree.with_order(order)
 
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        now_s, first = self._clock(), not self.account.stats.rounds
+        now_s, first = self._clock(), not self.account.rounds
         took_us = 1e6 * (now_s - self._began_s)
         if self._claims:
             self._drafters.ordered(self._text, arm, verdict)
