@@ -160,7 +160,7 @@ class ConservativeUCB:
         self._excluded = False  # True while the trial keeps this text from guessing
         self._off_rounds = 0  # consecutive rounds of `off` before the current one
         self._wanted: Arm | None = None  # the last choice if it was a tree, which may be drafted a round later
-        self._passed = False  # True if the round is `off`, no arm was considered, and only tokens are counted
+        self._passed = False  # True if the round is `off`, no arm could be chosen, and only tokens are counted
         self._resting = False  # True if the round is `off` and only its rate is learned (`SpeculationTrial`)
 
     @functools.cached_property
@@ -222,6 +222,7 @@ class ConservativeUCB:
             self._least = self._least_chance(prices)
         self._offer = offer(self._least) if offer and self._proposes else None
         if held and (self._offer is None or not self._offer.guesses):
+            self._passed = True
             return OFF_ARM
         asked = [arm for arm in self._trees if arm.maker not in self._paused]
         if self._may_be_off and not asked:

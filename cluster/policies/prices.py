@@ -43,10 +43,11 @@ class Prices:
     12200.0
     """
 
-    __slots__ = ("_costs", "_target")
+    __slots__ = ("_costs", "_target", "_verify_us")
 
     def __init__(self, costs: Costs, target: TargetSteps) -> None:
         self._costs, self._target = costs, target
+        self._verify_us: dict[float, float] = {}  # by rows, as computed so far: arms share numbers of rows
 
     def predicted_us(self, arm: Arm, rows: float | None = None) -> float | None:
         """Predicted microseconds of a round of this arm, played before or not: a text's share of draft, step and hops.
@@ -79,7 +80,10 @@ class Prices:
 
     def verify_us(self, rows: float) -> float:
         """A text's share, in microseconds, of a step in which every text has `rows` rows; 0 if no step was measured."""
-        return self._costs.verify_us(rows, self._target)
+        found = self._verify_us.get(rows)
+        if found is None:
+            found = self._verify_us[rows] = self._costs.verify_us(rows, self._target)
+        return found
 
     def _rows(self, arm: Arm) -> float:
         """Expected rows of a round's tree; measured for proposals and `until` shapes, which seldom fill the shape."""

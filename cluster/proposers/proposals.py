@@ -162,6 +162,7 @@ class Proposals:
         self._proposed: list[tuple[str, Proposal]] = []  # the last proposals, by proposer
         self._made: list[DraftTree] | None = None  # the last proposals as trees with values, once they are needed
         self._base = 0  # length of the text for which the last proposals were made
+        self._depth = 0  # the depth to which they were made
         self._ended = False
 
     def offer(self, text: Text, least: float = 0.0) -> DraftTree:
@@ -169,14 +170,18 @@ class Proposals:
         has a chance of at least `least`. A tree that only one proposer made is returned as it is.
 
         Above zero, `least` also excludes guesses after a match of a single token: most tokens occurred before, and few
-        are followed by the same one again.
+        are followed by the same one again. Deeper guesses are then made only if a first guess has that chance.
         """
         if least and self._suffix is not None:
             self._suffix.grow(text)
             if self._suffix.matched(text) < 2:  # no proposer finds a longer match
                 return DraftTree.root_only(text.root)
+        if least:
+            self._propose(text, 1)
+            if not self._promises(least):
+                return DraftTree.root_only(text.root)
         self.propose(text)
-        if not any(self._chances.first(name, proposal) >= least for name, proposal in self._proposed):
+        if not self._promises(least):
             return DraftTree.root_only(text.root)
         if len(self._trees) == 1:
             return self._trees[0]
@@ -184,20 +189,30 @@ class Proposals:
 
     def propose(self, text: Text) -> None:
         """Learn from the last proposals and make new proposals, once per length of the text."""
-        if self._base == len(text):
-            return
-        came = text.ids[self._base :]
-        for name, proposal in self._proposed:
-            self._chances.learn(name, proposal, came)
-        self._proposed, self._base = [], len(text)
+        self._propose(text, self._max_depth)
+
+    def _propose(self, text: Text, most: int) -> None:
+        """Make proposals of at most this depth, unless the text's last proposals are as deep."""
         # A guess beyond the length limit of the answer is never emitted.
-        depth = min(self._max_depth, text.limits.max_length - len(text) - 1)
+        depth = min(most, text.limits.max_length - len(text) - 1)
+        if self._base != len(text):
+            came = text.ids[self._base :]
+            for name, proposal in self._proposed:
+                self._chances.learn(name, proposal, came)
+            self._base = len(text)
+            for proposer in self._proposers if depth > 0 else ():
+                proposer.grow(text)
+        elif depth <= self._depth:
+            return
+        self._proposed, self._depth, self._made = [], depth, None
         for proposer in self._proposers if depth > 0 else ():
-            proposer.grow(text)
             proposal = proposer.propose(text, min(OFFERED, self._max_rows), depth)
             if proposal.guesses:
                 self._proposed.append((proposer.name, proposal))
-        self._made = None
+
+    def _promises(self, least: float) -> bool:
+        """True if a proposal's first guess has at least this chance."""
+        return any(self._chances.first(name, proposal) >= least for name, proposal in self._proposed)
 
     @property
     def _trees(self) -> list[DraftTree]:

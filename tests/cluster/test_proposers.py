@@ -470,3 +470,32 @@ async def test_an_offer_below_the_wanted_chance_is_not_made():
         ([1, 2, 3, 4, 5], 0.5, False),
     ):
         assert bool(library.of("", MAX_ROWS, 0.0).offer(a_text(ids), least).guesses) == offered
+
+
+class NotedLookup(Lookup):
+    """A lookup that notes the depths to which it was asked for proposals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.depths: list[int] = []
+
+    def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
+        self.depths.append(max_depth)
+        return super().propose(text, max_rows, max_depth)
+
+
+def test_deeper_guesses_are_made_only_if_a_first_guess_has_the_wanted_chance():
+    noted, text = NotedLookup(), a_text([1, 2, 3, 1, 2])
+    proposals = Proposals([noted], Chances(), 64, 16)
+    assert not proposals.offer(text, 0.9).guesses and noted.depths == [1]
+    offered = proposals.offer(text, 0.5)
+    assert paths(offered)[-1] == (3, 1, 2) * 5 + (3,) and noted.depths == [1, 16]
+    assert proposals.offer(text, 0.5) is offered is proposals.offer(text) and noted.depths == [1, 16]
+
+
+@given(STRINGS, st.sampled_from([0.1, 0.5, 0.7, 0.9]))
+def test_an_offer_of_a_wanted_chance_is_the_offer_without_one_or_the_root_alone(ids, least):
+    library = ProposalLibrary(("lookup", "suffix"), 64, 16)
+    wanted = library.of("", MAX_ROWS, 0.0).offer(a_text(ids), least)
+    whole = library.of("", MAX_ROWS, 0.0).offer(a_text(ids))
+    assert not wanted.guesses or (paths(wanted), wanted.values.tolist()) == (paths(whole), whole.values.tolist())
