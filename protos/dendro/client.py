@@ -55,6 +55,7 @@ from dendro.attempts import Attempts
 from dendro.chat import Chat
 from dendro.daemon_threads import in_thread
 from dendro.destinations import Channels, Destination, Destinations, LookUp, look_up
+from dendro.errors import PeerLost
 from dendro.options import Options
 from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
@@ -87,6 +88,7 @@ KEY_HEADER = "authorization"
 
 TIMEOUT_S = 600.0
 """A request's deadline unless another is given."""
+CLOSED = "client: was closed during the call"
 MAX_MESSAGE_BYTES = 8 << 20
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -169,6 +171,7 @@ class AsyncClient(Asking):
         await self.close()
 
     async def close(self) -> None:
+        """End all calls. They, and later ones, raise PeerLost."""
         for channel in self._channels.drain():
             await channel.close(None)
 
@@ -193,6 +196,11 @@ class AsyncClient(Asking):
         destination, channel = self._channels.take(address)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._channels.closed or (task is not None and task.cancelling()):
+                raise
+            raise PeerLost(CLOSED) from None  # gRPC cancels the calls of a channel that is closed
         finally:
             for unused in self._channels.release(destination):
                 await unused.close(None)
@@ -316,6 +324,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        """End all calls. They, and later ones, raise PeerLost."""
         for channel in self._channels.drain():
             channel.close()
 
@@ -331,6 +340,10 @@ class Client:
         destination, channel = self._channels.take(address)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
+        except ValueError:  # a channel that is closed raises it for a new call
+            if not self._channels.closed:
+                raise
+            raise PeerLost(CLOSED) from None
         finally:
             for unused in self._channels.release(destination):
                 unused.close()

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from dendro.clock import Clock
+from dendro.errors import PeerLost
 from dendro.rotation import Rotation
 
 log = logging.getLogger("dendro.client")
@@ -155,12 +156,16 @@ class Channels(Generic[C]):
         self._open: dict[Destination, C] = {}
         self._calls: Counter[Destination] = Counter()
         self._current: dict[str, Destination] = {}  # key: `host:port`
+        self.closed = False
 
     def take(self, address: str) -> tuple[Destination, C]:
-        """Destination and channel of a call to an address. The caller must `release` it after the call."""
+        """Destination and channel of a call to an address. The caller must `release` it after the call. Raises PeerLost
+        once the client is closed."""
         destination = self._destinations.destination(address)
         self._rotation.count(address, len(destination.addresses))
         with self._lock:
+            if self.closed:
+                raise PeerLost("client: is closed")
             self._current[destination.authority] = destination
             self._calls[destination] += 1
             if destination not in self._open:
@@ -178,8 +183,9 @@ class Channels(Generic[C]):
             return [self._open.pop(each) for each in over]
 
     def drain(self) -> list[C]:
-        """Remove all channels and return them. The caller must close them."""
+        """Refuse further calls; remove all channels and return them. The caller must close them."""
         with self._lock:
+            self.closed = True
             channels = [*self._open.values()]
             self._open.clear()
             return channels

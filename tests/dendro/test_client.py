@@ -351,6 +351,64 @@ async def test_leaving_the_iteration_cancels_the_request():
         await asyncio.wait_for(left.wait(), 5)
 
 
+async def endless(call, request, context):
+    """A script: an answer that begins and never ends."""
+    yield started(request)
+    yield chunk(0, *WHOLE)
+    await asyncio.sleep(60)
+
+
+@pytest.mark.parametrize("closes", ["itself", "a client of another tenant"])
+async def test_an_answer_of_a_client_that_is_closed_is_lost_with_an_error_and_not_asked_for_again(closes: str):
+    async with serving(endless) as (servicer, address):
+        client, streams = AsyncClient(address), asyncio.Event()
+
+        async def answer() -> None:
+            async for event in client.generate("p"):
+                if isinstance(event, Round):
+                    streams.set()
+
+        asking = asyncio.create_task(answer())
+        await streams.wait()
+        await (client if closes == "itself" else client.for_tenant("other")).close()
+        with pytest.raises(PeerLost, match="^client: was closed during the call$"):
+            await asking
+        with pytest.raises(PeerLost, match="^client: is closed$"):
+            await client.for_tenant("other").generate_text("p")
+    assert len(servicer.requests) == 1
+
+
+async def test_a_blocking_client_that_is_closed_while_it_streams_opens_no_further_channel():
+    async with serving(endless) as (servicer, address):
+        client = Client(address)
+        events = client.generate("p")
+        for _ in range(2):
+            await asyncio.to_thread(next, events)
+        await asyncio.to_thread(client.close)
+        with pytest.raises(PeerLost, match="^client: (was closed during the call|is closed)$"):
+            await asyncio.to_thread(next, events)
+        with pytest.raises(PeerLost, match="^client: is closed$"):
+            await asyncio.to_thread(client.models)
+    assert len(servicer.requests) == 1 and not client._channels.drain()
+
+
+async def test_a_task_that_is_cancelled_stays_cancelled_though_its_client_is_closed():
+    async with serving(endless) as (_, address):
+        client, streams = AsyncClient(address), asyncio.Event()
+
+        async def answer() -> None:
+            async for event in client.generate("p"):
+                if isinstance(event, Round):
+                    streams.set()
+
+        asking = asyncio.create_task(answer())
+        await streams.wait()
+        asking.cancel()
+        await client.close()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+
 async def test_events_are_typed_and_in_order():
     async with serving(whole_answer) as (_, address), AsyncClient(address) as client:
         kinds = [type(event) async for event in client.generate([1, 2])]
