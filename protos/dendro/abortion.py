@@ -25,16 +25,21 @@ class Abortion:
         self.request = pb.AbortRequest(request_id=ascii_of("request_id", request_id))
         self.addresses = addresses
         self._clock = clock
-        self._deadline = clock() + timeout_s
+        self._deadline = self._call_deadline = clock() + timeout_s
         self._timeout_s = timeout_s
         self._asked = self._ended = 0
         self._failed: list[DendroError] = []
 
-    def next_timeout_s(self) -> float:
-        """The time for the call to the next address: its share of what is left, at most LONGEST_CALL_S."""
+    def begin_call(self) -> None:
+        """Begin the call to the next address. Its time is its share of what is left, at most LONGEST_CALL_S."""
         left = max(self._deadline - self._clock(), 0.0) / max(len(self.addresses) - self._asked, 1)
         self._asked += 1
-        return min(left, LONGEST_CALL_S)
+        self._call_deadline = self._clock() + min(left, LONGEST_CALL_S)
+
+    @property
+    def left_s(self) -> float:
+        """Time that is left for the call."""
+        return self._call_deadline - self._clock()
 
     def answered(self, response: pb.AbortResponse) -> None:
         """Record a router's answer."""

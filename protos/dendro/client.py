@@ -189,11 +189,11 @@ class AsyncClient(Asking):
         return grpc.aio.secure_channel(destination.target, self._credentials, options=options)
 
     @asynccontextmanager
-    async def _stub(self, address: str) -> AsyncIterator[generation_pb2_grpc.GenerationServiceAsyncStub]:
-        """Lend a stub for one call."""
+    async def _stub(self, address: str, most_s: float) -> AsyncIterator[generation_pb2_grpc.GenerationServiceAsyncStub]:
+        """Lend a stub for one call. most_s: longest wait for the address's name"""
         if self._destinations.unknown(address):
-            await in_thread("look-up", lambda: self._destinations.destination(address))  # it may hang
-        destination, channel = self._channels.take(address)
+            await in_thread("look-up", lambda: self._destinations.destination(address, most_s))
+        destination, channel = self._channels.take(address, most_s)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
         except asyncio.CancelledError:
@@ -212,7 +212,7 @@ class AsyncClient(Asking):
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
             request = sendable(answer.next_request(), MAX_MESSAGE_BYTES)
-            async with self._stub(address) as stub:
+            async with self._stub(address, answer.attempts.remaining_s) as stub:
                 call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
                 try:
                     async for response in call:
@@ -232,7 +232,7 @@ class AsyncClient(Asking):
         while True:
             address = self._rotation.take()
             try:
-                async with self._stub(address) as stub:
+                async with self._stub(address, attempts.remaining_s) as stub:
                     call = getattr(stub, method)
                     return await call(request, timeout=attempts.remaining_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
@@ -258,9 +258,10 @@ class AsyncClient(Asking):
         Raises the error of an address that refused or did not answer, where none was ended."""
         asked = Abortion(request_id, self.timeout_s, self._rotation.addresses)
         for address in asked.addresses:
+            asked.begin_call()
             try:
-                async with self._stub(address) as stub:
-                    response = await stub.Abort(asked.request, timeout=asked.next_timeout_s(), metadata=self._metadata)
+                async with self._stub(address, asked.left_s) as stub:
+                    response = await stub.Abort(asked.request, timeout=asked.left_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
                 asked.failed(error, address)
             else:
@@ -274,7 +275,7 @@ class AsyncClient(Asking):
         while True:
             address = unasked.pop(0)
             try:
-                async with self._stub(address) as stub:
+                async with self._stub(address, attempts.remaining_s) as stub:
                     return await stub.Explain(
                         pb.ExplainRequest(request_id=ascii_of("request_id", request_id)),
                         timeout=attempts.remaining_s,
@@ -335,9 +336,9 @@ class Client:
         return grpc.secure_channel(destination.target, self._credentials, options=options)
 
     @contextmanager
-    def _stub(self, address: str) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
-        """Lend a stub for one call."""
-        destination, channel = self._channels.take(address)
+    def _stub(self, address: str, most_s: float) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
+        """Lend a stub for one call. most_s: longest wait for the address's name"""
+        destination, channel = self._channels.take(address, most_s)
         try:
             yield generation_pb2_grpc.GenerationServiceStub(channel)
         except ValueError:  # a channel that is closed raises it for a new call
@@ -360,7 +361,7 @@ class Client:
             broken: grpc.RpcError | None = None
             address = self._rotation.take()
             request = sendable(answer.next_request(), MAX_MESSAGE_BYTES)
-            with self._stub(address) as stub:
+            with self._stub(address, answer.attempts.remaining_s) as stub:
                 call = stub.Generate(request, timeout=answer.attempts.remaining_s, metadata=self._metadata)
                 try:
                     for response in call:
@@ -390,7 +391,7 @@ class Client:
         while True:
             address = self._rotation.take()
             try:
-                with self._stub(address) as stub:
+                with self._stub(address, attempts.remaining_s) as stub:
                     return getattr(stub, method)(request, timeout=attempts.remaining_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 time.sleep(attempts.pause_after(error, address, self._rotation))
@@ -413,9 +414,10 @@ class Client:
         Raises the error of an address that refused or did not answer, where none was ended."""
         asked = Abortion(request_id, self.timeout_s, self._rotation.addresses)
         for address in asked.addresses:
+            asked.begin_call()
             try:
-                with self._stub(address) as stub:
-                    response = stub.Abort(asked.request, timeout=asked.next_timeout_s(), metadata=self._metadata)
+                with self._stub(address, asked.left_s) as stub:
+                    response = stub.Abort(asked.request, timeout=asked.left_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 asked.failed(error, address)
             else:

@@ -24,7 +24,8 @@ from dendro.rotation import Rotation
 log = logging.getLogger("dendro.client")
 
 LOOK_UP_S = 5.0
-"""Age in seconds from which on the addresses of a name are looked up again, while calls go on with the old ones."""
+"""Age in seconds from which on the addresses of a name are looked up again, while calls go on with the old ones, and
+the longest wait for the first look-up."""
 PROXY_VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
 NO_PROXY_VARIABLES = ("no_grpc_proxy", "no_proxy")
 """gRPC takes the first of each that is set; the latter list ends of names that need no proxy."""
@@ -71,18 +72,22 @@ class Destinations:
         """True if `destination` has to wait for a look-up."""
         return address not in self._found and self._is_looked_up(address)
 
-    def destination(self, address: str) -> Destination:
-        """Current destination of calls to an address. Looks a name up: at first before it returns, later in a
-        thread."""
+    def destination(self, address: str, most_s: float = LOOK_UP_S) -> Destination:
+        """Current destination of calls to an address. Looks a name up in a thread, and waits for the first look-up, at
+        most `most_s` and LOOK_UP_S. A name whose first look-up takes longer is looked up by gRPC until it ends."""
         host = host_of(address)
         proxied = self._proxy and not is_loopback(host) and uses_proxy(host)
         if not self._is_looked_up(address):
             return Destination(address, address, proxied)
-        if address not in self._found:
-            self._ask(address)
-        elif self._clock() - self._asked_s[address] > LOOK_UP_S:
+        first = address not in self._found
+        if first or self._clock() - self._asked_s[address] > LOOK_UP_S:
             self._asked_s[address] = self._clock()
-            in_background(lambda: self._ask(address))
+            ended = threading.Event()
+            in_background(lambda: self._ask(address, ended))
+            if first:
+                ended.wait(min(most_s, LOOK_UP_S))
+                with self._lock:
+                    self._found.setdefault(address, frozenset())
         found = self._found[address]
         families = {ipaddress.ip_address(each).version for each in found}
         if self._secure or len(families) != 1:  # gRPC looks the name up again, for a new channel
@@ -99,8 +104,7 @@ class Destinations:
             return False
         return not (self._proxy and uses_proxy(host))
 
-    def _ask(self, address: str) -> None:
-        self._asked_s[address] = self._clock()
+    def _ask(self, address: str, ended: threading.Event) -> None:
         host, _, port = address.rpartition(":")
         try:
             found = frozenset(self._look_up(host, int(port)))
@@ -109,6 +113,7 @@ class Destinations:
             found = frozenset()
         with self._lock:
             self._found[address] = found or self._found.get(address, frozenset())
+        ended.set()
 
 
 def host_of(address: str) -> str:
@@ -158,10 +163,10 @@ class Channels(Generic[C]):
         self._current: dict[str, Destination] = {}  # key: `host:port`
         self.closed = False
 
-    def take(self, address: str) -> tuple[Destination, C]:
+    def take(self, address: str, most_s: float) -> tuple[Destination, C]:
         """Destination and channel of a call to an address. The caller must `release` it after the call. Raises PeerLost
-        once the client is closed."""
-        destination = self._destinations.destination(address)
+        once the client is closed. most_s: longest wait for the address's name"""
+        destination = self._destinations.destination(address, most_s)
         self._rotation.count(address, len(destination.addresses))
         with self._lock:
             if self.closed:

@@ -201,7 +201,7 @@ async def test_a_resumed_stream_continues_with_the_same_tokens_and_text(held: in
             max_new_tokens=20,
             resume=resume_of(IDS, whole[:held], seed=3),
         )
-        async with client._stub(client.address) as stub:
+        async with client._stub(client.address, 20) as stub:
             events = [event async for event in stub.Generate(request)]
     chunks = [event.chunk for event in events if event.WhichOneof("event") == "chunk"]
     before = "".join(part.text for part in full.rounds[:held])

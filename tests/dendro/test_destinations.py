@@ -6,6 +6,7 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import grpc
@@ -15,7 +16,7 @@ from dendro import destinations
 from dendro.answer import REASON_KEY, Round
 from dendro.client import AsyncClient, Client
 from dendro.destinations import Destinations
-from dendro.errors import DendroError, Overloaded
+from dendro.errors import DendroError, Overloaded, PeerLost
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
 
@@ -218,6 +219,43 @@ def test_names_are_looked_up_by_the_system(monkeypatch):
     found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 9)) for each in ("10.0.0.1", "10.0.0.1", "10.0.0.2")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, port, type: found)
     assert Destinations(True, False).destination(f"{HOST}:9").addresses == {"10.0.0.1", "10.0.0.2"}
+
+
+@pytest.fixture
+def hanging():
+    """A look-up that does not end before the test, and the hosts whose look-ups have ended."""
+    released, ends = threading.Event(), []
+
+    def look_up(host, port):
+        released.wait(10)
+        ends.append(host)
+        return []
+
+    yield look_up, ends
+    released.set()
+
+
+@pytest.mark.parametrize("method", ["models", "abort"])
+@pytest.mark.parametrize("kind", [AsyncClient, Client])
+async def test_the_deadline_holds_though_a_names_look_up_hangs(hanging, kind, method):
+    look_up, ends = hanging
+    client = kind("router.onion:9", timeout_s=0.2, look_up=look_up)
+    call = getattr(client, method)
+    arguments = ["a"] if method == "abort" else []
+    with pytest.raises(PeerLost):
+        await (asyncio.to_thread(call, *arguments) if kind is Client else call(*arguments))
+    assert not ends
+
+
+@pytest.mark.parametrize("kind", [AsyncClient, Client])
+async def test_the_next_address_is_called_though_a_names_look_up_hangs(hanging, kind, monkeypatch):
+    """gRPC knows without a look-up that `.onion` has no addresses (RFC 7686)."""
+    monkeypatch.setattr(destinations, "LOOK_UP_S", 0.1)
+    look_up, ends = hanging
+    async with routers("127.0.0.1") as ((router,), port):
+        client = kind(f"router.onion:9,127.0.0.1:{port}", timeout_s=20, look_up=look_up)
+        await (asyncio.to_thread(client.generate_text, "p") if kind is Client else client.generate_text("p"))
+    assert router.calls == 1 and not ends
 
 
 HANGING = """
