@@ -219,6 +219,8 @@ class AsyncClient(Asking):
                         event = answer.take(response)
                         if event is not None:
                             yield event
+                        if answer.finished:
+                            break  # a server may leave the stream open
                 except grpc.aio.AioRpcError as error:
                     broken = error
                 finally:
@@ -368,6 +370,8 @@ class Client:
                         event = answer.take(response)
                         if event is not None:
                             yield event
+                        if answer.finished:
+                            break  # a server may leave the stream open
                 except grpc.RpcError as error:
                     broken = error
                 finally:

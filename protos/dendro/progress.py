@@ -62,6 +62,8 @@ class AnswerProgress:
         EngineFailed for a message that does not follow from the ones before, Conflict for a stream that resumes another
         answer."""
         kind = response.WhichOneof("event")
+        if self.finished:
+            raise EngineFailed(f"stream has {kind} after complete")
         if kind == "started":
             first, message = self.started, response.started
             if message.offset != len(self.token_ids):
@@ -71,6 +73,8 @@ class AnswerProgress:
                 self._check_resumed(first, started)
             self.started = started
             return started if first is None else None
+        if self.started is None:
+            raise EngineFailed(f"stream has {kind} before started")
         if kind == "prompt":
             return self._take_prompt(response.prompt)
         if kind == "chunk":

@@ -105,6 +105,9 @@ def part_of(offset: int, tokens: int, logprobs: int) -> pb.GenerateResponse:
 
 def test_the_client_takes_each_part_once_and_refuses_what_does_not_follow():
     progress = AnswerProgress(build_request(PROMPT, echo=True, logprobs=0))
+    other = AnswerProgress(build_request(PROMPT))
+    for each in (progress, other):
+        each.take(pb.GenerateResponse(started=pb.GenerateStarted()))
     first = progress.take(part_of(0, 3, 2))
     assert isinstance(first, EchoedPrompt) and first.logprobs[0] is None and len(first.logprobs) == 3
     assert progress.take(part_of(0, 3, 2)) is None, "a resumed stream repeats it"
@@ -113,7 +116,7 @@ def test_the_client_takes_each_part_once_and_refuses_what_does_not_follow():
         with pytest.raises(EngineFailed, match="prompt at offset|log-probabilities of"):
             progress.take(wrong)
     with pytest.raises(EngineFailed, match="was not expected"):
-        AnswerProgress(build_request(PROMPT)).take(part_of(0, 3, 0))
+        other.take(part_of(0, 3, 0))
 
 
 async def test_with_several_answers_it_comes_once():

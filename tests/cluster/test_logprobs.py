@@ -29,6 +29,7 @@ from tests.support.edge import HELLO, EdgePeers, ingress, plain_answer, plain_lo
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
 WAYS = ("off", "auto", "(1,1,1)", "(2,1)")
+STARTED = pb.GenerateResponse(started=pb.GenerateStarted())
 
 
 @pytest.mark.parametrize("top", [0, 3])
@@ -171,6 +172,7 @@ def test_malformed_ones_of_a_peer_or_a_router_are_refused(change: dict[str, Any]
     with pytest.raises(BadAnswer, match="logprobs"):
         answer_from(message)
     progress = AnswerProgress(build_request(PROMPT, logprobs=2))
+    progress.take(STARTED)
     with pytest.raises(EngineFailed, match="chunk: .*logprobs"):
         progress.take(pb.GenerateResponse(chunk=pb.GenerateChunk(token_ids=[7], logprobs=[pb.TokenLogprobs(**bad)])))
 
@@ -178,6 +180,7 @@ def test_malformed_ones_of_a_peer_or_a_router_are_refused(change: dict[str, Any]
 @pytest.mark.parametrize(("asked", "entries"), [(None, 1), (2, 0), (2, 1), (2, 3)])
 def test_a_chunk_with_another_number_of_them_than_tokens_is_refused_by_the_client(asked, entries: int):
     progress = AnswerProgress(build_request(PROMPT, logprobs=asked))
+    progress.take(STARTED)
     chunk = pb.GenerateChunk(token_ids=[7, 8], logprobs=[pb.TokenLogprobs(logprob=-1.0)] * entries)
     with pytest.raises(EngineFailed, match=f"log-probabilities of {entries} tokens"):
         progress.take(pb.GenerateResponse(chunk=chunk))

@@ -279,6 +279,40 @@ async def test_an_inconsistent_stream_is_an_error_and_not_an_answer(ask, events)
             await ask(address)
 
 
+@pytest.mark.parametrize("events", [[chunk(0, *WHOLE), complete()], [complete(0)]], ids=["chunk", "complete"])
+async def test_a_stream_that_does_not_begin_with_started_is_an_error_that_says_so(ask, events):
+    async def script(call, request, context):
+        for event in events:
+            yield event
+
+    async with serving(script) as (_, address):
+        with pytest.raises(EngineFailed, match=f"^stream has {events[0].WhichOneof('event')} before started$"):
+            await ask(address)
+
+
+async def test_an_answer_of_several_that_goes_on_after_its_end_is_an_error():
+    async def script(call, request, context):
+        yield started(request)
+        yield chunk(0, *WHOLE)
+        yield complete()
+        yield chunk(10, 99)
+
+    async with serving(script) as (_, address), AsyncClient(address) as client:
+        with pytest.raises(EngineFailed, match="^stream has chunk after complete$"):
+            await client.generate_samples("p", n=2)
+
+
+async def test_an_answer_ends_with_complete_though_its_stream_stays_open(ask):
+    async def script(call, request, context):
+        async for event in whole_answer(call, request, context):
+            yield event
+        await asyncio.sleep(60)
+
+    async with serving(script) as (servicer, address), asyncio.timeout(3):
+        assert list((await ask(address)).token_ids) == WHOLE
+    assert len(servicer.requests) == 1
+
+
 @pytest.mark.parametrize("changed", ["model", "seed", "prompt_tokens", "prompt_digest", "target"])
 @pytest.mark.parametrize("held", [0, 4])
 async def test_a_resumed_stream_that_starts_with_other_facts_is_a_conflict(ask, changed: str, held: int):
