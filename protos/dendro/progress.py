@@ -31,7 +31,7 @@ class AnswerProgress:
         """sample: the number of the answer, of a request for several"""
         self.request = request
         self.sample = sample
-        self.token_ids: list[int] = []
+        self.token_ids = list(request.resume.token_ids)
         self.started: Started | None = None
         self.finished = False
         self._echoed = 0  # tokens of the text up to the end of the echoed prompt, as far as it was received
@@ -47,6 +47,7 @@ class AnswerProgress:
             request.CopyFrom(self.request)
         if self.started is None:
             return request
+        request.resume.Clear()
         request.resume.SetInParent()
         request.resume.token_ids.extend(self.token_ids)
         request.resume.seed = self.started.seed

@@ -144,6 +144,27 @@ async def test_clients_of_several_tenants_share_connections_and_the_key():
     assert {found["authorization"] for found in servicer.metadata} == {"Bearer " + "k" * 20}
 
 
+async def test_a_message_that_resumes_an_answer_gets_its_rest_though_its_stream_breaks():
+    async def script(call, request, context):
+        held = list(request.resume.token_ids)
+        yield started(request)
+        yield chunk(len(held), *WHOLE[len(held) :][:3])
+        if len(held) + 3 < len(WHOLE):
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "broken")
+        yield complete()
+
+    resuming = build_request("p")
+    resuming.resume.CopyFrom(
+        pb.Resume(token_ids=WHOLE[:4], seed=9, prompt_tokens=3, prompt_digest=2**63 + 1, target="t")
+    )
+    async with serving(script) as (servicer, address), AsyncClient(address) as client:
+        events = [event async for event in client.send(resuming)]
+    rounds = [event for event in events if isinstance(event, Round)]
+    assert [each.offset for each in rounds] == [4, 7] and isinstance(events[-1], Complete)
+    assert [token for each in rounds for token in each.token_ids] == WHOLE[4:]
+    assert [list(request.resume.token_ids) for request in servicer.requests] == [WHOLE[:4], WHOLE[:7]]
+
+
 async def test_a_call_that_never_started_is_repeated_unchanged(ask):
     async def script(call, request, context):
         if call < 2:
