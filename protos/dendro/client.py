@@ -219,7 +219,7 @@ class AsyncClient(Asking):
                         event = answer.take(response)
                         if event is not None:
                             yield event
-                        if answer.finished:
+                        if answer.stream_complete:
                             break  # a server may leave the stream open
                 except grpc.aio.AioRpcError as error:
                     broken = error
@@ -370,7 +370,7 @@ class Client:
                         event = answer.take(response)
                         if event is not None:
                             yield event
-                        if answer.finished:
+                        if answer.stream_complete:
                             break  # a server may leave the stream open
                 except grpc.RpcError as error:
                     broken = error

@@ -152,6 +152,11 @@ class RequestProgress:
     def finished(self) -> bool:
         return all(answer.finished for answer in self.answers)
 
+    @property
+    def stream_complete(self) -> bool:
+        """True if all answers of the current stream are complete."""
+        return self.finished if self._resumed is None else self.answers[self._resumed].finished
+
     def next_request(self) -> pb.GenerateRequest:
         """The request of the next call."""
         seed = next((answer.started.seed for answer in self.answers if answer.started is not None), None)
@@ -175,8 +180,8 @@ class RequestProgress:
 
     def pause_after(self, error: grpc.RpcError | None, address: str, rotation: Rotation) -> float:
         """Seconds to wait before the next call after one that ended (`Attempts.pause_after`); 0 if the call completed
-        its answer."""
-        if error is None and self._resumed is not None and self.answers[self._resumed].finished:
+        its answers."""
+        if self.stream_complete:
             return 0.0
         begun = any(answer.token_ids for answer in self.answers)
         return self.attempts.pause_after(error, address, rotation, begun)

@@ -165,6 +165,22 @@ async def test_a_message_that_resumes_an_answer_gets_its_rest_though_its_stream_
     assert [list(request.resume.token_ids) for request in servicer.requests] == [WHOLE[:4], WHOLE[:7]]
 
 
+async def test_a_status_after_an_answers_end_loses_none_of_several_answers():
+    async def script(call, request, context):
+        held = len(request.resume.token_ids)
+        for sample in range(request.n or 1):
+            for event in (started(request), chunk(held, *WHOLE[held:][: 4 if request.n else None])):
+                event.sample = sample
+                yield event
+        if not request.n:
+            yield complete()
+        await context.abort(grpc.StatusCode.INTERNAL, "late", ((REASON_KEY, "x"),) if not request.n else ())
+
+    async with serving(script) as (servicer, address), AsyncClient(address) as client:
+        answers = await client.generate_samples("p", n=2)
+    assert [list(each.token_ids) for each in answers] == [WHOLE, WHOLE] and len(servicer.requests) == 3
+
+
 async def test_a_call_that_never_started_is_repeated_unchanged(ask):
     async def script(call, request, context):
         if call < 2:
