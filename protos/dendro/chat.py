@@ -43,9 +43,10 @@ def fill_chat(message: pb.Chat, chat: Chat) -> None:
             text = _json(f"{name}.{key}", value) if key == "tool_calls" else value
             setattr(added, key, text_of(f"{name}.{key}", text))
     if chat.chat_template_kwargs:
-        message.chat_template_kwargs = _json("chat_template_kwargs", dict(chat.chat_template_kwargs))
+        kwargs = dict(pairs_of("chat_template_kwargs", chat.chat_template_kwargs))
+        message.chat_template_kwargs = _json("chat_template_kwargs", kwargs)
     if chat.tools:
-        message.tools = _json("tools", list(chat.tools))
+        message.tools = _json("tools", items_of("tools", chat.tools))
     message.answer_start = text_of("answer_start", chat.answer_start)
     for index, text in enumerate(items_of("shown_tokens", chat.shown_tokens)):
         message.shown_tokens.append(text_of(f"shown_tokens[{index}]", text))

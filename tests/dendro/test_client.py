@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
+from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from dendro import attempts as attempts_module
 from dendro.answer import REASON_KEY, Complete, Completion, Round, Started, build_request
-from dendro.client import AsyncClient, Client
+from dendro.client import AsyncClient, Chat, Client
 from dendro.errors import BadRequest, Conflict, EngineFailed, NotFound, Overloaded, PeerLost, one_line
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
@@ -495,6 +496,14 @@ def test_a_number_that_its_field_cannot_hold_is_refused_by_name(field: str, opti
     with pytest.raises(BadRequest) as refused:
         build_request("p", **options)
     assert refused.value.field == field
+
+
+@pytest.mark.parametrize("value", ['{"enable_thinking": false}', 5, b"{}"], ids=str)
+@pytest.mark.parametrize("field", ["chat_template_kwargs", "tools"])
+def test_a_part_of_a_conversation_that_is_of_another_kind_is_refused_by_name(field: str, value: object):
+    made: dict[str, Any] = {field: value}
+    with pytest.raises(BadRequest, match=f"^{field}: must be a (mapping|sequence)"):
+        build_request(Chat([{"role": "user", "content": "a"}], **made))
 
 
 def test_a_misspelt_option_fails():
