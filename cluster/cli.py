@@ -34,7 +34,7 @@ from dendro.answer import build_request, collect_samples
 from dendro.arguments import seconds_of, text_of
 from dendro.chat import Chat
 from dendro.client import TIMEOUT_S, Asking, AsyncClient
-from dendro.errors import BadRequest, DendroError
+from dendro.errors import BadRequest, DendroError, NotFound
 from dendro.options import Options
 from rich.console import Console
 
@@ -392,6 +392,11 @@ def detokenize(
     _run(run())
 
 
+def _without_prefix(request: str) -> str:
+    """A request's id without what an answer over HTTP has before it."""
+    return request.removeprefix(next((each for each in ("chatcmpl-", "cmpl-") if request.startswith(each)), ""))
+
+
 @app.command()
 def abort(
     request: Annotated[str, typer.Argument(help="The id of a request: an answer's `request_id`, or `x-request-id`.")],
@@ -406,10 +411,8 @@ def abort(
     async def run() -> int:
         async with _far_client(address, timeout, key_file, ca) as client:
             ended = await client.abort(request)
-            prefix = next((each for each in ("chatcmpl-", "cmpl-") if request.startswith(each)), "")
-            if ended or not prefix:
-                return ended
-            return await client.abort(request.removeprefix(prefix))  # the id of an answer over HTTP
+            bare = _without_prefix(request)
+            return ended if ended or bare == request else await client.abort(bare)
 
     ended = _run(run())
     errors.print(f"{ended} ended", highlight=False)
@@ -431,11 +434,17 @@ def explain(
     from cluster.explaining import explained_answers
     from cluster.page import explained_page
 
-    request = request.removeprefix("chatcmpl-").removeprefix("cmpl-")  # ids of answers over HTTP
-
     async def run() -> None:
         async with _far_client(address, timeout, key_file, ca) as client:
-            found = explained_answers(request, await client.explain(request))
+            kept_as = request
+            try:
+                events = await client.explain(request)
+            except NotFound:
+                kept_as = _without_prefix(request)
+                if kept_as == request:
+                    raise
+                events = await client.explain(kept_as)
+        found = explained_answers(kept_as, events)
         replace_text("--output", output, explained_page(found))
         errors.print(f"{output}: {sum(len(each['rounds']) for each in found)} rounds", markup=False, highlight=False)
 

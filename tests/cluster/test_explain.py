@@ -143,3 +143,18 @@ async def test_the_command_writes_one_page_with_the_rounds_of_each_answer(tmp_pa
     for its, answer in zip(found, answers, strict=True):
         assert "".join(each["text"] for each in its["rounds"]) == answer.text and its["model"] == "demo"
         assert its["stats"]["rounds"] == len(its["rounds"]) and its["note"] == ""
+
+
+async def test_the_command_finds_the_id_as_given_before_that_of_an_answer_over_http(tmp_path):
+    server = await serve_router(ingress(EdgePeers(), **KEEPING))
+    page = tmp_path / "page.html"
+    try:
+        async with AsyncClient(server.address) as client:
+            for kept in ("7", "cmpl-7"):
+                await client.generate_text("walk the ", request_id=kept, max_new_tokens=4)
+                words = ["explain", "cmpl-7", "--address", server.address, "-o", str(page)]
+                done = await asyncio.to_thread(CliRunner().invoke, cli.app, words)
+                assert done.exit_code == 0, done.output
+                assert f'"request_id": "{kept}"' in page.read_text()
+    finally:
+        await server.stop()
