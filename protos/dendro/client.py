@@ -56,6 +56,7 @@ from dendro.chat import Chat
 from dendro.daemon_threads import in_thread
 from dendro.destinations import Channels, Destination, Destinations, LookUp, look_up
 from dendro.errors import PeerLost
+from dendro.explanation import Explanation
 from dendro.options import Options
 from dendro.progress import RequestProgress
 from dendro.rotation import Rotation
@@ -271,22 +272,20 @@ class AsyncClient(Asking):
         return asked.ended
 
     async def explain(self, request_id: str) -> pb.ExplainResponse:
-        """The rounds of a request, from the first router that keeps them. Raises NotFound if all routers answered and
-        none does."""
-        attempts, unasked = Attempts(self.timeout_s), list(self._rotation.addresses)
-        while True:
-            address = unasked.pop(0)
+        """The rounds of a request, from all routers that keep some: an answer may have been resumed at another one.
+        Each address of this client is asked, at one router where several are behind it. Raises NotFound if all answered
+        and none keeps any, and the error of an address that refused or did not answer, where no other does."""
+        asked = Explanation(request_id, self.timeout_s, self._rotation.addresses)
+        for address in asked.addresses:
+            asked.begin_call()
             try:
-                async with self._stub(address, attempts.remaining_s) as stub:
-                    return await stub.Explain(
-                        pb.ExplainRequest(request_id=ascii_of("request_id", request_id)),
-                        timeout=attempts.remaining_s,
-                        metadata=self._metadata,
-                    )
+                async with self._stub(address, asked.left_s) as stub:
+                    response = await stub.Explain(asked.request, timeout=asked.left_s, metadata=self._metadata)
             except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.NOT_FOUND or not unasked:
-                    await asyncio.sleep(attempts.pause_after(error, address, self._rotation))
-                    unasked.append(address)
+                asked.failed(error, address)
+            else:
+                asked.answered(response)
+        return asked.joined
 
 
 class Client:

@@ -128,7 +128,7 @@ async def test_the_commands_print_tokens_texts_and_whether_a_request_was_ended()
 
 
 async def test_a_router_that_does_not_answer_keeps_no_other_from_being_asked(monkeypatch):
-    monkeypatch.setattr("dendro.abortion.LONGEST_CALL_S", 0.5)
+    monkeypatch.setattr("dendro.asked_addresses.LONGEST_CALL_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nothing is ever read
         nobody = f"127.0.0.1:{silent.getsockname()[1]}"
         async with routers(1, 0.02) as (_, address), AsyncClient(f"{nobody},{address}", timeout_s=60) as client:

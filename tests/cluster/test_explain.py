@@ -98,6 +98,22 @@ async def test_the_rounds_are_found_though_another_router_does_not_answer():
         await server.stop()
 
 
+async def test_a_router_that_hangs_takes_no_more_than_its_share_of_the_time(monkeypatch):
+    monkeypatch.setattr("dendro.asked_addresses.LONGEST_CALL_S", 0.3)
+    server = await serve_router(ingress(EdgePeers(), **KEEPING))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, and nothing is ever read
+            hung = f"127.0.0.1:{silent.getsockname()[1]}"
+            async with AsyncClient(server.address) as client:
+                await client.generate_text("walk the ", request_id="mine", max_new_tokens=4)
+            async with AsyncClient(f"{hung},{server.address}", timeout_s=3) as client:
+                assert (await client.explain("mine")).events
+                with pytest.raises(PeerLost, match=hung):  # it may have them
+                    await client.explain("none")
+    finally:
+        await server.stop()
+
+
 def test_a_share_of_the_requests_is_kept():
     chances = iter([0.1, 0.3, 0.2])
     kept = ExplainedRequests(0.25, 8, lambda: next(chances))
