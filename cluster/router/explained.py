@@ -14,12 +14,15 @@ KEPT_BYTES = 2 << 20
 
 
 class ExplainedRequest:
-    """The events of one request with its rounds' trees, up to KEPT_BYTES. Prompts are left out."""
+    """The events of one request with its rounds' trees, up to KEPT_BYTES. Prompts are left out. The sample of each
+    event is the answer's sample index, which a call that resumes the answer has too."""
 
-    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
-        self._events: list[pb.GenerateResponse] = []
-        self._left = most_bytes
-        self._cut = False
+    def __init__(self, first: int = 0, before: ExplainedRequest | None = None, most_bytes: int = KEPT_BYTES) -> None:
+        """first: sample index of the call's first answer   before: what was kept of the request's earlier calls"""
+        self._first = first
+        self._events: list[pb.GenerateResponse] = list(before._events) if before is not None else []
+        self._left: int = before._left if before is not None else most_bytes
+        self._cut: set[int] = set(before._cut) if before is not None else set()  # sample indices
 
     def take(self, event: pb.GenerateResponse, shows_trees: bool) -> pb.GenerateResponse:
         """Keep an event. Returns it as its client gets it. shows_trees: whether the client asked for trees"""
@@ -33,17 +36,39 @@ class ExplainedRequest:
 
     def _keep(self, event: pb.GenerateResponse) -> None:
         kind = event.WhichOneof("event")
-        size = event.ByteSize()
         if kind == "prompt":
             return
-        if kind == "chunk" and (self._cut or size > self._left):
-            self._cut = True  # chunks after a missing one are left out: a reader would take them for the next ones
+        kept = event
+        if self._first:
+            kept = pb.GenerateResponse()
+            kept.CopyFrom(event)
+            kept.sample += self._first
+        if kind == "started":
+            self._resume(kept.sample, event.started.offset)
+        size = kept.ByteSize()
+        if kind == "chunk" and (kept.sample in self._cut or size > self._left):
+            self._cut.add(kept.sample)  # a reader would take the chunks after a missing one for the next ones
             return
         self._left -= size
-        self._events.append(event)
+        self._events.append(kept)
+
+    def _resume(self, sample: int, offset: int) -> None:
+        """Remove what is kept of an answer from a token on, at which another call continues it."""
+        others: list[pb.GenerateResponse] = []
+        end = 0
+        for event in self._events:
+            if event.sample != sample or (event.HasField("chunk") and event.chunk.offset < offset):
+                others.append(event)
+                if event.sample == sample:
+                    end = event.chunk.offset + len(event.chunk.token_ids)
+            else:
+                self._left += event.ByteSize()
+        self._events = others
+        if end >= offset:
+            self._cut.discard(sample)
 
     def message(self) -> pb.ExplainResponse:
-        return pb.ExplainResponse(events=self._events, cut=self._cut)
+        return pb.ExplainResponse(events=self._events, cut=bool(self._cut))
 
 
 class ExplainedRequests:
@@ -56,11 +81,13 @@ class ExplainedRequests:
         self._chance = chance
         self._kept: OrderedDict[tuple[str, str], ExplainedRequest] = OrderedDict()  # key: tenant and request id
 
-    def begin(self, tenant: str, request_id: str) -> ExplainedRequest | None:
-        """Begin a request. Returns where its events are kept; None if it is not chosen."""
-        if not self._share or self._chance() >= self._share:
+    def begin(self, tenant: str, request_id: str, first: int = 0) -> ExplainedRequest | None:
+        """Begin a call of a request, whose first answer has the sample index `first`. Returns where its events are
+        kept, after those of the request's earlier calls; None if it is not chosen."""
+        before = self._kept.get((tenant, request_id))
+        if before is None and (not self._share or self._chance() >= self._share):
             return None
-        kept = self._kept[tenant, request_id] = ExplainedRequest()
+        kept = self._kept[tenant, request_id] = ExplainedRequest(first, before)
         self._kept.move_to_end((tenant, request_id))
         if len(self._kept) > self._most:
             self._kept.popitem(last=False)

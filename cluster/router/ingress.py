@@ -209,7 +209,8 @@ class Ingress:
                 self.totals.failed(error)
                 raise
             del request  # frees the request's memory: it may be large, and an answer may take long
-            explained, trees = self._explained.begin(tenant, request_id), job.trees
+            explained = self._explained.begin(tenant, request_id, job.sampling.sample_index)
+            trees = job.trees
             if explained is not None:
                 job = replace(job, trees=True)
             try:

@@ -6,11 +6,14 @@ import asyncio
 import json
 import re
 import socket
+from contextlib import aclosing
 
 import pytest
 from dendro.answer import build_request
 from dendro.client import AsyncClient
 from dendro.errors import BadRequest, NotFound, PeerLost
+from dendro.explanation import Explanation
+from dendro.progress import RequestProgress
 from dendro.v1 import generation_pb2 as pb
 from pydantic import ValidationError
 from typer.testing import CliRunner
@@ -137,6 +140,78 @@ def test_the_events_of_a_request_are_bounded_and_say_where_they_were_cut():
 def test_what_is_kept_has_bounds(router):
     with pytest.raises((BadRequest, ValidationError), match="explained_"):
         config(router=router)
+
+
+async def broken_answer(request, *calls):
+    """The progress of a request whose call at each router, but the last, breaks after so many events."""
+    progress = RequestProgress(request, 60)
+    for router, left in calls:
+        async with aclosing(router.generate(progress.next_request())) as events:
+            async for event in events:
+                progress.take(event)
+                left -= 1
+                if not left:
+                    break
+    assert progress.finished
+    return progress
+
+
+def explained(*routers):
+    """The answers to the request `a` as a client of routers gets them."""
+    asked = Explanation("a", 60, ())
+    for router in routers:
+        asked.answered(router.explain(asked.request, ""))
+    return explained_answers("a", asked.joined)
+
+
+def tokens_of(answer):
+    return [token for each in answer["rounds"] for token in each["round"]["token_ids"]]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_answers_that_are_resumed_at_their_router_have_all_of_their_rounds(count: int):
+    router = ingress(EdgePeers(), **KEEPING)
+    request = build_request("walk the ", request_id="a", n=count, max_new_tokens=12, temperature=0.8, sample_index=2)
+    progress = await broken_answer(request, (router, 2 * count + 1), *[(router, 0)] * count)
+    answers = explained(router)
+    assert [each["sample"] for each in answers] == [2, 3, 4][:count]
+    for its, answer in zip(answers, progress.answers, strict=True):
+        assert tokens_of(its) == answer.token_ids and its["note"] == ""
+
+
+async def test_the_parts_of_an_answer_that_several_routers_have_are_joined():
+    one, two = (ingress(EdgePeers(), **KEEPING) for _ in range(2))
+    request = build_request("walk the ", request_id="a", max_new_tokens=12, speculation="off")
+    progress = await broken_answer(request, (one, 4), (two, 4), (one, 0))
+    for routers in ((one, two), (two, one)):
+        (its,) = explained(*routers)
+        assert tokens_of(its) == progress.answers[0].token_ids and its["note"] == ""
+    for router in (one, two):  # the first has a gap, the other one the middle alone
+        (its,) = explained(router)
+        assert its["note"] == "Some rounds were not kept by the routers that answered."
+
+
+def test_rounds_that_a_client_did_not_get_are_replaced_by_those_of_the_router_that_went_on():
+    def part(*chunks):
+        events = [pb.GenerateChunk(offset=offset, token_ids=range(offset, end)) for offset, end in chunks]
+        return pb.ExplainResponse(events=[pb.GenerateResponse(chunk=each) for each in events])
+
+    asked = Explanation("a", 60, ())
+    for each in (part((5, 8), (8, 9)), part((0, 5), (5, 7), (9, 12)), part((5, 6))):
+        asked.answered(each)
+    assert [event.chunk.offset for event in asked.joined.events] == [0, 5, 8, 9]
+
+
+def test_a_resumed_call_replaces_what_is_kept_from_its_offset_on_and_the_memory_stays_bounded():
+    kept = ExplainedRequests(1.0, 8)
+    for _ in range(50):
+        call = kept.begin("", "a")
+        assert call is not None
+        call.take(pb.GenerateResponse(started=pb.GenerateStarted(offset=1, model="x" * 1000)), True)
+        for offset in range(1, 4):
+            call.take(pb.GenerateResponse(chunk=pb.GenerateChunk(offset=offset, token_ids=[1], text="y" * 50000)), True)
+    found = kept.find("", "a")
+    assert not found.cut and [each.chunk.offset for each in found.events if each.HasField("chunk")] == [1, 2, 3]
 
 
 async def test_the_command_writes_one_page_with_the_rounds_of_each_answer(tmp_path):

@@ -1679,7 +1679,9 @@ class ExplainResponse(_message.Message):
     """cut: the later chunks were too many to be kept."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
-        """events are the request's so far, without its prompt, and with the tree of each chunk."""
+        """events are the request's so far, without its prompt, and with the tree of each chunk. The sample of each is its
+        answer's sample_index. Those of an answer that was resumed at another router may begin at an offset, or have a gap.
+        """
 
     def __init__(
         self,
