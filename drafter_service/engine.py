@@ -27,6 +27,7 @@ from dendro.shapes import MAX_ROWS
 from dendro.shelf import Arrays, Shelf
 from dendro.state import StateStore
 from dendro.tree import DraftTree, IntArray
+from tree_layers.launching import device_fault
 from tree_layers.states import SlotPool
 
 from drafter_service.acceptance_head import check_head, read_head
@@ -102,6 +103,7 @@ class DrafterEngine:
             self._step,
             self._end_texts,
             setup=partial(torch.set_num_threads, options.threads),  # torch keeps it per thread
+            broken=partial(device_fault, runner.device),
             longest_step_s=options.longest_step_s,
             clock=clock,
         )
@@ -357,7 +359,8 @@ class DrafterEngine:
                 self._runner.fold(step.folds, step.plan)
         except BaseException as error:  # a panic of a native library is no Exception
             log_failure(log, error, "a fold of the drafter failed")
-            self._scheduler.fail_folds(f"drafter: {described(error)}")
+            if not self._thread.lose_if_broken():
+                self._scheduler.fail_folds(f"drafter: {described(error)}")
             return False
         return True
 
@@ -367,7 +370,8 @@ class DrafterEngine:
             self._scheduler.apply(self._runner.run(plan))
         except BaseException as error:  # a panic of a native library is no Exception
             log_failure(log, error, "a forward of the drafter failed")
-            self._scheduler.fail(f"drafter: {described(error)}")
+            if not self._thread.lose_if_broken():
+                self._scheduler.fail(f"drafter: {described(error)}")
             return
         rows, took_us = plan.rows.count, microseconds(self._clock() - began_s)
         self.counters.forwards += 1

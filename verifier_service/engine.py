@@ -43,6 +43,7 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels import ARITHMETIC
 from tree_kernels.tree_attention import PAGE, near_window
+from tree_layers.launching import device_fault
 from tree_layers.linear import kept_dtype
 from tree_layers.memory import pages_for
 
@@ -114,6 +115,7 @@ class VerifierEngine:
             self._step,
             scheduler.give_up,
             setup=partial(torch.set_num_threads, runner.target.run.threads),  # torch keeps it per thread
+            broken=partial(device_fault, runner.device),
             longest_step_s=longest_step_s,
             clock=scheduler.clock,
         )
@@ -342,7 +344,7 @@ class VerifierEngine:
                 log_failure(log, error, "verifier: a step of %d rows failed", len(plan.tokens))
                 if self.runner.crew is not None:  # the workers are no longer in step
                     self._lose(described(error))
-                else:
+                elif not self._thread.lose_if_broken():
                     self.scheduler.fail(error)
                 return 0.0
             likely = self.scheduler.apply(outcome)

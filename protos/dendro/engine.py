@@ -198,12 +198,15 @@ class EngineThread:
         end_texts: Callable[[DendroError], None],
         *,
         setup: Callable[[], None],
+        broken: Callable[[], str] = lambda: "",
         longest_step_s: float = LONGEST_STEP_S,
         clock: Clock = time.monotonic,
     ) -> None:
         """step: one step. Returns the seconds to wait for a call before the next: 0 not to wait, None for no limit
         end_texts: closes every text, after a step that raised and at the end; the calls that wait for them fail
         setup: called first in the thread
+        broken: called in the thread after an error of unknown cause. Returns the reason why every later step would
+            fail, too; empty if one can succeed
         longest_step_s: `fault` reports a step that takes longer
         """
         self.name = name
@@ -211,6 +214,7 @@ class EngineThread:
         self._step = step
         self._end_texts = end_texts
         self._setup = setup
+        self._broken = broken
         self._watch = StepWatch(longest_step_s, clock)
         self._inbox: queue.SimpleQueue[tuple[Ticket, Callable[[Ticket], None]]] = queue.SimpleQueue()
         self._waiting: set[Ticket] = set()
@@ -243,6 +247,13 @@ class EngineThread:
             ticket.settle(self._lost())
         self.post(lambda ticket: None)  # wakes the thread
         return True
+
+    def lose_if_broken(self) -> bool:
+        """End as `lose` does if `broken` has a reason, and return whether it has. In the thread, after an error."""
+        reason = self._broken()
+        if reason and self.lose(reason):
+            log.error("%s: %s; this replica answers no more calls", self.name, reason)
+        return bool(reason)
 
     async def lost(self) -> str:
         """Wait until no more calls are answered; returns the reason."""
@@ -326,6 +337,7 @@ class EngineThread:
                         wait_s = self._step()
                 except BaseException as error:  # a panic of a native library is no Exception
                     log_failure(log, error, "%s: a step failed outside of its forward; all texts end", self.name)
+                    self.lose_if_broken()
                     self._end(EngineFailed(f"{self.name}: {described(error)}"))
                     wait_s = None
             self._end(self._lost())
@@ -356,5 +368,6 @@ class EngineThread:
                 ticket.settle(error)
             except BaseException as error:
                 log_failure(log, error, "%s: a call failed", self.name)
+                self.lose_if_broken()
                 ticket.settle(EngineFailed(f"{self.name}: {described(error)}"))
         return False

@@ -26,7 +26,10 @@ class ScriptedSteps:
         self.gone: list[object] = []
         self.began, self.go_on = threading.Event(), threading.Event()
         self.go_on.set()
-        self.thread = EngineThread("toy", self.step, self.end, setup=lambda: None, longest_step_s=5.0, clock=clock)
+        self.broken = ""
+        self.thread = EngineThread(
+            "toy", self.step, self.end, setup=lambda: None, broken=lambda: self.broken, longest_step_s=5.0, clock=clock
+        )
 
     def step(self) -> float | None:
         if not self.tickets:
@@ -134,6 +137,17 @@ async def test_a_lost_engine_fails_its_calls_while_a_step_hangs_and_all_later_on
     steps.go_on.set()
     await steps.thread.stop()
     assert [str(reason) for reason in steps.ends] == ["toy: a part is gone"]
+
+
+@pytest.mark.parametrize("error", [KeyError("in a call"), OverflowError("in a step")], ids=["call", "step"])
+async def test_an_engine_that_is_broken_after_an_error_is_lost(error):
+    steps = ScriptedSteps()
+    steps.broken = "a part is gone"
+    steps.thread.start()
+    with pytest.raises(PeerLost, match="toy: a part is gone"):
+        await steps.ask(error)
+    assert await steps.thread.lost() == steps.thread.fault() == "a part is gone"
+    await steps.thread.stop()
 
 
 async def test_a_caller_that_leaves_is_known_to_the_thread():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dendro.calls import CloseCall, DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
-from dendro.errors import BadRequest, EngineFailed
+from dendro.errors import BadRequest, EngineFailed, PeerLost
 from dendro.shapes import DynamicShape, LevelShape
 from dendro.state import MemoryStates, NoStates
 from dendro.text import Limits, Sampling, Tokens
@@ -164,6 +164,25 @@ async def test_a_fold_that_raises_ends_the_texts_of_its_step_and_saves_none_of_t
     with pytest.raises(EngineFailed, match="planted|Panic"):
         await second.close()
     assert await rounds(first, 2) == alone[0][1:] and not states.blobs and engine.sessions == 3
+    await engine.stop()
+
+
+@pytest.mark.parametrize("reason", ["", "cuda:0 is lost: an illegal address"], ids=["usable", "lost"])
+@pytest.mark.parametrize("part", ["run", "fold", "admit"])
+async def test_an_error_ends_the_engine_only_where_its_device_is_lost(folder, monkeypatch, part, reason):
+    monkeypatch.setattr("drafter_service.engine.device_fault", lambda device: reason)
+    engine = DrafterEngine.load(folder, DrafterOptions(name="tiny", max_sessions=8), states=NoStates())
+    await engine.start()
+    caller = await DraftCaller(engine, PROMPT).open()
+    await rounds(caller, 1)
+
+    def raising(*given):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(engine._runner, part, raising)
+    with pytest.raises(PeerLost if reason else EngineFailed, match=reason or "planted"):
+        await (DraftCaller(engine, PROMPT).open() if part == "admit" else rounds(caller, 1))
+    assert engine.fault() == reason
     await engine.stop()
 
 

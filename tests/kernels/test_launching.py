@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tree_layers.launching import launching_on, on_its_device
+from tree_layers.launching import device_fault, launching_on, on_its_device
 
 from drafter_service.runner import DraftRunner
 from verifier_service.models import load_target
@@ -56,6 +56,21 @@ def test_a_method_runs_on_its_objects_device_also_when_it_fails(current):
     assert Owner().add(1, two=2) == 3
     with pytest.raises(TypeError):
         Owner().add(1, two="2")
+
+
+@pytest.mark.parametrize("error", [None, "CUDA error: an illegal memory access was encountered\nCUDA kernel errors"])
+def test_a_device_whose_stream_cannot_be_waited_for_is_lost(monkeypatch, error):
+    """Out of memory is no fault of a device: its stream can be waited for afterwards."""
+
+    def synchronize():
+        if error is not None:
+            raise torch.AcceleratorError(error)
+
+    streams = {SECOND: SimpleNamespace(synchronize=synchronize)}
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    assert device_fault(torch.device("cpu")) == ""
+    lost = "cuda:1 is lost: CUDA error: an illegal memory access was encountered"
+    assert device_fault(SECOND) == ("" if error is None else lost)
 
 
 class Reached(Exception):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from dendro.calls import CloseCall, OpenCall, RequestParameters, TextUpdate, VerifyCall, new_opening
-from dendro.errors import BadRequest, EngineFailed, NotFound
+from dendro.errors import BadRequest, EngineFailed, NotFound, PeerLost
 from dendro.grammars import GrammarText
 from dendro.modes import VerificationMode
 from dendro.structure import Structure
@@ -257,6 +257,23 @@ async def test_a_panic_in_a_step_ends_its_texts_and_not_the_engine(engine, monke
     with pytest.raises(EngineFailed, match="planted|Panic"):
         await caller.round()
     assert await Caller(engine).answer()
+    await engine.stop()
+
+
+@pytest.mark.parametrize("reason", ["", "cuda:0 is lost: an illegal address"], ids=["usable", "lost"])
+async def test_a_step_that_raises_ends_the_engine_only_where_its_device_is_lost(engine, monkeypatch, reason):
+    monkeypatch.setattr("verifier_service.engine.device_fault", lambda device: reason)
+    engine = await fresh(engine)
+
+    def raising(plan):
+        raise RuntimeError("planted")
+
+    caller = Caller(engine)
+    await caller.open()
+    monkeypatch.setattr(engine.runner, "run", raising)
+    with pytest.raises(PeerLost if reason else EngineFailed, match=reason or "planted"):
+        await caller.round()
+    assert engine.fault() == reason
     await engine.stop()
 
 
