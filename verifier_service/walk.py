@@ -188,9 +188,9 @@ def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
     """Log-probabilities after a row, by a softmax in float32, of a token and of the `top` tokens with the greatest
     logits; of equal logits the lower id comes first.
 
-    logits [1, V]: one row at a time, so that the bits do not depend on other rows
+    logits [1, V]: one row at a time, and copied: on an accelerator the bits of a softmax depend on the row's address
     """
-    logits = logits.float()
+    logits = logits.to(torch.float32, copy=True)
     logprobs = torch.log_softmax(logits, 1)[0]
     likeliest = likeliest_tokens(logits[0], top)
     found = logprobs[torch.cat([likeliest.new_tensor([token]), likeliest])].tolist()

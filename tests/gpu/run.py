@@ -94,7 +94,7 @@ STEPS = (
     GpuStep("device", 180, tests=("tests/verifier_service/test_device.py",), dry=("-k", "recorded or host_arrays")),
     GpuStep("states", 180, tests=STATE_TESTS, dry=("-k", "listed or waits or writes")),
     GpuStep("drafters", 120, tests=DRAFTER_TESTS, dry=("-k", "ranked or one_group or processor")),
-    GpuStep("rows", 90, script="rows.py"),
+    GpuStep("rows", 150, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
     GpuStep("certify", 240, script="certify_quick.py"),
     GpuStep("certify-states", 240, script="certify_quick.py", arguments=("target_mamba2",)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows
 from tree_kernels.tree_attention import reference as plain_attention
 from tree_kernels.tree_walk import walk
 from tree_kernels.warp import Warp, tokens_of
-from tree_kernels.warp.batched import WarpRows, _filtered, tokens_of_rows
+from tree_kernels.warp.batched import WarpRows, _filtered, _softmax, tokens_of_rows
 
 from tests.support.compiled import printed_by
 from tests.support.joined_rows import joined
@@ -115,6 +116,17 @@ def test_rows_with_parameters_per_row_give_the_references_tokens():
     bare = [row for row, warp in enumerate(warps) if warp in plain]
     few = WarpRows.of({name: each[bare] for name, each in given.items()})
     assert torch.equal(tokens_of_rows(logits[bare], few, noise[bare], masks=False), ours[bare])
+
+
+@pytest.mark.parametrize("vocabulary", [203, 1000, 4099, 50277, 50278])
+def test_the_law_of_filters_is_a_softmax_of_rows_that_all_begin_at_a_multiple_of_16_bytes(monkeypatch, vocabulary):
+    """A GPU's softmax adds in an order of the row's address; on a CPU the padding changes no bit."""
+    softmax, given = torch.softmax, []
+    monkeypatch.setattr(torch, "softmax", lambda scores, dim: given.append(scores) or softmax(scores, dim))
+    scores = torch.randn(5, vocabulary, generator=torch.Generator().manual_seed(1)) * 3
+    scores[1, 7:] = -math.inf
+    assert torch.equal(_softmax(scores), softmax(scores, 1))
+    assert [row.data_ptr() % 16 for row in given[0]] == [0] * 5
 
 
 @pytest.mark.parametrize("vocabulary", [50277, 50280])

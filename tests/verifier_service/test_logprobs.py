@@ -24,7 +24,7 @@ from tests.support.engines import bitwise_engine_of
 from tests.support.routers import RoundByRound, guessing
 from verifier_service import walk as walk_module
 from verifier_service.engine import VerifierEngine
-from verifier_service.walk import Draw, likeliest_tokens
+from verifier_service.walk import Draw, likeliest_tokens, token_logprobs
 
 COUNT = 24
 PROMPT = [(7 * at * at + 3 * at) % 250 for at in range(40)]
@@ -62,6 +62,18 @@ class AskingForLogprobs(RoundByRound):
     def back_to(self, length: int) -> None:
         del self.logprobs[length - len(self.prompt) :]
         super().back_to(length)
+
+
+def test_they_are_computed_from_a_copy_of_the_row_whose_address_is_no_rows_among_others(monkeypatch):
+    """A GPU's softmax adds in an order of the row's address."""
+    log_softmax, given = torch.log_softmax, []
+    monkeypatch.setattr(torch, "log_softmax", lambda row, dim: given.append(row) or log_softmax(row, dim))
+    logits = torch.randn(4, 51, generator=torch.Generator().manual_seed(1))
+    for row in range(4):
+        found = token_logprobs(logits[row : row + 1], 3, 0)
+        assert found.logprob == float(log_softmax(logits[row], 0)[3])
+    assert [each.data_ptr() % 16 for each in given] == [0] * 4
+    assert not any(each.data_ptr() == row.data_ptr() for each, row in zip(given, logits, strict=True))
 
 
 @pytest.mark.timeout(300)

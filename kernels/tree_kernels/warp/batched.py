@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 UNITS = 2.0**60
@@ -53,7 +54,7 @@ def _filtered(scores: Tensor, warp: WarpRows) -> Tensor:
     ranks = torch.arange(vocabulary, device=scores.device)[None]
     width = torch.where(warp.top_k > 0, warp.top_k, vocabulary)[:, None]
     kept = ranks < width
-    law = torch.softmax(ordered.masked_fill(~kept, -math.inf), dim=1)
+    law = _softmax(ordered.masked_fill(~kept, -math.inf))
     # Sums of whole numbers have one value in any order; an accelerator's order depends on the number of rows.
     units = (law.double() * UNITS).long()
     mass = units.cumsum(dim=1)
@@ -62,3 +63,13 @@ def _filtered(scores: Tensor, warp: WarpRows) -> Tensor:
     kept &= law >= warp.min_p[:, None] * law[:, :1]
     kept |= ranks == 0
     return torch.full_like(scores, -math.inf).scatter(1, ids, ordered.masked_fill(~kept, -math.inf))
+
+
+def _softmax(scores: Tensor) -> Tensor:
+    """The softmax of each row of scores [rows, vocabulary], wherever the row is among others.
+
+    On an accelerator torch gives a row's numbers to threads by the row's address modulo 16 bytes, which changes the
+    order of its sum: rows are padded with -inf, so that each begins at a multiple of 16 bytes.
+    """
+    vocabulary = scores.shape[1]
+    return torch.softmax(F.pad(scores, (0, -vocabulary % 4), value=-math.inf), dim=1)[:, :vocabulary]
