@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
@@ -85,8 +86,14 @@ class Recordings(Generic[Size, Result]):
         self._log.warning("%s of %d rows run without a graph", self._kind, size.rows)
 
 
+_recording = threading.Lock()
+"""Held while a step is recorded: torch and the driver allow one recording at a time in a process, which may have the
+engines of several models."""
+
+
 class CudaGraphs:
-    """CUDA graphs. They share one pool, so the largest should be recorded first: later ones reuse its memory.
+    """CUDA graphs of one device. They share one pool, so the largest should be recorded first: later ones reuse its
+    memory.
 
     Other threads of the process may allocate and launch meanwhile: a thread-local recording fails only through calls of
     its own thread. (In the default, global, mode any thread's cudaMalloc breaks it.)
@@ -94,10 +101,17 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        self._beside: torch.cuda.Stream | None = None  # the stream of all recordings; by default torch's are on one
 
     def record(self, step: Callable[[], Result]) -> tuple[RecordedStep, Result]:
+        with _recording:
+            return self._record(step)
+
+    def _record(self, step: Callable[[], Result]) -> tuple[RecordedStep, Result]:
         current = torch.cuda.current_stream()
-        beside = torch.cuda.Stream()
+        if self._beside is None:  # made here, where the runner's device is the current one
+            self._beside = torch.cuda.Stream()
+        beside = self._beside
         beside.wait_stream(current)
         with torch.cuda.stream(beside):  # the first run compiles kernels, and libraries choose theirs
             step()
@@ -107,7 +121,7 @@ class CudaGraphs:
             # A recording that fails leaves its own stream current: the outer context restores ours.
             with (
                 torch.cuda.stream(current),
-                torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=self._pool, stream=beside, capture_error_mode="thread_local"),
             ):
                 result = step()
         except RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -19,6 +20,11 @@ class Cuda:
 
     def __init__(self, failing):
         self.current, self.pools, self.failing, self.modes, self.spoilt = "main", 0, failing, [], set()
+        self.streams = 0
+
+    def new_stream(self):
+        self.streams += 1
+        return FakeCudaStream(f"stream {self.streams}")
 
     def current_stream(self):
         return FakeCudaStream(self.current)
@@ -36,11 +42,11 @@ class Cuda:
             self.current = before
 
     @contextlib.contextmanager
-    def graph(self, graph, pool, capture_error_mode):
+    def graph(self, graph, pool, stream, capture_error_mode):
         if pool in self.spoilt:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self.modes.append(capture_error_mode)
-        before, self.current = self.current, "recording"
+        before, self.current = self.current, f"recording on {stream.name}"
         yield
         if self.failing:
             self.failing -= 1
@@ -50,7 +56,7 @@ class Cuda:
 
 
 class FakeCudaStream:
-    def __init__(self, name="beside"):
+    def __init__(self, name):
         self.name = name
 
     def wait_stream(self, other):
@@ -62,7 +68,7 @@ def cuda(monkeypatch):
     fake = Cuda(failing=1)
     for name in ("current_stream", "graph_pool_handle", "stream", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    monkeypatch.setattr(torch.cuda, "Stream", FakeCudaStream)
+    monkeypatch.setattr(torch.cuda, "Stream", fake.new_stream)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     return fake
 
@@ -74,13 +80,29 @@ def test_a_recording_that_fails_leaves_the_device_as_it_was_and_the_next_one_wor
     assert cuda.current == "main"
     _, result = graphs.record(lambda: ran.append(cuda.current) or 7)
     assert result == 7 and cuda.current == "main"
-    assert ran == ["beside", "recording"] * 2  # each step runs once before it is recorded
+    assert ran == ["stream 1", "recording on stream 1"] * 2  # each step runs once before it is recorded
 
 
 def test_other_threads_may_allocate_while_a_step_is_recorded(cuda):
     cuda.failing = 0
     CudaGraphs().record(lambda: None)
     assert cuda.modes == ["thread_local"]
+
+
+def test_graphs_of_one_process_are_recorded_one_after_another_each_on_a_stream_of_its_own(cuda):
+    """The second recording begins while the first step runs, and waits."""
+    cuda.failing, ran = 0, []
+    second = threading.Thread(target=lambda: CudaGraphs().record(lambda: ran.append(cuda.current)))
+
+    def step():
+        if not ran:
+            second.start()
+        second.join(0.1)  # time enough for the second if nothing holds it back
+        ran.append(cuda.current)
+
+    CudaGraphs().record(step)
+    second.join()
+    assert ran == ["stream 1", "recording on stream 1", "stream 2", "recording on stream 2"]
 
 
 @dataclass(frozen=True)
