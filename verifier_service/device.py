@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from dendro.errors import DendroError
+from dendro.errors import BadRequest, DendroError
 from dendro.logprobs import TokenLogprobs
 from dendro.shapes import MAX_ROWS
 from torch import Tensor
@@ -38,6 +38,7 @@ from tree_kernels.warp.batched import WarpRows, tokens_of_rows
 from tree_layers.graphs import CudaGraphs, Graphs, Recordings
 from tree_layers.launching import on_its_device
 from tree_layers.step_buffers import StepBuffers
+from triton.runtime.errors import OutOfResources
 
 from verifier_service.device_states import DeviceStates, folds_in_place
 from verifier_service.guarding import guarded
@@ -111,6 +112,15 @@ class DeviceRunner(StepRunner):
         if graphs is not None:
             self.recordings = Recordings(graphs, "verifier: steps", log)
         self._ran: set[StepShape] = set()  # shapes whose kernels are compiled
+
+    def check_rows(self) -> list[str]:
+        """Check the rows as every runner does. Raises BadRequest where a kernel for the target's sizes, such as that of
+        wide heads in float32, needs more shared memory than the device has."""
+        try:
+            return super().check_rows()
+        except OutOfResources as error:
+            needs = f"a kernel for its sizes needs {error.required} bytes of {error.name}"
+            raise BadRequest("checkpoint", f"{needs}; {self.device} has {error.limit}") from error
 
     @on_its_device
     def warm_up(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.tree_attention import tensor_cores  # noqa: E402
 from tree_kernels.tree_attention.rotation import rotate_and_write  # noqa: E402
 from tree_kernels.tree_attention.tensor_cores import SplitRows, attend_pages, write_pages  # noqa: E402
+from tree_kernels.tree_attention.triton import shared_bytes, stages_of  # noqa: E402
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_DEVICE = DEVICE.type == "cuda"
@@ -337,11 +339,23 @@ def test_items_hold_each_rows_far_keys_once_and_read_no_page_of_none(group):
         assert not sums[[row for row in range(len(positions)) if row not in far]].any()
 
 
+@pytest.mark.parametrize("shared, wide", [(101_376, 1), (166_912, 2), (232_448, 2)], ids=["99-KB", "163-KB", "227-KB"])
+def test_pages_of_wide_heads_are_read_ahead_only_where_they_fit_in_shared_memory(monkeypatch, shared, wide):
+    """`_far` with heads of 256 takes 106,496 bytes with two pages and 73,728 with one, when compiled for sm_86."""
+    device = torch.device("cuda", 7)
+    properties = {device: SimpleNamespace(shared_memory_per_block_optin=shared)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties.__getitem__)
+    shared_bytes.cache_clear()
+    found = [stages_of(Layout(8, dim, 64), device, wide=2) for dim in (64, 128, 144, 256)]
+    assert found == [3, 3, wide, wide]
+
+
 # Compilation for an accelerator, without one
 
 COMPILED = """
 import subprocess, tempfile
 from pathlib import Path
+import torch
 import triton
 from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
@@ -350,8 +364,9 @@ from tree_kernels.tree_attention import Layout
 from tree_kernels.tree_attention.rotation import _rotate_write
 from tree_kernels.tree_attention.splits import ITEM, LINES
 from tree_kernels.tree_attention.tensor_cores import (
-    NEAR_KEYS, NEAR_LINES, PROGRAMS, SUMMED_AT_ONCE, _far, _near, _write, stages_of, warps_of
+    NEAR_KEYS, NEAR_LINES, PROGRAMS, SUMMED_AT_ONCE, _far, _near, _write, warps_of
 )
+from tree_kernels.tree_attention.triton import stages_of
 
 TOOL = Path(next(iter(nvidia.__path__)), "bin", "cuobjdump")
 STRIDES = ("query_head", "query_row", "key_head", "key_row", "value_head", "value_row")
@@ -379,7 +394,8 @@ def attention(kv_heads, group, dim, near, capped=False, windowed=False, sinks=Fa
     numbers = ["fp32", "fp32", "i32", "i32", "i32"]
     far = dict(PAGE=64, LINES=LINES, FIELDS=ITEM, PROGRAMS=PROGRAMS)
     types = ["*bf16", "*bf16", *["*i64"] * 5, *["*fp32"] * 3, *numbers, "i32", "i32"]
-    compiled(_far, types, shape | far, num_stages=stages_of(layout), num_warps=warps_of(layout))
+    stages = stages_of(layout, torch.device("cpu"), wide=2)
+    compiled(_far, types, shape | far, num_stages=stages, num_warps=warps_of(layout))
     own = dict(GROUP_PAD=max(triton.next_power_of_2(group), NEAR_LINES), KEYS=NEAR_KEYS, AT_ONCE=SUMMED_AT_ONCE)
     own |= dict(SINKS=sinks)
     types = ["*bf16", "*bf16", *["*i64"] * 3, *["*fp32"] * 4, "*bf16", *numbers, "i32"]

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dendro.errors import EngineFailed
+from dendro.errors import BadRequest, EngineFailed
 from dendro.grammars import TreeMasks, Unmasked
 from dendro.logprobs import TokenLogprobs
 from dendro.modes import VerificationMode, draft_seed
@@ -29,6 +29,8 @@ from tests.support.routers import LAWS, RoundByRound, alone, guessing
 from tests.support.tiny_models import make_checkpoint
 
 pytest.importorskip("triton", reason="triton is not installed")
+
+from triton.runtime.errors import OutOfResources
 
 from tests.support.device_runners import device_runner
 from tests.support.engines import running
@@ -310,6 +312,17 @@ def test_rows_that_only_pad_write_to_the_zero_page_alone(folder):
     with torch.inference_mode():
         runner._warm(StepShape(8, 8, GREEDY, alone=True))
     assert not runner.pages.stores[0][:, PAGE:].any()
+
+
+def test_a_target_whose_kernels_do_not_fit_on_the_device_is_refused_with_the_reason(folder, monkeypatch):
+    def raising(*given):
+        raise OutOfResources(147_456, 101_376, "shared memory")
+
+    runner = runner_of(folder, RunAgain())
+    monkeypatch.setattr(runner, "_whole_text", raising)
+    reason = "checkpoint: a kernel for its sizes needs 147456 bytes of shared memory; .* has 101376"
+    with pytest.raises(BadRequest, match=reason):
+        runner.check_rows()
 
 
 def test_checks_multiply_as_many_rows_by_the_head_as_steps_do(folder, monkeypatch):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tree_kernels.tree_attention.rows import LOG2_E, PAGE, Layout
 from tree_kernels.tree_attention.splits import ITEM, LINES
-from tree_kernels.tree_attention.triton import TableRows
+from tree_kernels.tree_attention.triton import WIDE_HEAD, TableRows, stages_of
 
 PROGRAMS = 264
 """Programs that share the items: two for each multiprocessor of an H100 or H200. No bit depends on their number."""
@@ -134,7 +134,7 @@ def attend_pages(
         LINES=LINES,
         FIELDS=ITEM,
         PROGRAMS=PROGRAMS,
-        num_stages=stages_of(layout),
+        num_stages=stages_of(layout, query.device, wide=2),
         num_warps=warps_of(layout),
     )
     _near[(rows, layout.kv_heads)](
@@ -157,15 +157,6 @@ def attend_pages(
         SINKS=sinks is not None,
     )
     return out
-
-
-WIDE_HEAD = 128
-"""Wider heads need more registers, and more shared memory for a page."""
-
-
-def stages_of(layout: Layout) -> int:
-    """Pages of keys and values in shared memory at once."""
-    return 3 if max(layout.key_dim, layout.value_dim) <= WIDE_HEAD else 2
 
 
 def warps_of(layout: Layout) -> int:

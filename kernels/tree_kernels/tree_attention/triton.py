@@ -7,8 +7,12 @@ CUDA graph.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +22,10 @@ from tree_kernels.tree_attention.rows import LOG2_E, PAGE, Layout
 SMALLEST_DOT = 16
 """Triton multiplies blocks of at least this many columns. The rows, a group's heads, may be fewer: with 16 of them the
 registers of a program would not suffice."""
+WIDE_HEAD = 128
+"""Wider heads need more registers, and more shared memory for a page."""
+ROOMY_BYTES = 160 * 1024
+"""Shared memory with which a program may read pages of wide heads ahead: up to 151,624 bytes, in place of 99 KB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +44,25 @@ class TableRows:
     near: Tensor
     texts: Tensor
     tables: Tensor
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Most bytes of shared memory that a program may have on a device; no limit in Triton's interpreter."""
+    if device.type != "cuda":
+        return sys.maxsize
+    properties: Any = torch.cuda.get_device_properties(device)  # torch declares no type of this one
+    return int(properties.shared_memory_per_block_optin)
+
+
+def stages_of(layout: Layout, device: torch.device, wide: int) -> int:
+    """Pages of keys and values in shared memory at once: how far they are read ahead, which changes no bit.
+
+    wide: for wide heads, on a device with room for them
+    """
+    if max(layout.key_dim, layout.value_dim) <= WIDE_HEAD:
+        return 3
+    return wide if shared_bytes(device) >= ROOMY_BYTES else 1
 
 
 def write_table(pool: Tensor, key: Tensor, value: Tensor, step: TableRows) -> None:
@@ -96,6 +123,7 @@ def attend_table(
         WINDOWED=window is not None,
         SINKS=sinks is not None,
         enable_fp_fusion=False,
+        num_stages=stages_of(layout, query.device, wide=3),
     )
     return out
 
