@@ -43,11 +43,12 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels import ARITHMETIC
 from tree_kernels.tree_attention import PAGE, near_window
+from tree_kernels.tree_attention.splits import first_positions
 from tree_layers.launching import device_fault
 from tree_layers.linear import kept_dtype
 from tree_layers.memory import pages_for
 
-from verifier_service.memory import most_pages
+from verifier_service.memory import most_pages, working_bytes
 from verifier_service.models import LoadedTarget, load_target
 from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
@@ -460,21 +461,34 @@ def _pool_pages(
         pages = pages_for(options.pool_tokens)
     elif options.memory_fraction is not None:
         sharing = crew.size if crew is not None and crew.memory_is_shared else 1  # workers on one machine
-        taken = sharing * states_bytes
+        beside = states_bytes + (_working_bytes(options, target) if device.type != "cpu" else 0)
+        taken = sharing * beside
         bytes_left = int(options.memory_fraction * free_bytes(device)) - taken
         if bytes_left < 0:
+            steps = f" and steps of {options.prefill_chunk} rows" if beside > states_bytes else ""
             raise BadRequest(
                 "memory_fraction",
-                f"the states of max_sessions = {options.max_sessions} texts take {taken / 1e6:.0f} MB, "
+                f"the states of max_sessions = {options.max_sessions} texts{steps} take {taken / 1e6:.0f} MB, "
                 f"{-bytes_left / 1e6:.0f} MB more than {options.memory_fraction} of what is free",
             )
         if target.token_bytes:  # pages of a target without attention only count tokens
             room = bytes_left // (target.token_bytes * PAGE)
-            pages = room if crew is None else crew.pages(options.memory_fraction, room, states_bytes)
+            pages = room if crew is None else crew.pages(options.memory_fraction, room, beside)
     if pages < 1 or options.max_length < 2:
         reason = f"{pages} pages and {options.max_length} leave no room for a text"
         raise BadRequest("pool_tokens, max_length", reason)
     return pages
+
+
+def _working_bytes(options: VerifierOptions, target: LoadedTarget) -> int:
+    """Most bytes of a step's results on an accelerator."""
+    layers = zip(target.run.probed, target.layouts, strict=True)
+    on_tensor_cores = [(layer.group, layout) for layer, layout in layers if layout.dtype != torch.float32]
+    longest = pages_for(options.max_length + options.max_depth) * PAGE
+    splits = len(first_positions(longest)) - 1
+    # A head leaves its best score, the sum of its weights, and sums of its values.
+    widest = max((group * each.kv_heads * (each.value_dim + 2) for group, each in on_tensor_cores), default=0)
+    return working_bytes(target.vocabulary, buckets_up_to(options.prefill_chunk)[-1], splits, widest)
 
 
 def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, step_sizes: tuple[int, ...]) -> Hello:

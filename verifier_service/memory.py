@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from tree_kernels.tree_attention import PAGE
+from tree_kernels.warp.batched import PART_ROWS
 from tree_layers.memory import PageBook, pages_for
 
 from verifier_service.recurrent import StatePool, TextStates
@@ -39,6 +40,17 @@ def most_pages(tokens: int, window: int | None, slack: int, rows: int) -> int:
     `PageTable`"""
     whole = pages_for(tokens)
     return whole if window is None else min(whole, pages_for(window + slack + rows) + 1)
+
+
+def working_bytes(vocabulary: int, rows: int, splits: int, widest: int) -> int:
+    """Most bytes of the results of a step of `rows` rows on an accelerator, which are allocated after the pages.
+
+    splits: splits of the longest text   widest: most numbers that a layer's heads leave of a row and a split, 0 without
+    attention on tensor cores
+    """
+    drawn = 4 * 5 * vocabulary * rows  # logits, noise, and three of the scores
+    filtered = 80 * vocabulary * min(rows, PART_ROWS)
+    return drawn + filtered + 4 * splits * rows * widest
 
 
 def salt_of(tenant: str) -> bytes:

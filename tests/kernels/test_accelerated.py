@@ -15,7 +15,7 @@ from tree_kernels.noise import gumbel_noise
 from tree_kernels.tree_attention import PAGE, FarRows, Layout, TreeRows
 from tree_kernels.tree_attention import reference as plain_attention
 from tree_kernels.tree_walk import walk
-from tree_kernels.warp import Warp, tokens_of
+from tree_kernels.warp import Warp, batched, tokens_of
 from tree_kernels.warp.batched import WarpRows, _filtered, _softmax, tokens_of_rows
 
 from tests.support.compiled import printed_by
@@ -127,6 +127,20 @@ def test_the_law_of_filters_is_a_softmax_of_rows_that_all_begin_at_a_multiple_of
     scores[1, 7:] = -math.inf
     assert torch.equal(_softmax(scores), softmax(scores, 1))
     assert [row.data_ptr() % 16 for row in given[0]] == [0] * 5
+
+
+@pytest.mark.parametrize("count", [1, 32, 33, 80])
+def test_rows_are_filtered_in_parts_of_32_with_the_tokens_of_one_part(monkeypatch, count):
+    logits = (torch.randn(count, 301, generator=torch.Generator().manual_seed(2)) * 3).to(DEVICE)
+    noise = torch.cat([gumbel_noise(9, [row], 301) for row in range(count)]).to(DEVICE)
+    warps = [Warp(1.0, 0, 0.8), Warp(), Warp(0.7, 40, 0.9), Warp(0.9, 0, 1.0, 0.1), Warp(1.3)] * count
+    rows, before = WarpRows.of(rows_of(warps[:count], DEVICE)), logits.clone()
+    parts, filtered = [], batched._filtered
+    monkeypatch.setattr(batched, "_filtered", lambda scores, warp: parts.append(len(scores)) or filtered(scores, warp))
+    found = tokens_of_rows(logits, rows, noise, masks=True)
+    assert max(parts) <= 32 and sum(parts) == count and torch.equal(logits, before)
+    monkeypatch.setattr(batched, "PART_ROWS", count)
+    assert torch.equal(found, tokens_of_rows(logits, rows, noise, masks=True))
 
 
 @pytest.mark.parametrize("vocabulary", [50277, 50280])

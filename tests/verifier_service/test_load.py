@@ -6,6 +6,7 @@ import asyncio
 import time
 from dataclasses import replace
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from dendro.engine import Ticket
 from dendro.errors import BadRequest, NotFound, Overloaded
 from dendro.text import Tokens
 from dendro.tree import DraftTree
-from tree_kernels.tree_attention import PAGE
+from tree_kernels.tree_attention import PAGE, Layout
 from tree_kernels.tree_walk import Walk
 from tree_layers.memory import pages_for
 
@@ -25,7 +26,9 @@ from tests.support.engines import engine_of
 from tests.support.routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
 from tests.support.tiny_models import WINDOW, make_checkpoint
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
-from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of
+from verifier_service.engine import _pool_pages
+from verifier_service.memory import PageTable, TextMemory, most_pages, salt_of, working_bytes
+from verifier_service.options import VerifierOptions
 from verifier_service.requests import Capacity, PendingCall
 from verifier_service.rows import StepOutcome
 from verifier_service.scheduler import StepScheduler
@@ -128,6 +131,25 @@ def test_a_pool_takes_its_share_of_the_free_memory(folder, monkeypatch):
     engine = engine_of(folder, memory_fraction=0.5)
     page_bytes = engine.runner.pages.token_bytes * PAGE
     assert engine.stats()["pages"] == (1 << 23) // page_bytes
+
+
+def test_a_step_of_an_accelerator_has_the_memory_of_its_logits_filters_and_sums():
+    assert working_bytes(1000, 8, splits=0, widest=0) == 1000 * (20 * 8 + 80 * 8)
+    assert working_bytes(1000, 256, splits=0, widest=0) == 1000 * (20 * 256 + 80 * 32)
+    assert working_bytes(0, 256, splits=40, widest=32 * 130) == 4 * 40 * 256 * 32 * 130
+
+
+def test_a_pool_on_an_accelerator_leaves_room_for_a_steps_results(monkeypatch):
+    """2 kv heads with 4 heads each; 550 tokens and depth have 3 splits."""
+    monkeypatch.setattr("verifier_service.engine.free_bytes", lambda device: 1 << 31)
+    layout = Layout(2, 64, 64, torch.bfloat16)
+    run = SimpleNamespace(probed=[SimpleNamespace(group=4)])
+    target = SimpleNamespace(run=run, layouts=(layout,), vocabulary=50_000, window=None, token_bytes=512)
+    options = VerifierOptions(name="tiny", max_length=550, max_depth=16, prefill_chunk=128, memory_fraction=0.5)
+    beside = 10_000 + working_bytes(50_000, 128, splits=3, widest=2 * 4 * (64 + 2))
+    for device, taken in (("cpu", 10_000), ("cuda", beside)):
+        pages = _pool_pages(options, target, torch.device(device), 10_000, None)
+        assert pages == ((1 << 30) - taken) // (512 * PAGE)
 
 
 async def test_equal_beginnings_are_computed_once_but_never_across_tenants(folder):

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+PART_ROWS = 32
+"""Rows that are filtered at once: filters need about 70 bytes for each token of a row, at most 80."""
 UNITS = 2.0**60
 """Units of probability in 1; those of a row are at most about as many, and fit in an int64."""
 
@@ -33,6 +35,9 @@ class WarpRows:
         narrow = {name: given[name].float() for name in ("temperature", "min_p")}
         return cls(top_k=given["top_k"], top_p=given["top_p"], **narrow)
 
+    def part(self, rows: slice) -> WarpRows:
+        return WarpRows(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows])
+
 
 def tokens_of_rows(logits: Tensor, warp: WarpRows, noise: Tensor, masks: bool) -> Tensor:
     """argmax(warped logits + noise) of each row, the lowest id on ties; [rows] int64.
@@ -43,7 +48,9 @@ def tokens_of_rows(logits: Tensor, warp: WarpRows, noise: Tensor, masks: bool) -
     greedy = (warp.temperature == 0)[:, None]
     scores = logits.float() / torch.where(greedy, 1.0, warp.temperature[:, None])
     if masks:
-        scores = torch.where(greedy, scores, _filtered(scores, warp))
+        for first in range(0, len(scores), PART_ROWS):
+            part = slice(first, first + PART_ROWS)
+            scores[part] = torch.where(greedy[part], scores[part], _filtered(scores[part], warp.part(part)))
     return torch.argmax(torch.where(greedy, scores, scores + noise), dim=1)
 
 
