@@ -29,7 +29,7 @@ from dendro.tasks import off_loop
 from dendro.text import packed_ids
 
 from cluster.redis_client import REDIS_FAULTS, connect, eviction_warning, reason_of, transaction
-from cluster.state_store import CircuitBreaker, CircuitOpen, within_two_attempts
+from cluster.state_store import CallTurns, CircuitBreaker, CircuitOpen, StoreBusy, within_two_attempts
 
 PREFIX = "dendro:session:"
 SECRET_KEY = "dendro:session-secret"
@@ -40,6 +40,8 @@ MAX_TOKEN = 64
 """Characters; our tokens have 45."""
 CALL_BUDGET_S = 1.0
 """Seconds for both attempts of a call."""
+TURN_S = 5.0
+"""Seconds that a call waits for its turn. Where the server fails, the circuit opens and ends the wait earlier."""
 WRITES = 3
 """Number of times that a write, interrupted by another one or a broken connection, looks whether it may be made."""
 CHECKSUM = "checksum"
@@ -223,13 +225,14 @@ class MemorySessions:
 
 class RedisSessions:
     """Records in Redis, each with a time to live that every write renews. No call takes longer than `budget_s`, with
-    all its round trips. Not thread-safe: bound to one event loop."""
+    all its round trips, after waiting TURN_S at most for its turn. Not thread-safe: bound to one event loop."""
 
     def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
         self._redis = connect(url, budget_s)
         self.ttl_s = ttl_s
         self.budget_s = budget_s
         self.breaker = CircuitBreaker()
+        self._turns = CallTurns()
         self._known_secret: bytes | None = None
 
     async def new_token(self, tenant: str) -> str:
@@ -259,7 +262,10 @@ class RedisSessions:
 
     async def _in_time(self, work: Callable[[], Coroutine[Any, Any, Answer]]) -> Answer:
         try:
-            return await within_two_attempts(self.budget_s, self._redis, work)
+            async with self._turns.take(TURN_S):
+                return await within_two_attempts(self.budget_s, self._redis, work)
+        except StoreBusy:
+            raise PeerLost("session: the store is busy: too many calls wait for it") from None
         except TimeoutError:
             self.breaker.note("no answer in time")
             self.breaker.failed()

@@ -6,7 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +27,9 @@ CALL_BUDGET_S = 0.2
 """Seconds for both attempts of a call."""
 PART_BYTES = 4 << 20
 """Most bytes that one call reads, within one time limit: 34 ms on a link of 1 Gbit/s."""
+CALLS_AT_ONCE = 32
+"""Calls of one store that are on their way; further ones wait. redis-py opens at most 100 connections, and a call whose
+first attempt is not answered keeps two for a while."""
 FAILURES_TO_OPEN = 3
 OPEN_S = 5.0
 LOG_AGAIN_S = 60.0
@@ -64,6 +68,31 @@ async def within_two_attempts(
     except TimeoutError:
         await within(budget_s / 2, drop_idle(client))
     return await within(budget_s / 2, call())
+
+
+class StoreBusy(Exception):
+    """A call waited too long for its turn, and was not made."""
+
+
+class CallTurns:
+    """Lets CALLS_AT_ONCE calls of a store be on their way, so that a burst is not taken for a server that fails. Bound
+    to one event loop."""
+
+    def __init__(self) -> None:
+        self._free = asyncio.Semaphore(CALLS_AT_ONCE)
+
+    @asynccontextmanager
+    async def take(self, wait_s: float) -> AsyncGenerator[None, None]:
+        """Hold a turn. Raises StoreBusy where none is free within `wait_s`."""
+        try:
+            async with asyncio.timeout(wait_s):
+                await self._free.acquire()
+        except TimeoutError:
+            raise StoreBusy from None
+        try:
+            yield
+        finally:
+            self._free.release()
 
 
 @dataclass(slots=True)
@@ -167,7 +196,8 @@ class StoreCounters:
 
 
 class RedisStates:
-    """dendro.state.StateStore in Redis. No call raises, and none takes longer than `budget_s` for each PART_BYTES.
+    """dendro.state.StateStore in Redis. No call raises, and none takes longer than `budget_s` for each PART_BYTES,
+    after as long a wait for its turn.
 
     Not thread-safe: bound to the event loop of the first call.
     """
@@ -189,6 +219,7 @@ class RedisStates:
         self.budget_s = budget_s
         self.breaker = breaker or CircuitBreaker()
         self.counters = StoreCounters()
+        self._turns = CallTurns()
 
     async def load(self, name: str, most: int) -> bytes | None:
         """The blob of that name; None where there is none, it has more than `most` bytes, or Redis does not answer in
@@ -224,13 +255,15 @@ class RedisStates:
 
     async def _ask(self, call: Callable[[], Awaitable[Answer]], parts: int = 1) -> Answer | None:
         """The answer of a call that sends or gets so many parts; None where it fails or is not made."""
+        budget_s = parts * self.budget_s
         try:
-            return await self.breaker.ask(
-                lambda: within_two_attempts(parts * self.budget_s, self._redis, lambda: _awaited(call))
-            )
+            async with self._turns.take(budget_s):
+                return await self.breaker.ask(
+                    lambda: within_two_attempts(budget_s, self._redis, lambda: _awaited(call))
+                )
         except CircuitOpen:
             self.counters.skipped += 1
-        except REDIS_FAULTS:
+        except (StoreBusy, *REDIS_FAULTS):
             self.counters.errors += 1
         return None
 

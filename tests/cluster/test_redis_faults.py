@@ -405,3 +405,28 @@ async def eviction_warning_of(server: RedisServer) -> str:
     warning = await sessions.warning()
     await sessions.close()
     return warning
+
+
+async def test_three_hundred_reads_and_writes_at_once_succeed(server: RedisServer):
+    async with stores(server.url) as (sessions, states, token):
+        tokens = [await sessions.new_token("") for _ in range(300)]
+        await asyncio.gather(*(sessions.write(each, "", RECORD) for each in tokens))
+        assert await asyncio.gather(*(sessions.read(each, "") for each in tokens)) == [RECORD] * 300
+        assert all(await asyncio.gather(*(states.save(each, b"x") for each in tokens)))
+        assert await asyncio.gather(*(states.load(each, MOST) for each in tokens)) == [b"x"] * 300
+        assert sessions.breaker.counters.failed == states.breaker.counters.failed == 0
+
+
+async def test_a_call_that_waits_too_long_for_its_turn_does_not_count_as_a_failure(server: RedisServer, monkeypatch):
+    monkeypatch.setattr("cluster.sessions.TURN_S", 0.01)
+    monkeypatch.setattr("cluster.state_store.CALLS_AT_ONCE", 1)
+    async with stores(server.url) as (sessions, states, token):
+        states.budget_s = 0.01
+        async with sessions._turns.take(1.0), states._turns.take(1.0):
+            for _ in range(5):
+                with pytest.raises(PeerLost, match="busy"):
+                    await sessions.read(token, "")
+                assert await states.load("a", MOST) is None
+        states.budget_s = BUDGET_S
+        await check_reads(sessions, states, token)
+        assert sessions.breaker.counters.failed == states.breaker.counters.failed == 0
