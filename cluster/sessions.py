@@ -118,6 +118,10 @@ def unknown_session() -> NotFound:
     return NotFound("session: there is no such session")
 
 
+def _written_first() -> Conflict:
+    return Conflict("session: another request wrote it first; read it again")
+
+
 def make_token(tenant: str, secret: bytes) -> str:
     """128 random bits and their tag, in base64url."""
     name = secrets.token_bytes(ID_BYTES)
@@ -224,8 +228,9 @@ class MemorySessions:
 
 
 class RedisSessions:
-    """Records in Redis, each with a time to live that every write renews. No call takes longer than `budget_s`, with
-    all its round trips, after waiting TURN_S at most for its turn. Not thread-safe: bound to one event loop."""
+    """Records in Redis, each with a time to live that every write renews. A frozen server costs a call `budget_s` at
+    most, with all its round trips, beside the wait for a turn of TURN_S at most. Not thread-safe: bound to one event
+    loop."""
 
     def __init__(self, url: str, ttl_s: int, budget_s: float = CALL_BUDGET_S) -> None:
         self._redis = connect(url, budget_s)
@@ -239,11 +244,23 @@ class RedisSessions:
         return make_token(tenant, await self._in_time(self._secret))
 
     async def read(self, token: str, tenant: str) -> Record:
-        return await self._in_time(lambda: self._read(token, tenant))
+        name, found = await self._in_time(lambda: self._find(token, tenant))
+        return await off_loop(len(found) // TOKEN_BYTES, lambda: unpack_record(found, name))
 
     async def write(self, token: str, tenant: str, record: Record) -> None:
-        sent = asyncio.Event()
-        await self._in_time(lambda: self._write(token, tenant, record, sent))
+        """See `Sessions.write`. The stored record is parsed between two transactions, and the later one compares bytes:
+        long records wait for their tenant's turn, which would count as a server that does not answer."""
+        name = check_token(token, tenant, await self._in_time(self._secret))
+        blob = await off_loop(len(record.tokens), lambda: pack_record(record, name))
+        key, checked, sent = self._key(tenant, name), b"", asyncio.Event()
+        for _ in range(WRITES):
+            call = partial(self._compare_and_set, key, checked, blob, sent)
+            found = await self._in_time(partial(self._ask, call))
+            if found is None:
+                return
+            await off_loop(len(found) // TOKEN_BYTES, partial(check_version, found, record.version, name))
+            checked = found
+        raise _written_first()
 
     async def fault(self) -> str:
         """Reason why the store does not answer now; empty where it does."""
@@ -271,30 +288,22 @@ class RedisSessions:
             self.breaker.failed()
             raise PeerLost(f"session: the store does not answer within {self.budget_s:g} s") from None
 
-    async def _read(self, token: str, tenant: str) -> Record:
+    async def _find(self, token: str, tenant: str) -> tuple[str, bytes]:
+        """The session's id and its stored record."""
         name = check_token(token, tenant, await self._secret())
         key = self._key(tenant, name)
         blob = await self._ask(lambda: self._redis.get(key))
         if blob is None:
             raise unknown_session()
-        found = _bytes(blob)
-        return await off_loop(len(found) // TOKEN_BYTES, lambda: unpack_record(found, name))
-
-    async def _write(self, token: str, tenant: str, record: Record, sent: asyncio.Event) -> None:
-        name = check_token(token, tenant, await self._secret())
-        key = self._key(tenant, name)
-        blob = await off_loop(len(record.tokens), lambda: pack_record(record, name))
-        check = partial(check_version, version=record.version, name=name)
-        await self._ask(lambda: self._compare_and_set(key, blob, check, sent))
+        return name, _bytes(blob)
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _compare_and_set(
-        self, key: str, blob: bytes, check: Callable[[bytes], None], sent: asyncio.Event
-    ) -> None:
+    async def _compare_and_set(self, key: str, checked: bytes, blob: bytes, sent: asyncio.Event) -> bytes | None:
         """WATCH, compare, MULTI: prevents two turns that read the same version from both being written. (Without EVAL,
-        which the Redis user may not be allowed to call.)
+        which the Redis user may not be allowed to call.) Writes where `checked` or nothing is stored; returns what else
+        is stored, and None once `blob` is.
 
         A connection that breaks before the answer of EXEC arrives is reported as a change of the key too, and an
         attempt that took too long may have written. So what is stored decides: this record, if it was `sent`; the
@@ -304,16 +313,17 @@ class RedisSessions:
             with contextlib.suppress(redis.exceptions.WatchError):
                 async with transaction(self._redis, key) as pipe:
                     await pipe.watch(key)
-                    found = await pipe.get(key) or b""
+                    found = _bytes(await pipe.get(key) or b"")
                     if sent.is_set() and found == blob:
-                        return
-                    await off_loop(len(found) // TOKEN_BYTES, partial(check, _bytes(found)))
+                        return None
+                    if found and found != checked:
+                        return found
                     pipe.multi()
                     pipe.set(key, blob, ex=self.ttl_s)
                     sent.set()
                     await pipe.execute()
-                    return
-        raise Conflict("session: another request wrote it first; read it again")
+                    return None
+        raise _written_first()
 
     async def _secret(self) -> bytes:
         """The cluster's secret: the first router makes it, all others read it from Redis. It is read at every call:

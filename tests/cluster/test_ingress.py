@@ -22,8 +22,8 @@ from dendro.speculation import Mode, Speculation
 from dendro.text import Finish, Sampling
 from dendro.v1 import generation_pb2 as pb
 from dendro.v1 import generation_pb2_grpc
+from redis.asyncio.client import Pipeline
 
-from cluster import sessions as sessions_module
 from cluster.api.grpc import serve_router
 from cluster.peers.pools import Peers
 from cluster.redis_server import RedisServer
@@ -900,10 +900,10 @@ async def test_a_session_whose_store_loses_its_data_during_a_turn_is_written_who
 async def test_a_turn_is_kept_if_the_connection_breaks_between_compare_and_set(monkeypatch, lost: bool):
     """redis-py reports a connection broken after WATCH like a write by another client."""
     with RedisServer(memory_mb=16) as server:
-        store, compare, breaks = RedisSessions(server.url, ttl_s=60), sessions_module.check_version, [False, True]
+        store, begin, breaks = RedisSessions(server.url, ttl_s=60), Pipeline.multi, [False, True]
 
-        def compare_and_break(*given: Any, **named: Any) -> None:
-            compare(*given, **named)
+        def break_and_begin(pipe: Pipeline) -> None:
+            begin(pipe)
             if breaks.pop():
                 with redis.Redis.from_url(server.url) as raw:
                     if lost:
@@ -912,7 +912,7 @@ async def test_a_turn_is_kept_if_the_connection_breaks_between_compare_and_set(m
 
         router = ingress(EdgePeers(), store)
         token = await first_turn(router)
-        monkeypatch.setattr(sessions_module, "check_version", compare_and_break)
+        monkeypatch.setattr(Pipeline, "multi", break_and_begin)
         *_, last = [event async for event in router.generate(turn_of(token, " and", "A"))]
         assert last.complete.session == token and not breaks
         record = await store.read(token, "")

@@ -18,7 +18,7 @@ import pytest
 import redis
 import redis.asyncio
 import yaml
-from dendro.errors import NotFound, PeerLost
+from dendro.errors import Conflict, NotFound, PeerLost
 
 from cluster.redis_client import eviction_warning
 from cluster.redis_server import RedisServer, find_redis_server
@@ -430,3 +430,19 @@ async def test_a_call_that_waits_too_long_for_its_turn_does_not_count_as_a_failu
         states.budget_s = BUDGET_S
         await check_reads(sessions, states, token)
         assert sessions.breaker.counters.failed == states.breaker.counters.failed == 0
+
+
+async def test_records_that_wait_for_a_thread_are_read_and_written_and_count_as_no_failure(server, monkeypatch):
+    async def late(tokens: int, work):
+        await asyncio.sleep(0.7)
+        return work()
+
+    async with stores(server.url) as (sessions, _, token):
+        sessions.budget_s = 0.6
+        monkeypatch.setattr("cluster.sessions.off_loop", late)
+        later = later_record(3)
+        await sessions.write(token, "", later)
+        assert await sessions.read(token, "") == later
+        with pytest.raises(Conflict):
+            await sessions.write(token, "", later)
+        assert sessions.breaker.counters.failed == 0
