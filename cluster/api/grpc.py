@@ -313,7 +313,7 @@ async def serve_router(
         (CONNECTION_GRACE, int(longest_s * 1000)),
     )
     server = grpc.aio.server(interceptors=(KeylessStreams(SERVICE),), options=(*SERVER_OPTIONS, *options))
-    requests = RunningRequests(ingress.config.router.max_requests)
+    requests = RunningRequests(ingress.config.router.max_requests, ingress.turns.writing)
     servicer = GenerationServicer(ingress, requests, callers)
     server.add_generic_rpc_handlers((servicer.handlers(),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it

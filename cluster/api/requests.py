@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, MutableSet
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,10 +34,12 @@ def identified(request: pb.GenerateRequest) -> str:
 class RunningRequests:
     """Counts and limits the running requests, and ends them: one, by its id, or all. Bound to one event loop."""
 
-    def __init__(self, most: int) -> None:
-        """most: answers that run at once"""
+    def __init__(self, most: int, writing: MutableSet[asyncio.Task[Any]] | None = None) -> None:
+        """most: answers that run at once   writing: tasks of requests whose turn may be in its session already, so that
+        they are not aborted (`TurnWriter.writing`); a task leaves it with its request"""
         self._places = Places(most)
         self._running: dict[asyncio.Task[Any], tuple[str, str]] = {}  # tenant and request id
+        self._writing = set[asyncio.Task[Any]]() if writing is None else writing
         self._ended: dict[asyncio.Task[Any], DendroError] = {}  # why a task that is ended by us is cancelled
         self._idle = asyncio.Event()  # is set while no request runs
         self._idle.set()
@@ -86,14 +88,20 @@ class RunningRequests:
         finally:
             self._ended.pop(task, None)
             self._running.pop(task, None)
+            self._writing.discard(task)
             self._places.leave(tenant, answers)
             if not self._running:
                 self._idle.set()
 
     def abort(self, tenant: str, ids: Collection[str]) -> int:
-        """End a tenant's requests that run here and have one of these ids. Returns how many were ended by this call."""
+        """End a tenant's requests that run here and have one of these ids, but for those whose turn is being written.
+        Returns how many were ended by this call."""
         wanted = {(tenant, each) for each in ids}
-        found = [task for task, key in self._running.items() if key in wanted and task not in self._ended]
+        found = [
+            task
+            for task, key in self._running.items()
+            if key in wanted and task not in self._ended and task not in self._writing
+        ]
         for task in found:
             self._end(task, Aborted("request: was aborted by its client"))
         return len(found)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
+from typing import Any
+from weakref import WeakSet
 
 from dendro.errors import Conflict, DendroError, NotFound, PeerLost, one_line
 from dendro.text import Finish, Text
@@ -21,10 +24,14 @@ class TurnWriter:
         self._sessions = sessions
         self.kept = 0  # turns that were written
         self.not_kept: Counter[str] = Counter()  # turns whose write failed or was not confirmed, by error
+        self.writing: WeakSet[asyncio.Task[Any]] = WeakSet()  # tasks of requests whose write has begun
 
     async def keep(self, job: Job, text: Text, finish: Finish, target: str) -> str:
         """Write the session's record. Returns its token. Raises PeerLost where it is not known whether the store has
         it: the client repeats the request, whose id shows whether its turn was written."""
+        task = asyncio.current_task()
+        assert task is not None
+        self.writing.add(task)
         earlier = job.record
         turn = Turn(
             request=job.request_id,

@@ -45,7 +45,7 @@ class Failing:
     def __init__(self, error, events=0):
         self.config, self.totals = edge_config(), RouterTotals(edge_config())
         self._error, self._events, self._peers = error, events, ingress(EdgePeers())
-        self.tokenizer = self._peers.tokenizer
+        self.tokenizer, self.turns = self._peers.tokenizer, self._peers.turns
 
     async def generate(self, request, tenant="", allowance=None, traceparent=""):
         left = self._events

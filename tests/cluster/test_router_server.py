@@ -30,6 +30,7 @@ from cluster.api.grpc import SERVICE, serve_router
 from cluster.api.health import HealthReport
 from cluster.api.status import serve_status
 from cluster.peers import pools
+from cluster.sessions import MemorySessions, Record
 from tests.support.edge import ByteTokenizer, EdgePeers, config, ingress, plain_answer
 from tests.support.faults import Panic
 from tests.support.scraped import total
@@ -442,3 +443,55 @@ async def test_a_router_waits_for_a_replica_of_every_target_but_those_whose_pool
     handles: dict[str, Any] = {"here": Handle(0), "late": Handle(3), "sleepy": Handle(0)}
     await pools.ServePeers(config(targets=models, drafters={}), handles, {}).wait_for_targets()
     assert {name: each.calls for name, each in handles.items()} == {"here": 1, "late": 4, "sleepy": 0}
+
+
+class HeldSessions(MemorySessions):
+    """Keeps every write waiting until `go` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+
+    async def write(self, token: str, tenant: str, record: Record) -> None:
+        self.begun.set()
+        await self.go.wait()
+        await super().write(token, tenant, record)
+
+
+@asynccontextmanager
+async def writing_a_turn():
+    """A server that waits in the write of a request's turn, its store, and the call's stub and task."""
+    sessions = HeldSessions()
+    server = await serve_router(ingress(EdgePeers(), sessions))
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub: Any = generation_pb2_grpc.GenerationServiceStub(channel)
+            request = pb.GenerateRequest(
+                text=PROMPT, max_new_tokens=3, speculation=OFF, keep_session=True, request_id="mine"
+            )
+            call = stub.Generate(request)
+            events = asyncio.create_task(collected(call))
+            await sessions.begun.wait()
+            yield server, sessions, stub, call, events
+    finally:
+        await server.stop()
+
+
+async def collected(call: Any) -> list[pb.GenerateResponse]:
+    return [event async for event in call]
+
+
+async def test_a_request_whose_turn_is_being_written_is_not_aborted_and_ends_with_complete():
+    async with writing_a_turn() as (_, sessions, stub, _, events):
+        assert (await stub.Abort(pb.AbortRequest(request_id="mine"))).aborted == 0
+        sessions.go.set()
+        complete = (await events)[-1].complete
+        assert complete.session
+        assert (await sessions.read(complete.session, "")).turn_of("mine") is not None
+
+
+async def test_a_client_that_leaves_while_its_turn_is_written_leaves_no_request_behind():
+    async with writing_a_turn() as (server, _, _, call, events):
+        call.cancel()
+        await asyncio.wait({events})
+        await until(lambda: server.requests.stats()["running"] == 0)

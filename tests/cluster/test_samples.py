@@ -91,7 +91,7 @@ async def test_a_broken_stream_is_resumed_answer_by_answer(broken_at: int, monke
     router, requests = ingress(EdgePeers()), []
 
     class Breaking:
-        config, longest_text = router.config, router.longest_text
+        config, longest_text, turns = router.config, router.longest_text, router.turns
 
         async def generate(self, request, tenant, allowance, traceparent):
             requests.append(request)

@@ -28,7 +28,7 @@ async def http_at(
 ) -> AsyncIterator[tuple[HttpServer, RunningRequests]]:
     """Yields the server, and the requests of its router. `sections` are of the configuration."""
     made = served_ingress or ingress(peers or EdgePeers(), **sections)
-    requests = RunningRequests(made.config.router.max_requests)
+    requests = RunningRequests(made.config.router.max_requests, made.turns.writing)
     server = await serve_http(made, requests, callers or Callers(made.config))
     try:
         yield server, requests
