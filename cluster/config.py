@@ -252,7 +252,7 @@ class Redis(Section):
     """The authority of the server's certificate, in PEM, for a url that begins with rediss://. Default: this machine's
     authorities."""
     record_ttl_s: int = Field(default=7 * 24 * 3600, ge=1, le=MOST_TTL_S)
-    """How long the text of a session is kept after its last turn."""
+    """How long the text of a session is kept after its last turn; longer than a state."""
     state_ttl_s: int = Field(default=24 * 3600, ge=1, le=MOST_TTL_S)
     """How long the saved state of a drafter, or of a state-space target, is kept."""
     max_state_mb: int = Field(default=64, ge=0, le=MAX_BLOB_BYTES >> 20)
@@ -260,7 +260,7 @@ class Redis(Section):
     prior_ttl_s: int = Field(default=7 * 24 * 3600, ge=1, le=MOST_TTL_S)
     """How long the prior of a kind of request is kept after the last request of that kind."""
     memory_mb: int = Field(default=512, ge=8)
-    """Memory of the embedded server; beyond it, the keys that expire first are evicted."""
+    """Memory of the embedded server; beyond it, the keys with the least time left are evicted first."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -279,6 +279,11 @@ class Redis(Section):
             raise ValueError("authority: is set, but the url does not begin with rediss")
         if self.sentinel_password_variable and not scheme.endswith(SENTINEL):
             raise ValueError("sentinel_password_variable: is set, but the url is not one of Sentinels")
+        if self.record_ttl_s <= self.state_ttl_s:
+            raise ValueError(
+                f"record_ttl_s: is {self.record_ttl_s}, not above state_ttl_s, {self.state_ttl_s}: a full server that "
+                "evicts the keys with the least time left would evict sessions before saved states"
+            )
         return self
 
     def address(self, environment: Mapping[str, str]) -> str:

@@ -31,7 +31,7 @@ Beside a retry, redis-py's own health check recurses without end where the serve
 """
 
 STATES_FIRST = frozenset({"volatile-ttl", "noeviction"})
-"""The maxmemory-policies that evict no session before a saved state, which expires earlier."""
+"""The maxmemory-policies that evict no session before a saved state, unless the session has less time left."""
 
 
 AnyClient = redis.asyncio.Redis | RedisClusterClient

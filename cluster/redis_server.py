@@ -56,8 +56,8 @@ def find_redis_server() -> Path:
 class RedisServer:
     """A running redis-server. `url` reaches it from every process of this user on this machine.
 
-    Not persistent: no data is written to disk. Beyond `memory_mb` it evicts the keys that expire first, so states
-    before records.
+    Not persistent: no data is written to disk. Beyond `memory_mb` it evicts the keys with the least time left
+    first: a state before a record, unless the session has waited so long that its record has less time left.
     """
 
     def __init__(self, memory_mb: int = 512) -> None:

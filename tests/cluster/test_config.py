@@ -256,6 +256,7 @@ def test_an_arm_with_a_wrong_drafter_is_refused_by_its_field(load, arms: str, fi
             )
         ),
         ("targets: {t: {checkpoint: x}}\nredis: {record_ttl_s: 0}", "redis.record_ttl_s"),
+        ("targets: {t: {checkpoint: x}}\nredis: {record_ttl_s: 60, state_ttl_s: 60}", "redis.record_ttl_s"),
         *(
             (f"targets: {{t: {{checkpoint: x}}}}\nredis: {{{field}: 100000000000000000}}", f"redis.{field}")
             for field in ("record_ttl_s", "state_ttl_s", "prior_ttl_s")
