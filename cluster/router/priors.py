@@ -43,7 +43,7 @@ class Priors:
     async def of(self, key: PriorKey, experience: Experience) -> Prior:
         """The prior of a kind, read-only. Reads the store if this router has not cached the kind. `experience` takes
         the prior's costs for loads at which it has none."""
-        if key not in self._known:
+        if key not in self._known and key not in self._reading:  # a kind may be dropped while it is read
             self._remember(key)
             self._reading[key] = asyncio.create_task(self._read(key, experience))
         task = self._reading.get(key)

@@ -617,3 +617,32 @@ async def test_drafters_figures_count_as_one_tenant_among_those_that_came():
     await priors.settled()
     (length,) = (await priors.of(key, Experience())).lengths_of([Arm.parse("mamba:(1)")]).values()
     assert 1.2 <= length.mean <= 1.3, "the middle of 0.1, 0.2, 0.3 and the card's 0.9"
+
+
+async def test_a_kind_that_is_dropped_and_asked_for_again_while_it_is_read_is_read_once(monkeypatch):
+    monkeypatch.setattr("cluster.router.priors.KINDS", 1)
+    monkeypatch.setattr("cluster.router.priors.WAIT_S", 0.0)
+
+    class WaitingReads:
+        def __init__(self) -> None:
+            self.go = asyncio.Event()
+            self.read: list[str] = []
+
+        async def load(self, key: PriorKey) -> Prior | None:
+            self.read.append(key.tenant)
+            await self.go.wait()
+            return None
+
+        async def save(self, key: PriorKey, prior: Prior) -> bool:
+            return True
+
+    slow = WaitingReads()
+    priors, experience = Priors(slow), Experience()
+    first, second = (PriorKey.of("demo", ("d",), 0.0, tenant) for tenant in ("one", "two"))
+    for key in (first, second, first):
+        await priors.of(key, experience)
+    reads = [*priors._reading.values()]
+    slow.go.set()
+    await priors.settled()
+    assert [task.exception() for task in reads] == [None, None]
+    assert len(slow.read) == 4, "each kind and its kind of all tenants"
