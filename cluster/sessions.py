@@ -49,6 +49,8 @@ CHECKSUM = "checksum"
 releases without it are read too."""
 TOKEN_BYTES = 6
 """Approximate bytes of a stored token: base64 of 4 bytes."""
+MAX_RECORD_BYTES = 64 << 20
+"""Bytes of a record that are read, enough for ten million tokens. A longer one is not ours, and counts as missing."""
 RECORD_FORMAT = 3
 """Format of records that are written. Readers ignore fields that they do not know, so a new field needs no new format.
 A release with a new format reads the one before for as long as records last (`redis.record_ttl_s`)."""
@@ -292,10 +294,10 @@ class RedisSessions:
         """The session's id and its stored record."""
         name = check_token(token, tenant, await self._secret())
         key = self._key(tenant, name)
-        blob = await self._ask(lambda: self._redis.get(key))
-        if blob is None:
+        blob = _bytes(await self._ask(lambda: self._redis.getrange(key, 0, MAX_RECORD_BYTES)))
+        if not 0 < len(blob) <= MAX_RECORD_BYTES:
             raise unknown_session()
-        return name, _bytes(blob)
+        return name, blob
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -313,7 +315,7 @@ class RedisSessions:
             with contextlib.suppress(redis.exceptions.WatchError):
                 async with transaction(self._redis, key) as pipe:
                     await pipe.watch(key)
-                    found = _bytes(await pipe.get(key) or b"")
+                    found = _bytes(await pipe.getrange(key, 0, MAX_RECORD_BYTES))
                     if sent.is_set() and found == blob:
                         return None
                     if found and found != checked:

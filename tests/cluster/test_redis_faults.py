@@ -446,3 +446,12 @@ async def test_records_that_wait_for_a_thread_are_read_and_written_and_count_as_
         with pytest.raises(Conflict):
             await sessions.write(token, "", later)
         assert sessions.breaker.counters.failed == 0
+
+
+async def test_a_record_longer_than_any_of_ours_counts_as_missing_and_is_not_read_whole(server, monkeypatch):
+    async with stores(server.url) as (sessions, _, token):
+        monkeypatch.setattr("cluster.sessions.MAX_RECORD_BYTES", 100)
+        with pytest.raises(NotFound):
+            await sessions.read(token, "")
+        with pytest.raises(NotFound):
+            await sessions.write(token, "", later_record(3))
