@@ -58,19 +58,6 @@ async def completion(
     return done
 
 
-async def answer(
-    service: Asking,
-    prompt: Sequence[int],
-    law: SamplingLaw,
-    seed: int,
-    speculation: Speculation | str,
-    tokens: int,
-    model: str = "",
-) -> list[int]:
-    """The ids of one answer of exactly `tokens` tokens. Raises EngineFailed if its statistics contradict each other."""
-    return list((await completion(service, prompt, law, seed, speculation, tokens, model)).token_ids)
-
-
 async def answers(
     service: Asking,
     prompts: Sequence[Sequence[int]],
@@ -81,14 +68,14 @@ async def answers(
     step: Step,
     at_once: int = 1,
     model: str = "",
-) -> list[list[int]]:
+) -> list[Completion]:
     """One answer to each (prompt, seed), `at_once` of them at a time."""
     slots = asyncio.Semaphore(at_once)
 
-    async def one(prompt: Sequence[int], seed: int) -> list[int]:
+    async def one(prompt: Sequence[int], seed: int) -> Completion:
         async with slots:
-            ids = await answer(service, prompt, law, seed, speculation, tokens, model)
+            done = await completion(service, prompt, law, seed, speculation, tokens, model)
         step()
-        return ids
+        return done
 
     return await asyncio.gather(*(one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)))

@@ -23,6 +23,7 @@ from tree_kernels.warp import Warp, tokens_of
 from tree_layers.library_mixers import group_norms
 
 from cluster.certify.asking import SamplingLaw, answers
+from cluster.certify.guesses import GuessCount
 from cluster.certify.law import LARGEST_DRAWS, LawFit, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.own_drafter import own_drafter
 from cluster.certify.promises import Promise, first_difference
@@ -115,7 +116,7 @@ async def greedy_against_transformers(
     for shape in speculation:
         ours = await answers(service, prompts, [0] * len(prompts), SamplingLaw(), shape, tokens, step)
         same, excused = 0, 0
-        for prompt, mine, other in zip(prompts, ours, theirs, strict=True):
+        for prompt, mine, other in zip(prompts, (each.token_ids for each in ours), theirs, strict=True):
             promise.answers += 1
             place = first_difference(mine, other)
             promise.tokens_compared += len(other) if place is None else place
@@ -148,9 +149,10 @@ async def identity_under_sampling(
     """Check (b): every shape, every policy, and 8 requests at once give the tokens of `off`, for the same seeds.
 
     `margin_of` is None for a bitwise verifier, where nothing is excused. Else a first difference is excused where the
-    margin of the two best logits is below `excused_below` / temperature.
+    margin of the two best logits is below `excused_below` / temperature. Not checked where a shape has no guess.
     """
     promise = Promise("(b) sampled answers do not depend on speculation or load")
+    counted = GuessCount(promise, shapes)
     seeds = [1000 + number for number in range(len(prompts))]
     for law in LAWS:
         plain = await answers(service, prompts, seeds, law, "off", tokens, step)
@@ -159,9 +161,11 @@ async def identity_under_sampling(
         for way, at_once in ways:
             again = await answers(service, prompts, seeds, law, way, tokens, step, at_once)
             same = True
-            for prompt, mine, other in zip(prompts, again, plain, strict=True):
+            for prompt, mine, its in zip(prompts, again, plain, strict=True):
+                other = its.token_ids
                 promise.answers += 1
-                place = first_difference(mine, other)
+                counted.add(way.shape, mine.complete.speculation)
+                place = first_difference(mine.token_ids, other)
                 promise.tokens_compared += len(other) if place is None else place
                 if place is None:
                     continue
@@ -173,6 +177,7 @@ async def identity_under_sampling(
                     promise.check(False, f"{law}: {_way_name(way)}, {at_once} at once, differs at token {place}")
             same_ways += same
         promise.check(same_ways == len(ways), f"{law}: {same_ways} of {len(ways)} ways identical to off")
+    counted.judge(each_arm=True)
     return promise
 
 
@@ -209,7 +214,7 @@ async def law_of_the_sampler(
     law = SamplingLaw(1.0)
     expected = expected_law(logits[0], law.temperature)
     far = await answers(service, [prompt] * far_draws, range(far_draws), law, "off", 1, step, at_once=8)
-    found = fit([ids[0] for ids in far], expected)
+    found = fit([each.token_ids[0] for each in far], expected)
     promise.answers += far_draws
     promise.tokens_compared = 3 * draws + far_draws
     promise.check(found.good, f"{law}, served: {_described(found, expected)}")

@@ -16,6 +16,7 @@ from dendro.structure import Structure
 from torch import Tensor
 from tree_kernels.warp import Processors, processed
 
+from cluster.certify.guesses import GuessCount
 from cluster.certify.promises import Promise, first_difference
 from cluster.measure.measurement import Step
 
@@ -128,7 +129,7 @@ async def identity_under_parameters(
     margin_of, excused_below: as in (b); the margin is that of the scores after penalties, biases and removals
     """
     promise = Promise("(f) parameters: answers do not depend on speculation")
-    same = compared = structured = 0
+    counted, same, compared, structured = GuessCount(promise, shapes), 0, 0, 0
     # A margin would be that of the scores before a structure removes tokens.
     refused = await _refusal_of_structures(service, prompts[0]) if margin_of is None else ""
     for number in range(combinations):
@@ -140,6 +141,7 @@ async def identity_under_parameters(
             again = await _answer(service, prompt, options, way, tokens, number)
             place = first_difference(again.token_ids, plain.token_ids)
             promise.answers += 1
+            counted.add(way, again.complete.speculation)
             promise.tokens_compared += len(plain.token_ids) if place is None else place
             compared += 1
             reported = again.logprobs == plain.logprobs and again.prompt == plain.prompt
@@ -164,6 +166,7 @@ async def identity_under_parameters(
     )
     if refused:
         promise.check(True, f"no structure was tried: {refused}")
+    counted.judge(each_arm=False)
     return promise
 
 

@@ -30,6 +30,7 @@ class Promise:
     broken: list[str] = field(default_factory=list)  # one line per finding that does not hold
     why: str = ""
     offered: bool = True
+    guesses: int | None = None  # guesses of the answers that the target verified; None: the check counts none
 
     @property
     def verdict(self) -> str:
@@ -40,6 +41,10 @@ class Promise:
         """Add one finding; the promise is kept as long as every finding holds."""
         (self.found if holds else self.broken).append(line)
         self.kept = holds and self.kept is not False
+
+    def leave_unchecked(self, why: str) -> None:
+        """A promise that is not broken could not be checked, for this reason. Nothing is checked afterwards."""
+        self.kept, self.why = None if self.kept is not False else False, why
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:
@@ -89,7 +94,14 @@ def tables(report: Mapping[str, Any]) -> list[Cells]:
     """The promises, and each finding of their checks."""
     promises = [Promise(**fields) for fields in report["promises"]]
     rows: list[tuple[str, ...]] = [
-        (each.promise, each.verdict, f"{each.answers:,}", f"{each.tokens_compared:,}", f"{each.excused:,}")
+        (
+            each.promise,
+            each.verdict,
+            f"{each.answers:,}",
+            f"{each.tokens_compared:,}",
+            "" if each.guesses is None else f"{each.guesses:,}",
+            f"{each.excused:,}",
+        )
         for each in promises
     ]
     findings: list[tuple[str, ...]] = [
@@ -102,5 +114,5 @@ def tables(report: Mapping[str, Any]) -> list[Cells]:
         )
         for line in lines
     ]
-    columns = ("promise", "kept", "answers", "tokens compared", "excused")
+    columns = ("promise", "kept", "answers", "tokens compared", "guesses verified", "excused")
     return [("Promises", columns, rows), ("Findings", ("", "kept", "found"), findings)]

@@ -9,6 +9,7 @@ from dendro.answer import Completion
 from dendro.client import Asking
 
 from cluster.certify.asking import SamplingLaw, completion
+from cluster.certify.guesses import GuessCount
 from cluster.certify.promises import Promise, first_difference
 from cluster.measure.measurement import Step
 
@@ -56,7 +57,7 @@ async def stop_strings_end_answers(
     each of the `ways`. `margin_of` and `excused_below` are those of (b).
     """
     promise = Promise("(g) stop strings cut answers at the same token and character with every speculation")
-    random = Random(1)
+    random, counted = Random(1), GuessCount(promise, [way for way in ways if way not in ("off", "auto")])
     for law in STOP_LAWS:
         limit = excused_below / (law.temperature or 1.0)
         same, asked = 0, 0
@@ -73,6 +74,7 @@ async def stop_strings_end_answers(
                     done = await completion(service, prompt, law, seed, way, tokens, stop=stops)
                     step()
                     asked += 1
+                    counted.add(way, done.complete.speculation)
                     place = first_difference(done.token_ids, ids)
                     promise.tokens_compared += len(ids) if place is None else place
                     what = f"{law}, {way}, stop strings {stops!r}"
@@ -87,4 +89,5 @@ async def stop_strings_end_answers(
                         promise.check(False, f"{what}: differs at token {place}")
         promise.answers += asked
         promise.check(same == asked, f"{law}: {same} of {asked} answers are the plain one up to its stop string")
+    counted.judge(each_arm=False)
     return promise

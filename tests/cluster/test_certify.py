@@ -1,5 +1,6 @@
 import asyncio
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,10 +17,11 @@ from dendro.text import Sampling
 
 from cluster.api.local import LocalClient
 from cluster.certify import command
-from cluster.certify.checks import lossy_rule_is_noticed, planted_faults_are_noticed
+from cluster.certify.checks import identity_under_sampling, lossy_rule_is_noticed, planted_faults_are_noticed
+from cluster.certify.guesses import GuessCount
 from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.parameters import SAMPLES, identity_under_parameters
-from cluster.certify.promises import Promise, first_difference, report
+from cluster.certify.promises import Promise, failed, first_difference, report, tables
 from cluster.certify.stop_strings import stop_strings_end_answers
 from cluster.certify.twin import (
     KeyedByRow,
@@ -175,7 +177,8 @@ class ToyService:
         ids = list(range(1, max_new_tokens + 1))
         if self.wrong and speculation.mode != Mode.OFF:
             ids[3] = 0
-        complete = SimpleNamespace(speculation=SpeculationStats())
+        guesses = int(speculation.mode == Mode.FIXED)
+        complete = SimpleNamespace(speculation=SpeculationStats(drafted_tokens=guesses, discarded_tokens=guesses))
         return SimpleNamespace(token_ids=tuple(ids), logprobs=(), prompt=(), complete=complete)
 
     async def generate_samples(self, prompt, *, n, **options):
@@ -282,6 +285,40 @@ async def test_a_router_that_cuts_at_another_place_breaks_the_promise_of_stop_st
     promise = await stop_strings_end_answers(client, prompts, 24, 4, ways, None, 0.0, lambda: None)
     assert promise.kept is (fault is None), promise
     assert promise.answers == 2 * 2 * 4 * len(ways)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+async def test_promises_are_not_kept_by_answers_without_one_verified_guess(lost):
+    peers, arms = edge.EdgePeers(), ["(1,1,1)", "(2,1)"]
+    peers.drafter_lost = lost
+    client, prompts = LocalClient(edge.ingress(peers)), [tuple(b"walk")]
+    exact = None, 0.0, lambda: None
+    sampled = await identity_under_sampling(client, prompts, 12, arms, *exact)
+    parameters = await identity_under_parameters(client, prompts, 12, 8, arms, edge.END, lambda *_: 1.0, *exact[1:])
+    stopped = await stop_strings_end_answers(client, prompts, 12, 2, ["off", "auto", *arms], *exact)
+    for promise in (sampled, parameters, stopped):
+        assert promise.kept is (None if lost else True), promise
+        assert not promise.broken and (lost or promise.guesses)
+        assert failed(report([promise], 0.0, 1, "s")) is lost
+        for arm in arms:
+            assert lost is bool(re.search(rf"{re.escape(arm)}: [1-9]\d* drafts were late", promise.why))
+    (_, columns, (row,)), _ = tables(report([sampled], 0.0, 1, "s"))
+    assert row[columns.index("guesses verified")] == f"{sampled.guesses:,}"
+
+
+async def test_one_arm_without_a_verified_guess_leaves_the_promise_of_sampled_answers_unchecked():
+    """Among others that have some. An arm that may guess nothing is left out, unless its drafts were late."""
+    for arm, late, kept in (("(1)", 0, None), ("(1)", 3, None), ("proposed(3)", 0, True), ("until(auto,8)", 2, None)):
+        promise = Promise("p", kept=True)
+        counted = GuessCount(promise, ["(2,1)", arm])
+        counted.add("(2,1)", SpeculationStats(drafted_tokens=4, trimmed_tokens=1))
+        counted.add(arm, SpeculationStats(late_drafts=late))
+        counted.add("", SpeculationStats(drafted_tokens=2))
+        counted.judge(each_arm=True)
+        assert (promise.kept, promise.guesses) == (kept, 5) and (f"{arm}: {late} drafts" in promise.why) is not kept
+    broken = Promise("p", kept=False)
+    GuessCount(broken, ["(2,1)"]).judge(each_arm=True)
+    assert broken.kept is False and broken.why
 
 
 @pytest.mark.long

@@ -1,0 +1,40 @@
+"""The guesses that a check's answers verified. Answers without any guess are those of plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dendro.answer import SpeculationStats
+
+from cluster.arms import maker_and_shape
+from cluster.certify.promises import Promise
+
+
+class GuessCount:
+    """Counts the guesses and late drafts of a check's answers, by the arm that their requests fix."""
+
+    def __init__(self, promise: Promise, arms: Sequence[str]) -> None:
+        self._promise = promise
+        self._guesses, self._late = dict.fromkeys(arms, 0), dict.fromkeys(arms, 0)
+        promise.guesses = promise.guesses or 0
+
+    def add(self, way: str, found: SpeculationStats) -> None:
+        """Count an answer. way: the fixed arm, or another way of speculation, whose guesses count for none"""
+        guesses = found.drafted_tokens - found.trimmed_tokens
+        self._promise.guesses = (self._promise.guesses or 0) + guesses
+        if way in self._guesses:
+            self._guesses[way] += guesses
+            self._late[way] += found.late_drafts
+
+    def judge(self, each_arm: bool) -> None:
+        """Call after all answers. A promise that is not broken is not checked where an arm that should have guessed has
+        no guess; if not `each_arm`, only where none of the arms has one."""
+        arms = [arm for arm, guesses in self._guesses.items() if not guesses and self._should_guess(arm)]
+        if arms and (each_arm or not any(self._guesses.values())):
+            named = "; ".join(f"{arm}: {self._late[arm]} drafts were late" for arm in arms)
+            self._promise.leave_unchecked(f"not one guess was verified ({named})")
+
+    def _should_guess(self, arm: str) -> bool:
+        """False for an arm that may rightly guess nothing, of which no draft was late."""
+        _, shape = maker_and_shape(arm)
+        return bool(self._late[arm]) or (shape.drafted and not shape.stops)
