@@ -78,4 +78,9 @@ async def answers(
         step()
         return done
 
-    return await asyncio.gather(*(one(prompt, seed) for prompt, seed in zip(prompts, seeds, strict=True)))
+    asked = [asyncio.ensure_future(one(prompt, seed)) for prompt, seed in zip(prompts, seeds, strict=True)]
+    try:
+        return await asyncio.gather(*asked)
+    finally:
+        for each in asked:  # none is asked any more after the error of another
+            each.cancel()

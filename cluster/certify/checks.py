@@ -26,7 +26,7 @@ from cluster.certify.asking import SamplingLaw, answers
 from cluster.certify.guesses import GuessCount
 from cluster.certify.law import LARGEST_DRAWS, LawFit, draws_to_notice, expected_law, fit, fit_counts
 from cluster.certify.own_drafter import own_drafter
-from cluster.certify.promises import Promise, first_difference
+from cluster.certify.promises import Promise, check_of, first_difference
 from cluster.certify.twin import (
     KeyedByRow,
     LogitsOf,
@@ -106,11 +106,17 @@ class LibraryModel:
         return float(best[0] - best[1])
 
 
+@check_of("(a) greedy equals transformers' generate, float32")
 async def greedy_against_transformers(
-    service: Asking, checkpoint: Path, prompts: Sequence[Prompt], tokens: int, speculation: Sequence[str], step: Step
-) -> Promise:
+    promise: Promise,
+    service: Asking,
+    checkpoint: Path,
+    prompts: Sequence[Prompt],
+    tokens: int,
+    speculation: Sequence[str],
+    step: Step,
+) -> None:
     """(a) Greedy answers in float32 equal `generate`'s; excused: differences where its margin is below 1e-4."""
-    promise = Promise("(a) greedy equals transformers' generate, float32")
     library = LibraryModel(checkpoint, torch.float32)
     theirs = [library.greedy(prompt, tokens) for prompt in prompts]
     for shape in speculation:
@@ -134,10 +140,11 @@ async def greedy_against_transformers(
             same + excused == len(prompts) and excused <= MOST_EXCUSED,
             f"{shape}: {same} of {len(prompts)} answers of {tokens} tokens identical, {excused} excused",
         )
-    return promise
 
 
+@check_of("(b) sampled answers do not depend on speculation or load")
 async def identity_under_sampling(
+    promise: Promise,
     service: Asking,
     prompts: Sequence[Prompt],
     tokens: int,
@@ -145,13 +152,12 @@ async def identity_under_sampling(
     margin_of: Callable[[Sequence[int]], float] | None,
     excused_below: float,
     step: Step,
-) -> Promise:
+) -> None:
     """Check (b): every shape, every policy, and 8 requests at once give the tokens of `off`, for the same seeds.
 
     `margin_of` is None for a bitwise verifier, where nothing is excused. Else a first difference is excused where the
     margin of the two best logits is below `excused_below` / temperature. Not checked where a shape has no guess.
     """
-    promise = Promise("(b) sampled answers do not depend on speculation or load")
     counted = GuessCount(promise, shapes)
     seeds = [1000 + number for number in range(len(prompts))]
     for law in LAWS:
@@ -178,7 +184,6 @@ async def identity_under_sampling(
             same_ways += same
         promise.check(same_ways == len(ways), f"{law}: {same_ways} of {len(ways)} ways identical to off")
     counted.judge(each_arm=True)
-    return promise
 
 
 def ways_to_choose() -> list[tuple[Speculation, int]]:
@@ -190,16 +195,17 @@ def _way_name(way: Speculation) -> str:
     return way.shape or " by ".join(filter(None, (str(way.mode), way.policy)))
 
 
+@check_of("(c) the law: first tokens over many seeds")
 async def law_of_the_sampler(
+    promise: Promise,
     service: Asking,
     logits_of: LogitsOf,
     prompt: Prompt,
     draws: int,
     far_draws: int,
     step: Step,
-) -> Promise:
+) -> None:
     """(c) First tokens over many seeds follow the target's law, drawn in this process and by the served system."""
-    promise = Promise("(c) the law: first tokens over many seeds")
     logits = logits_of(prompt, _root(prompt))[:1]
     for law in (SamplingLaw(1.0), SamplingLaw(0.7, 50), SamplingLaw(1.0, 0, 0.9)):
         expected = expected_law(logits[0], law.temperature, law.top_k, law.top_p)
@@ -218,16 +224,17 @@ async def law_of_the_sampler(
     promise.answers += far_draws
     promise.tokens_compared = 3 * draws + far_draws
     promise.check(found.good, f"{law}, served: {_described(found, expected)}")
-    return promise
 
 
-async def planted_faults_are_noticed(logits_of: LogitsOf, prompt: Prompt, tokens: int, step: Step) -> Promise:
+@check_of("(d) the checks notice planted faults")
+async def planted_faults_are_noticed(
+    promise: Promise, logits_of: LogitsOf, prompt: Prompt, tokens: int, step: Step
+) -> None:
     """(d) Each planted fault makes the checks fail, and the twin without a fault passes them.
 
     A fault that changes no token at one temperature, such as where the target is almost certain, is tried at the next.
     One that changes none at any temperature is reported as not shown, and neither keeps nor breaks the promise.
     """
-    promise = Promise("(d) the checks notice planted faults")
     planted: tuple[tuple[type[TwinVerifier], int], ...] = ((TwinVerifier, 8), (KeyedByRow, 7), (OneTooMany, 8))
     for rule, drafter_seed in planted:
         for temperature in TEMPERATURES_OF_FAULTS:
@@ -251,7 +258,6 @@ async def planted_faults_are_noticed(logits_of: LogitsOf, prompt: Prompt, tokens
     lossy_rule_is_noticed(promise, logits_of(prompt, _root(prompt))[0])
     promise.check(float32_noise_is_infinite(), "float32 noise of the word 2**32-1 is infinite; the contract's is not")
     step()
-    return promise
 
 
 def lossy_rule_is_noticed(promise: Promise, logits: torch.Tensor, most_draws: int = MOST_PLANTED_DRAWS) -> None:
@@ -283,11 +289,11 @@ def _number(draws: int) -> str:
     return f"{draws:,}" if draws < LARGEST_DRAWS else f"more than {LARGEST_DRAWS:,}"
 
 
+@check_of("(e) every guess of the target as its own drafter is accepted")
 async def the_target_drafts_for_itself(
-    verifier: VerifierEngine, prompts: Sequence[Prompt], tokens: int, step: Step
-) -> Promise:
+    promise: Promise, verifier: VerifierEngine, prompts: Sequence[Prompt], tokens: int, step: Step
+) -> None:
     """(e) A drafter that runs the target has every guess accepted, at every temperature, in chains and trees."""
-    promise = Promise("(e) every guess of the target as its own drafter is accepted")
     drafter = own_drafter(verifier, await verifier.hello())
     async with started(drafter):
         for temperature in TEMPERATURES_OF_ITS_OWN:
@@ -302,7 +308,6 @@ async def the_target_drafts_for_itself(
                     step()
                 found = f"{sum(ends)} of {len(ends)} rounds wholly accepted"
                 promise.check(all(ends), f"temperature {temperature:g}, {shape}: {found}")
-    return promise
 
 
 async def _wholly_accepted(

@@ -17,7 +17,7 @@ from torch import Tensor
 from tree_kernels.warp import Processors, processed
 
 from cluster.certify.guesses import GuessCount
-from cluster.certify.promises import Promise, first_difference
+from cluster.certify.promises import Promise, check_of, first_difference
 from cluster.measure.measurement import Step
 
 FIRST_IDS = 8
@@ -112,7 +112,9 @@ def processors_of(options: Options, prompt: int) -> Processors:
     )
 
 
+@check_of("(f) parameters: answers do not depend on speculation")
 async def identity_under_parameters(
+    promise: Promise,
     service: Asking,
     prompts: Sequence[tuple[int, ...]],
     tokens: int,
@@ -122,13 +124,12 @@ async def identity_under_parameters(
     margin_of: MarginOf | None,
     excused_below: float,
     step: Step,
-) -> Promise:
+) -> None:
     """(f) Under random combinations of parameters, `auto` and the shapes in turn give the tokens of speculation off;
     at a bitwise verifier, its log-probabilities too.
 
     margin_of, excused_below: as in (b); the margin is that of the scores after penalties, biases and removals
     """
-    promise = Promise("(f) parameters: answers do not depend on speculation")
     counted, same, compared, structured = GuessCount(promise, shapes), 0, 0, 0
     # A margin would be that of the scores before a structure removes tokens.
     refused = await _refusal_of_structures(service, prompts[0]) if margin_of is None else ""
@@ -167,7 +168,6 @@ async def identity_under_parameters(
     if refused:
         promise.check(True, f"no structure was tried: {refused}")
     counted.judge(each_arm=False)
-    return promise
 
 
 async def _refusal_of_structures(service: Asking, prompt: Sequence[int]) -> str:

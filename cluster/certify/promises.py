@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec
+
+from dendro.errors import DendroError
 
 from cluster.measure.machine import report_head
 from cluster.measure.report import Cells
@@ -45,6 +48,34 @@ class Promise:
     def leave_unchecked(self, why: str) -> None:
         """A promise that is not broken could not be checked, for this reason. Nothing is checked afterwards."""
         self.kept, self.why = None if self.kept is not False else False, why
+
+
+Given = ParamSpec("Given")
+Filling = Callable[Concatenate[Promise, Given], Awaitable[None]]
+Returning = Callable[Given, Awaitable[Promise]]
+
+
+def check_of(name: str) -> Callable[[Filling[Given]], Returning[Given]]:
+    """Makes a check that fills in the promise of this name into one that returns it. A DendroError ends this check
+    alone: it breaks the promise, which is not checked if nothing was compared."""
+
+    def returning(check: Filling[Given]) -> Returning[Given]:
+        @wraps(check)
+        async def checked(*args: Given.args, **options: Given.kwargs) -> Promise:
+            promise = Promise(name)
+            try:
+                await check(promise, *args, **options)
+            except DendroError as error:
+                line = f"ended by an error: {type(error).__name__}: {error}"
+                if promise.tokens_compared:
+                    promise.check(False, line)
+                else:
+                    promise.leave_unchecked(line)
+            return promise
+
+        return checked
+
+    return returning
 
 
 def first_difference(ours: Sequence[int], theirs: Sequence[int]) -> int | None:

@@ -10,7 +10,7 @@ from dendro.client import Asking
 
 from cluster.certify.asking import SamplingLaw, completion
 from cluster.certify.guesses import GuessCount
-from cluster.certify.promises import Promise, first_difference
+from cluster.certify.promises import Promise, check_of, first_difference
 from cluster.measure.measurement import Step
 
 STOP_LAWS = (SamplingLaw(), SamplingLaw(1.0))
@@ -41,7 +41,9 @@ def cut_of(whole: Completion, stops: Sequence[str]) -> tuple[list[int], str, str
     return ids, text, ""
 
 
+@check_of("(g) stop strings cut answers at the same token and character with every speculation")
 async def stop_strings_end_answers(
+    promise: Promise,
     service: Asking,
     prompts: Sequence[Sequence[int]],
     tokens: int,
@@ -50,13 +52,12 @@ async def stop_strings_end_answers(
     margin_of: Callable[[Sequence[int]], float] | None,
     excused_below: float,
     step: Step,
-) -> Promise:
+) -> None:
     """(g) With substrings of an answer as its stop strings, every way of speculation gives that answer up to them.
 
     For each prompt and law one answer is generated without stop strings, and `draws` times others with stop strings, in
     each of the `ways`. `margin_of` and `excused_below` are those of (b).
     """
-    promise = Promise("(g) stop strings cut answers at the same token and character with every speculation")
     random, counted = Random(1), GuessCount(promise, [way for way in ways if way not in ("off", "auto")])
     for law in STOP_LAWS:
         limit = excused_below / (law.temperature or 1.0)
@@ -90,4 +91,3 @@ async def stop_strings_end_answers(
         promise.answers += asked
         promise.check(same == asked, f"{law}: {same} of {asked} answers are the plain one up to its stop string")
     counted.judge(each_arm=False)
-    return promise

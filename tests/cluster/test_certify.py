@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 from dendro.answer import SpeculationStats
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, DendroError, EngineFailed
 from dendro.grammars import INSTALL
 from dendro.shapes import OFF, LevelShape
-from dendro.speculation import Mode
+from dendro.speculation import Mode, Speculation
 from dendro.text import Sampling
 
 from cluster.api.local import LocalClient
 from cluster.certify import command
+from cluster.certify.asking import SamplingLaw, answers
 from cluster.certify.checks import identity_under_sampling, lossy_rule_is_noticed, planted_faults_are_noticed
 from cluster.certify.guesses import GuessCount
 from cluster.certify.law import LARGEST_DRAWS, draws_to_notice, expected_law, fit, fit_counts
@@ -227,8 +228,8 @@ async def test_a_cluster_without_structures_is_asked_for_one_once_and_the_promis
     assert promise.kept is True and sum("structure" in options for _, _, options in service.asked) == 1
     assert any(line.startswith("no structure was tried: structure.json_schema: needs") for line in promise.found)
     reason = "was not compiled within 0.5 s"
-    with pytest.raises(BadRequest, match=reason):
-        await identity_under_parameters(service, *given, lambda: None)
+    promise = await identity_under_parameters(service, *given, lambda: None)
+    assert promise.kept is None and reason in promise.why
 
 
 def test_a_missing_token_is_a_difference():
@@ -319,6 +320,37 @@ async def test_one_arm_without_a_verified_guess_leaves_the_promise_of_sampled_an
     broken = Promise("p", kept=False)
     GuessCount(broken, ["(2,1)"]).judge(each_arm=True)
     assert broken.kept is False and broken.why
+
+
+@pytest.mark.parametrize("answered", [0, 5])
+async def test_an_error_of_the_server_ends_one_check_and_breaks_its_promise_if_something_was_compared(answered):
+    class Failing(ToyService):
+        async def generate_text(self, prompt, **options):
+            if len(self.asked) >= answered:
+                raise EngineFailed("the verifier refuses the tree")
+            return await super().generate_text(prompt, **options)
+
+    given = [(5, 6)], 12, 20, ["(2,1)"], VOCABULARY, lambda *_: 1.0, 0.0, lambda: None
+    promise = await identity_under_parameters(Failing(wrong=False), *given)
+    assert promise.kept is (False if answered else None) and promise.tokens_compared == (36 if answered else 0)
+    assert [*promise.broken, promise.why] != [""] and "ended by an error: EngineFailed: the verifier" in str(promise)
+    assert failed(report([promise], 0.0, 1, "s"))
+
+
+async def test_no_request_of_a_check_is_sent_after_the_error_of_another():
+    class Failing(ToyService):
+        async def generate_text(self, prompt, **options):
+            await super().generate_text(prompt, **options)
+            await asyncio.sleep(0)
+            raise EngineFailed("lost")
+
+    service = Failing(wrong=False)
+    with pytest.raises(DendroError, match="lost"):
+        await answers(service, [(5, 6)] * 9, range(9), SamplingLaw(1.0), Speculation(), 4, lambda: None, at_once=2)
+    asked = len(service.asked)
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert len(service.asked) == asked < 9
 
 
 @pytest.mark.long
