@@ -134,14 +134,16 @@ def _guessed(drafter: PreTrainedModel, noise: Tensor, guessed: int) -> Tensor:
 
 
 def _ranks(drafter: PreTrainedModel, scores: Tensor, tokens: Tensor, vocabulary: int) -> Tensor:
-    """The rank of each row's token among its scores; `vocabulary`, the target's, for one that is not guessed.
+    """The rank of each row's token among its scores; `vocabulary`, the target's, for one that is not guessed or whose
+    score is not finite. Scores that are no number rank before it.
 
     scores [rows, guessed]   tokens [rows] the target's ids   returns [rows] int64
     """
     embedding, last = draft_embedding(drafter), scores.shape[1] - 1
     places = tokens if embedding is None else embedding.places[tokens]
     of_chosen = scores.gather(1, places.clamp(max=last)[:, None])
-    return torch.where(places <= last, (scores > of_chosen).sum(-1), vocabulary)
+    ranked = (places <= last) & of_chosen[:, 0].isfinite()
+    return torch.where(ranked, (~(scores <= of_chosen)).sum(-1), vocabulary)
 
 
 @dataclass(frozen=True, slots=True)

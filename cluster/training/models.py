@@ -200,7 +200,20 @@ def start_from(given: Path, tokenizer: Path | None, target: Facts) -> Start:
         raise BadRequest(
             "--from", f"{folder} has no tokenizer: name a folder that has it, or a name on the hub, by --from-tokenizer"
         )
+    if unfit := _not_finite(facts):
+        raise BadRequest("--from", f"{folder}: {unfit} has values that are not finite; name another checkpoint")
     return Start(folder, fetched.tokenizer_folder, facts)
+
+
+def _not_finite(facts: Facts) -> str:
+    """The name of a weight of a checkpoint with an infinity or what is no number; empty if there is none. Raises
+    BadRequest for files that cannot be read."""
+    try:
+        tensors = read_checkpoint(facts).tensors
+    except CheckpointError as error:
+        raise BadRequest("--from", str(error)) from error
+    floats = ((name, each) for name, each in tensors.items() if each.is_floating_point())
+    return next((name for name, each in floats if not bool(each.isfinite().all())), "")
 
 
 def student_from(

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
+from dendro.errors import DendroError
 from torch import Tensor, nn
 
 from drafter_service.training.muon import Float32Muon
@@ -139,6 +140,10 @@ def optimizers(model: nn.Module, recipe: Recipe) -> list[torch.optim.Optimizer]:
     ]
 
 
+class Diverged(DendroError):
+    """A step of a training run has no finite loss or gradient; its saved state is of an earlier step."""
+
+
 class Trainer:
     """Trains `model` on the loss that `batch_loss` returns for each step, and saves its state to `state_path`.
 
@@ -174,7 +179,8 @@ class Trainer:
             self._load()
 
     def run(self, on_step: Callable[[Progress], None], stop_at_step: int | None = None) -> Trained:
-        """Train until the budget is spent (or, for tests, up to `stop_at_step`); the last state is saved."""
+        """Train until the budget is spent (or, for tests, up to `stop_at_step`); the last state is saved. Raises
+        Diverged."""
         self.model.train()
         saved_at = started = time.monotonic()
         before = self.seconds
@@ -205,7 +211,13 @@ class Trainer:
         self._seed_dropout()
         loss = self.batch_loss(self.step)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.recipe.clip)
+        if not bool(torch.isfinite(loss.detach() + norm)):
+            raise Diverged(
+                f"step {self.step}: the loss is {loss.item():g} and the norm of its gradient {norm.item():g}; it is "
+                "not saved. Begin anew with --no-resume and another --seed; if that ends so too, the labels are not "
+                "finite: check the target's weights, or give it dtype float32"
+            )
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("peak_lr", group["lr"]) * rate

@@ -26,6 +26,7 @@ from cluster.drafter_figures import read_figures
 from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training import models
+from cluster.training.acceptance import Answers, measure_acceptance
 from cluster.training.adding import with_drafter
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
@@ -261,6 +262,27 @@ def test_training_continues_from_a_name_on_the_hub(
         start = start_from(Path("people/mamba"), None, target)
     assert start.facts.digest == read_facts(start.folder).digest == read_facts(tmp_path / "start").digest
     assert start_from(tmp_path / "start", None, target).folder == tmp_path / "start"
+
+
+def test_a_checkpoint_with_a_weight_that_is_not_finite_is_not_continued(cluster_file: Path, tmp_path: Path) -> None:
+    target = checked_target("llama", Config.load(cluster_file).targets["llama"])
+    model = tiny_mamba.make_checkpoint(tmp_path / "start", "mamba2")
+    write_words(tmp_path / "start")
+    with torch.no_grad():
+        model.backbone.norm_f.weight[0] = torch.inf
+    model.save_pretrained(tmp_path / "start")
+    with pytest.raises(BadRequest, match="^--from: .*start: backbone.norm_f.weight has values that are not finite"):
+        start_from(tmp_path / "start", None, target)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_whose_scores_are_no_numbers_guesses_nothing(tmp_path: Path, temperature: float) -> None:
+    model = tiny_mamba.make_checkpoint(tmp_path / "drafter", "mamba", config=tiny_mamba.tiny_config("mamba", WORDS))
+    with torch.no_grad():
+        model.backbone.norm_f.weight.fill_(torch.nan)
+    texts = torch.randint(4, WORDS, (2, 20), generator=torch.Generator().manual_seed(0))
+    answers = Answers.of(temperature, WORDS, 8, texts, frozenset({1}))
+    assert measure_acceptance(model, [answers]).ranks == {f"{temperature:g}": [[WORDS] * 12] * 2}
 
 
 def test_a_checkpoint_of_another_kind_or_without_a_tokenizer_is_not_continued(

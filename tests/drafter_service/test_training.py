@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from transformers import (
 
 from drafter_service.training import stepping, teacher
 from drafter_service.training.labels import LabelledRows, TeacherFolder
-from drafter_service.training.loop import Budget, Recipe, Trainer
+from drafter_service.training.loop import Budget, Diverged, Recipe, Trainer
 from drafter_service.training.losses import TeacherRows, projected_loss
 from drafter_service.training.saving import NotSaved
 from drafter_service.training.scans import mamba1_scan, mamba1_scan_by_steps, mamba2_scan, mamba2_scan_by_steps
@@ -361,6 +362,24 @@ def test_a_full_disk_ends_in_one_sentence_and_keeps_the_previous_state(
     assert path.read_bytes() == before
     assert [file.name for file in tmp_path.iterdir()] == ["run.state"]
     assert tiny_trainer(path).run(lambda progress: None).steps == 8
+
+
+@pytest.mark.parametrize("fault", ["loss", "gradient"])
+def test_a_step_that_is_not_finite_ends_the_run_before_its_weights_change(tmp_path: Path, fault: str) -> None:
+    tiny_trainer(tmp_path / "run.state").run(lambda progress: None, stop_at_step=2)
+    trainer = tiny_trainer(tmp_path / "run.state")
+    before, whole_loss = {name: each.clone() for name, each in trainer.model.state_dict().items()}, trainer.batch_loss
+
+    def batch_loss(step: int) -> Tensor:
+        loss = whole_loss(step)
+        return loss * math.nan if fault == "loss" else loss + (loss - loss.detach()).clamp(min=0).sqrt()
+
+    trainer.batch_loss = batch_loss
+    with pytest.raises(Diverged, match="^step 2: the loss is .* --no-resume and another --seed"):
+        trainer.run(lambda progress: None)
+    for name, weight in trainer.model.state_dict().items():
+        torch.testing.assert_close(weight, before[name], rtol=0, atol=0)
+    assert tiny_trainer(tmp_path / "run.state").step == 2
 
 
 def test_a_finished_run_is_not_trained_further(tmp_path: Path) -> None:
