@@ -278,7 +278,7 @@ class DrafterRun:
             model.load_state_dict(state["model"])
             tokenizer = plan.target.tokenizer_folder
             files = [tokenizer / name for name in READ_FOR_TOKENIZER if (tokenizer / name).is_file()]
-            made = plan.work / plan.out.name
+            made = plan.work / "checkpoint"
             export(model, made, files)
             fit = fit_of(plan.facts, read_facts(made))
             assert fit.fits, fit.refusal

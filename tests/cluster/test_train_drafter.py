@@ -35,6 +35,7 @@ from cluster.training.models import checked_target, load_teacher, start_from, st
 from cluster.training.plan import Length
 from drafter_service.models import load_model
 from drafter_service.training import loop
+from drafter_service.training.labels import TeacherFolder
 from drafter_service.training.saving import NotSaved
 from drafter_service.training.sizes import SIZES
 from drafter_service.training.vocabulary import draft_embedding
@@ -350,6 +351,13 @@ def test_the_written_checkpoint_is_accepted_as_a_drafter_of_its_target(
     assert [each.temperature for each in figures.by_temperature] == [0, 0.7, 1]
     assert f"| after | 0 | {figures.at(0).first:.1%} |" in card
     assert run.done.facts("distil")["steps"] == 4
+
+
+@pytest.mark.parametrize("name", ["data", "teacher"])
+def test_a_drafter_may_have_the_name_of_a_folder_of_its_run(cluster_file: Path, text_file: Path, name: str) -> None:
+    plan = plan_of(cluster_file, text_file, out=cluster_file.parent / name, length=Length(steps=1), seed=(1 << 32) - 1)
+    train_drafter(plan)
+    assert load_fp32(plan.out, CPU).config.vocab_size == WORDS and len(TeacherFolder(plan.work / "teacher"))
 
 
 def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
