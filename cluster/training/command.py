@@ -29,7 +29,7 @@ from cluster.training.data import DataSource
 from cluster.training.drafter import train_drafter
 from cluster.training.models import checked_target, start_from
 from cluster.training.openings import read_openings
-from cluster.training.options import Pattern, Resume, TextField
+from cluster.training.options import MOST_SEED, Pattern, Resume, TextField
 from cluster.training.plan import LABELS, DrafterPlan, Length
 from drafter_service.training.batches import DRAFTER_ROWS
 from drafter_service.training.sizes import SIZES, STUDENT_KINDS, StudentKind, StudentSize
@@ -118,7 +118,9 @@ def drafter(
     ] = "disk",
     rows: Annotated[int, typer.Option(min=1, help="Rows of a step, of all GPUs together.")] = DRAFTER_ROWS,
     row_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a row of training.")] = 256,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, order of text and sampled text.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=MOST_SEED, help="Seed of weights, order of text and sampled text.")
+    ] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the checkpoint. Default: TARGET-KIND beside CONFIG.")
     ] = None,

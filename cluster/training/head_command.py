@@ -27,7 +27,7 @@ from cluster.training.head import CARD_FILE, train_head, warps_of
 from cluster.training.head_card import HEADER, quality_rows
 from cluster.training.head_plan import HeadPlan
 from cluster.training.models import checked_target
-from cluster.training.options import Pattern, Resume, TextField
+from cluster.training.options import MOST_SEED, Pattern, Resume, TextField
 from drafter_service.acceptance_head import MOST_BLOCKS
 from drafter_service.training.examples import FEEDS, FROM_TARGET, ExampleLaw
 
@@ -72,7 +72,7 @@ def head(
         float | None, typer.Option(help="Time for the answers to train on. (default 10)", show_default=False)
     ] = None,
     chunks: Annotated[int | None, typer.Option(min=1, help="Chunks of answers, in place of --minutes.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, prompts and noise.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of weights, prompts and noise.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder of the head. Default: DRAFTER-head beside CONFIG.")] = None,
     write: Annotated[
         bool, typer.Option("--write", help="Write the head into the drafter's entry of CONFIG; the rest is unchanged.")

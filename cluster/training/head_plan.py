@@ -13,6 +13,7 @@ from tree_layers.checkpoint import Facts
 
 from cluster.config import DrafterConfig, TargetConfig
 from cluster.training.data import DataSource
+from cluster.training.plan import check_minutes
 from drafter_service.acceptance_head import HEAD_FILE
 from drafter_service.training.examples import ExampleLaw
 
@@ -41,6 +42,7 @@ class HeadPlan:
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.chunks is None):
             raise BadRequest("--minutes", "or --chunks: give one of them")
+        check_minutes(self.minutes)
 
     @property
     def work(self) -> Path:

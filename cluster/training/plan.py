@@ -26,6 +26,12 @@ when a step needs them."""
 LABELS: tuple[Labels, ...] = get_args(Labels)
 
 
+def check_minutes(minutes: float | None) -> None:
+    """Raises BadRequest, naming the option, for minutes that never end or never begin."""
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise BadRequest("--minutes", f"must be finite and more than 0, got {minutes:g}")
+
+
 @dataclass(frozen=True, slots=True)
 class Length:
     """Length of a run: minutes in all, or steps of the distillation. `pretrain` is the share of the drafter's
@@ -38,6 +44,7 @@ class Length:
     def __post_init__(self) -> None:
         if (self.minutes is None) == (self.steps is None):
             raise BadRequest("--minutes", "or --steps: give one of them")
+        check_minutes(self.minutes)
         if not 0 <= self.pretrain < 1:
             raise BadRequest("--pretrain", f"must be at least 0 and less than 1, got {self.pretrain}")
 

@@ -477,6 +477,7 @@ def test_an_entry_is_written_before_the_others_and_the_rest_is_unchanged(text: s
         (("--labels", "cloud"), "--labels: must be one of disk, fly, got 'cloud'"),
         (("--rows", 7, "--processes", 2), "--rows: must be a multiple of the 2 processes, got 7"),
         (("--minutes", 1, "--steps", 1), "--minutes: or --steps: give one of them"),
+        *((("--minutes", minutes), "--minutes: must be finite and more than 0") for minutes in (0, -1, "inf", "nan")),
         (("--pretrain", 1), "--pretrain: must be at least 0 and less than 1"),
         (("--out", "my drafter"), "--out: the name 'my drafter' may have letters"),
         (("--target", "big"), "model: 'big' is not served here"),
@@ -488,6 +489,12 @@ def test_options_that_contradict_each_other_are_refused_by_name(
     with pytest.raises(BadRequest) as caught:
         invoke(cluster_file, "--data", text_file, *arguments)
     assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize("model", ["drafter", "head"])
+def test_a_seed_of_more_than_32_bits_is_refused_by_name(cluster_file: Path, model: str) -> None:
+    result = CliRunner().invoke(app, ["train", model, str(cluster_file), "--seed", str(1 << 32)])
+    assert result.exit_code == 2 and "'--seed'" in result.output
 
 
 @pytest.mark.long  # four minutes on a busy core

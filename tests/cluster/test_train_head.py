@@ -227,6 +227,7 @@ def test_a_drafter_of_some_tokens_gets_no_head(cluster_file):
         (("--drafter", "big"), "--drafter: 'big' is not a drafter of target; there is drafter"),
         (("--feed", "both"), "--feed: must be one of text, mixed, got 'both'"),
         (("--minutes", 1, "--chunks", 1), "--minutes: or --chunks: give one of them"),
+        *((("--minutes", minutes), "--minutes: must be finite and more than 0") for minutes in (0, -1, "inf", "nan")),
         (("--temperature", -1), "--temperature: must be 0"),
         (("--top-p", 0), "--top-p: must be above 0"),
         (("--target", "big"), "model: 'big' is not served here"),
