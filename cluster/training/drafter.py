@@ -436,15 +436,17 @@ def train_drafter(
     together, each calls this with what joins them.
 
     May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false, which begins
-    anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field, also while another
-    process trains there; NotSaved on a full disk.
+    anew. The export is done again where its result is gone. `stop_after` ends the run after that stage. Raises
+    BadRequest, naming the option or field, also while another process trains there; NotSaved on a full disk.
     """
     settings, first = plan.settings(), processes is None or processes.is_main_process
     if first and plan.out.exists() and not (resume and StageFolder.begun(plan.work)):
         raise BadRequest("--out", f"{plan.out} is there already; name another folder")
     with only_run_in(plan.work) if first else nullcontext():
         if first:
-            StageFolder(plan.work, settings, resume)
+            begun = StageFolder(plan.work, settings, resume)
+            if not plan.out.exists():
+                begun.forget("export")
         if processes is not None:
             processes.wait_for_everyone()
         run = DrafterRun(plan, StageFolder(plan.work, settings, resume=True), processes)

@@ -223,8 +223,8 @@ def train_head(plan: HeadPlan, resume: bool = True, stop_after: str | None = Non
     """Train a head and write it to `plan.out`, with a card.
 
     May be repeated: finished stages are skipped and a killed one is resumed, unless `resume` is false, which begins
-    anew. `stop_after` ends the run after that stage. Raises BadRequest, naming the option or field, also while another
-    process trains there; NotSaved on a full disk.
+    anew. The export is done again where its result is gone. `stop_after` ends the run after that stage. Raises
+    BadRequest, naming the option or field, also while another process trains there; NotSaved on a full disk.
     """
     facts = read_facts(plan.drafter.checkpoint, plan.drafter.tokenizer)
     if facts.draft is not None:  # examples have the target's ids alone
@@ -236,6 +236,8 @@ def train_head(plan: HeadPlan, resume: bool = True, stop_after: str | None = Non
         raise BadRequest("--out", f"{plan.file} is there already; name another folder")
     with only_run_in(plan.work):
         run = HeadRun(plan, StageFolder(plan.work, settings, resume), fingerprint)
+        if not plan.file.exists():
+            run.done.forget("export")
         works: dict[str, Callable[[], dict[str, Any]]] = {
             "data": run.data,
             "held_out": run.held_out,

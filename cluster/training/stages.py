@@ -106,6 +106,10 @@ class StageFolder:
         """Write down that a stage is finished, with its facts."""
         _write(self._file(stage), facts)
 
+    def forget(self, stage: str) -> None:
+        """A stage is to be done again."""
+        self._file(stage).unlink(missing_ok=True)
+
     def _file(self, stage: str) -> Path:
         return self.folder / f"{stage}.done.json"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -389,6 +390,10 @@ def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
         assert (killed.out / file).read_bytes() == (whole.out / file).read_bytes()
     train_drafter(killed)  # finished: nothing is done again
     assert steps == [3, 4, 5]
+    weights = (whole.out / "model.safetensors").read_bytes()
+    shutil.rmtree(killed.out)
+    train_drafter(killed)  # its result is gone: it is written again from the trained state
+    assert steps == [3, 4, 5] and (killed.out / "model.safetensors").read_bytes() == weights
 
 
 def test_a_folder_that_is_there_and_other_settings_are_refused(cluster_file: Path, text_file: Path) -> None:

@@ -177,6 +177,9 @@ def test_a_killed_and_resumed_run_ends_with_the_head_of_an_uninterrupted_one(clu
     ended = len(steps)
     train_head(killed)  # finished: nothing is done again
     assert len(steps) == ended
+    killed.file.unlink()
+    train_head(killed)  # its result is gone: it is written again from the trained state
+    assert len(steps) == ended and killed.file.read_bytes() == whole.file.read_bytes()
 
 
 def test_a_full_disk_ends_in_one_sentence_and_keeps_the_chunks(cluster_file, monkeypatch):
