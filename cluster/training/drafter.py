@@ -232,7 +232,7 @@ class DrafterRun:
                 lockstep.longest(plan.target.max_length),
                 folder,
                 budget,
-                lambda spent: report(min(spent, 1.0), f"{folder.labelled():,} labelled tokens"),
+                lambda spent: self._chunk_written(folder, spent, report),
             )
 
     def _write_answers(self, stage: str, part: str, folder: TeacherFolder, budget: Budget) -> None:
@@ -246,7 +246,23 @@ class DrafterRun:
                 plan.device,
                 folder,
                 budget,
-                lambda spent: report(min(spent, 1.0), f"{folder.labelled():,} labelled tokens"),
+                lambda spent: self._chunk_written(folder, spent, report),
+            )
+
+    def _chunk_written(self, folder: TeacherFolder, spent: float, report: Report) -> None:
+        if folder is self.teacher_folder:
+            self._check_labels()
+        report(min(spent, 1.0), f"{folder.labelled():,} labelled tokens")
+
+    def _check_labels(self) -> None:
+        """Raises BadRequest, naming the option, if no chunk of labels has more tokens than a row, the first one at
+        once."""
+        most, row = max(len(chunk.tokens) for chunk in self.teacher_folder.read()), self.plan.row_tokens
+        if most <= row:
+            raise BadRequest(
+                "--row-tokens",
+                f"{row} are not fewer than the {most} tokens of a chunk of the target's answers: give fewer with "
+                "--no-resume, or longer conversations in --data",
             )
 
     def _labeller(self) -> Labeller:
@@ -376,6 +392,7 @@ class DrafterRun:
     def _labelled_rows(self) -> LabelledRows:
         length = self.plan.row_tokens
         apart = length if self._answers_prompts else length + 1
+        self._check_labels()
         return LabelledRows(self.teacher_folder.read(), length, apart, self.share)
 
     def _measured(self, model: PreTrainedModel) -> dict[str, Any]:

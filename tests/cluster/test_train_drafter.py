@@ -31,12 +31,13 @@ from cluster.training.acceptance import Answers, measure_acceptance
 from cluster.training.adding import with_drafter
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
-from cluster.training.drafter import train_drafter
+from cluster.training.drafter import DrafterRun, train_drafter
 from cluster.training.models import checked_target, load_teacher, start_from, student_from
 from cluster.training.plan import Length
+from cluster.training.stages import StageFolder
 from drafter_service.models import load_model
 from drafter_service.training import loop
-from drafter_service.training.labels import TeacherFolder
+from drafter_service.training.labels import Chunk, TeacherFolder
 from drafter_service.training.saving import NotSaved
 from drafter_service.training.sizes import SIZES
 from drafter_service.training.vocabulary import draft_embedding
@@ -359,6 +360,32 @@ def test_a_drafter_may_have_the_name_of_a_folder_of_its_run(cluster_file: Path, 
     plan = plan_of(cluster_file, text_file, out=cluster_file.parent / name, length=Length(steps=1), seed=(1 << 32) - 1)
     train_drafter(plan)
     assert load_fp32(plan.out, CPU).config.vocab_size == WORDS and len(TeacherFolder(plan.work / "teacher"))
+
+
+def test_labels_of_fewer_tokens_than_a_row_are_refused_after_their_first_chunk(
+    cluster_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a resumed run too, after the next chunk, or at the training if all were written."""
+
+    def write(*given: Any) -> None:
+        folder, _, on_chunk = given[-3:]
+        tokens = np.zeros(32, np.uint16)
+        folder.add(len(folder), Chunk(tokens, tokens[:, None], np.zeros((32, 1), np.float16)), own=True, seconds=1.0)
+        on_chunk(0.5)
+        raise AssertionError("more is written")
+
+    write_words(tmp_path / "llama", TEMPLATE)
+    chat = tmp_path / "chat.jsonl"
+    turns = ({"role": role, "content": words(1, 9)} for role in ("user", "assistant"))
+    chat.write_text((json.dumps({"messages": list(turns)}) + "\n") * 100)
+    plan = plan_of(cluster_file, chat, rows=1)
+    monkeypatch.setattr("cluster.training.drafter.write_answers", write)
+    for _ in range(2):
+        with pytest.raises(BadRequest, match="^--row-tokens: 32 are not fewer than the 32 tokens of .* give fewer"):
+            train_drafter(plan)
+    run = DrafterRun(plan, StageFolder(plan.work, plan.settings(), resume=True), None)
+    with pytest.raises(BadRequest, match="^--row-tokens: 32"):
+        run.distil()
 
 
 def test_a_killed_and_resumed_run_ends_with_the_weights_of_an_uninterrupted_one(
