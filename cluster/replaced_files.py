@@ -14,6 +14,11 @@ NOT_REPLACED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EBUSY)
 """Errors where a folder takes no new file, or where the file is a mount of its own, as in containers."""
 
 
+def text_with_its_line_ends(path: Path) -> str:
+    """A file's text, whose line ends are those of the file."""
+    return path.read_bytes().decode()
+
+
 def replace_text(field: str, path: Path, text: str, mode: int | None = None) -> None:
     """Write a file's text at once. The file that a link names is written, and the link stays. A device or pipe, and a
     file that can be written but not replaced, are written in place.

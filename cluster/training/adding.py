@@ -11,8 +11,8 @@ from dendro.errors import BadRequest
 from yaml.nodes import MappingNode
 
 from cluster.distinct_keys import RepeatedKey, yaml_of
-from cluster.replaced_files import replace_text
-from cluster.tune.writing import inserted, value_of
+from cluster.replaced_files import replace_text, text_with_its_line_ends
+from cluster.tune.writing import inserted, value_of, with_line_ends_of
 
 
 def entry_line(entry: Mapping[str, Any]) -> str:
@@ -33,7 +33,7 @@ def with_drafter(text: str, name: str, entry: Mapping[str, Any]) -> str:
         return text
     if name in drafters:
         raise BadRequest("--write", f"the configuration has another drafter {name!r}; name another --out")
-    new = _edited(text, root, f"{name}: {entry_line(entry)}")
+    new = with_line_ends_of(text, _edited(text, root, f"{name}: {entry_line(entry)}"))
     try:
         edited = yaml_of(new)
     except (yaml.YAMLError, RepeatedKey):
@@ -57,7 +57,7 @@ def _edited(text: str, root: MappingNode, entry: str) -> str:
 
 def write_drafter(config: Path, name: str, entry: Mapping[str, Any]) -> None:
     """Write an entry into a configuration's file. Raises BadRequest."""
-    replace_text("--write", config, with_drafter(config.read_text(), name, entry))
+    replace_text("--write", config, with_drafter(text_with_its_line_ends(config), name, entry))
 
 
 def with_head(text: str, drafter: str, head: str) -> str:
@@ -73,6 +73,7 @@ def with_head(text: str, drafter: str, head: str) -> str:
     section = value_of(root, "drafters")
     entry = value_of(section, drafter) if isinstance(section, MappingNode) else None
     new = inserted(text, entry, entry_line({"head": head})[1:-1]) if isinstance(entry, MappingNode) else text
+    new = with_line_ends_of(text, new)
     try:
         edited = yaml_of(new)
     except (yaml.YAMLError, RepeatedKey):
@@ -84,4 +85,4 @@ def with_head(text: str, drafter: str, head: str) -> str:
 
 def write_head_entry(config: Path, drafter: str, head: str) -> None:
     """Write a head into a drafter's entry of a configuration's file. Raises BadRequest."""
-    replace_text("--write", config, with_head(config.read_text(), drafter, head))
+    replace_text("--write", config, with_head(text_with_its_line_ends(config), drafter, head))

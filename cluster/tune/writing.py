@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from yaml.nodes import MappingNode, Node, SequenceNode
 
 from cluster.config import Config
 from cluster.distinct_keys import RepeatedKey, yaml_of
-from cluster.replaced_files import replace_text
+from cluster.replaced_files import replace_text, text_with_its_line_ends
 
 Keys = tuple[str, ...]
 """Keys from a configuration's root: `("speculation", "arms")`, or `("targets", "big", "arms")`."""
@@ -33,7 +34,7 @@ def with_arms(text: str, field: Keys, arms: Sequence[str]) -> str:
     root = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(root, MappingNode) or not isinstance(old, dict):
         raise BadRequest("config", "holds no mapping of sections")
-    new = _edited(text, root, field, arms)
+    new = with_line_ends_of(text, _edited(text, root, field, arms))
     try:
         edited = yaml_of(new)
     except (yaml.YAMLError, RepeatedKey):
@@ -81,6 +82,12 @@ def _edited(text: str, mapping: MappingNode, field: Keys, arms: Sequence[str]) -
     return f"{text[:start]}{space}{_flow(arms)}{text[stop:]}"
 
 
+def with_line_ends_of(text: str, new: str) -> str:
+    """`new` with the line ends of `text`, if each of these is CRLF; its added lines end in LF."""
+    alone = r"(?<!\r)\n"
+    return new if "\r\n" not in text or re.search(alone, text) else re.sub(alone, "\r\n", new)
+
+
 def inserted(text: str, mapping: MappingNode, entry: str) -> str:
     """The text with an entry before a mapping's others."""
     start = mapping.start_mark.index
@@ -97,7 +104,7 @@ def value_of(mapping: MappingNode, key: str) -> Node | None:
 def config_text(source: Path | None, config: Config) -> str:
     """The YAML to write arms into: the file's text, or a dump of a configuration that has no file."""
     if source is not None:
-        return source.read_text()
+        return text_with_its_line_ends(source)
     return yaml.safe_dump(config.model_dump(mode="json", exclude_unset=True), sort_keys=False, width=120)
 
 
@@ -126,7 +133,7 @@ def check_writable(source: Path | None, write: bool, out: Path | None, force: bo
 
 def write_arms(source: Path | None, text: str, goal: Path, field: Keys, arms: Sequence[str]) -> None:
     """Write `text`, that of `source`, to `goal`, with these arms at `field`. Raises BadRequest if `source` changed."""
-    if source is not None and source.read_text() != text:
+    if source is not None and text_with_its_line_ends(source) != text:
         raise BadRequest("config", f"{source} has changed while we measured; nothing was written")
     goal.parent.mkdir(parents=True, exist_ok=True)
     replace_text("--write" if goal == source else "--out", goal, with_arms(text, field, arms))

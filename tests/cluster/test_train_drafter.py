@@ -28,7 +28,7 @@ from cluster.pairing import fit_of
 from cluster.router.tokenizer import CheckpointTokenizer
 from cluster.training import models
 from cluster.training.acceptance import Answers, measure_acceptance
-from cluster.training.adding import with_drafter
+from cluster.training.adding import with_drafter, write_drafter, write_head_entry
 from cluster.training.checkpoints import export, load_fp32
 from cluster.training.data import DataFolder, DataSource, held_out_prompts
 from cluster.training.drafter import DrafterRun, train_drafter
@@ -495,6 +495,15 @@ def test_an_entry_is_written_before_the_others_and_the_rest_is_unchanged(text: s
     assert with_drafter(edited, "made", ENTRY) == edited
     with pytest.raises(BadRequest, match="^--write: the configuration has another drafter 'made'; name another --out$"):
         with_drafter(edited, "made", ENTRY | {"threads": 2})
+
+
+def test_entries_are_written_into_a_file_of_crlf_lines_with_its_line_ends(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_bytes(b"a: 1\r\ndrafters:\r\n  d:\r\n    checkpoint: x\r\n")
+    write_drafter(file, "made", {"checkpoint": "y"})
+    write_head_entry(file, "d", "h")
+    begun, rest = b"a: 1\r\ndrafters:\r\n  made: {checkpoint: y}\r\n", b"  d:\r\n    head: h\r\n    checkpoint: x\r\n"
+    assert file.read_bytes() == begun + rest
 
 
 @pytest.mark.parametrize(

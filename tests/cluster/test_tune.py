@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from cluster import cli
 from cluster.arms import OFF_ARM, Arm
-from cluster.config import Config, DrafterConfig
+from cluster.config import Config, DrafterConfig, demo_config
 from cluster.drafter_figures import accepted
 from cluster.measure.bench import cells_of
 from cluster.policies import Static
@@ -40,7 +40,7 @@ from cluster.tune.measuring import (
 )
 from cluster.tune.prompts import choose_prompts
 from cluster.tune.tuning import SearchLimits, Tuned, arms_of, as_arm, is_chain, verdicts_of
-from cluster.tune.writing import check_writable, field_of_arms, with_arms, write_arms
+from cluster.tune.writing import check_writable, config_text, field_of_arms, with_arms, write_arms
 from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from tests.support import tiny_models
@@ -257,6 +257,14 @@ def test_only_a_targets_own_arms_change_and_comments_stay(text: str):
         line.partition("#")[2] for line in text.splitlines() if "#" in line
     ]
     assert with_arms(new, BIGS, ARMS) == new
+
+
+@pytest.mark.parametrize("text", [WHOLE, BLOCK, NO_ARMS, NONE])
+def test_a_file_of_crlf_lines_keeps_its_line_ends(text: str, tmp_path):
+    file = tmp_path / "cluster.yaml"
+    file.write_bytes(text.replace("\n", "\r\n").encode())
+    write_arms(file, config_text(file, demo_config()), file, CLUSTERS, ARMS)
+    assert file.read_bytes() == with_arms(text, CLUSTERS, ARMS).replace("\n", "\r\n").encode()
 
 
 def test_yaml_that_cannot_be_edited_safely_is_refused_with_what_to_write():
