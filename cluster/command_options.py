@@ -26,15 +26,19 @@ Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS")]
 Local = Annotated[bool, typer.Option("--local", help="Engines in this process: no Ray, gRPC or Redis.")]
 
 
-def _writable(path: Path | None) -> Path | None:
-    """The file of a report, as it is given. Raises BadRequest, before the work that it reports, where it cannot be
-    written; its folder is made after the work."""
-    if path is not None:
-        folder = next((each for each in path.absolute().parents if each.exists()), path)
-        made = folder.is_dir() and os.access(folder, os.W_OK)
-        if path.is_dir() or not (made or os.access(path, os.W_OK)):
-            raise BadRequest("--json", f"{path} cannot be written; name a file in a folder that takes new ones")
-    return path
+def writable(option: str) -> Callable[[Path | None], Path | None]:
+    """Makes the callback of an option that names the file of a report. It returns the file as it is given, and raises
+    BadRequest, before the work that is reported, where it cannot be written; its folder is made after the work."""
+
+    def checked(path: Path | None) -> Path | None:
+        if path is not None:
+            folder = next((each for each in path.absolute().parents if each.exists()), path)
+            made = folder.is_dir() and os.access(folder, os.W_OK)
+            if path.is_dir() or not (made or os.access(path, os.W_OK)):
+                raise BadRequest(option, f"{path} cannot be written; name a file in a folder that takes new ones")
+        return path
+
+    return checked
 
 
 def write_report(json_file: Path, text: str) -> None:
@@ -47,7 +51,8 @@ def write_report(json_file: Path, text: str) -> None:
 
 
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", help="Write the report as JSON.", show_default=False, callback=_writable)
+    Path | None,
+    typer.Option("--json", help="Write the report as JSON.", show_default=False, callback=writable("--json")),
 ]
 
 KEY_VARIABLE = "DENDRO_API_KEY"

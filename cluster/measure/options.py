@@ -18,13 +18,33 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers.utils import logging
 from typer.models import OptionInfo
 
+from cluster.command_options import writable
 from cluster.measure.measurement import Begin, Step
 from cluster.measure.report import Cells, Report, as_json, as_markdown, show
 from cluster.replaced_files import replace_text
 from cluster.tables import PLAIN_WIDTH, page
 
-PlotFile = Annotated[Path | None, typer.Option(help="Write a plot; the suffix sets its format.", show_default=False)]
-MarkdownFile = Annotated[Path | None, typer.Option(help="Write the tables as Markdown.", show_default=False)]
+
+def _drawable(path: Path | None) -> Path | None:
+    """The file of a plot, as it is given. Raises BadRequest where it cannot be written, or its suffix names no format
+    of plots."""
+    if path is not None:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+        formats = FigureCanvasAgg.get_supported_filetypes()
+        if path.suffix.removeprefix(".").lower() not in formats:
+            raise BadRequest("--plot", f"{path} must end in one of {', '.join(f'.{each}' for each in sorted(formats))}")
+    return writable("--plot")(path)
+
+
+PlotFile = Annotated[
+    Path | None,
+    typer.Option(help="Write a plot; the suffix sets its format.", show_default=False, callback=_drawable),
+]
+MarkdownFile = Annotated[
+    Path | None,
+    typer.Option(help="Write the tables as Markdown.", show_default=False, callback=writable("--markdown")),
+]
 
 BY_HAND = "<!-- by hand -->"
 """What follows it on a page stays when a report is written there."""

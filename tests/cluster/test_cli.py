@@ -248,6 +248,12 @@ async def test_generate_json_is_one_object_with_all_fields(address: str):
         (["generate", "x", "--keep-session", "--local"], "--keep-session: needs a store"),
         (["check", "--json", "/dev/null/r.json"], "--json: /dev/null/r.json cannot be written; name a file in"),
         (["certify", "--json", "/"], "--json: / cannot be written"),
+        (["certify", "--markdown", "/"], "--markdown: / cannot be written; name a file in"),
+        (["tune", "--markdown", "/dev/null/r.md"], "--markdown: /dev/null/r.md cannot be written"),
+        (["bench", "speed", "--markdown", "/"], "--markdown: / cannot be written"),
+        (["bench", "speed", "--plot", "/dev/null/r.png"], "--plot: /dev/null/r.png cannot be written"),
+        (["bench", "speed", "--plot", "r.txt"], "--plot: r.txt must end in one of "),
+        (["bench", "load", "--plot", "found"], "--plot: found must end in one of"),
         (["generate", "x", "--config", "nowhere.yaml"], "config: there is no file nowhere.yaml"),
     ],
 )
