@@ -118,9 +118,7 @@ def drafter(
     ] = "disk",
     rows: Annotated[int, typer.Option(min=1, help="Rows of a step, of all GPUs together.")] = DRAFTER_ROWS,
     row_tokens: Annotated[int, typer.Option(min=32, help="Tokens of a row of training.")] = 256,
-    seed: Annotated[
-        int, typer.Option(min=0, max=MOST_SEED, help="Seed of weights, order of text and sampled text.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MOST_SEED, help="Seed of weights and of texts.")] = 0,
     out: Annotated[
         Path | None, typer.Option(help="Folder of the checkpoint. Default: TARGET-KIND beside CONFIG.")
     ] = None,

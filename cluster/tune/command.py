@@ -42,7 +42,7 @@ from cluster.tune.tuning import (
     rows_of,
     verdicts_of,
 )
-from cluster.tune.writing import check_writable, config_text, field_of_arms, write_arms
+from cluster.tune.writing import check_writable, config_text, field_of_arms, with_arms, write_arms
 from drafter_service.confidence import CANDIDATES
 
 TABLES = (
@@ -253,6 +253,9 @@ def tune(
     text = config_text(config, checked)
     goal = check_writable(config, write, out, force)
     name = checked.target_named(target)
+    field = field_of_arms(checked, name)
+    if goal is not None:
+        with_arms(text, field, checked.arm_texts(name))  # what cannot be edited is refused before anything is measured
     plans = plans_of(
         checked,
         name,
@@ -268,9 +271,9 @@ def tune(
         prompt_file,
     )
     report = with_bars(lambda begin: asyncio.run(run_tune(checked, plans, local, begin)))
+    if goal is not None and not report["differences"]:
+        write_arms(config, text, goal, field, report["arms"])
     present(report, facts_of(report), cells_of(TABLES, report), json, markdown)
     if goal is not None:
-        field = field_of_arms(checked, name)
-        write_arms(config, text, goal, field, report["arms"])
         before = list(checked.arm_texts(name))
         Console().print(f"{'.'.join(field)} written to {goal}; before: {before}", markup=False, soft_wrap=True)

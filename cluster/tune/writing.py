@@ -29,7 +29,8 @@ def field_of_arms(config: Config, target: str) -> Keys:
 
 
 def with_arms(text: str, field: Keys, arms: Sequence[str]) -> str:
-    """Replace the arms at `field` in a YAML text. Raises BadRequest if the edit would change anything else."""
+    """Replace the arms at `field` in a YAML text. Raises BadRequest if the edit would change anything else, or lose a
+    comment."""
     old = yaml_of(text)
     root = yaml.compose(text, yaml.SafeLoader)
     if not isinstance(root, MappingNode) or not isinstance(old, dict):
@@ -75,11 +76,23 @@ def _edited(text: str, mapping: MappingNode, field: Keys, arms: Sequence[str]) -
     space = "" if stop > start else " "  # needed after the colon of an empty value
     if rest:
         return f"{text[:start]}{space}{{{_entry(tuple(rest), arms)}}}{text[stop:]}"
+    if isinstance(value, SequenceNode) and _has_comments(text, value):
+        reason = f"the list at {key} has comments between its arms, which would be lost; write {key}: {_flow(arms)}"
+        raise BadRequest("config", reason)
     if isinstance(value, SequenceNode) and value.value and not value.flow_style:
         stop = value.value[-1].end_mark.index  # a block's end mark is at the next token, past comments
         indent = "\n" + " " * value.start_mark.column
         return text[:start] + indent.join(f'- "{arm}"' for arm in arms) + text[stop:]
     return f"{text[:start]}{space}{_flow(arms)}{text[stop:]}"
+
+
+def _has_comments(text: str, arms: SequenceNode) -> bool:
+    """True if there are comments between a list's first and last item; in brackets, beside these too."""
+    begin, end = arms.start_mark.index, arms.end_mark.index
+    items = [(each.start_mark.index, each.end_mark.index) for each in arms.value]
+    stops, starts = [begin, *(stop for _, stop in items)], [*(start for start, _ in items), end]
+    between = list(zip(stops, starts, strict=True))
+    return any("#" in text[stop:start] for stop, start in (between if arms.flow_style else between[:-1]))
 
 
 def with_line_ends_of(text: str, new: str) -> str:

@@ -299,6 +299,20 @@ def test_new_arms_of_a_target_leave_those_of_other_targets_as_they_are(big: str,
         assert after.arms_of("other") == before.arms_of("other")
 
 
+@pytest.mark.parametrize(
+    "arms",
+    [
+        '\n    - "off"  # plain\n    - "(2,1)"',
+        '\n    - "off"\n    # why\n    - "(2,1)"',
+        ' ["off",  # plain\n    "(2,1)"]',
+    ],
+)
+def test_a_list_with_comments_between_its_arms_is_refused(arms: str):
+    text = WHOLE.replace(' ["off", "(1,1,1,1)"]', arms)
+    with pytest.raises(BadRequest, match=r"the list at arms has comments .* would be lost; write arms: \[\"off\", "):
+        with_arms(text, CLUSTERS, ARMS)
+
+
 def test_no_file_is_overwritten_without_force(tmp_path):
     source, other = tmp_path / "cluster.yaml", tmp_path / "other.yaml"
     source.write_text(WHOLE)
@@ -515,6 +529,24 @@ def test_the_command_writes_the_arms_found_and_prints_the_arms_before(pair, tmp_
         assert "speculation.arms written" in done.stdout
     assert (tmp_path / "tuning.md").read_text().startswith("# dendro tune\n")
     assert "E[N]" in done.stdout and "beam(2,2)" in done.stdout
+
+
+@pytest.mark.parametrize("differences", [[], ["an answer"]])
+def test_the_arms_are_written_before_the_reports_unless_a_tree_changed_tokens(pair, tmp_path, monkeypatch, differences):
+    async def run_tune(*_):
+        return {"arms": ["off", "(1,1)"], "differences": differences}
+
+    def present(*_):
+        raise BadRequest("--json", "the disk is full")
+
+    for name, fake in (("run_tune", run_tune), ("present", present)):
+        monkeypatch.setattr(f"cluster.tune.command.{name}", fake)
+    monkeypatch.setattr("cluster.tune.command.cells_of", lambda *_: [])
+    file = configured(pair, tmp_path)
+    before = Config.load(file).arm_texts("tiny")
+    with pytest.raises(BadRequest, match="the disk is full"):
+        tune(file, write=True, quick=True, prompts=1, held_out=1, tokens=12, max_rows=8, temperatures="0")
+    assert Config.load(file).arm_texts("tiny") == (before if differences else ("off", "(1,1)"))
 
 
 def test_help_of_tune_names_every_option():
