@@ -324,27 +324,27 @@ async def test_one_arm_without_a_verified_guess_leaves_the_promise_of_sampled_an
 
 @pytest.mark.parametrize("answered", [0, 5])
 async def test_an_error_of_the_server_ends_one_check_and_breaks_its_promise_if_something_was_compared(answered):
-    class Failing(ToyService):
+    class ToyOfErrors(ToyService):
         async def generate_text(self, prompt, **options):
             if len(self.asked) >= answered:
                 raise EngineFailed("the verifier refuses the tree")
             return await super().generate_text(prompt, **options)
 
     given = [(5, 6)], 12, 20, ["(2,1)"], VOCABULARY, lambda *_: 1.0, 0.0, lambda: None
-    promise = await identity_under_parameters(Failing(wrong=False), *given)
+    promise = await identity_under_parameters(ToyOfErrors(wrong=False), *given)
     assert promise.kept is (False if answered else None) and promise.tokens_compared == (36 if answered else 0)
     assert [*promise.broken, promise.why] != [""] and "ended by an error: EngineFailed: the verifier" in str(promise)
     assert failed(report([promise], 0.0, 1, "s"))
 
 
 async def test_no_request_of_a_check_is_sent_after_the_error_of_another():
-    class Failing(ToyService):
+    class ToyOfLostRequests(ToyService):
         async def generate_text(self, prompt, **options):
             await super().generate_text(prompt, **options)
             await asyncio.sleep(0)
             raise EngineFailed("lost")
 
-    service = Failing(wrong=False)
+    service = ToyOfLostRequests(wrong=False)
     with pytest.raises(DendroError, match="lost"):
         await answers(service, [(5, 6)] * 9, range(9), SamplingLaw(1.0), Speculation(), 4, lambda: None, at_once=2)
     asked = len(service.asked)
