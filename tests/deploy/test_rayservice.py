@@ -10,6 +10,8 @@ import pytest
 import ray
 from dendro.modes import LISTED_MODES
 from helm_python import HelmError
+from ray._private.ray_constants import DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+from ray.scripts.scripts import start as ray_start
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from cluster import serve_config as ours
@@ -170,6 +172,24 @@ def test_routers_listen_for_all_pods_on_the_ports_that_their_service_and_probe_c
     assert entry["spec"]["clusterIP"] == "None"
 
 
+KUBERAY = {"metrics-export-port": "8080", "dashboard-agent-listen-port": str(DEFAULT_DASHBOARD_AGENT_LISTEN_PORT)}
+"""What KubeRay adds to the `ray start` of every pod that does not set it."""
+WORKER_PORTS = [option.default for option in ray_start.params if option.name in ("min_worker_port", "max_worker_port")]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_no_pod_has_a_port_twice_with_those_that_kuberay_and_ray_add(name):
+    chosen = merged(values(name), {"pools": {"verifier": {"slots": 4}}})
+    config = service(chosen)["spec"]["rayClusterConfig"]
+    for group in (config["headGroupSpec"], *config["workerGroupSpecs"]):
+        started, named = KUBERAY | group["rayStartParams"], ports(group["template"])
+        metrics = named.pop("metrics", 8080)  # KubeRay adds a port of this name where a pod has none
+        assert metrics == int(started["metrics-export-port"])
+        every = [*named.values(), metrics, int(started["dashboard-agent-listen-port"])]
+        assert len(set(every)) == len(every) and ours.HTTP_PORT in every
+        assert not [port for port in every if WORKER_PORTS[0] <= port <= WORKER_PORTS[1]]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -178,6 +198,11 @@ def test_routers_listen_for_all_pods_on_the_ports_that_their_service_and_probe_c
         ({"grpc": {"replicaStatusPort": 9001}}, "grpc.statusPort: is 9001, as grpc.replicaStatusPort is"),
         ({"http": {"port": ours.HTTP_PORT}}, "http.port: is 8000, as that of Serve's HTTP proxy is"),
         ({"grpc": {"statusPort": ours.HTTP_PORT}}, "grpc.statusPort: is 8000, as that of Serve's HTTP proxy is"),
+        ({"http": {"port": 8081}}, "http.port: is 8081, as that of Ray's metrics is"),
+        ({"grpc": {"port": DEFAULT_DASHBOARD_AGENT_LISTEN_PORT}}, "grpc.port: is 52365, as that of Ray's agent is"),
+        ({"http": {"port": WORKER_PORTS[0]}}, "http.port: is 10002, as one of Ray's workers is"),
+        ({"http": {"port": WORKER_PORTS[1]}}, "http.port: is 19999, as one of Ray's workers is"),
+        ({"grpc": {"replicaStatusPort": 7999}, "pools": {"verifier": {"slots": 2}}}, "replica 1 of a pod has 8000"),
     ],
 )
 def test_two_equal_ports_fail_the_render(change, message):

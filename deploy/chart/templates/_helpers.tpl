@@ -65,10 +65,18 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
-{{/* Fails if two of the ports are equal, or one is that of Serve's HTTP proxy. */}}
+{{/* Port of a pod's Ray metrics. KubeRay's default is that of the routers' HTTP API. */}}
+{{- define "dendro.metricsPort" -}}8081{{- end }}
+
+{{/* Fails if two of the ports are equal, or one is that of Ray or of Serve's HTTP proxy. */}}
 {{- define "dendro.checkPorts" -}}
-{{- $taken := dict "8000" "that of Serve's HTTP proxy" }}
+{{- $taken := dict "8000" "that of Serve's HTTP proxy" (include "dendro.metricsPort" .) "that of Ray's metrics" "52365" "that of Ray's agent" }}
+{{- range $port := untilStep 10002 20000 1 }}{{ $_ := set $taken (toString $port) "one of Ray's workers" }}{{ end }}
 {{- $grpc := .Values.grpc }}
+{{- range $number := until (include "dendro.mostSlots" . | int) }}
+{{- $port := add $grpc.replicaStatusPort $number | toString }}
+{{- if hasKey $taken $port }}{{ fail (printf "grpc.replicaStatusPort: replica %d of a pod has %s, as %s is; set another port" $number $port (get $taken $port)) }}{{ end }}
+{{- end }}
 {{- $ports := dict "grpc.port" $grpc.port "grpc.statusPort" $grpc.statusPort "grpc.replicaStatusPort" $grpc.replicaStatusPort "http.port" .Values.http.port }}
 {{- range $field, $number := $ports }}
 {{- $port := $number | int | toString }}
