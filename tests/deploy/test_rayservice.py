@@ -282,9 +282,20 @@ def test_a_password_is_a_reference_to_a_secret_and_never_a_value():
     fault_tolerance = manifest["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
     assert fault_tolerance == {"redisAddress": "rediss://cache:6379", "redisPassword": {"valueFrom": secret}}
     for template in pods(manifest):
-        assert {"name": "REDIS_PASSWORD", "valueFrom": secret} in template["spec"]["containers"][0]["env"]
+        assert {"name": "DENDRO_REDIS_PASSWORD", "valueFrom": secret} in template["spec"]["containers"][0]["env"]
     redis = cluster_of(serve_config(chosen)).redis
-    assert (redis.url, redis.password_variable) == ("rediss://cache:6379", "REDIS_PASSWORD")
+    assert (redis.url, redis.password_variable) == ("rediss://cache:6379", "DENDRO_REDIS_PASSWORD")
+
+
+@pytest.mark.parametrize("url", ["", "redis://cache:6379"])
+def test_no_pod_has_a_variable_that_kuberay_refuses_beside_its_own_options_of_redis(url):
+    """KubeRay sets the head's REDIS_PASSWORD itself, and RAY_REDIS_ADDRESS, and refuses them in a pod's template."""
+    found = rendered(merged(SMALL, {"redis": {"url": url, "existingSecret": "mine", "user": "u" if url else ""}}))
+    templates = [*pods(found["rayservice.yaml"][0]), *(each["spec"]["template"] for each in found["redis.yaml"][1:])]
+    assert len(templates) == (4 if url else 5)
+    for template in templates:
+        names = {each["name"] for each in template["spec"]["containers"][0]["env"]}
+        assert not names & {"REDIS_PASSWORD", "REDIS_USERNAME", "RAY_REDIS_ADDRESS"}
 
 
 def test_routers_alone_mount_the_secret_with_the_keys_and_the_configuration_names_its_file():

@@ -111,7 +111,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if not (get $config $key) }}{{ $_ := unset $config $key }}{{ end }}
 {{- end }}
 {{- $redis := mergeOverwrite (dict) ($config.redis | default dict) (dict "url" (include "dendro.redisUrl" .)) }}
-{{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "REDIS_PASSWORD" }}{{ end }}
+{{- if .Values.redis.existingSecret }}{{ $_ := set $redis "password_variable" "DENDRO_REDIS_PASSWORD" }}{{ end }}
 {{- if and (or .Values.redis.user .Values.redis.authoritySecret) (not .Values.redis.url) }}
 {{- fail "redis.url: name your server, as the chart's own has neither users nor TLS" }}
 {{- end }}
@@ -165,7 +165,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
 {{- if .Values.redis.existingSecret }}
-- name: REDIS_PASSWORD
+- name: DENDRO_REDIS_PASSWORD
   valueFrom:
     secretKeyRef: {name: {{ .Values.redis.existingSecret }}, key: {{ .Values.redis.secretKey }}}
 {{- end }}
