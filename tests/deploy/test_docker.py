@@ -13,8 +13,10 @@ from pathlib import Path
 import ray
 import yaml
 from packaging.requirements import Requirement
+from ray._private.ray_constants import RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S
 
 from cluster import serve_config
+from cluster.app import DRAIN_MARGIN_S
 from cluster.config import Config
 from tests.support.chart import ROOT, values_of
 
@@ -87,6 +89,7 @@ def test_the_compose_file_starts_a_redis_a_head_a_drafter_and_a_verifier():
     assert offered == {key: value for each in required for key, value in each.items()}
     for name in ("head", "drafter", "verifier"):
         environment = dict(content["services"][name]["environment"])
+        environment.pop("RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S", None)
         assert environment.pop("RAY_AUTH_MODE") == "disabled" and environment == serve_config.ENVIRONMENT
 
 
@@ -108,3 +111,15 @@ def test_containers_have_the_time_to_finish_the_longest_request():
     for name in ("head", "drafter", "verifier"):
         grace = compose()["services"][name]["stop_grace_period"]
         assert int(grace.removesuffix("s")) >= config.router.request_timeout_s + 60
+
+
+def test_nodes_drain_for_the_longest_request_and_the_head_for_its_router_alone():
+    """Serve's controller never leaves the head, which therefore lasts as long as it may drain: Ray's default."""
+    services = compose()["services"]
+    config = Config.of(yaml.safe_load(compose()["configs"]["cluster"]["content"]), ROOT)
+    for name in ("drafter", "verifier"):
+        drain = services[name]["environment"]["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]
+        assert config.router.request_timeout_s + DRAIN_MARGIN_S < int(drain) == 660 - 15
+        assert services[name]["stop_grace_period"] == "660s"
+    assert "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S" not in services["head"]["environment"]
+    assert config.router.drain_s < RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S

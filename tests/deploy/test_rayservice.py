@@ -136,7 +136,7 @@ def test_no_container_is_root_or_can_become_root(name):
 def test_containers_have_the_environment_that_processes_read():
     for template in pods(service()):
         environment = {each["name"]: each.get("value") for each in template["spec"]["containers"][0]["env"]}
-        assert environment == ours.ENVIRONMENT
+        assert environment == ours.ENVIRONMENT | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "645"}
 
 
 def ports(template):
@@ -211,11 +211,14 @@ def test_two_equal_ports_fail_the_render(change, message):
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_pods_have_the_time_to_finish_the_longest_request(name):
+def test_pods_have_the_time_to_finish_the_longest_request_and_use_it(name):
     chosen = values(name)
     manifest, longest = service(chosen), cluster_of(serve_config(chosen)).router.request_timeout_s
     for template in pods(manifest):
-        assert template["spec"]["terminationGracePeriodSeconds"] >= longest + DRAIN_MARGIN_S + 30
+        grace = template["spec"]["terminationGracePeriodSeconds"]
+        assert grace >= longest + DRAIN_MARGIN_S + 30
+        environment = {each["name"]: each.get("value") for each in template["spec"]["containers"][0]["env"]}
+        assert longest + DRAIN_MARGIN_S < int(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"]) == grace - 15
     assert manifest["spec"]["rayClusterDeletionDelaySeconds"] >= longest
     assert manifest["spec"]["upgradeStrategy"] == {"type": "NewCluster"}
 
@@ -226,6 +229,7 @@ def test_pods_have_the_time_to_finish_the_longest_request(name):
         ({"drain": {"gracePeriodSeconds": 600}}, "drain.gracePeriodSeconds: 600; .* at least 660"),
         ({"cluster": {"router": {"request_timeout_s": 900}}}, "at least 960"),
         ({"drain": {"oldClusterSeconds": 30}}, "drain.oldClusterSeconds: 30"),
+        ({"cluster": {"router": {"drain_s": 645.5}}}, "cluster.router.drain_s: 645.5; .* at most 645"),
         ({"cluster": {"targets": None}}, "targets"),
     ],
 )

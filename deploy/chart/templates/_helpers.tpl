@@ -20,12 +20,21 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{ dig "router" "request_timeout_s" 600 .Values.cluster | int }}
 {{- end }}
 
+{{/* Seconds for which Ray lets a pod drain that is stopped: all but the last ones of its grace period. */}}
+{{- define "dendro.drainSeconds" -}}
+{{ sub (int .Values.drain.gracePeriodSeconds) 15 }}
+{{- end }}
+
 {{/* Fails if pods would be stopped before their requests have ended. */}}
 {{- define "dendro.checkDrain" -}}
 {{- $request := include "dendro.requestSeconds" . | int }}
 {{- $needed := add $request 60 }}
 {{- if lt (int .Values.drain.gracePeriodSeconds) (int $needed) }}
 {{- fail (printf "drain.gracePeriodSeconds: %d; requests may take %d s and replicas wait 30 s more, so at least %d" (int .Values.drain.gracePeriodSeconds) $request (int $needed)) }}
+{{- end }}
+{{- $drain := dig "router" "drain_s" 20 .Values.cluster }}
+{{- if gt (float64 $drain) (include "dendro.drainSeconds" . | float64) }}
+{{- fail (printf "cluster.router.drain_s: %v; with this drain.gracePeriodSeconds at most %s" $drain (include "dendro.drainSeconds" .)) }}
 {{- end }}
 {{- if lt (int .Values.drain.oldClusterSeconds) $request }}
 {{- fail (printf "drain.oldClusterSeconds: %d; requests may take %d s" (int .Values.drain.oldClusterSeconds) $request) }}
@@ -164,6 +173,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+- {name: RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S, value: {{ include "dendro.drainSeconds" . | quote }}}
 {{- if .Values.redis.existingSecret }}
 - name: DENDRO_REDIS_PASSWORD
   valueFrom:
