@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dendro.engine import Engine
+from dendro.errors import ERROR_FOR, BadRequest
 from dendro.measured import StepTotals
 from prometheus_client.core import Metric
 
@@ -13,6 +14,7 @@ from cluster.api.health import HealthReport
 from cluster.api.metrics import MetricFamily, Sample
 from cluster.router.ingress import Ingress
 from cluster.router.totals import OTHER, ArmTotals, TargetTotals
+from cluster.router.turns import WRITE_ERRORS
 from cluster.state_store import CircuitBreaker
 
 ARM_COUNTS = {
@@ -31,6 +33,7 @@ TARGET_COUNTS = {
     metrics.BETWEEN_TOKENS: "between_tokens_s",
     metrics.ANSWER_TIME: "answer_s",
 }
+ERROR_CODES = tuple(code.name for code in (BadRequest.code, *ERROR_FOR))
 REDIS_OUTCOMES = ("answered", "refused", "failed", "skipped")
 
 
@@ -50,7 +53,7 @@ class RouterMetrics:
         for family in (metrics.REQUESTS, metrics.REFUSED, metrics.RUNNING, metrics.PLACES):
             yield family.of([((), found[family.name.removeprefix(metrics.R).removesuffix("_total")])])
         yield metrics.ANSWERS.of((labels, count) for labels, count in totals.outcomes.items())
-        yield metrics.ERRORS.of(((code,), count) for code, count in totals.errors.items())
+        yield metrics.ERRORS.of(_from_zero(ERROR_CODES, totals.errors))
         for family, field in TARGET_COUNTS.items():
             yield family.of(((name,), getattr(target, field)) for name, target in totals.targets.items())
         for family, field in ARM_COUNTS.items():
@@ -76,7 +79,14 @@ class RouterMetrics:
         yield metrics.SERVING.of([((), report.serving)])
         yield metrics.FAULT.of(((part,), 1) for part in report.faults)
         yield metrics.TURNS_KEPT.of([((), turns.kept)])
-        yield metrics.TURNS_NOT_KEPT.of(((error,), count) for error, count in turns.not_kept.items())
+        yield metrics.TURNS_NOT_KEPT.of(_from_zero(WRITE_ERRORS, turns.not_kept))
+
+
+def _from_zero(names: Iterable[str], counts: Mapping[str, int]) -> Iterator[Sample]:
+    """Counts by one label, with 0 for names that have none yet: of a series that begins at its first count, Prometheus
+    sees no increase."""
+    for name, count in {**dict.fromkeys(names, 0), **counts}.items():
+        yield (name,), count
 
 
 def _arms_of(target: TargetTotals) -> Iterator[tuple[str, str, ArmTotals]]:

@@ -16,6 +16,9 @@ from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 
 log = logging.getLogger("dendro.router")
 
+WRITE_ERRORS = tuple(kind.__name__ for kind in (Conflict, NotFound, PeerLost))
+"""What a store raises where a record is not written, or where that is not known."""
+
 
 class TurnWriter:
     """Writes turns to the records of sessions."""

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dendro import errors
 from dendro.calls import DraftCall, OpenCall, RequestParameters, TextUpdate, new_opening
-from dendro.errors import BadRequest, Conflict, PeerLost
+from dendro.errors import BadRequest, Conflict, DendroError, PeerLost
 from dendro.measured import Histogram
 from dendro.shapes import LevelShape
 from dendro.state import NoStates
@@ -147,6 +148,20 @@ async def test_a_router_counts_errors_by_their_code(fault, code, outcome):
     page = router_page(router)
     assert total(page, "dendro_router_errors_total") == total(page, "dendro_router_errors_total", code=code) == 1
     assert total(page, "dendro_router_answers_total", outcome=outcome) == 1
+
+
+def test_a_router_counts_every_error_from_zero_so_that_the_first_one_is_an_increase():
+    page = router_page(ingress(EdgePeers()))
+    codes = {each.code.name for each in kinds(DendroError) if each.__module__ == errors.__name__}
+    assert labels_of(page, "dendro_router_errors_total", "code") == codes >= {"INVALID_ARGUMENT", "INTERNAL"}
+    assert labels_of(page, "dendro_router_turns_not_kept_total", "error") == {"Conflict", "NotFound", "PeerLost"}
+    for name in ("errors", "turns_not_kept"):
+        assert total(page, f"dendro_router_{name}_total") == 0
+
+
+def kinds(base):
+    """All classes below a class."""
+    return {below for each in base.__subclasses__() for below in (each, *kinds(each))}
 
 
 async def test_a_client_that_leaves_is_no_error():
