@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from dendro.certificates import CertificateFiles
 from dendro.engine import Engine, LocalDrafter, LocalVerifier
-from dendro.errors import BadRequest, PeerLost
+from dendro.errors import PeerLost
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
 from dendro.serving import Leases, ReplicaKind
 from dendro.state import StateStore
@@ -47,6 +47,7 @@ from cluster.router.ingress import Ingress
 from cluster.router.traces import LAST_SPANS_S, close_within, tracer_of
 from cluster.scaling import LOAD, by_load
 from cluster.sections import PeerTls, Scaling, TraceExport
+from cluster.serve_config import check_redis
 from cluster.sessions import RedisSessions
 from cluster.state_store import CircuitBreaker, RedisPriors, RedisStates
 
@@ -383,11 +384,10 @@ def build(
 def application(fields: dict[str, Any]) -> Application:
     """The import path of a Serve configuration file, whose application arguments are our whole configuration.
 
-    Raises BadRequest where it is invalid or has no Redis url: no embedded server is started here.
+    Raises BadRequest where it is invalid, and as `check_redis`.
     """
     config = pinned(Config.of(fields, Path.cwd()))
-    if not config.redis.url:
-        raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a running Redis")
+    check_redis(config)
     return build(config, config.redis.address(os.environ))
 
 

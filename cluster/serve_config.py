@@ -7,11 +7,13 @@ the keys that are written against Serve's models.
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import yaml
 from dendro.errors import BadRequest
 
 from cluster.config import Config
+from cluster.redis_address import SENTINEL_PASSWORD
 
 APPLICATION = "dendro"
 ROUTE = "/dendro"
@@ -31,11 +33,25 @@ ENVIRONMENT = {
 """Read by Ray's and Serve's own processes when they start, so it must be in their environment."""
 
 
-def serve_config(config: Config) -> dict[str, Any]:
-    """The file's contents. Raises BadRequest without a Redis url or gRPC port, which only `dendro serve` can choose,
-    and for a port that Serve's HTTP proxy has."""
+def check_redis(config: Config) -> None:
+    """Raise BadRequest without a Redis url, as no embedded server is started for a cluster that Serve deploys, and for
+    a password in it."""
     if not config.redis.url:
         raise BadRequest("redis.url", "is empty; a cluster that Serve deploys needs a running Redis")
+    parts = urlsplit(config.redis.url)
+    given = parse_qs(parts.query)
+    for field, found in (
+        ("password_variable", parts.password or "password" in given),
+        ("sentinel_password_variable", SENTINEL_PASSWORD in given),
+    ):
+        if found:
+            raise BadRequest("redis.url", f"has a password, which Ray's dashboard shows; set redis.{field}")
+
+
+def serve_config(config: Config) -> dict[str, Any]:
+    """The file's contents. Raises BadRequest as `check_redis`, without a gRPC port, which only `dendro serve` can
+    choose, and for a port that Serve's HTTP proxy has."""
+    check_redis(config)
     if not config.grpc.port:
         raise BadRequest("grpc.port", "is 0; set the port that clients will call")
     for field, port in config.ports.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,26 @@ def test_settings_that_only_dendro_serve_can_choose_are_required(tmp_path, befor
     (tmp_path / "c.yaml").write_text(CONFIG.replace(before, after))
     with pytest.raises(BadRequest, match=message):
         serve_config(Config.load(tmp_path / "c.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("url", "field"),
+    [
+        ("redis://:word@sessions:6379", "password_variable"),
+        ("rediss://user:word@sessions:6379/1", "password_variable"),
+        ("redis://sessions:6379?password=word", "password_variable"),
+        ("redis+cluster://:word@a:6379,b:6379", "password_variable"),
+        ("redis+sentinel://a:1,b:2/sessions?sentinel_password=word", "sentinel_password_variable"),
+    ],
+)
+def test_a_password_in_a_url_that_rays_dashboard_would_show_is_refused(config, url, field):
+    given = config.model_copy(update={"redis": config.redis.model_copy(update={"url": url})})
+    arguments = given.model_dump(mode="json", exclude_unset=True)
+    reason = f"redis.url: has a password, which Ray's dashboard shows; set redis.{field}"
+    for deploying in (lambda: serve_config(given), lambda: application(arguments)):
+        with pytest.raises(BadRequest, match=f"^{re.escape(reason)}$"):
+            deploying()
+    assert build(config, url), "`dendro serve` deploys without a dashboard"
 
 
 @pytest.mark.parametrize(
