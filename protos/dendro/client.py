@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -90,6 +91,9 @@ KEY_HEADER = "authorization"
 TIMEOUT_S = 600.0
 """A request's deadline unless another is given."""
 CLOSED = "client: was closed during the call"
+END_S = 1.0
+"""Longest wait for the end of a stream whose answers are complete. A call that has not ended then is cancelled, which
+servers and proxies count as a client that left."""
 MAX_MESSAGE_BYTES = 8 << 20
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -221,7 +225,8 @@ class AsyncClient(Asking):
                         if event is not None:
                             yield event
                         if answer.stream_complete:
-                            break  # a server may leave the stream open
+                            await _ended(call)
+                            break
                 except grpc.aio.AioRpcError as error:
                     broken = error
                 finally:
@@ -286,6 +291,14 @@ class AsyncClient(Asking):
             else:
                 asked.answered(response)
         return asked.joined
+
+
+async def _ended(call: grpc.aio.UnaryStreamCall[Any, Any]) -> None:
+    ended = asyncio.Event()
+    call.add_done_callback(lambda _: ended.set())
+    with suppress(TimeoutError):
+        async with asyncio.timeout(END_S):
+            await ended.wait()
 
 
 class Client:
@@ -370,7 +383,10 @@ class Client:
                         if event is not None:
                             yield event
                         if answer.stream_complete:
-                            break  # a server may leave the stream open
+                            ended = threading.Event()
+                            if call.add_callback(ended.set):
+                                ended.wait(END_S)
+                            break
                 except grpc.RpcError as error:
                     broken = error
                 finally:

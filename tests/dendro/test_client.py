@@ -351,6 +351,27 @@ async def test_an_answer_ends_with_complete_though_its_stream_stays_open(ask):
     assert len(servicer.requests) == 1
 
 
+async def test_a_call_whose_answer_is_complete_is_left_to_end(ask):
+    """A call that is cancelled counts as a client that left."""
+    left: list[bool] = []
+
+    async def script(call, request, context):
+        async for event in whole_answer(call, request, context):
+            yield event
+        try:
+            await asyncio.sleep(0.1)
+        except asyncio.CancelledError:
+            left.append(True)
+            raise
+        left.append(False)
+
+    async with serving(script) as (_, address):
+        assert list((await ask(address)).token_ids) == WHOLE
+        while not left:  # noqa: ASYNC110  # the server sets no event
+            await asyncio.sleep(0.01)
+    assert left == [False]
+
+
 @pytest.mark.parametrize("changed", ["model", "seed", "prompt_tokens", "prompt_digest", "target"])
 @pytest.mark.parametrize("held", [0, 4])
 async def test_a_resumed_stream_that_starts_with_other_facts_is_a_conflict(ask, changed: str, held: int):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -111,6 +112,33 @@ def test_containers_have_the_time_to_finish_the_longest_request():
     for name in ("head", "drafter", "verifier"):
         grace = compose()["services"][name]["stop_grace_period"]
         assert int(grace.removesuffix("s")) >= config.router.request_timeout_s + 60
+
+
+def test_the_heads_ray_gets_its_containers_signals_and_the_configuration_is_deployed_until_it_is_taken(tmp_path):
+    """The head's command, run here with programs that note their calls: Ray in the shell's own process, and Serve,
+    which refuses twice."""
+    notes = tmp_path / "notes"
+    for name, text in {
+        "ray": 'echo "ray $PPID $$ $*" >> $NOTES; while [ ! -e $NOTES.deployed ]; do sleep 0.05; done',
+        "dendro": 'echo "dendro $*" >> $NOTES',
+        "serve": 'echo "serve $*" >> $NOTES; [ $(grep -c ^serve $NOTES) -ge 3 ] && touch $NOTES.deployed',
+        "sleep": "exec /bin/sleep 0.05",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    command = [each.replace("$$", "$") for each in compose()["services"]["head"]["command"]]
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "NOTES": str(notes)}
+    shell = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    assert shell.wait(30) == 0
+    lines = notes.read_text().splitlines()
+    (ray_line,) = (each for each in lines if each.startswith("ray "))
+    _, parent, own, *given = ray_line.split()
+    assert (int(parent), int(own)) == (os.getpid(), shell.pid)
+    assert given[:2] == ["start", "--head"] and given[-1] == "--block"
+    assert lines.count("serve deploy /tmp/serve.yaml") == 3
+    assert lines.index("dendro config /home/ray/cluster.yaml --output /tmp/serve.yaml") < lines.index(
+        "serve deploy /tmp/serve.yaml"
+    )
 
 
 def test_nodes_drain_for_the_longest_request_and_the_head_for_its_router_alone():
