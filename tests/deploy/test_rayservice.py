@@ -251,6 +251,16 @@ TWO = {"targets": {"a": {"checkpoint": "/a"}, "b": {"checkpoint": "/b"}}}
         ({"cluster": {"drafters": {"small": {"checkpoint": "/s", "replicas": 2}}}}, "cluster.drafters.small: .* 2"),
         ({"cluster": {"router": {"replicas": 2}}}, "cluster.router: has up to 2"),
         ({"cluster": {"router": {"autoscaling": {"max_replicas": 2}}}}, "cluster.router: has up to 2"),
+        (
+            {
+                "autoscaler": {"enabled": False},
+                "cluster": {"router": {"replicas": 3}},
+                "pools": {"router": {"maxPods": 3}},
+            },
+            "cluster.router: has up to 3 .* holds 1: 1 pods",
+        ),
+        ({"pools": {"router": {"minPods": 3, "maxPods": 1}}}, "pools.router.minPods: is 3, above maxPods, 1"),
+        ({"pools": {"router": {"slots": 2}}}, "pools.router.slots: .* one router"),
         ({"cluster": TWO}, "cluster.targets: all replicas take 3 slots .* 1 pods have 1"),
         (
             {

@@ -41,7 +41,8 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
-{{/* Fails if a pool's pods cannot hold all replicas of its models: those left over would wait for a pod for ever. */}}
+{{/* Fails if a pool's pods cannot hold all replicas of its models: those left over would wait for a pod for ever. Without an
+     autoscaler a pool has minPods. */}}
 {{- define "dendro.checkPools" -}}
 {{- $root := . }}
 {{- $sections := dict "verifier" "targets" "drafter" "drafters" "router" "router" }}
@@ -49,6 +50,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $pods := get $root.Values.pools $pool }}
 {{- $models := get $root.Values.cluster $section | default dict }}
 {{- if eq $pool "router" }}{{ $models = dict "" $models }}{{ end }}
+{{- if gt (int $pods.minPods) (int $pods.maxPods) }}
+{{- fail (printf "pools.%s.minPods: is %d, above maxPods, %d" $pool (int $pods.minPods) (int $pods.maxPods)) }}
+{{- end }}
+{{- if and (eq $pool "router") (gt (int $pods.slots) 1) }}
+{{- fail (printf "pools.router.slots: is %d; a pod has one router, as its probe and its monitoring read one status port" (int $pods.slots)) }}
+{{- end }}
+{{- $bound := ternary "maxPods" "minPods" $root.Values.autoscaler.enabled }}{{ $count := get $pods $bound | int }}
 {{- $needed := 0 }}{{ $gpus := 0.0 }}
 {{- range $name, $model := $models }}
 {{- $path := ternary (printf "cluster.%s.%s" $section $name) "cluster.router" (ne $name "") }}
@@ -59,17 +67,17 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if or (gt $size (int $pods.slots)) (gt $gpu (float64 $pods.gpus)) }}
 {{- fail (printf "%s: a replica takes %d slots and %v GPUs; a pod of pools.%s has %d and %d" $path $size $gpu $pool (int $pods.slots) (int $pods.gpus)) }}
 {{- end }}
-{{- $most := mul (div (int $pods.slots) (max 1 $size)) (int $pods.maxPods) }}
+{{- $most := mul (div (int $pods.slots) (max 1 $size)) $count }}
 {{- if gt $replicas (int $most) }}
-{{- fail (printf "%s: has up to %d replicas; pools.%s holds %d: %d pods with %d slots, %d a replica" $path $replicas $pool $most (int $pods.maxPods) (int $pods.slots) $size) }}
+{{- fail (printf "%s: has up to %d replicas; pools.%s holds %d: %d pods with %d slots, %d a replica" $path $replicas $pool $most $count (int $pods.slots) $size) }}
 {{- end }}
 {{- $needed = add $needed (mul $replicas $size) }}
 {{- $gpus = addf $gpus (mulf (float64 $replicas) $gpu) }}
 {{- end }}
-{{- $slots := mul (int $pods.slots) (int $pods.maxPods) }}
-{{- $has := mul (int $pods.gpus) (int $pods.maxPods) }}
+{{- $slots := mul (int $pods.slots) $count }}
+{{- $has := mul (int $pods.gpus) $count }}
 {{- if or (gt $needed $slots) (gt $gpus (float64 $has)) }}
-{{- fail (printf "cluster.%s: all replicas take %d slots and %v GPUs; pools.%s.maxPods: %d pods have %d and %d" $section $needed $gpus $pool (int $pods.maxPods) $slots $has) }}
+{{- fail (printf "cluster.%s: all replicas take %d slots and %v GPUs; pools.%s.%s: %d pods have %d and %d" $section $needed $gpus $pool $bound $count $slots $has) }}
 {{- end }}
 {{- end }}
 {{- end }}
