@@ -51,6 +51,24 @@ def test_the_schema_and_the_defaults_have_every_key_of_the_configuration_that_th
     assert known["verification_modes"]["items"]["enum"] == [*LISTED_MODES]
 
 
+def test_the_schema_has_the_keys_of_every_section_of_the_configuration():
+    """Serve would refuse a misspelt one only once the pods have started."""
+    models, known = Config.model_json_schema()["$defs"], SCHEMA["properties"]["cluster"]["properties"]
+    target, drafter, router = (
+        known["targets"]["additionalProperties"],
+        known["drafters"]["additionalProperties"],
+        known["router"],
+    )
+    found = {"TargetConfig": target, "DrafterConfig": drafter, "Router": router}
+    for name, section in found.items():
+        scaling = "RouterScaling" if name == "Router" else "Autoscaling"
+        assert section["properties"]["autoscaling"]["propertyNames"]["enum"] == [*models[scaling]["properties"]]
+        assert section["properties"]["resources"]["propertyNames"]["enum"] == [*models["Resources"]["properties"]]
+    named = {"SpeculationConfig": "speculation", "Structures": "structures", "TraceExport": "trace"}
+    for name, section in (found | {model: known[key] for model, key in named.items()}).items():
+        assert section["propertyNames"]["enum"] == [*models[name]["properties"]], name
+
+
 def test_every_section_has_a_comment():
     lines = (CHART / "values.yaml").read_text().splitlines()
     for number, line in enumerate(lines):
@@ -70,6 +88,11 @@ def test_every_section_has_a_comment():
         ({"podSecurity": {"runAsUser": 0}}, "runAsUser"),
         ({"cluster": {"redis": {"url": "redis://x"}}}, "redis"),
         ({"cluster": {"redis": {"max_state_mb": 513}}}, "max_state_mb"),
+        ({"cluster": {"targets": {"demo": {"tensor_paralel": 2}}}}, "tensor_paralel"),
+        ({"cluster": {"targets": {"demo": {"autoscaling": {"lease": 2}}}}}, "lease"),
+        ({"cluster": {"drafters": {"small": {"checkpoint": "/s", "thread": 2}}}}, "thread"),
+        ({"cluster": {"router": {"replica": 3}}}, "replica"),
+        ({"cluster": {"speculation": {"arm": ["off"]}}}, "arm"),
         ({"image": {"pullPolicy": "Sometimes"}}, "pullPolicy"),
     ],
 )
