@@ -123,6 +123,10 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None], timer:
             Served.of(name, target, facts.targets[name], config.structures)  # loads its tokenizer, as each router does
         except BadRequest as error:
             report.add_problem(error)
+        if past := sorted(facts.targets[name].named_end_ids - facts.targets[name].end_ids):
+            vocabulary = facts.targets[name].vocabulary
+            reason = f"no answer ends with the ids {past}: the vocabulary has {vocabulary}"
+            report.warnings.append(f"targets.{name}.checkpoint: {reason}")
         entry = _describe(report, "targets", name, target, facts.targets[name])
         entry.arms = [arm.name(config.names_drafters(name)) for arm in config.arms_of(name)]
         entry.left_out = config.arms_left_out(name)

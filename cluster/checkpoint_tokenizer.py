@@ -67,7 +67,7 @@ def _tokenizer_of(folder: Path) -> Any:
     try:
         if (folder / TOKENIZER_CONFIG).exists() or not (folder / TOKENIZER).exists():
             return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        return PreTrainedTokenizerFast(tokenizer_file=str(folder / TOKENIZER))
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises nothing narrower for an invalid file
         raise BadRequest("checkpoint", f"{folder}: its tokenizer cannot be loaded: {error}") from error
 

@@ -23,7 +23,7 @@ from cluster.config import Config, ModelConfig
 from cluster.gguf_files import folder_of
 from cluster.model_paths import hub_file, hub_name, is_gguf
 
-READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "special_tokens_map.json", "chat_template.jinja")
+READ_FOR_TOKENIZER = (*TOKENIZER_FILES, "chat_template.jinja")
 """Files of a tokenizer that we and transformers read; fetched where they exist."""
 SMALL_FILES = (CONFIG, GENERATION, MAMBA_CONFIG, DRAFT_VOCABULARY, *READ_FOR_TOKENIZER)
 """Files that describe a model, its tokens and its tokenizer; fetched where they exist."""

@@ -35,6 +35,12 @@ class Served:
         except BadRequest as error:
             field = "chat_template" if error.field == "chat_template" else target.tokenizer_field
             raise BadRequest(f"targets.{name}.{field}", error.reason) from error
+        if min(tokenizer.size, facts.rows) != facts.vocabulary:
+            raise BadRequest(
+                f"targets.{name}.{target.tokenizer_field}",
+                f"{target.tokenizer_folder}: its tokenizer, as transformers loads it, has {tokenizer.size} token ids; "
+                f"its files name {facts.known}",
+            )
         grammars = Grammars(tokenizer.token_bytes, facts.vocabulary, structures.limits) if structures.enabled else None
         return cls(
             name=name,

@@ -114,6 +114,11 @@ class CheckpointTokenizer:
         self._unknown = unknown_token(form) if form else self._tokenizer.unk_token
 
     @property
+    def size(self) -> int:
+        """The greatest id plus one."""
+        return int(1 + max(self._tokenizer.get_vocab().values()))
+
+    @property
     def head(self) -> tuple[int, ...]:
         """The special tokens that the tokenizer puts before a text."""
         return self._encoder.head

@@ -7,7 +7,8 @@ Imports only the standard library. The first of these files that exists is read:
   vocab.json with merges.txt  a map
 
 As in transformers, added_tokens.json and the added_tokens_decoder of tokenizer_config.json then add or replace tokens
-for the last two.
+for the last two. To those of tokenizer.json they and the special tokens that tokenizer_config.json and
+special_tokens_map.json name add what is missing: as in transformers, each gets the next id, whatever id a file gives.
 """
 
 from __future__ import annotations
@@ -25,9 +26,12 @@ from tree_layers.token_bytes import TokenForm, form_of
 
 TOKENIZER, SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
 VOCAB, MERGES, ADDED = "vocab.json", "merges.txt", "added_tokens.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, VOCAB, MERGES, ADDED, TOKENIZER_CONFIG)
+TOKENIZER_CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+TOKENIZER_FILES = (TOKENIZER, SENTENCEPIECE, VOCAB, MERGES, ADDED, TOKENIZER_CONFIG, SPECIAL)
 """All files that this module reads."""
+
+NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""The special tokens with names, in the order in which transformers adds them."""
 
 MAX_ID = (1 << 31) - 1
 
@@ -90,7 +94,43 @@ def _from_tokenizer_json(folder: Path) -> TokenTable:
         )
     except (KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: {TOKENIZER} is unreadable: added_tokens: {error!r}") from error
-    return _checked(folder, texts | added, set(added), form_of(parsed.get("decoder")))
+    texts |= added
+    size = len(vocabulary or ())
+    given = {text: token for token, text in texts.items()}
+    for text in filter(None, _declared_texts(folder, parsed, added)):
+        if text not in given:  # the id that the tokenizers library gives an added token
+            given[text] = max(size, 1 + max(added, default=-1))
+            texts[given[text]] = text
+        added[given[text]] = text
+    return _checked(folder, texts, set(added), form_of(parsed.get("decoder")))
+
+
+def _declared_texts(folder: Path, parsed: Mapping[str, Any], added: Mapping[int, str]) -> list[str]:
+    """Texts of the tokens that transformers adds where tokenizer.json lacks them, in its order.
+
+    added: tokenizer.json's own added tokens
+    """
+    settings = read_object(folder, TOKENIZER_CONFIG) if (folder / TOKENIZER_CONFIG).is_file() else {}
+    extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
+    others = {key: each for key, each in settings.items() if key.endswith("_token") and key not in NAMED}
+    marked = {key: each for key, each in others.items() if isinstance(each, dict)}
+    plain = {key: each for key, each in others.items() if isinstance(each, str)}
+    plain |= extra if isinstance(extra, dict) else {}
+    if "added_tokens_decoder" in settings:
+        declared = _decoder_tokens(folder, settings)
+    else:  # older files, which transformers reads in this case alone
+        declared = _by_id(folder, ADDED, read_object(folder, ADDED)) if (folder / ADDED).is_file() else {}
+        declared |= added
+        older = read_object(folder, SPECIAL) if (folder / SPECIAL).is_file() else {}
+        settings |= older
+        extra = [*extra, *(older.get("extra_special_tokens") or ())] if isinstance(extra, list) else []
+        extra = extra or older.get("additional_special_tokens") or []
+        marked |= {key: each for key, each in older.items() if key.endswith("_token") and key not in NAMED}
+    padding = (parsed.get("padding") or {}).get("pad_token")
+    named = {key: settings.get(key, padding if key == "pad_token" else None) for key in NAMED} | marked | plain
+    special = [*named.values(), *(extra if isinstance(extra, list) else ())]
+    texts = [each.get("content") if isinstance(each, dict) else each for each in special]
+    return [*(declared[token] for token in sorted(declared)), *(text for text in texts if isinstance(text, str))]
 
 
 def _from_sentencepiece(folder: Path) -> tuple[dict[int, str], set[int]]:
@@ -156,12 +196,17 @@ def _more_tokens(folder: Path) -> Iterator[dict[int, str]]:
     if (folder / ADDED).is_file():
         yield _by_id(folder, ADDED, read_object(folder, ADDED))
     if (folder / TOKENIZER_CONFIG).is_file():
-        decoder = read_object(folder, TOKENIZER_CONFIG).get("added_tokens_decoder") or {}
-        try:
-            found = [(entry["content"], int(token)) for token, entry in decoder.items()]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"{folder}: {TOKENIZER_CONFIG}: added_tokens_decoder: {error!r}") from error
-        yield _checked_ids(folder, TOKENIZER_CONFIG, found)
+        yield _decoder_tokens(folder, read_object(folder, TOKENIZER_CONFIG))
+
+
+def _decoder_tokens(folder: Path, settings: Mapping[str, Any]) -> dict[int, str]:
+    """The tokens of the added_tokens_decoder in tokenizer_config.json."""
+    decoder = settings.get("added_tokens_decoder") or {}
+    try:
+        found = [(entry["content"], int(token)) for token, entry in decoder.items()]
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder}: {TOKENIZER_CONFIG}: added_tokens_decoder: {error!r}") from error
+    return _checked_ids(folder, TOKENIZER_CONFIG, found)
 
 
 def _by_id(folder: Path, name: str, vocabulary: Any) -> dict[int, str]:

@@ -247,6 +247,26 @@ def test_a_tokenizer_that_a_router_cannot_load_is_a_problem_with_its_field(model
     assert any("targets.t.checkpoint: " in each and "tokenizer cannot be loaded" in each for each in report["problems"])
 
 
+def test_a_tokenizer_that_loads_with_more_tokens_than_its_files_name_is_a_problem_with_its_field(models, tmp_path):
+    """transformers' class of GPT-2 adds the tokens that it names itself."""
+    shutil.copytree(models / "target", tmp_path / "more")
+    (tmp_path / "more" / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
+    done, report = run(tmp_path, fields(models, checkpoint=str(tmp_path / "more")), "--no-load")
+    assert done.exit_code == 2
+    (problem,) = report["problems"]
+    assert re.match(
+        r"targets\.t\.checkpoint: .*/more: its tokenizer, .* has 258 token ids; its files name 257", problem
+    )
+
+
+def test_an_end_token_outside_the_vocabulary_is_warned_of(models, tmp_path):
+    shutil.copytree(models / "target", tmp_path / "past")
+    (tmp_path / "past" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 900]}))
+    done, report = run(tmp_path, fields(models, checkpoint=str(tmp_path / "past")), "--no-load")
+    assert done.exit_code == 0
+    assert report["warnings"] == ["targets.t.checkpoint: no answer ends with the ids [900]: the vocabulary has 257"]
+
+
 @pytest.mark.parametrize("options", [("--no-load",), ()], ids=["no load", "load"])
 def test_a_missing_head_is_one_problem_with_its_field_also_without_loading(models, tmp_path, options):
     config = fields(models)

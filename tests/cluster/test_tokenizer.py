@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from threading import Event, Thread
 
@@ -12,6 +14,8 @@ from dendro.errors import BadRequest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import AutoTokenizer
+from tree_layers.tokens import read_tokens
 
 from cluster.checkpoint_tokenizer import decoder_of
 from cluster.router.tokenizer import WINDOW_TOKENS, CheckpointTokenizer, TextStream
@@ -117,6 +121,52 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BadRequest, match="cannot be loaded"):
         CheckpointTokenizer(tmp_path, "")
+
+
+MARKED = {"lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+DECODER = {"added_tokens_decoder": {"4": {"content": "<|end|>", "special": True} | MARKED}}
+HOLE = {"added_tokens_decoder": {"9": {"content": "<late>"} | MARKED, "6": {"content": "<soon>"} | MARKED}}
+TYPED = {"__type": "AddedToken", "content": "<typed>", "special": True} | MARKED
+
+
+@pytest.mark.parametrize(
+    ("config", "added", "named"),
+    [
+        (DECODER, {}, {}),
+        (HOLE, {}, {}),
+        ({}, {"<x>": 4, "<y>": 12}, {}),
+        ({"eos_token": "<e>", "pad_token": TYPED, "image_token": "<i>"}, {}, {}),
+        ({"extra_special_tokens": ["<x>", TYPED, "b"]}, {}, {}),
+        ({"extra_special_tokens": {"image_token": "<i>"}, "mask_token": "<m>"}, {}, {}),
+        ({"additional_special_tokens": ["<x>", "<e>"], "eos_token": "<e>"}, {}, {}),
+        ({}, {}, {"eos_token": "<e>", "pad_token": {"content": "<p>"} | MARKED, "sound_token": "<s>"}),
+        (DECODER | {"eos_token": "<|end|>", "pad_token": "<p>", "image_token": TYPED}, {"<ignored>": 5}, {}),
+        (DECODER | {"unk_token": "a", "bos_token": None}, {}, {"cls_token": "<ignored>"}),
+        (HOLE | {"mask_token": "<m>", "bos_token": "<b>"}, {}, {}),
+        ({"eos_token": "<x>", "bos_token": "<b>"}, {"<x>": 4, "a": 0, "<own>": 7}, {"eos_token": "<e>"}),
+        ({"added_tokens_decoder": {"0": {"content": "b"} | MARKED, "3": {"content": "<own>"} | MARKED}}, {}, {}),
+        ({"extra_special_tokens": ["<x>"]}, {"<y>": 4}, {"extra_special_tokens": ["<x>", "<z>"]}),
+    ],
+)
+def test_the_token_table_is_that_of_the_tokenizer_as_transformers_loads_it(tmp_path: Path, config, added, named):
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, []))
+    tokenizer.add_special_tokens(["<own>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **config}
+    for name, value in (("tokenizer_config", config), ("added_tokens", added), ("special_tokens_map", named)):
+        if value:
+            (tmp_path / f"{name}.json").write_text(json.dumps(value))
+    theirs = {token: text for text, token in AutoTokenizer.from_pretrained(tmp_path).get_vocab().items()}
+    ours = read_tokens(tmp_path)
+    assert ours is not None and ours.texts == theirs
+    assert CheckpointTokenizer(tmp_path, "").size == ours.size
+
+
+def test_tokens_that_are_only_in_added_tokens_json_need_no_tokenizer_config(tmp_path: Path):
+    Tokenizer(models.BPE({"a": 0, "b": 1, "c": 2}, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"<x>": 3}))
+    ours = read_tokens(tmp_path)
+    assert ours is not None and ours.size == CheckpointTokenizer(tmp_path, "").size == 4
 
 
 # Every kind of decoder, with any tokens and cuts

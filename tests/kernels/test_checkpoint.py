@@ -268,7 +268,7 @@ def test_end_ids_past_the_vocabulary_are_left_out(tmp_path: Path):
         (None, {"text_config": {"eos_token_id": 7}}, None, {7}),
         (None, {"eos_token_id": 6, "text_config": {"eos_token_id": None}}, None, set()),
         (None, {}, {"eos_token": {"content": "</s>"}}, {9}),
-        (None, {}, {"eos_token": "nothing of ours"}, set()),
+        (None, {}, {"eos_token": "a token that is added"}, {10}),
         (None, {}, {"eos_token": None}, set()),
         (None, {}, {"bos_token": "a"}, set()),
         ({}, {}, None, set()),
