@@ -40,7 +40,7 @@ DEQUANTISED = ("fp8", AWQ)
 """Quantisation methods whose weights are dequantised while loading: by transformers, with no package besides our
 dependencies, and in AWQ's format by us (`tree_layers.awq`)."""
 
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_target_positions")
 """Configuration keys of the longest text, in tokens, in the various model families."""
 _EMBEDDINGS = {"embed_tokens", "embeddings", "embedding", "embed_in", "wte", "word_embeddings", "tok_embeddings"}
 _HEADS = {"lm_head", "embed_out"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -14,14 +15,17 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.mistral import modeling_mistral
+from tree_layers.checkpoint import read_facts
 from tree_layers.tree_mixers import TreeMamba2
 
 from tests.families import HOW_TO_RECORD, PAGE, read, try_family, written
 from tests.support import tiny_mamba
 from tests.support.tiny_families import FAMILIES, WINDOW, make_checkpoint
 from verifier_service import models
+from verifier_service.engine import VerifierEngine
 from verifier_service.models import families, load_target, mixers
 from verifier_service.models.families import FamilyError, Property
+from verifier_service.options import VerifierOptions
 
 KNOWN = read()
 BUCKETS = (8, 40)
@@ -53,6 +57,19 @@ def test_every_recorded_refusal_gives_a_property_of_the_closed_list():
 
 def load(folder, dtype=torch.float32):
     return load_target(folder, dtype, torch.device("cpu"), BUCKETS)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "by the class alone"])
+def test_a_text_longer_than_whispers_learned_positions_is_refused_by_max_length(tmp_path, named):
+    make_checkpoint(tmp_path, "whisper")
+    config = json.loads((tmp_path / "config.json").read_text())
+    positions = config["max_target_positions"] if named else config.pop("max_target_positions")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read_facts(tmp_path).positions == (positions if named else None)
+    options = VerifierOptions(name="t", dtype=torch.float32, max_length=positions + 1, max_sessions=1)
+    with pytest.raises(BadRequest, match=f"max_length: {positions + 1}; the model has {positions} positions"):
+        VerifierEngine.load(tmp_path, options)
+    assert load(tmp_path).max_positions == positions
 
 
 def refused(folder, dtype=torch.float32):

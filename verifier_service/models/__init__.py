@@ -250,7 +250,7 @@ def _load(
     model = model.to(device).eval().requires_grad_(False)
     text = model.config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None) or 0  # XLNet's class says -1: it has no limit
-    positions = facts.positions or (limit if limit > 0 else 1 << 31)
+    positions = facts.positions or (limit if limit > 0 else _learned_positions(model))
     run = ForwardContext(threads=threads if device.type == "cpu" else 1)
     packing = quantised_packing(facts, model) if device.type == "cpu" and group is None else None
     shared = group is not None and head.out_features < outputs
@@ -327,6 +327,17 @@ def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms, multiple: int
         bias = None if bias is None else F.pad(bias, (0, missing))
     product = forms.in_float32(weight, bias)
     return product if whole == vocabulary else lambda hidden: product(hidden)[..., :vocabulary]
+
+
+def _learned_positions(model: PreTrainedModel) -> int:
+    """Rows of the shortest embedding of learned positions, which is the limit of a family whose configuration has it
+    under a key that is not known; without one there is none."""
+    rows = [
+        module.num_embeddings - getattr(module, "offset", 0)  # OPT's first position is row 2
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Embedding) and "position" in name.split(".")[-1] and "relative" not in name
+    ]
+    return min(rows, default=1 << 31)
 
 
 def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
