@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, Literal
 
 from tree_layers.errors import CheckpointError
@@ -39,10 +40,26 @@ def falls_back_to_bytes(decoder: Any) -> bool:
 
 
 def form_of(decoder: Any) -> TokenForm:
-    """Spelling of bytes by a tokenizer with this decoder; empty if its tokens do not stand for bytes."""
+    """Spelling of bytes by a tokenizer with this decoder; empty if its tokens do not stand for bytes, a space is not
+    `▁`, or the decoder strips every token."""
+    steps = list(_steps(decoder))
+    kinds = [step.get("type") for step in steps]
+    joined = next((at for at, kind in enumerate(kinds) if kind in ("Fuse", "ByteLevel")), len(kinds))
+    spaces = [step.get("replacement", SPACE) for step in steps if step.get("type") == "Metaspace"]
+    if "Strip" in kinds[:joined] or any(space != SPACE for space in spaces):
+        return ""
     if _mentions(decoder, "ByteLevel"):
         return "byte-level"
     return "metaspace" if falls_back_to_bytes(decoder) or _mentions(decoder, "Metaspace") else ""
+
+
+def _steps(decoder: Any) -> Iterator[Mapping[str, Any]]:
+    """The decoder's parts in the order in which they are applied."""
+    if isinstance(decoder, dict):
+        if decoder.get("type") == "Sequence":
+            yield from chain.from_iterable(map(_steps, decoder.get("decoders") or ()))
+        else:
+            yield decoder
 
 
 def control_tokens(tokenizer: Mapping[str, Any]) -> dict[int, str]:

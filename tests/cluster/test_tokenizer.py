@@ -169,6 +169,39 @@ def test_tokens_that_are_only_in_added_tokens_json_need_no_tokenizer_config(tmp_
     assert ours is not None and ours.size == CheckpointTokenizer(tmp_path, "").size == 4
 
 
+@pytest.mark.parametrize(
+    ("decoder", "space"),
+    [
+        (decoders.Metaspace(replacement="▁", prepend_scheme="never"), "▁"),
+        (decoders.Metaspace(replacement="_", prepend_scheme="never"), "_"),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(replacement="_")]), "_"),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1, 0)]), "▁"),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.ByteFallback()]), "▁"),
+        (decoders.Sequence([decoders.Strip("s", 1, 0), decoders.ByteLevel()]), "Ġ"),
+        (decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)]), "Ġ"),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_tokens_are_those_of_the_streamed_text_or_refused_by_name(tmp_path: Path, decoder, space):
+    words = [f"{space}snake", "snake", space, "a", "_", f"a{space}s"]
+    tokenizer = Tokenizer(models.BPE({word: token for token, word in enumerate(dict.fromkeys(words))}, []))
+    tokenizer.decoder = decoder
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = CheckpointTokenizer(tmp_path, "")
+    ours = read_tokens(tmp_path)
+    assert ours is not None
+    try:
+        found = loaded.token_bytes()
+    except BadRequest as error:
+        assert "neither byte-level nor of SentencePiece's kind" in error.reason and ours.form == ""
+        return
+    assert ours.form
+    stream = TextStream(loaded, [3])
+    ids = [0, 1, 2, 3, 0, *found]
+    text = "".join([*(stream.push([token]) for token in ids), stream.flush()])
+    assert text.encode() == b"".join(map(found.__getitem__, ids))
+
+
 # Every kind of decoder, with any tokens and cuts
 
 WORDS = ["▁the", "▁snake", "▁", "▁▁", "s", "a", "e", "▁中", "é", "walks", "\n"]
