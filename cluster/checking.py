@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
@@ -14,8 +14,9 @@ from dendro.engine import Engine
 from dendro.errors import BadRequest, DendroError
 from dendro.state import MemoryStates
 from rich.console import Console
-from tree_layers.checkpoint import Facts, read_facts
+from tree_layers.checkpoint import GENERATION, Facts, read_facts
 from tree_layers.errors import CheckpointError
+from tree_layers.tokens import read_object
 
 from cluster.api.access_files import access_problems
 from cluster.api.keys import read_keys
@@ -89,6 +90,21 @@ class Report:
             self.problems.append(str(problem))
 
 
+NEUTRAL_GENERATION: Mapping[str, object] = {
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "suppress_tokens": [],
+    "begin_suppress_tokens": [],
+    "bad_words_ids": [],
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": {},
+}
+"""Fields of a generation configuration that change greedy answers, with the values that change none."""
+
+
 @dataclass(slots=True)
 class Timings:
     """Times of the models that were loaded, by name; none without a timer."""
@@ -123,6 +139,9 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None], timer:
             Served.of(name, target, facts.targets[name], config.structures)  # loads its tokenizer, as each router does
         except BadRequest as error:
             report.add_problem(error)
+        if unread := _unread_generation(facts.targets[name]):
+            reason = f"{', '.join(unread)} of {GENERATION} {'are' if len(unread) > 1 else 'is'} not applied"
+            report.warnings.append(f"targets.{name}.checkpoint: {reason}; requests give their own parameters")
         if past := sorted(facts.targets[name].named_end_ids - facts.targets[name].end_ids):
             vocabulary = facts.targets[name].vocabulary
             reason = f"no answer ends with the ids {past}: the vocabulary has {vocabulary}"
@@ -189,6 +208,12 @@ def _examine_access(config: Config, report: Report) -> None:
         report.warnings.append("auth.keys: the file has no key; all calls are refused until `dendro keys add`")
     if config.reachable and config.tls.clients is None:
         report.warnings.append("auth.keys: keys are sent in the open; set tls.clients, or end TLS before the routers")
+
+
+def _unread_generation(facts: Facts) -> list[str]:
+    """The fields of a checkpoint's generation configuration that would change greedy answers."""
+    given = read_object(facts.folder, GENERATION) if (facts.folder / GENERATION).is_file() else {}
+    return [field for field, neutral in NEUTRAL_GENERATION.items() if given.get(field) not in (None, neutral)]
 
 
 def _why(config: Config, drafter: str, target: str, pairing: Pairing) -> str:

@@ -259,6 +259,26 @@ def test_a_tokenizer_that_loads_with_more_tokens_than_its_files_name_is_a_proble
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"repetition_penalty": 1.8}, "repetition_penalty of generation_config.json is"),
+        (
+            {"min_length": 3, "suppress_tokens": [4], "forced_bos_token_id": 0, "no_repeat_ngram_size": 0},
+            "suppress_tokens, min_length, forced_bos_token_id of generation_config.json are",
+        ),
+        ({"repetition_penalty": 1, "bad_words_ids": None, "sequence_bias": {}, "temperature": 0.6}, ""),
+    ],
+    ids=str,
+)
+def test_generation_fields_that_change_greedy_answers_are_warned_of(models, tmp_path, given, named):
+    shutil.copytree(models / "target", tmp_path / "own")
+    (tmp_path / "own" / "generation_config.json").write_text(json.dumps({"eos_token_id": 256} | given))
+    done, report = run(tmp_path, fields(models, checkpoint=str(tmp_path / "own")), "--no-load")
+    warning = f"targets.t.checkpoint: {named} not applied; requests give their own parameters"
+    assert done.exit_code == 0 and report["warnings"] == ([warning] if named else [])
+
+
 def test_an_end_token_outside_the_vocabulary_is_warned_of(models, tmp_path):
     shutil.copytree(models / "target", tmp_path / "past")
     (tmp_path / "past" / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 900]}))
