@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
-from dendro.errors import BadRequest
+from dendro.errors import NO_FAULTS, BadRequest, EngineFailed
 from tree_layers.token_bytes import BYTE_TOKEN, bytes_of_text, falls_back_to_bytes, form_of, unknown_token
 from tree_layers.tokenizer_forms import BARE, continuing, literal, splits_words
 
@@ -189,6 +189,16 @@ class CheckpointTokenizer:
         return self.encode(conversation, begins=True)[len(self.head) :]
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens left out. Raises EngineFailed where the library's decoder panics, as its
+        `Strip` does on a token that is shorter than what it strips."""
+        try:
+            return self._decoded(ids)
+        except BaseException as error:
+            if isinstance(error, (Exception, *NO_FAULTS)):
+                raise
+            raise EngineFailed(f"the tokenizer's decoder cannot decode the text: {error}") from error
+
+    def _decoded(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens left out.
 
         Where the decoder falls back to bytes, a run of byte tokens is decoded as UTF-8, and only its invalid bytes

@@ -10,7 +10,7 @@ from random import Random
 from threading import Event, Thread
 
 import pytest
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, EngineFailed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -200,6 +200,17 @@ def test_the_bytes_of_tokens_are_those_of_the_streamed_text_or_refused_by_name(t
     ids = [0, 1, 2, 3, 0, *found]
     text = "".join([*(stream.push([token]) for token in ids), stream.flush()])
     assert text.encode() == b"".join(map(found.__getitem__, ids))
+
+
+def test_a_panic_of_the_librarys_decoder_is_an_error_of_the_answer(tmp_path: Path):
+    tokenizer = Tokenizer(models.BPE({"a": 0, "": 1}, []))
+    tokenizer.decoder = decoders.Strip(" ", 0, 1)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = CheckpointTokenizer(tmp_path, "")
+    for broken in (lambda: TextStream(loaded, [0, 1]), lambda: TextStream(loaded).push([1])):
+        with pytest.raises(EngineFailed, match="decoder cannot decode the text: index out of bounds"):
+            broken()
+    assert TextStream(loaded).push([0]) == "a"
 
 
 # Every kind of decoder, with any tokens and cuts
