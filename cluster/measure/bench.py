@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import gc
 import hashlib
 import inspect
 import json
@@ -423,7 +424,13 @@ def _digest(files: Sequence[Path]) -> str:
 
 def bare(text: str) -> str:
     """Code without comments and docstrings."""
-    tree = ast.parse(text)
+    collects = gc.isenabled()
+    gc.disable()  # Python 3.11 fails here where a collected object's end parses too, as a warning's traceback does
+    try:
+        tree = ast.parse(text)
+    finally:
+        if collects:
+            gc.enable()
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
             block = getattr(node, name, None)

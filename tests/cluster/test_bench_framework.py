@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import json
 from dataclasses import dataclass
 from importlib import import_module
@@ -135,6 +137,29 @@ def test_code_without_comments_and_docstrings_is_still_code():
     assert (
         bare('def f():\n    """Text."""\n') == bare("def f():\n    pass  # nothing\n") != bare("def f():\n    return\n")
     )
+
+
+class Parsing:
+    """An object whose end parses code."""
+
+    def __init__(self) -> None:
+        self.itself = self  # only the garbage collector ends it
+
+    def __del__(self) -> None:
+        ast.parse("a + b")
+
+
+def test_code_is_parsed_though_the_end_of_a_collected_object_parses_too():
+    text = "\n".join(f"x{number} = (1, [2, {{3: y}}])" for number in range(400))
+    before = gc.get_threshold()
+    gc.set_threshold(50)
+    try:
+        for _ in range(20):
+            for _ in range(20):
+                Parsing()
+            assert bare(text)
+    finally:
+        gc.set_threshold(*before)
 
 
 async def test_ways_take_turns_and_their_first_turn_is_not_counted():
