@@ -451,18 +451,25 @@ async def endless(call, request, context):
     await asyncio.sleep(60)
 
 
+async def streaming(client: AsyncClient) -> asyncio.Task[None]:
+    """A task that reads an answer, of which it has a round."""
+    begun = asyncio.Event()
+
+    async def read() -> None:
+        async for event in client.generate("p"):
+            if isinstance(event, Round):
+                begun.set()
+
+    reading = asyncio.create_task(read())
+    await begun.wait()
+    return reading
+
+
 @pytest.mark.parametrize("closes", ["itself", "a client of another tenant"])
 async def test_an_answer_of_a_client_that_is_closed_is_lost_with_an_error_and_not_asked_for_again(closes: str):
     async with serving(endless) as (servicer, address):
-        client, streams = AsyncClient(address), asyncio.Event()
-
-        async def answer() -> None:
-            async for event in client.generate("p"):
-                if isinstance(event, Round):
-                    streams.set()
-
-        asking = asyncio.create_task(answer())
-        await streams.wait()
+        client = AsyncClient(address)
+        asking = await streaming(client)
         await (client if closes == "itself" else client.for_tenant("other")).close()
         with pytest.raises(PeerLost, match="^client: was closed during the call$"):
             await asking
@@ -487,15 +494,8 @@ async def test_a_blocking_client_that_is_closed_while_it_streams_opens_no_furthe
 
 async def test_a_task_that_is_cancelled_stays_cancelled_though_its_client_is_closed():
     async with serving(endless) as (_, address):
-        client, streams = AsyncClient(address), asyncio.Event()
-
-        async def answer() -> None:
-            async for event in client.generate("p"):
-                if isinstance(event, Round):
-                    streams.set()
-
-        asking = asyncio.create_task(answer())
-        await streams.wait()
+        client = AsyncClient(address)
+        asking = await streaming(client)
         asking.cancel()
         await client.close()
         with pytest.raises(asyncio.CancelledError):
