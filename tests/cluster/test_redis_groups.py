@@ -62,11 +62,23 @@ async def check_all_calls(sessions: RedisSessions, states: RedisStates, count: i
     return tokens
 
 
+async def check_burst(sessions: RedisSessions, states: RedisStates, count: int = 300) -> None:
+    """More calls at once than redis-py opens connections for: all succeed."""
+    tokens = [await sessions.new_token("") for _ in range(count)]
+    await asyncio.gather(*(sessions.write(each, "", record(1)) for each in tokens))
+    await asyncio.gather(*(sessions.write(each, "", record(2)) for each in tokens))
+    assert await asyncio.gather(*(sessions.read(each, "") for each in tokens)) == [record(2)] * count
+    assert all(await asyncio.gather(*(states.save(each, b"x") for each in tokens)))
+    assert await asyncio.gather(*(states.load(each, 8) for each in tokens)) == [b"x"] * count
+    assert sessions.breaker.counters.failed == states.breaker.counters.failed == 0
+
+
 @pytest.mark.slow
 async def test_a_cluster_of_three_has_sessions_states_and_priors_at_all_of_its_nodes(tmp_path):
     with cluster_of(tmp_path) as (url, nodes):
         async with stores(url) as (sessions, states):
             await check_all_calls(sessions, states)
+            await check_burst(sessions, states)
             assert not await sessions.fault()
         priors, key = RedisPriors(url, 60, BUDGET_S), PriorKey("t", ("d",), "0", "x")
         assert await priors.save(key, Prior()) and await priors.load(key) is not None
@@ -91,6 +103,7 @@ async def test_a_session_goes_on_at_the_replica_that_replaces_a_node_of_a_cluste
 async def test_a_session_goes_on_at_the_server_that_sentinels_make_the_primary(tmp_path, end):
     with sentinels(tmp_path) as (url, primary, _, _):
         async with stores(url, 2.0) as (sessions, states):
+            await check_burst(sessions, states)
             tokens = await check_all_calls(sessions, states, 2)
             primary.client.execute_command("WAIT", 1, 5000)
             getattr(primary, end)()
