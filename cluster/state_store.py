@@ -28,8 +28,8 @@ CALL_BUDGET_S = 0.2
 PART_BYTES = 4 << 20
 """Most bytes that one call reads, within one time limit: 34 ms on a link of 1 Gbit/s."""
 CALLS_AT_ONCE = 32
-"""Calls of one store that are on their way; further ones wait. redis-py opens at most 100 connections, and a call whose
-first attempt is not answered keeps two for a while."""
+"""Most calls of a store in progress at once; further calls wait. redis-py opens at most 100 connections, and a call
+whose first attempt is not answered keeps two for a while."""
 FAILURES_TO_OPEN = 3
 OPEN_S = 5.0
 LOG_AGAIN_S = 60.0
@@ -75,8 +75,8 @@ class StoreBusy(Exception):
 
 
 class CallTurns:
-    """Lets CALLS_AT_ONCE calls of a store be on their way, so that a burst is not taken for a server that fails. Bound
-    to one event loop."""
+    """Limits a store to CALLS_AT_ONCE calls in progress, so that a burst is not taken for a server that fails. Bound to
+    one event loop."""
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(CALLS_AT_ONCE)

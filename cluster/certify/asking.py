@@ -82,5 +82,5 @@ async def answers(
     try:
         return await asyncio.gather(*asked)
     finally:
-        for each in asked:  # none is asked any more after the error of another
+        for each in asked:  # no further request is sent once one failed
             each.cancel()

@@ -19,7 +19,7 @@ class GuessCount:
         promise.guesses = promise.guesses or 0
 
     def add(self, way: str, found: SpeculationStats) -> None:
-        """Count an answer. way: the fixed arm, or another way of speculation, whose guesses count for none"""
+        """Count an answer. way: its fixed arm; guesses of any other way of speculation are added to the total alone"""
         guesses = found.drafted_tokens - found.trimmed_tokens
         self._promise.guesses = (self._promise.guesses or 0) + guesses
         if way in self._guesses:
@@ -27,14 +27,14 @@ class GuessCount:
             self._late[way] += found.late_drafts
 
     def judge(self, each_arm: bool) -> None:
-        """Call after all answers. A promise that is not broken is not checked where an arm that should have guessed has
-        no guess; if not `each_arm`, only where none of the arms has one."""
+        """Called after all answers. Leaves the promise unchecked where an arm that should have guessed has no verified
+        guess; if not `each_arm`, only where no arm has one."""
         arms = [arm for arm, guesses in self._guesses.items() if not guesses and self._should_guess(arm)]
         if arms and (each_arm or not any(self._guesses.values())):
             named = "; ".join(f"{arm}: {self._late[arm]} drafts were late" for arm in arms)
             self._promise.leave_unchecked(f"not one guess was verified ({named})")
 
     def _should_guess(self, arm: str) -> bool:
-        """False for an arm that may rightly guess nothing, of which no draft was late."""
+        """True if an arm without guesses shows a fault: a draft was late, or its trees always have guesses."""
         _, shape = maker_and_shape(arm)
         return bool(self._late[arm]) or (shape.drafted and not shape.stops)

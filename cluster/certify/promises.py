@@ -46,7 +46,7 @@ class Promise:
         self.kept = holds and self.kept is not False
 
     def leave_unchecked(self, why: str) -> None:
-        """A promise that is not broken could not be checked, for this reason. Nothing is checked afterwards."""
+        """Record why the promise could not be checked; a broken one stays broken. Called after all findings."""
         self.kept, self.why = None if self.kept is not False else False, why
 
 
@@ -56,8 +56,8 @@ Returning = Callable[Given, Awaitable[Promise]]
 
 
 def check_of(name: str) -> Callable[[Filling[Given]], Returning[Given]]:
-    """Makes a check that fills in the promise of this name into one that returns it. A DendroError ends this check
-    alone: it breaks the promise, which is not checked if nothing was compared."""
+    """Decorator: the check fills in a promise of this name, which is returned. A DendroError ends this check alone, and
+    breaks its promise; where no token was compared, the promise is left unchecked."""
 
     def returning(check: Filling[Given]) -> Returning[Given]:
         @wraps(check)

@@ -22,7 +22,7 @@ class ExplainedRequest:
         self._first = first
         self._events: list[pb.GenerateResponse] = list(before._events) if before is not None else []
         self._left: int = before._left if before is not None else most_bytes
-        self._cut: set[int] = set(before._cut) if before is not None else set()  # sample indices
+        self._cut: set[int] = set(before._cut) if before is not None else set()  # samples without later chunks
 
     def take(self, event: pb.GenerateResponse, shows_trees: bool) -> pb.GenerateResponse:
         """Keep an event. Returns it as its client gets it. shows_trees: whether the client asked for trees"""
@@ -53,7 +53,7 @@ class ExplainedRequest:
         self._events.append(kept)
 
     def _resume(self, sample: int, offset: int) -> None:
-        """Remove what is kept of an answer from a token on, at which another call continues it."""
+        """Remove an answer's chunks from `offset` on, where another call continues the answer."""
         others: list[pb.GenerateResponse] = []
         end = 0
         for event in self._events:

@@ -255,8 +255,7 @@ class DrafterRun:
         report(min(spent, 1.0), f"{folder.labelled():,} labelled tokens")
 
     def _check_labels(self) -> None:
-        """Raises BadRequest, naming the option, if no chunk of labels has more tokens than a row, the first one at
-        once."""
+        """Raises BadRequest, naming the option, if no chunk of labels so far has more tokens than a row."""
         most, row = max(len(chunk.tokens) for chunk in self.teacher_folder.read()), self.plan.row_tokens
         if most <= row:
             raise BadRequest(

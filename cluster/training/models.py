@@ -206,8 +206,8 @@ def start_from(given: Path, tokenizer: Path | None, target: Facts) -> Start:
 
 
 def _not_finite(facts: Facts) -> str:
-    """The name of a weight of a checkpoint with an infinity or what is no number; empty if there is none. Raises
-    BadRequest for files that cannot be read."""
+    """The name of a weight of a checkpoint that has an infinity or a NaN; empty if there is none. Raises BadRequest for
+    files that cannot be read."""
     try:
         tensors = read_checkpoint(facts).tensors
     except CheckpointError as error:

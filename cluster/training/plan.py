@@ -27,7 +27,7 @@ LABELS: tuple[Labels, ...] = get_args(Labels)
 
 
 def check_minutes(minutes: float | None) -> None:
-    """Raises BadRequest, naming the option, for minutes that never end or never begin."""
+    """Raises BadRequest, naming the option, for minutes that are not positive and finite."""
     if minutes is not None and not 0 < minutes < math.inf:
         raise BadRequest("--minutes", f"must be finite and more than 0, got {minutes:g}")
 

@@ -107,7 +107,7 @@ class StageFolder:
         _write(self._file(stage), facts)
 
     def forget(self, stage: str) -> None:
-        """A stage is to be done again."""
+        """Mark a stage as not done."""
         self._file(stage).unlink(missing_ok=True)
 
     def _file(self, stage: str) -> Path:

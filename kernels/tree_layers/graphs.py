@@ -101,7 +101,7 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._beside: torch.cuda.Stream | None = None  # the stream of all recordings; by default torch's are on one
+        self._beside: torch.cuda.Stream | None = None  # the stream of these recordings; torch's default is one for all
 
     def record(self, step: Callable[[], Result]) -> tuple[RecordedStep, Result]:
         with _recording:

@@ -7,8 +7,8 @@ Imports only the standard library. The first of these files that exists is read:
   vocab.json with merges.txt  a map
 
 As in transformers, added_tokens.json and the added_tokens_decoder of tokenizer_config.json then add or replace tokens
-for the last two. To those of tokenizer.json they and the special tokens that tokenizer_config.json and
-special_tokens_map.json name add what is missing: as in transformers, each gets the next id, whatever id a file gives.
+for the last two. Tokens that tokenizer.json lacks are added from them too, and from the special tokens that
+tokenizer_config.json and special_tokens_map.json name: as in transformers, each gets the next id, not the id in a file.
 """
 
 from __future__ import annotations

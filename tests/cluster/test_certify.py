@@ -308,7 +308,7 @@ async def test_promises_are_not_kept_by_answers_without_one_verified_guess(lost)
 
 
 async def test_one_arm_without_a_verified_guess_leaves_the_promise_of_sampled_answers_unchecked():
-    """Among others that have some. An arm that may guess nothing is left out, unless its drafts were late."""
+    """The other arm has guesses. An arm that may guess nothing is left out, unless its drafts were late."""
     for arm, late, kept in (("(1)", 0, None), ("(1)", 3, None), ("proposed(3)", 0, True), ("until(auto,8)", 2, None)):
         promise = Promise("p", kept=True)
         counted = GuessCount(promise, ["(2,1)", arm])

@@ -160,7 +160,7 @@ def test_a_router_counts_every_error_from_zero_so_that_the_first_one_is_an_incre
 
 
 def kinds(base):
-    """All classes below a class."""
+    """All subclasses of a class, at any depth."""
     return {below for each in base.__subclasses__() for below in (each, *kinds(each))}
 
 

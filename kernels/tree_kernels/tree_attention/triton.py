@@ -25,7 +25,8 @@ registers of a program would not suffice."""
 WIDE_HEAD = 128
 """Wider heads need more registers, and more shared memory for a page."""
 ROOMY_BYTES = 160 * 1024
-"""Shared memory with which a program may read pages of wide heads ahead: up to 151,624 bytes, in place of 99 KB."""
+"""Least shared memory of a program with which it reads pages of wide heads ahead, which takes up to 151,624 bytes. Some
+GPUs have 99 KB."""
 
 
 @dataclass(frozen=True, slots=True)
