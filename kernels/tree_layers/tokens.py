@@ -97,7 +97,11 @@ def _from_tokenizer_json(folder: Path) -> TokenTable:
     texts |= added
     size = len(vocabulary or ())
     given = {text: token for token, text in texts.items()}
-    for text in filter(None, _declared_texts(folder, parsed, added)):
+    try:
+        declared = _declared_texts(folder, parsed, added)
+    except (AttributeError, TypeError) as error:
+        raise CheckpointError(f"{folder}: the special tokens beside {TOKENIZER} are unreadable: {error!r}") from error
+    for text in filter(None, declared):
         if text not in given:  # the id that the tokenizers library gives an added token
             given[text] = max(size, 1 + max(added, default=-1))
             texts[given[text]] = text

@@ -365,6 +365,26 @@ def test_a_file_without_a_tokenizer_is_refused_by_name(tmp_path: Path, name: str
         read_tokens(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("special_tokens_map.json", {"extra_special_tokens": 7}),
+        ("special_tokens_map.json", {"additional_special_tokens": 7}),
+        ("tokenizer_config.json", {"extra_special_tokens": 7, "eos_token": ["</s>"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 7}),
+        ("tokenizer.json", tokenizer_json(TEXTS) | {"padding": 7}),
+    ],
+)
+def test_tokens_of_another_kind_beside_the_tokenizer_are_left_out_or_refused_by_name(tmp_path: Path, name, content):
+    write(tmp_path, "tokenizer.json", tokenizer_json(TEXTS))
+    write(tmp_path, name, content)
+    try:
+        table = read_tokens(tmp_path)
+        assert table is not None and table.size == len(TEXTS)
+    except CheckpointError as error:
+        assert str(tmp_path) in str(error)
+
+
 def test_the_digest_depends_on_end_ids_and_not_on_formatting_or_weights(tmp_path: Path):
     for name in "abc":
         write(tmp_path / name, "config.json", LLAMA)
