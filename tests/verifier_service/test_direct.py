@@ -11,7 +11,7 @@ from tree_kernels.decoder_layer import why_not_compiled
 
 from tests.support import tiny_models
 from tests.support.made_once import made_once
-from verifier_service.models import load_target
+from verifier_service.models import decoder_layers, load_target
 from verifier_service.models.comparing import by_our_seats
 
 pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
@@ -27,12 +27,17 @@ def loaded(folder, dtype=torch.bfloat16):
     return load_target(folder, dtype, torch.device("cpu"), (8, 16), threads=2)
 
 
+MOST, FEW = [5, 0, 7, 7, 1, 15, 2, 3, 4, 6, 8, 9, 0, 0], [5, 0, 15, 5]
+"""Rows whose logits are wanted, of 16: of FEW the last layer runs on these alone."""
+
+
+@pytest.mark.parametrize("rows", [MOST, FEW], ids=["most", "few"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_logits_by_the_parts_have_the_bits_of_the_librarys_forward(family, dtype, folder_of, monkeypatch):
+def test_logits_by_the_parts_have_the_bits_of_the_librarys_forward(family, dtype, rows, folder_of, monkeypatch):
     target = loaded(folder_of(family), dtype)
     tokens, order = torch.arange(3, 19), torch.randperm(16, generator=torch.Generator().manual_seed(1))
-    wanted = torch.tensor([5, 0, 7, 7, 1, 15, 2, 3, 4, 6, 8, 9, 0, 0])
+    wanted = torch.tensor(rows)
     step = partial(by_our_seats, target.model, target.run, (), tokens, order)
     found = []
 
@@ -80,6 +85,17 @@ def model_that(computes):
 def test_a_model_that_changes_its_logits_keeps_the_librarys_forward(computes, folder_of, monkeypatch):
     monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", model_that(computes))
     assert (loaded(folder_of("llama")).direct is not None) == (computes == "nothing")
+
+
+def test_a_last_layer_that_computes_other_bits_for_few_rows_is_not_run_by_parts(folder_of, monkeypatch):
+    norm = decoder_layers.DecoderStack.normed_rows
+
+    def other(self, x, rotation, wanted):
+        found = norm(self, x, rotation, wanted)
+        return found if len(wanted) == x.shape[1] else found + 1
+
+    monkeypatch.setattr(decoder_layers.DecoderStack, "normed_rows", other)
+    assert loaded(folder_of("llama")).direct is None
 
 
 def test_layers_of_another_form_run_in_the_librarys_forward(folder_of):

@@ -123,10 +123,9 @@ class LoadedTarget:
         tokens, positions [rows] int64   wanted [k]: numbers of rows
         """
         with self._one_thread():
-            if self.direct is not None and self._few(tokens, wanted) is None:
-                found = self.direct.logits(tokens, positions, wanted)
-                if found is not None:
-                    return found
+            found = None if self.direct is None else self.direct.logits(tokens, positions, wanted)
+            if found is not None:
+                return found
             logits: Tensor = self._forward(tokens, positions, wanted).logits[0]
             return logits
 

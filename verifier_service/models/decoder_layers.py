@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from tree_kernels.decoder_layer import DecoderLayers, LayerWeights, Workspace, why_not_compiled
+from tree_kernels.taken_rows import take_rows
 from tree_kernels.tree_attention import RowRotation, TreeRows
 from tree_kernels.tree_attention.compiled import attend_compiled
 from tree_layers.linear import packed_weight
@@ -29,6 +30,7 @@ from verifier_service.models.attention_layers import (
     RECORDING,
     ROWS,
     Attends,
+    CompiledAttention,
     hidden_of,
     projected,
     recorded_step,
@@ -97,6 +99,8 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
     if len(weights) < len(layers):
         return None
     own = DecoderLayers(weights, workspace, run.threads)
+    before = DecoderLayers(weights[:-1], workspace, run.threads) if weights[1:] else None
+    last: Any = layers[-1]
     numbers = [attention_of(layer).dendro_attends.layer for layer in layers]
 
     def run_all(x: Tensor, rotation: RowRotation, norm: nn.Module) -> Tensor:
@@ -105,7 +109,18 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
         made: Tensor = norm(own(x[0], [pools[number] for number in numbers], run.compiled_step, rotation)[None])
         return made
 
-    return use_decoder_stack(model, run, layers, run_all, lambda: isinstance(run.step, TreeRows), positions)
+    def run_few(x: Tensor, rotation: RowRotation, norm: nn.Module, wanted: Tensor) -> Tensor:
+        assert run.pages is not None
+        if before is not None:
+            pools = [run.pages.layers[number] for number in numbers[:-1]]
+            x = before(x[0], pools, run.compiled_step, rotation)[None]
+        attends: Attends = last.self_attn.dendro_attends
+        heads = projected(last.self_attn, attends.layout, last.input_layernorm(x))
+        rows = CompiledAttention().attend(heads, run, attends, rotation)[wanted]
+        made: Tensor = norm(_after_attention(last, x[:, wanted], last.self_attn.o_proj(rows.flatten(1)[None])))
+        return made
+
+    return use_decoder_stack(model, run, layers, run_all, lambda: isinstance(run.step, TreeRows), positions, run_few)
 
 
 def _has_parts(module: Any) -> bool:
@@ -259,10 +274,11 @@ class DecoderStack:
         parts: StackParts,
         whole: Callable[[Tensor, RowRotation, nn.Module], Tensor],
         serves: Callable[[], bool],
+        few: Callable[[Tensor, RowRotation, nn.Module, Tensor], Tensor] | None = None,
     ) -> None:
         """The arguments are those of `use_decoder_stack`, and the parts of the model."""
         self.parts = parts
-        self._run, self._layers, self._whole, self._serves = run, layers, whole, serves
+        self._run, self._layers, self._whole, self._serves, self._few = run, layers, whole, serves, few
         self._forwards = [layer.forward for layer in layers]
         self._config = attention_of(layers[0]).config
 
@@ -294,6 +310,16 @@ class DecoderStack:
         """The norm's results [1, rows, D] for embeddings x [1, rows, D]."""
         return self._whole(x, rotation, self.parts.norm)
 
+    def normed_rows(self, x: Tensor, rotation: RowRotation, wanted: Tensor) -> Tensor:
+        """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. Where many rows are not
+        wanted, the last layer computes only their keys and values: nothing reads their other results."""
+        if self._few is not None and 4 * len(wanted) <= 3 * x.shape[1]:
+            return self._few(x, rotation, self.parts.norm, wanted)[0]
+        hidden = self.normed(x, rotation)
+        taken = hidden.new_empty(len(wanted), hidden.shape[-1])
+        take_rows(wanted, (hidden[0], taken))
+        return taken
+
 
 def use_decoder_stack(
     model: PreTrainedModel,
@@ -302,11 +328,12 @@ def use_decoder_stack(
     whole: Callable[[Tensor, RowRotation, nn.Module], Tensor],
     serves: Callable[[], bool],
     positions: int,
+    few: Callable[[Tensor, RowRotation, nn.Module, Tensor], Tensor] | None = None,
 ) -> DecoderStack | None:
     """Replace the forward of the model below the head, if it computes what ours does; returns what runs then.
 
     layers: all that have our forward, in order   whole: runs them on rows [1, rows, D], and a norm on their result
-    serves: True if it can run the rows of the current forward
+    serves: True if it can run the rows of the current forward   few: like `whole`, for wanted rows [k] of the result
     """
     with noted(model.modules()) as calls, recording(model, positions):
         pass
@@ -314,7 +341,7 @@ def use_decoder_stack(
     parts = inner and _parts_of(inner, calls, layers)
     if not inner or not parts:
         return None
-    stack = DecoderStack(run, layers, parts, whole, serves)
+    stack = DecoderStack(run, layers, parts, whole, serves, few)
     module: Any = inner.module
     library = module.forward
     fixed = {name: value for name, value in parts.given.items() if name not in (TOKENS, PLACES)}

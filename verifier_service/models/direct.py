@@ -43,10 +43,8 @@ class DirectForward:
         if not self._stack.ready:
             return None
         x = self._embedded(tokens)
-        hidden = self._stack.normed(x, self._rotation(x, positions))
-        taken = hidden.new_empty(len(wanted), hidden.shape[-1])
-        take_rows(wanted, (hidden[0], taken))
-        return self._head.product(taken[None])[0]
+        hidden = self._stack.normed_rows(x, self._rotation(x, positions), wanted)
+        return self._head.product(hidden[None])[0]
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         """The embeddings [1, rows, D] of tokens [rows]."""
@@ -83,16 +81,21 @@ def direct_forward(
     with torch.inference_mode():
         direct = DirectForward(stack, head, positions)
 
+    every = torch.arange(len(tokens))
+    some, agreed = every.flip(0)[::2], list[bool]()
+
     def by_parts(tokens: Tensor, positions: Tensor) -> Tensor:
-        found = direct.logits(tokens, positions, torch.arange(len(tokens)))
-        assert found is not None, "nothing traces this step"
+        found, few = (direct.logits(tokens, positions, wanted) for wanted in (every, some))
+        assert found is not None and few is not None, "nothing traces this step"
+        agreed.append(same_bits(few, found[some]))
         return found
 
-    order = torch.arange(len(tokens)).flip(0)
     with torch.inference_mode():
         for factor in SCALES:
             with head.scaled(factor):
-                library, ours = (by_our_seats(model, run, (), tokens, order, forward) for forward in (None, by_parts))
-                if not same_bits(ours, library):
+                library, ours = (
+                    by_our_seats(model, run, (), tokens, every.flip(0), forward) for forward in (None, by_parts)
+                )
+                if not same_bits(ours, library) or not all(agreed):
                     return None
     return direct
