@@ -401,9 +401,9 @@ class Structure(_message.Message):
     a text; an end-of-text token, and a stop token that stands for no text, only where the text is one. The answer ends
     where nothing may follow. `max_new_tokens`, `stop` and stop tokens that stand for text may end it earlier.
 
-    Refused if it has no form, if it has more than 65536 bytes of UTF-8 in all, if it does not compile, or compiles for
-    more than 10 s, and together with banned_ids, allowed_ids, bad_words, or min_new_tokens and stop_ids: these could leave
-    no token to draw.
+    Refused if it has no form, if it has more than 65536 bytes of UTF-8 in all, if it does not compile, or needs more than
+    0.5 s of CPU time for that (`structures.compile_s`), and together with banned_ids, allowed_ids, bad_words, or
+    min_new_tokens and stop_ids: these could leave no token to draw.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
