@@ -60,7 +60,7 @@ READERS = {
     *("models/big", "CHECKPOINT", "target-mamba2", "tests/cluster/test_largest.py", "tests/dendro/test_chain.py"),
     "tests/cluster/test_bench_lookup.py",
     "tests/cluster/test_epsilon_cutoff.py",
-    "tests/drafter_service/test_mistral.py",
+    "tests/drafter_service/test_ernie.py",
 }
 """Files and folders that the reader has, or has made by following the page."""
 WRITTEN = {"json_file", "json", "markdown", "plot", "output", "out"}
