@@ -295,11 +295,21 @@ def test_a_command_of_curl_gets_an_answer(command: DocumentedCommand, addresses)
         assert json.loads(done.stdout)["object"] in ("chat.completion", "text_completion", "list")
 
 
-class EagerClient(Client):
-    """A client whose calls run where they are written, though nothing reads their events."""
+@pytest.fixture
+def unread(monkeypatch):
+    """The prompts of calls of `Client.generate` whose events nobody has begun to read: such a call does nothing."""
+    prompts, generate = [], Client.generate
 
-    def generate(self, *args, **options):
-        return iter(list(super().generate(*args, **options)))
+    def noted(self, prompt, *args, **options):
+        def events():
+            prompts.remove(prompt)
+            yield from generate(self, prompt, *args, **options)
+
+        prompts.append(prompt)
+        return events()
+
+    monkeypatch.setattr(Client, "generate", noted)
+    return prompts
 
 
 PYTHON = [
@@ -316,15 +326,16 @@ def test_code_blocks_of_the_client_are_found():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}: {block.text.splitlines()[-1]}")
-def test_a_code_block_of_the_client_runs(block: FencedBlock, addresses):
+def test_a_code_block_of_the_client_runs_and_reads_its_answers(block: FencedBlock, addresses, unread):
     address, http = addresses
     text = textwrap.dedent(block.text).replace("127.0.0.1:9000", address).replace("127.0.0.1:8000", http)
     code = compile(text, block.page, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    with EagerClient(address, proxy=False) as client:
+    with Client(address, proxy=False) as client:
         names = {"client": client, "Structure": importlib.import_module("dendro.structure").Structure}
         done = eval(code, names)
         if inspect.isawaitable(done):
             asyncio.run(done)
+    assert not unread
 
 
 DIFFS = [block for page in PAGES for block in blocks(page) if block.language == "diff"]
