@@ -85,8 +85,8 @@ class Scaling(Section):
 
 
 class Autoscaling(Scaling):
-    """How many replicas a pool has, by its leases: a running request holds one of a verifier and one of a drafter. One
-    for several answers counts as so many."""
+    """How many replicas a pool has, by its leases: a running request holds one of a verifier and one of
+    each drafter that its policy has chosen. One for several answers counts as so many."""
 
     leases: float = Field(default=8.0, gt=0)
     """Target number of leases of a replica, on average."""
