@@ -68,7 +68,9 @@ class Options(TypedDict, total=False):
 
     model: Annotated[str, Option(REQUEST, STRING, "The target's name. Default: the first.", "")]
     session: Annotated[str, Option(REQUEST, STRING, "Continue this session.", "")]
-    keep_session: Annotated[bool, Option(REQUEST, BOOLEAN, "Begin a session; prints its token.", False)]
+    keep_session: Annotated[
+        bool, Option(REQUEST, BOOLEAN, "Begin a session, whose token comes with the answer's end.", False)
+    ]
     request_id: Annotated[str, Option(REQUEST, STRING, "The same over all resumes. Default: random.", "", flags=())]
 
     temperature: Annotated[float | None, Option(SAMPLING, NUMBER, "0 is greedy.", 0.0, TEMPERATURE)]
