@@ -147,7 +147,8 @@ TRIMMED = _rated(f"{R}trimmed_total", "Guesses that a verifier left out of its s
 WITHOUT_TREE = _rated(
     f"{R}rounds_without_tree_total",
     "Rounds without the tree of a model. reason: chosen (the policy chose off), first (of an answer), announced (the "
-    "verifier began the round without a tree); or, where a drafter was asked: late, busy (an earlier draft is late), opening, unwanted, "
+    "verifier began the round without a tree); "
+    "or, where a drafter was asked: late, busy (an earlier draft is late), opening, unwanted, "
     "limits, malformed, struck (too many malformed), mismatch, stale, lost, failed; of ordered trees also: unknown "
     "(the verifier had no such order), unlinked (it cannot call the drafter).",
     "target drafter reason",
