@@ -7,9 +7,10 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
-from dendro.daemon_threads import settle
+from dendro.daemon_threads import settle, start_thread
 from dendro.errors import Overloaded
 from dendro.structure_canary import Canary
 
@@ -45,7 +46,7 @@ class CompileQueue:
             self._waiting.setdefault(tenant, deque()).append((future, work))
             if self._idle <= waiting and len(self._canaries) < self._threads:  # a notified thread still counts as idle
                 self._canaries.add(canary := Canary())
-                threading.Thread(target=self._run, args=(canary,), name="structure-compiler", daemon=True).start()
+                start_thread("structure-compiler", partial(self._run, canary))
             self._changed.notify()
         return future
 

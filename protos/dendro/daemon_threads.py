@@ -14,6 +14,10 @@ from typing import Any, TypeVar
 IDLE_S = 10.0
 """Seconds without work after which a thread of `DaemonThreads` ends."""
 
+STACK_BYTES = 8 << 20
+"""Stack of the threads. That of the system's choice may be 2 MiB, too little for structures that a canary compiled."""
+_STARTING = threading.Lock()
+
 MASKS_AT_ONCE = 32
 WAIT_S = 0.01
 """Seconds that an engine's thread waits at a time."""
@@ -33,10 +37,20 @@ def settle(future: Future[Result], work: Callable[[], Result]) -> None:
         future.set_result(found)
 
 
+def start_thread(name: str, work: Callable[[], object]) -> None:
+    """Run `work` in a new daemon thread with a stack of STACK_BYTES."""
+    with _STARTING:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            threading.Thread(target=work, name=name, daemon=True).start()
+        finally:
+            threading.stack_size(before)
+
+
 async def in_thread(name: str, work: Callable[[], Result]) -> Result:
     """Run `work` in a new thread and return its result. If the caller is cancelled, `work` goes on."""
     future = Future[Result]()
-    threading.Thread(target=lambda: settle(future, work), name=name, daemon=True).start()
+    start_thread(name, lambda: settle(future, work))
     return await asyncio.wrap_future(future)
 
 
@@ -56,7 +70,7 @@ class DaemonThreads:
             self._waiting.append((future, work))
             if self._idle < len(self._waiting) and self._threads < self._most:
                 self._threads += 1
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+                start_thread(self._name, self._run)
             self._changed.notify()
         return future
 

@@ -36,7 +36,8 @@ HELD_SHARE = 0.2
 """Share of the CPU seconds in which llguidance must make a grammar's parser. The serving process makes that parser,
 too, and llguidance then holds its interpreter lock."""
 STACK_BYTES = 4 << 20
-"""Stack of the compiling thread. The threads that compile the same grammar later have 8 MiB."""
+"""Stack of the compiling thread. The threads that compile the same grammar later have twice that, by
+`start_thread`."""
 
 
 class CanaryDied(Exception):

@@ -144,3 +144,27 @@ assert begun.wait(60)
 
 def test_a_process_ends_though_a_compilation_hangs():
     subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=90)
+
+
+DEEP = """
+import asyncio
+from dendro.compiling import QUEUE
+from dendro.daemon_threads import DaemonThreads, in_thread
+from dendro.guidance import LIMITS, TokenTexts, begin
+
+tokens = TokenTexts([*(bytes([token]) for token in range(256)), b""], [256]).tokenizer()
+nested = 'start: T0\\n' + ''.join(f'T{at}: "a" T{at + 1}? "b"\\n' for at in range(1000)) + 'T1000: "c"'
+
+def work(*_):
+    begin(tokens, nested, LIMITS)
+
+QUEUE.submit("one", work).result()
+DaemonThreads("masks", 1).submit(work).result()
+asyncio.run(in_thread("opening", work))
+"""
+
+
+def test_threads_that_compile_have_the_stack_of_the_canary_where_the_system_gives_less():
+    """A grammar for which 2 MiB, the threads' stack where `ulimit -s` is 2048 or unlimited, do not suffice."""
+    command = ["sh", "-c", 'ulimit -s 2048 && exec "$@"', "sh", sys.executable, "-c", DEEP]
+    subprocess.run(command, check=True, timeout=90)
