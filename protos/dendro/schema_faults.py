@@ -73,19 +73,6 @@ def _has(schema: Schema, match: re.Match[str]) -> Iterator[str]:
         yield match[1]
 
 
-def _has_value(schema: Schema, match: re.Match[str]) -> Iterator[str]:
-    """group 1: a keyword   group 2: how its value begins"""
-    if match[1] in schema and json.dumps(schema[match[1]], separators=(",", ":")).startswith(match[2].rstrip(". ")):
-        yield match[1]
-
-
-def _is_no(schema: Schema, match: re.Match[str]) -> Iterator[str]:
-    """Match a keyword whose value is not of its type. match: group 1 is the keyword, group 2 the type"""
-    kinds: Mapping[str, type | tuple[type, ...]] = {"array": list, "object": dict, "string": (str, list)}
-    if match[1] in schema and not isinstance(schema[match[1]], kinds[match[2]]):
-        yield match[1]
-
-
 def _names(keyword: str) -> Callable[[Schema, re.Match[str]], Iterator[str]]:
     """Match a keyword whose value is, has, or ends with the text of the pattern's first group."""
 
@@ -171,8 +158,6 @@ RULES: Mapping[str, Callable[[Schema, re.Match[str]], Iterator[str]]] = {
     "Unknown format: (.*)": _names("format"),
     "Invalid type: (.*)": _names("type"),
     "oneOf constraints": _overlaps,
-    r"Expected .* for '(\w+)', got (.*)": _has_value,
-    r"(\w+) must be an? (array|object|string)": _is_no,
     "Pointer '(.*)' does not|Anchor '(.*)' does not|Resource '(.*)' is not": _names("$ref"),
     "circular references with sibling keys are not supported: [^#]*(.*)": _names("$ref"),
     "Unsatisfiable schema: required property '(.*)' is": _names("required"),

@@ -27,7 +27,7 @@ ASSERTIONS = frozenset(
      "patternProperties", "properties", "propertyNames", "required", "then", "type", "uniqueItems")
 )  # fmt: skip
 """Keywords that are ignored beside a reference up to draft 7."""
-OLD_DRAFTS = re.compile(r"^https?://json-schema\.org/draft-0[3-7]/")
+OLD_DRAFTS = re.compile(r"^http://json-schema\.org/draft-0[4-7]/")
 
 
 def pointer(name: str) -> str:

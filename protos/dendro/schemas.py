@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from dendro.schema_refs import (
     Json,
     References,
     Schema,
+    inner,
     parts_of,
     pointer,
 )
@@ -36,6 +38,11 @@ NEAREST = Decimal("1e-9")
 """Least distance of a fraction from a whole number that is excluded as its bound."""
 MOST_MORE = 1 << 20
 """Bytes of a schema that are written more than once."""
+DRAFTS = re.compile(
+    r"http://json-schema\.org/draft-0[4-7]/(hyper-)?schema#?"
+    r"|https://json-schema\.org/draft/(2019-09|2020-12)/(hyper-)?schema#?"
+)
+"""Values of `$schema`."""
 
 
 class SchemaError(ValueError):
@@ -131,6 +138,8 @@ class _Rewriting:
             del made["uniqueItems"]
         if not isinstance(made.get("items"), list):
             made.pop("additionalItems", None)  # no effect here; llguidance would read an old draft's prefixItems
+        for keyword in made:
+            made[keyword] = _typed(made, keyword, where)
         for keyword in ("const", "enum"):
             if keyword in made:
                 _check_exact(made[keyword], f"{where}/{keyword}")
@@ -175,17 +184,17 @@ class _Rewriting:
         place = f"{where}/{keyword}"
         same = keys if keyword in IN_PLACE else None
 
-        def inner(each: Json, at: str) -> Json:
+        def rewritten(each: Json, at: str) -> Json:
             return self._schema(each, at, same) if isinstance(each, dict) else each
 
         if keyword in IN_MAPS and isinstance(value, dict):
             places = {name: f"{place}/{pointer(name)}" for name in value}
             if keyword in DEFINITIONS:
                 value = {name: each for name, each in value.items() if self._is_reached(each, places[name])}
-            return {name: inner(each, places[name]) for name, each in value.items()}
+            return {name: rewritten(each, places[name]) for name, each in value.items()}
         if (keyword in IN_LISTS or keyword == "items") and isinstance(value, list):
-            return [inner(each, f"{place}/{index}") for index, each in enumerate(value)]
-        return inner(value, place) if keyword in ALONE else value
+            return [rewritten(each, f"{place}/{index}") for index, each in enumerate(value)]
+        return rewritten(value, place) if keyword in ALONE else value
 
     def _is_reached(self, schema: Json, place: str) -> bool:
         """True if a reference may lead to a definition, or into it."""
@@ -210,6 +219,56 @@ def _put(schema: Json, place: str, value: Schema) -> None:
 
 def _is_number(value: Json) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Json) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 64
+
+
+def _are_strings(value: Json) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+_Kind = tuple[Callable[[Json], bool], str]
+_COUNT: _Kind = _is_count, "a whole number from 0 to 2^64 - 1"
+_NUMBER: _Kind = _is_number, "a number"
+_EXCLUSIVE: _Kind = lambda value: _is_number(value) or isinstance(value, bool), "a number"  # draft 4 has booleans
+_STRING: _Kind = lambda value: isinstance(value, str), "a string"
+_ARRAY: _Kind = lambda value: isinstance(value, list), "an array"
+_OBJECT: _Kind = lambda value: isinstance(value, dict), "an object"
+
+KINDS: Mapping[str, _Kind] = {
+    **dict.fromkeys(("maxItems", "maxLength", "maxProperties", "minItems", "minLength", "minProperties"), _COUNT),
+    **dict.fromkeys(("minimum", "maximum"), _NUMBER),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _EXCLUSIVE),
+    "multipleOf": (lambda value: _is_number(value) and value > 0, "a number above 0"),
+    **dict.fromkeys(("pattern", "format", "$ref"), _STRING),
+    "type": (lambda value: isinstance(value, str) or _are_strings(value), "a string or array of strings"),
+    "required": (_are_strings, "an array of strings"),
+    "uniqueItems": (lambda value: isinstance(value, bool), "a boolean"),
+    **dict.fromkeys(("enum", *IN_LISTS), _ARRAY),
+    **dict.fromkeys((keyword for keyword in IN_MAPS if keyword not in DEFINITIONS), _OBJECT),
+    "$schema": (
+        lambda value: isinstance(value, str) and DRAFTS.fullmatch(value) is not None,
+        "that of a draft from 4 on, such as https://json-schema.org/draft/2020-12/schema",
+    ),
+}
+"""What the values of keywords must be. llguidance checks those alone that matter for a schema's types."""
+
+
+def _typed(schema: Schema, keyword: str, where: str) -> Json:
+    """A keyword's value, where it is a count as an int. Raises SchemaError for a value that the keyword cannot have,
+    or has in drafts before 4 alone."""
+    value = schema[keyword]
+    is_kind, kind = KINDS.get(keyword, (None, ""))
+    if is_kind is _is_count and isinstance(value, float) and not isinstance(value, _Lossy) and value.is_integer():
+        value = int(value)
+    if is_kind is not None and not is_kind(value):
+        raise SchemaError(f"{where}/{keyword}", f"{keyword} must be {kind}")
+    for place, each in inner(schema, where, keyword) if keyword not in DEFINITIONS else ():
+        if not isinstance(each, dict | bool):
+            raise SchemaError(place, "schema must be an object or boolean")
+    return value
 
 
 def _too_large(value: Json) -> bool:

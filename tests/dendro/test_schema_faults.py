@@ -40,7 +40,7 @@ FAULTS = [
     ("/type", {"type": ["string", "nul"]}, "Invalid type: nul"),
     ("/items/$ref", {"items": {"$ref": "#/nothing"}}, "does not exist"),
     ("/$ref", {"$ref": "http://127.0.0.1/a"}, "does not fetch"),
-    ("/minLength", STRING | {"minLength": -1}, "Expected positive integer"),
+    ("/minLength", STRING | {"minLength": -1}, "minLength must be a whole number"),
     ("/enum", {"enum": 5}, "must be an array"),
     ("/properties", {"properties": []}, "must be an object"),
     ("/items", {"items": 5}, "must be an object or boolean"),

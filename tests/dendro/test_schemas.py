@@ -14,7 +14,7 @@ from dendro.errors import BadRequest
 from dendro.grammars import Grammar
 from dendro.lark_text import token_references
 from dendro.patterns import other_keys, translated
-from dendro.schemas import enforceable
+from dendro.schemas import SchemaError, enforceable
 from dendro.structure import Structure
 
 from tests.support.byte_grammars import admits, compiled, made
@@ -199,6 +199,44 @@ def test_additional_items_beside_prefix_items_say_nothing():
     grammar, checker = compiled(schema), jsonschema.Draft202012Validator(schema)
     for text in ("[]", "[1]", '["a"]', '["a",null]', '["a",1]', "[null]"):
         assert admits(grammar, text) == checker.is_valid(json.loads(text)), text
+
+
+ILL_TYPED = [
+    ("integer", "required", True), ("integer", "required", [1]), ("integer", "minimum", True),
+    ("string", "minimum", "x"),
+    ("string", "exclusiveMaximum", "1"), ("integer", "maxLength", "x"), ("integer", "minItems", 1.5),
+    ("integer", "maxItems", -1), ("array", "maxItems", 1 << 64), ("string", "uniqueItems", 1),
+    ("number", "multipleOf", -1), ("number", "multipleOf", 0), ("integer", "pattern", 5), ("integer", "format", 5),
+    ("integer", "enum", 5), ("integer", "properties", 3), ("integer", "dependentSchemas", []),
+    ("integer", "items", 3), ("integer", "additionalProperties", 5), ("integer", "anyOf", {}),
+    ("integer", "$schema", "http://json-schema.org/draft-03/schema#"), ("integer", "$schema", 5),
+    ("integer", "$schema", "http://json-schema.org/schema#"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind, keyword, value", ILL_TYPED, ids=[f"{each[1]} {each[2]}" for each in ILL_TYPED])
+def test_a_value_that_a_keyword_cannot_have_is_refused_with_its_place(kind, keyword, value):
+    """Where the schema's type makes it matter, and where it does not."""
+    for schema in ({"type": kind, keyword: value}, {keyword: value}):
+        with pytest.raises(
+            SchemaError, match=f"^/properties/a/{re.escape(keyword)}: ({re.escape(keyword)}|schema) must be"
+        ):
+            enforceable(json.dumps({"type": "object", "properties": {"a": schema}}))
+    with pytest.raises(SchemaError, match="^/properties/a: schema must be an object or boolean"):
+        enforceable('{"properties": {"a": 5}}')
+
+
+@pytest.mark.parametrize("keyword", ["$defs", "definitions"])
+def test_definitions_that_nothing_refers_to_may_have_any_values(keyword):
+    for value in (5, {"a": 5}, {"a": {"required": True}}):
+        assert json.loads(enforceable(json.dumps({keyword: value})))[keyword] is not None
+
+
+def test_a_count_may_be_written_as_a_fraction_without_a_part():
+    grammar = compiled('{"type": "string", "minLength": 1.0, "maxLength": 2.0e0}')
+    assert [admits(grammar, f'"{text}"') for text in ("", "a", "ab", "abc")] == [False, True, True, False]
+    with pytest.raises(SchemaError, match="/maxLength: maxLength must be a whole number"):
+        enforceable('{"maxLength": 2.0000000000000000000001}')
 
 
 def test_a_schema_that_describes_nothing_is_refused():
