@@ -24,6 +24,8 @@ OPTIONS_LINE = re.compile(r"^\s*%llguidance", re.MULTILINE)
 JSON_OPTIONS: JsonCompileOptions = {"whitespace_flexible": False, "whitespace_pattern": " ?", "lenient": False}
 """Options that a schema cannot change: unbounded whitespace would let a model go on for ever, and `lenient` ignores
 keywords."""
+TOO_DEEP = "its objects and arrays are nested more than 127 deep"
+"""The depth that llguidance's reader of JSON has."""
 
 
 def lark_of(form: str, texts: Sequence[str]) -> str:
@@ -53,6 +55,8 @@ def _schema(text: str) -> str:
     except SchemaError as error:
         raise ValueError(f"cannot be enforced: {error}") from None
     except (ValueError, RecursionError) as error:
+        if isinstance(error, RecursionError) or str(error).startswith("recursion limit"):
+            raise ValueError(f"cannot be enforced: {TOO_DEEP}") from None
         raise ValueError(f"is no JSON schema: {error}") from None
     return json.dumps(json.loads(made)["grammars"][0]["json_schema"])
 

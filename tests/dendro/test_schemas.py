@@ -15,7 +15,7 @@ from dendro.grammars import Grammar
 from dendro.lark_text import token_references
 from dendro.patterns import other_keys, translated
 from dendro.schemas import SchemaError, enforceable
-from dendro.structure import Structure
+from dendro.structure import Structure, StructureForm
 
 from tests.support.byte_grammars import admits, compiled, made
 
@@ -237,6 +237,19 @@ def test_a_count_may_be_written_as_a_fraction_without_a_part():
     assert [admits(grammar, f'"{text}"') for text in ("", "a", "ab", "abc")] == [False, True, True, False]
     with pytest.raises(SchemaError, match="/maxLength: maxLength must be a whole number"):
         enforceable('{"maxLength": 2.0000000000000000000001}')
+
+
+def test_a_schema_whose_parts_are_nested_too_deeply_is_refused_in_these_words():
+    for depth in (63, 64, 200):
+        schema = '{"properties":{"a":' * depth + '{"type":"integer"}' + "}}" * depth
+        for form, structure in (("json_schema", schema), ("grammar", f"start: %json {schema}")):
+            if depth == 63:
+                made(Structure(StructureForm(form), (structure,)))
+            else:
+                with pytest.raises(
+                    BadRequest, match="cannot be enforced: its objects and arrays are nested more than 127"
+                ):
+                    made(Structure(StructureForm(form), (structure,)))
 
 
 def test_a_schema_that_describes_nothing_is_refused():
