@@ -107,22 +107,32 @@ class Grammars:
             self._kept.move_to_end(structure)
         else:
             if (work := self._compiling.get(structure)) is None:
-                work = self._compiling[structure] = QUEUE.submit(tenant, partial(self._compile, structure))
+                work = self._compiling[structure] = QUEUE.submit(tenant, partial(self._counted, structure))
                 work.add_done_callback(lambda _: self._compiling.pop(structure, None))
             waiting = asyncio.wrap_future(work)
             waiting.add_done_callback(lambda done: done.cancelled() or done.exception())  # callers may be gone
             try:
                 kept = await asyncio.shield(waiting)
-                self.compiles += 1
             except BadRequest as error:
                 kept = error
-                self.refused += 1
             self._kept[structure] = kept
             while len(self._kept) > KEPT:
                 self._kept.popitem(last=False)
         if isinstance(kept, BadRequest):
             raise BadRequest(kept.field, kept.reason)
         return kept
+
+    def _counted(self, structure: Structure, canary: Canary) -> Grammar:
+        """Compile a structure once for all callers that wait for it."""
+        try:
+            grammar = self._compile(structure, canary)
+        except BadRequest:
+            with self._lock:
+                self.refused += 1
+            raise
+        with self._lock:
+            self.compiles += 1
+        return grammar
 
     def _compile(self, structure: Structure, canary: Canary) -> Grammar:
         if find_spec("llguidance") is None:

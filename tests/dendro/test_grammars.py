@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from dataclasses import replace
 from itertools import product
@@ -252,6 +253,16 @@ async def test_a_structure_is_compiled_once_and_the_last_used_are_kept(monkeypat
     await made.compiled(Structure.regex("c"))
     assert await made.compiled(Structure.regex("a")) is first
     assert len(made._kept) == 2
+
+
+async def test_a_structure_that_many_wait_for_counts_once_as_compiled_or_refused():
+    made = compiler()
+    for pattern, refused in (("a", 0), ("a(", 1)):
+        waiting = [asyncio.ensure_future(made.compiled(Structure.regex(pattern))) for _ in range(5)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()  # the first caller is gone
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert (made.compiles, made.refused) == (1, refused)
 
 
 HANGING = Structure.json_schema({"type": "string", "allOf": [{"pattern": f".*a.{{{each}}}.*"} for each in range(20)]})
