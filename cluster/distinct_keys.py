@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import yaml
 from dendro.arguments import repeated_key, shown
+from dendro.written_numbers import number_of
 from yaml.nodes import MappingNode, ScalarNode
 
 MOST_NESTED = 100
@@ -105,10 +106,10 @@ def check_distinct(text: str) -> None:
 
 
 def json_of(text: str, object_of: Callable[[list[tuple[str, Any]]], dict[str, Any]] = dict) -> Any:
-    """The value of a JSON text. Raises ValueError for any other, in words that say nothing of this program. object_of:
-    makes an object of its keys and values"""
+    """The value of a JSON text, numbers that float64 lacks with their digits. Raises ValueError for any other, in words
+    that say nothing of this program. object_of: makes an object of its keys and values"""
     try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=object_of)
+        return json.loads(text, parse_float=number_of, parse_constant=_no_constant, object_pairs_hook=object_of)
     except RecursionError:
         raise ValueError("it has too many objects and arrays in each other") from None
     except ValueError as error:

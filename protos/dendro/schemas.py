@@ -30,6 +30,7 @@ from dendro.schema_refs import (
     parts_of,
     pointer,
 )
+from dendro.written_numbers import WrittenNumber, number_of
 
 EXACT = 1 << 53
 """Whole numbers up to it are numbers of float64, as which llguidance reads them."""
@@ -57,10 +58,6 @@ class SchemaError(ValueError):
         return type(self), self._arguments
 
 
-class _Lossy(float):
-    """A number of the text that float64 does not have."""
-
-
 def enforceable(text: str) -> str:
     """The schema of this JSON text, as JSON text that llguidance enforces as written. Raises SchemaError, naming the
     keyword, and ValueError for text that is no JSON."""
@@ -84,10 +81,10 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _number(text: str) -> float:
-    found = float(text)
+    found = number_of(text)
     if not math.isfinite(found):
         raise ValueError(f"{text} is no number of 64 bits")
-    return found if Decimal(repr(found)) == Decimal(text) else _Lossy(found)
+    return found
 
 
 def _no_number(text: str) -> float:
@@ -148,7 +145,7 @@ class _Rewriting:
                 _bound(made, keyword)
         for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
             _exclude(made, keyword)
-        if isinstance(made.get("multipleOf"), _Lossy) or _too_large(made.get("multipleOf")):
+        if isinstance(made.get("multipleOf"), WrittenNumber) or _too_large(made.get("multipleOf")):
             raise SchemaError(f"{where}/multipleOf", "has more digits than float64")
         _expressions(made, where)
         if may_be_object(made) and any(keyword in made for keyword in NAMING):
@@ -261,7 +258,7 @@ def _typed(schema: Schema, keyword: str, where: str) -> Json:
     or has in drafts before 4 alone."""
     value = schema[keyword]
     is_kind, kind = KINDS.get(keyword, (None, ""))
-    if is_kind is _is_count and isinstance(value, float) and not isinstance(value, _Lossy) and value.is_integer():
+    if is_kind is _is_count and type(value) is float and value.is_integer():
         value = int(value)
     if is_kind is not None and not is_kind(value):
         raise SchemaError(f"{where}/{keyword}", f"{keyword} must be {kind}")
@@ -283,7 +280,9 @@ def _check_exact(value: Json, where: str) -> None:
     elif isinstance(value, list):
         for index, each in enumerate(value):
             _check_exact(each, f"{where}/{index}")
-    elif isinstance(value, _Lossy) or (_too_large(value) and (abs(value) >= LARGEST or int(float(value)) != value)):
+    elif isinstance(value, WrittenNumber) or (
+        _too_large(value) and (abs(value) >= LARGEST or int(float(value)) != value)
+    ):
         raise SchemaError(where, "has a number with more digits than float64; give it as a string")
 
 
@@ -292,10 +291,10 @@ def _bound(made: Schema, keyword: str) -> None:
     bound, value = made[keyword], float(made[keyword])
     inwards = -math.inf if keyword.endswith("aximum") else math.inf
     exclusive = keyword.startswith("exclusive")
-    if not isinstance(bound, _Lossy) and not _too_large(bound):
+    if not isinstance(bound, WrittenNumber) and not _too_large(bound):
         return
     outside = value >= bound if inwards < 0 else value <= bound
-    if isinstance(bound, _Lossy) or (outside and (exclusive or value != bound)):
+    if isinstance(bound, WrittenNumber) or (outside and (exclusive or value != bound)):
         value = math.nextafter(value, inwards)
     while abs(value) >= LARGEST and value * inwards < 0:  # larger whole numbers are not enforced exactly
         value = math.nextafter(math.copysign(LARGEST, value), 0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,6 +11,7 @@ from dendro.arguments import items_of, shown
 from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
 from dendro.v1 import generation_pb2
+from dendro.written_numbers import json_text
 
 MAX_STRUCTURE_BYTES = 1 << 16
 """Bytes of a structure in UTF-8, of all choices together."""
@@ -69,8 +69,8 @@ class Structure:
     def json_schema(cls, schema: str | Mapping[str, Any]) -> Self:
         """The answer is JSON that a schema, given as JSON text or as Python values, accepts."""
         try:
-            return cls(StructureForm.JSON_SCHEMA, (schema if isinstance(schema, str) else json.dumps(schema),))
-        except (TypeError, ValueError, RecursionError) as error:
+            return cls(StructureForm.JSON_SCHEMA, (schema if isinstance(schema, str) else json_text(schema),))
+        except (TypeError, ValueError) as error:
             raise BadRequest("structure.json_schema", f"cannot be written as JSON: {error}") from None
 
     @classmethod

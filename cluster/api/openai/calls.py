@@ -107,16 +107,16 @@ class CallFormat:
         """The texts by which calls are found in an answer."""
         return CallMarks("" if self.marker == PYTHON_TAG else self.marker, self.closing.strip("}] \n"))
 
-    def structure(self, schemas: Mapping[str, Mapping[str, Any]]) -> Structure:
-        """A call of one of these functions, after the marker. schemas: of their arguments, by name"""
+    def structure(self, schemas: Mapping[str, str]) -> Structure:
+        """A call of one of these functions, after the marker. schemas: of their arguments as JSON, by name"""
         rules = ["start: " + " | ".join(f"call_{index}" for index in range(len(schemas)))]
         for index, (name, schema) in enumerate(schemas.items()):
             before = json.dumps(f'{self.opening}"{name}"{self.middle}')
             rules += [f"call_{index}: {before} arguments_{index} {json.dumps(self.closing)}"]
-            rules += [f"arguments_{index}: %json {json.dumps(schema)}"]
+            rules += [f"arguments_{index}: %json {schema}"]
         return Structure.grammar("\n".join(rules))
 
-    def structure_of_several(self, schemas: Mapping[str, Mapping[str, Any]]) -> Structure:
+    def structure_of_several(self, schemas: Mapping[str, str]) -> Structure:
         """One or more calls of these functions. Raises BadRequest where the template writes one alone."""
         if self.between is None:
             raise BadRequest("parallel_tool_calls", "is true, but the target's chat template writes one call an answer")
@@ -125,10 +125,10 @@ class CallFormat:
         rules += ["call: " + " | ".join(f"call_{index}" for index in range(len(schemas)))]
         for index, (name, schema) in enumerate(schemas.items()):
             before = json.dumps(f'"{name}"{self.middle}')
-            rules += [f"call_{index}: {before} arguments_{index}", f"arguments_{index}: %json {json.dumps(schema)}"]
+            rules += [f"call_{index}: {before} arguments_{index}", f"arguments_{index}: %json {schema}"]
         return Structure.grammar("\n".join(rules))
 
-    def structure_or(self, schemas: Mapping[str, Mapping[str, Any]], several: bool, answer: str) -> Structure:
+    def structure_or(self, schemas: Mapping[str, str], several: bool, answer: str) -> Structure:
         """A call of one of these functions with its marker, or several where the template writes them, or an answer.
         answer: the right side of its rule, which comes last"""
         made = self.structure_of_several if several and self.between is not None else self.structure

@@ -10,6 +10,7 @@ from typing import Any
 from dendro.arguments import shown
 from dendro.declared import JsonType
 from dendro.errors import BadRequest
+from dendro.written_numbers import json_text
 
 from cluster.api.openai.bodies import values_of
 from cluster.api.openai.errors import line_field
@@ -28,7 +29,7 @@ class Tools:
     """The functions that an answer can call; without any, an answer is text."""
 
     described: Sequence[Mapping[str, Any]]  # all functions, for the chat template, as they were sent
-    schemas: Mapping[str, Mapping[str, Any]]  # JSON schemas of the arguments of the functions that can be called
+    schemas: Mapping[str, str]  # JSON schemas of the arguments of the functions that can be called
     required: bool = False  # True if the answer must be a call
     parallel: bool = True  # True if an answer may have several calls
 
@@ -48,7 +49,7 @@ def read_tools(fields: Fields) -> Tools:
     given = fields.take("tools", JsonType.ARRAY) or []
     if len(given) > MAX_TOOLS:
         raise BadRequest("tools", f"has {len(given)} entries; at most {MAX_TOOLS}")
-    schemas: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, str] = {}
     for index, each in enumerate(given):
         name, schema = _function(f"tools[{index}]", each)
         if name in schemas:
@@ -73,8 +74,8 @@ def read_tools(fields: Fields) -> Tools:
     return Tools(given, {name: schemas[name]}, required=True, parallel=parallel is True)
 
 
-def _function(field: str, given: Any) -> tuple[str, Mapping[str, Any]]:
-    """The name of a described function, and the schema of its arguments."""
+def _function(field: str, given: Any) -> tuple[str, str]:
+    """The name of a described function, and the schema of its arguments as JSON."""
     parts = Fields(typed(field, given, JsonType.OBJECT), f"{field}.")
     function = _typed_function(parts, field)
     name = function.take("name", JsonType.STRING)
@@ -87,7 +88,10 @@ def _function(field: str, given: Any) -> tuple[str, Mapping[str, Any]]:
         raise BadRequest(f"{field}.function.parameters.type", f"is {shown(schema['type'])}; arguments are an object")
     for each in (function, parts):
         each.finish()
-    return name, {"type": "object", **schema}
+    try:
+        return name, json_text({"type": "object", **schema})
+    except ValueError as error:
+        raise BadRequest(f"{field}.function.parameters", f"cannot be written as JSON: {error}") from None
 
 
 def _typed_function(parts: Fields, field: str) -> Fields:

@@ -1,0 +1,44 @@
+"""Numbers of a JSON text that float64 lacks, with the digits that they were written with."""
+
+from __future__ import annotations
+
+import json
+from decimal import Decimal
+from typing import Any
+
+
+class WrittenNumber(float):
+    """The nearest number of float64, and the text of the number that float64 lacks."""
+
+    __slots__ = ("text",)
+    text: str
+
+
+def number_of(text: str) -> float:
+    """Read a number of JSON that is no whole number: a WrittenNumber if float64 lacks it.
+
+    >>> number_of("0.10"), type(number_of("0.10")).__name__, number_of("0.12345678901234567890").text
+    (0.1, 'float', '0.12345678901234567890')
+    """
+    found = float(text)
+    if Decimal(repr(found)) == Decimal(text):
+        return found
+    lacking = WrittenNumber(found)
+    lacking.text = text
+    return lacking
+
+
+def json_text(value: Any) -> str:
+    """Write a value as JSON, a WrittenNumber with its own digits. Raises ValueError and TypeError for what is no JSON,
+    or nested too deeply."""
+    try:
+        if isinstance(value, WrittenNumber):
+            return value.text
+        if isinstance(value, dict):  # a key may be a number, which JSON writes as a string
+            pairs = [f"{json.dumps({key: None})[1:-7]}: {json_text(each)}" for key, each in value.items()]
+            return f"{{{', '.join(pairs)}}}"
+        if isinstance(value, list | tuple):
+            return f"[{', '.join([json_text(each) for each in value])}]"
+        return json.dumps(value)
+    except RecursionError:
+        raise ValueError("it has too many objects and arrays in each other") from None
