@@ -21,7 +21,10 @@ MESSAGE = re.compile(
 QUOTING = re.compile(r"(?P<head>.*?): (?:at )?(?P<line>\d+)\(\d+\): (?P<reason>.*?)(?: \d+ \| .*)?")
 """A fault of a grammar, of which llguidance quotes the line and those around it."""
 KINDS = {"null", "boolean", "number", "string", "array", "object"}
-OVERLAP = "alternatives that may overlap cannot be enforced; use anyOf, or give them different types or constants"
+OVERLAP = (
+    "alternatives that may overlap, or whose constants are different numbers, arrays or objects, cannot be enforced; "
+    "use anyOf, or give them different types or constant strings"
+)
 
 
 def located(fault: str, form: str, text: str) -> str:
@@ -69,7 +72,7 @@ def _faults(reason: str, root: Json) -> Iterator[tuple[str, str]]:
 
 
 def _has(schema: Schema, match: re.Match[str]) -> Iterator[str]:
-    if schema.get(match[1], False) is not False:
+    if match[1] in schema and not (match[1] == "uniqueItems" and schema[match[1]] is False):
         yield match[1]
 
 
@@ -103,18 +106,24 @@ def _overlaps(schema: Schema, match: re.Match[str]) -> Iterator[str]:
 
 
 def _may_overlap(one: Json, two: Json) -> bool:
-    """True if two schemas' types and constants leave it open that a value is of both."""
+    """True if llguidance cannot tell from two schemas' types and constants that no value is of both."""
     if not _kinds(one) & _kinds(two):
         return False
     if not isinstance(one, dict) or not isinstance(two, dict):
         return True
     first, second = _constants(one), _constants(two)
     if first is not None and second is not None:
-        return any(each in second for each in first)
+        return any(not _told_apart(*pair) for pair in itertools.product(first, second))
     names = [each["properties"] if isinstance(each.get("properties"), dict) else {} for each in (one, two)]
     lists = [each.get("required") for each in (one, two)]
     required = [name for each in lists if isinstance(each, list) for name in each if isinstance(name, str)]
     return all(_may_overlap(names[0].get(name, True), names[1].get(name, True)) for name in required)
+
+
+def _told_apart(one: Json, other: Json) -> bool:
+    """True if two constants are of different types, or different strings or booleans."""
+    kinds = [float if type(each) is int else type(each) for each in (one, other)]
+    return kinds[0] is not kinds[1] or (isinstance(one, str | bool) and one != other)
 
 
 def _constants(schema: Schema) -> list[Json] | None:

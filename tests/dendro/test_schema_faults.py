@@ -29,6 +29,10 @@ FAULTS = [
     ("/format", STRING | {"format": "byte"}, "Unknown format: byte"),
     ("/oneOf", {"oneOf": [STRING, {"type": ["string", "null"]}]}, "may overlap"),
     ("/oneOf/1/oneOf", {"oneOf": [STRING, {"oneOf": [{"type": "number"}, {"type": "integer"}]}]}, "may overlap"),
+    ("/oneOf", {"oneOf": [{"const": 1}, {"const": "a"}, {"const": 2.5}]}, "different numbers, arrays or objects"),
+    ("/oneOf", {"oneOf": [{"enum": [[1], "a"]}, {"const": [2]}]}, "give them different types or constant strings"),
+    ("/unevaluatedProperties", {"unevaluatedProperties": False}, "unevaluatedProperties"),
+    ("/unevaluatedItems", {"unevaluatedItems": False}, "unevaluatedItems"),
     ("/pattern", STRING | {"pattern": "^(?!a)b"}, "look-around"),
     ("/pattern", STRING | {"pattern": "\\bfoo"}, "lookarounds"),
     ("/pattern", STRING | {"pattern": "(a)\\1"}, "backreferences"),
@@ -50,10 +54,11 @@ FAULTS = [
 @pytest.mark.parametrize("place, schema, reason", FAULTS, ids=[f"{each[0]} {each[2]}" for each in FAULTS])
 def test_what_llguidance_refuses_is_refused_with_its_place(place, schema, reason):
     """Among others of the kind that can be enforced, and behind references."""
+    distinct = {"oneOf": [{"const": "a"}, {"const": "b"}, {"const": 1}, {"const": True}]}
     fine = {"oneOf": [STRING, {"type": "null"}], "minLength": 1, "pattern": "[a-z]", "format": "date", "enum": ["x"]}
     whole = {
         "type": "object",
-        "properties": {"fine": fine, "a/b": schema | {}, "named": {"$ref": "#/$defs/unused"}},
+        "properties": {"fine": fine, "distinct": distinct, "a/b": schema | {}, "named": {"$ref": "#/$defs/unused"}},
         "$defs": {"unused": fine},
     }
     message = refusal(whole)
