@@ -174,6 +174,27 @@ def test_repeated_keys_do_not_count_for_min_properties():
     assert admits(compiled({"type": "object", "minProperties": 1}), '{"a":1}')
 
 
+def test_at_least_one_key_more_than_the_required_ones_is_enforced_unless_optional_keys_and_others_may_follow():
+    for least, declared, others, enforced in (
+        *((1, "ab", True, True), (2, "ab", True, False), (2, "ab", False, True), (2, "a", True, True)),
+        *((3, "a", True, False), (3, "abc", False, False)),
+    ):
+        schema = {"type": "object", "properties": dict.fromkeys(declared, True), "required": ["a"]}
+        schema |= {"minProperties": least, "additionalProperties": others}
+        if enforced:
+            assert admits(compiled(schema), '{"a":1}') == (least == 1)
+        else:
+            with pytest.raises(BadRequest, match="/minProperties: "):
+                compiled(schema)
+
+
+@pytest.mark.parametrize("pattern", ["x(^a|b)", "\\bfoo", "a\\B", "(?m)^a", "x^"])
+def test_an_anchor_that_would_look_around_is_refused(pattern):
+    with pytest.raises(BadRequest, match="lookarounds not supported"):
+        made(Structure.regex(pattern))
+    assert admits(made(Structure.regex("^a|(b$)")), "b")
+
+
 def test_intersections_keep_the_keys_of_both():
     one, two = {"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"type": "integer"}}, "required": ["b"]}
     grammar = compiled({"type": "object", "allOf": [one, two]})
