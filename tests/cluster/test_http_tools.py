@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from cluster.api.openai.tools import ArgumentsBudget, read_calls
 from cluster.config import DEMO_MODELS, Config
 from cluster.running import local_ingress
 from tests.support.edge import EdgePeers, ingress
@@ -222,6 +223,8 @@ async def cut_off(client) -> None:
         cut = (await client.chat.completions.create(**asked | {"max_tokens": most})).choices[0]
         assert cut.finish_reason == "length"
         assert (cut.message.tool_calls is None) == (most == 1), "a call has a name at least"
+        sent_back = [*HELLO, cut.message, {"role": "user", "content": "Go on."}]
+        assert (await client.chat.completions.create(**asked | {"messages": sent_back})).choices, "and is sent back"
 
 
 async def refused_templates(client) -> None:
@@ -299,28 +302,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"messages": [{"role": "assistant", "tool_calls": [call_of('{"a": [' + "[]," * 4_000 + "[]]}")] * 3}]},
         "messages[0].tool_calls[2].function.arguments",
     ),
-    "old arguments": (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{"}}],
-                }
-            ]
-        },
-        "messages[0].tool_calls[0].function.arguments",
-    ),
-    "arguments that are no JSON": (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [
-                        {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": NaN}'}}
-                    ],
-                }
-            ]
-        },
+    "arguments that are no object": (
+        {"messages": [{"role": "assistant", "tool_calls": [call_of("[1]")]}]},
         "messages[0].tool_calls[0].function.arguments",
     ),
 }
@@ -332,3 +315,9 @@ async def test_a_wrong_field_of_tools_is_refused_by_name(fields, param):
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(**{"model": "demo", "messages": HELLO} | fields)
         assert refused.value.param == param
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Os', '{"city": "Oslo"}}', '{"a": NaN}', "{" * 2000, "Oslo"])
+def test_a_template_gets_arguments_that_are_no_json_as_the_text_that_they_are(arguments):
+    (call,) = read_calls("tool_calls", [call_of(arguments)], ArgumentsBudget())
+    assert call["function"]["arguments"] == arguments

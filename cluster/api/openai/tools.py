@@ -128,7 +128,7 @@ class ArgumentsBudget:
 
 
 def read_calls(field: str, given: Sequence[Any], budget: ArgumentsBudget) -> list[dict[str, Any]]:
-    """The calls in an assistant's message. Their arguments are a JSON object's text, which templates read as values."""
+    """The calls in an assistant's message. Templates read their arguments as values."""
     calls = []
     for index, each in enumerate(given):
         at = f"{field}[{index}]"
@@ -149,10 +149,11 @@ def read_calls(field: str, given: Sequence[Any], budget: ArgumentsBudget) -> lis
     return calls
 
 
-def _arguments(field: str, text: str) -> dict[str, Any]:
+def _arguments(field: str, text: str) -> dict[str, Any] | str:
+    """A call's arguments as a template gets them. A call that `max_tokens` cut off has a text that is no JSON."""
     try:
         found = json_of(text)
-    except ValueError as error:
-        raise BadRequest(field, f"is not JSON: {error}") from None
+    except ValueError:
+        return text
     arguments: dict[str, Any] = typed(field, found, JsonType.OBJECT)
     return arguments
