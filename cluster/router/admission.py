@@ -342,19 +342,23 @@ class Admission:
     def _new_tokens(
         self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int], allowance: Allowance
     ) -> int:
-        """The answer's maximum length. The default is cut to the limit and to the room left; a requested number that
+        """The answer's maximum length. The default is cut to the limits and to the room left; a requested number that
         exceeds them is refused."""
         room = served.max_length - len(prompt)
         if room < 1:
             raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
-        limit = allowance.most_new_tokens(self._config.router.max_new_tokens)
-        count = min(self._config.router.default_new_tokens, limit, room)
+        most = self._config.router.max_new_tokens
+        limit = allowance.most_new_tokens(most)
+        default = min(self._config.router.default_new_tokens, limit, room)
+        count = allowance.within_minute(default, len(prompt), count_of_answers(request))
         if request.HasField("max_new_tokens"):
             count = request.max_new_tokens
-            if not count and not (request.echo and not request.session and not request.keep_session):
+            scores = request.echo and not request.session and not request.keep_session
+            if not count and not scores:
                 raise BadRequest("max_new_tokens", "is 0; only a request with `echo` and no session has no answer")
             if count > limit:
-                raise BadRequest("max_new_tokens", f"must lie in 0 to {limit}; got {count}")
+                named = f"; this key's limit `new_tokens` is {limit}" if limit < most else ""
+                raise BadRequest("max_new_tokens", f"must lie in {0 if scores else 1} to {limit}; got {count}{named}")
             if count > room:
                 raise BadRequest("max_new_tokens", f"is {count}, but the text has room for {room} more")
         if len(held) > count:

@@ -126,6 +126,12 @@ class Allowance:
         """Most new tokens of one of the key's answers. limit: the router's own, for all requests"""
         return limit if self.limits.new_tokens is None else min(limit, self.limits.new_tokens)
 
+    def within_minute(self, length: int, prompt: int, answers: int) -> int:
+        """A default length of answers, cut so that they and the prompt fit in the key's tokens of a minute; at least 1.
+        prompt: its tokens"""
+        limit = self.limits.tokens_per_minute
+        return length if limit is None else max(1, min(length, (limit - prompt) // answers))
+
     def take_answers(self, answers: int) -> None:
         """Count answers that begin. Raises LimitReached, or BadRequest for more answers than the limit."""
         limit = self.limits.answers
@@ -145,6 +151,10 @@ class Allowance:
         limit = self.limits.tokens_per_minute
         if limit is None:
             return 0
+        if prompt + min(new, 1) > limit:
+            raise BadRequest(
+                "prompt", f"makes a text of {prompt} tokens; this key's limit `tokens_per_minute` is {limit}"
+            )
         if prompt + new > limit:
             raise BadRequest(
                 "max_new_tokens",

@@ -13,7 +13,7 @@ from cluster.api.keys import ApiKeys, new_key, write_keys
 from cluster.api.openai import server as http_server
 from cluster.router.allowance import KeyLimits
 from tests.support.certificates import Authority
-from tests.support.http_api import HELLO, http_at, raw
+from tests.support.http_api import HELLO, http_at, post, raw
 
 CHAT = {"model": "demo", "messages": HELLO, "max_tokens": 2}
 
@@ -57,6 +57,18 @@ async def test_with_keys_any_host_is_served_and_pages_of_other_sites_are_not(tmp
         assert await status_of(server, "Host: api.example", known) == 200
         assert await status_of(server, "Host: api.example") == 401
         assert await status_of(server, "Host: api.example", known, "Origin: https://evil.example") == 403
+
+
+async def test_a_keys_limit_of_tokens_names_a_field_of_http_where_no_length_is_given(tmp_path):
+    text, key = new_key("alice", "alice", KeyLimits(tokens_per_minute=5))
+    write_keys(tmp_path / "keys.json", ApiKeys(keys=(key,)))
+    async with http_at(auth={"keys": tmp_path / "keys.json"}) as (server, _):
+        named = {"authorization": f"Bearer {text}"}
+        status, _, answer = await post(server, "/v1/completions", {"prompt": "abc", "n": 3}, **named)
+    assert (status, answer["error"]["param"]) == (400, "max_tokens")
+    assert answer["error"]["message"] == (
+        "max_tokens: makes 6 tokens with the prompt; this key's limit `tokens_per_minute` is 5"
+    )
 
 
 async def test_without_keys_any_host_is_served_where_other_machines_reach_the_server():

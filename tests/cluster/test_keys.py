@@ -260,9 +260,10 @@ def test_the_loopback_needs_no_keys(host, tmp_path):
 LIMITS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
     ({"answers": 2}, {"n": 3}, BadRequest, "n: is 3; this key's limit `answers` is 2"),
     ({"prompt_tokens": 5}, {}, BadRequest, "prompt: .* limit `prompt_tokens` is 5"),
-    ({"new_tokens": 4}, {"max_new_tokens": 5}, BadRequest, "max_new_tokens: must lie in 0 to 4"),
+    ({"new_tokens": 4}, {"max_new_tokens": 5}, BadRequest, "max_new_tokens: .* 1 to 4; .* limit `new_tokens` is 4"),
     ({"structures": False}, {"json": True}, BadRequest, "structure: .* limit `structures` is off"),
     ({"tokens_per_minute": 10}, {}, BadRequest, "max_new_tokens: makes 11 tokens .* `tokens_per_minute` is 10"),
+    ({"tokens_per_minute": 9}, {}, BadRequest, "prompt: makes a text of 9 tokens; .* `tokens_per_minute` is 9"),
 ]
 
 
@@ -278,10 +279,18 @@ async def test_a_request_that_a_key_never_may_send_is_refused_by_its_field(keys,
                 pass
 
 
-async def test_a_default_length_is_cut_to_the_keys(keys):
-    key = keys.add("alice", new_tokens=4)
+@pytest.mark.parametrize("limit", [{"new_tokens": 4}, {"tokens_per_minute": len(PROMPT) + 4}])
+async def test_a_default_length_is_cut_to_the_keys(keys, limit):
+    key = keys.add("alice", **limit)
     async with serving(keys) as address, AsyncClient(address, key=key) as client:
         assert len((await client.generate_text(PROMPT, ignore_end=True)).token_ids) == 4
+
+
+async def test_a_default_length_is_cut_so_that_all_answers_of_a_request_fit_in_the_keys_minute(keys):
+    key = keys.add("alice", tokens_per_minute=len(PROMPT) + 9)
+    async with serving(keys) as address, AsyncClient(address, key=key) as client:
+        answers = await client.generate_samples(PROMPT, n=2, ignore_end=True)
+    assert [len(each.token_ids) for each in answers] == [4, 4]
 
 
 async def test_requests_over_a_minutes_limit_are_refused_by_its_name_with_a_time_and_others_are_served(keys):

@@ -130,7 +130,7 @@ def http_request(
         if name in fields:
             kinds = (JsonType.STRING,) if name == "stop" else ()
             made[name] = fields.take(name, option.json_type, *kinds)
-    names = {"request_id": "Idempotency-Key", **names}
+    names = {"request_id": "Idempotency-Key", "max_new_tokens": LENGTHS[1], **names}
     for name in LENGTHS:
         if (value := fields.take(name, JsonType.INTEGER)) is not None:
             if made.get("max_new_tokens", value) != value:
