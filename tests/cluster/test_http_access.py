@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import ssl
 
@@ -47,6 +48,24 @@ async def test_a_web_page_of_another_site_cannot_use_a_server_on_the_loopback(se
             assert await status_of(server, f"Host: {host}") == 403
         for origin in FOREIGN_ORIGINS:
             assert await status_of(server, f"Host: 127.0.0.1:{port}", f"Origin: {origin}") == 403
+
+
+NO_REQUESTS = {
+    "long header": (head("Host: 127.0.0.1", "X: " + "a" * 30_000), "buffer"),
+    "two hosts": (head("Host: 127.0.0.1", "Host: 127.0.0.1"), "Host"),
+    "two lengths": (head("Host: 127.0.0.1", "Content-Length: 1", "Content-Length: 2"), "Content-Length"),
+    "path beyond ASCII": ("GET /caf\u00e9 HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode(), "request line"),
+    "TLS": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "request line"),
+}
+
+
+@pytest.mark.parametrize(("data", "reason"), NO_REQUESTS.values(), ids=NO_REQUESTS)
+async def test_what_is_no_request_of_http_gets_an_error_in_json_with_the_reason(data, reason):
+    async with http_at() as (server, _):
+        status, headers, body = await raw(server, data, more=True)
+    error = json.loads(body)["error"]
+    assert (status, headers["content-type"], headers["connection"]) == (400, "application/json", "close")
+    assert (error["type"], error["code"]) == ("invalid_request_error", "BadRequest") and reason in error["message"]
 
 
 async def test_with_keys_any_host_is_served_and_pages_of_other_sites_are_not(tmp_path):

@@ -10,13 +10,14 @@ from typing import Any
 
 import h11
 import uvicorn
-from dendro.errors import EngineFailed, Overloaded, PeerLost
+from dendro.errors import EngineFailed, Overloaded, PeerLost, one_line
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.api.callers import Callers
 from cluster.api.grpc import HANDSHAKE_S, READ_GRACE_S, address_of, most_connections
 from cluster.api.openai.app import application
 from cluster.api.openai.bodies import BODY_S
+from cluster.api.openai.errors import HttpRefused, failure_of
 from cluster.api.openai.serving import BREAK_CONNECTION
 from cluster.api.places import Places, network_of
 from cluster.api.requests import CUT_S, RunningRequests
@@ -44,9 +45,17 @@ ACCEPT_AGAIN_S = 0.1
 class _Requests(h11.Connection):
     """Reads the requests of a connection, whose bodies have a bounded number of chunks."""
 
+    fault = ""  # why what came is no request
     _chunks = 0
 
     def next_event(self) -> Any:
+        try:
+            return self._next_bounded()
+        except h11.RemoteProtocolError as error:
+            self.fault = str(error)
+            raise
+
+    def _next_bounded(self) -> Any:
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = 0
@@ -64,7 +73,7 @@ class _Connection(H11Protocol):
     def __init__(self, request_s: float, *args: Any, **options: Any) -> None:
         """request_s: seconds that a request may take until its answer is written, its body's included"""
         super().__init__(*args, **options)
-        self.conn = _Requests(h11.SERVER, HEADER_BYTES)
+        self.conn = self._asked = _Requests(h11.SERVER, HEADER_BYTES)
         self.app_state = {BREAK_CONNECTION: self.abort}
         self.lost = self.loop.create_future()
         self._request_s = request_s
@@ -99,7 +108,13 @@ class _Connection(H11Protocol):
         if self.cycle is not None:
             self.cycle.disconnected = True  # else the request whose body is invalid would send an answer, too
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
+            failure = failure_of(HttpRefused(400, one_line(f"the request is not valid HTTP: {self._asked.fault}")), "")
+            length = str(len(failure.body))
+            headers = {"content-type": "application/json", "content-length": length, "connection": "close"}
+            answer = h11.Response(status_code=failure.status, headers=[*headers.items()], reason=b"Bad Request")
+            for event in (answer, h11.Data(data=failure.body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            self.transport.close()
         else:  # an answer has begun, or been sent, before the body was read
             self.abort()
 
