@@ -345,8 +345,10 @@ class Admission:
         """The answer's maximum length. The default is cut to the limits and to the room left; a requested number that
         exceeds them is refused."""
         room = served.max_length - len(prompt)
+        context = f", as this model's maximum context length is {served.max_length}"  # words that clients look for
         if room < 1:
-            raise BadRequest("prompt", f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}")
+            fault = f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}{context}"
+            raise BadRequest("prompt", fault, too_long=True)
         most = self._config.router.max_new_tokens
         limit = allowance.most_new_tokens(most)
         default = min(self._config.router.default_new_tokens, limit, room)
@@ -360,7 +362,8 @@ class Admission:
                 named = f"; this key's limit `new_tokens` is {limit}" if limit < most else ""
                 raise BadRequest("max_new_tokens", f"must lie in {0 if scores else 1} to {limit}; got {count}{named}")
             if count > room:
-                raise BadRequest("max_new_tokens", f"is {count}, but the text has room for {room} more")
+                fault = f"is {count}, but the text has room for {room} more{context}"
+                raise BadRequest("max_new_tokens", fault, too_long=True)
         if len(held) > count:
             raise BadRequest("resume.token_ids", f"has {len(held)} ids; the answer has at most {count}")
         return count

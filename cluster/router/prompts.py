@@ -212,7 +212,8 @@ def _in_vocabulary(ids: list[int], served: Served) -> list[int]:
 async def checked_ids(name: str, raw: Sequence[int], served: Served) -> list[int]:
     """Check ids, and return them as a list. More ids than a text may have are refused before the list is made."""
     if len(raw) > served.max_length:
-        raise BadRequest(name, f"has {len(raw)} ids; a text has at most {served.max_length}")
+        fault = f"has {len(raw)} ids; a text has at most {served.max_length}"
+        raise BadRequest(name, fault, too_long=name == "prompt.token_ids")
     return await off_loop(len(raw), lambda: _below_vocabulary(name, raw, served.vocabulary))
 
 

@@ -55,14 +55,16 @@ class BadRequest(DendroError):
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, field: str, reason: str) -> None:
+    def __init__(self, field: str, reason: str, too_long: bool = False) -> None:
+        """too_long: whether the text has more tokens than the target can hold"""
         super().__init__(f"{field}: {reason}")
         self.field = field
         self.reason = reason
+        self.too_long = too_long
 
-    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        """Unpickled as it was made, from a field and a reason: a replica's errors are sent as pickles by Ray."""
-        return type(self), (self.field, self.reason)
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str, bool]]:
+        """Unpickled as it was made, from its arguments: a replica's errors are sent as pickles by Ray."""
+        return type(self), (self.field, self.reason, self.too_long)
 
 
 class NotFound(DendroError):

@@ -42,6 +42,8 @@ RETRY_AFTER_S = 1
 """Seconds in `Retry-After`, of an error after which the same request may be sent again."""
 LINE = re.compile(r"line (\d+), %json: ")
 """Beginning of the fault of a schema in a grammar."""
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for a text with more tokens than the target can hold, for which clients look to shorten it."""
 RETRIED = (Overloaded, PeerLost)
 NOT_REPEATED = {"x-should-retry": "false"}
 """Tells OpenAI's clients not to send the request again by themselves, as they do after a 409 and a 5xx."""
@@ -106,7 +108,8 @@ def failure_of(error: BaseException, request_id: str, names: Mapping[str, str] |
         if (found := LINE.match(fault)) and (named := line_field(field, int(found[1]))) in (names or {}):
             field, fault = named, fault[found.end() :]
         param = one_line(renamed(field, names or {}))
-        return Failure(status, one_line(f"{param}: {fault}"), param, reason, headers)
+        word = TOO_LONG if error.too_long else reason
+        return Failure(status, one_line(f"{param}: {fault}"), param, word, headers)
     return Failure(status, details, None, reason, headers)
 
 
@@ -131,7 +134,7 @@ def naming(names: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except BadRequest as error:
-        raise BadRequest(renamed(error.field, names), error.reason) from None
+        raise BadRequest(renamed(error.field, names), error.reason, error.too_long) from None
 
 
 def to_json(value: Any) -> bytes:

@@ -1,0 +1,33 @@
+"""OpenAI's HTTP API: what its errors say. Over real sockets."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.edge import MAX_LENGTH
+from tests.support.http_api import HELLO, http_at, post
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+async def error_of(path, body, **headers):
+    async with http_at() as (server, _):
+        status, _, answer = await post(server, path, body, **headers)
+    return status, answer["error"]
+
+
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+        (COMPLETIONS, {"prompt": "a" * MAX_LENGTH}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * MAX_LENGTH}, "prompt"),
+        (COMPLETIONS, {"prompt": [5] * 600}, "prompt"),
+        (COMPLETIONS, {"prompt": "a" * 500, "max_tokens": 20}, "max_tokens"),
+        (CHAT, {"messages": HELLO, "max_completion_tokens": 500}, "max_completion_tokens"),
+    ],
+)
+async def test_a_text_that_the_target_cannot_hold_has_openais_code_for_it(path, body, param):
+    status, error = await error_of(path, body)
+    assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
+    assert error["message"].startswith(f"{param}: ") and str(MAX_LENGTH) in error["message"]
