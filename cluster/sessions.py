@@ -117,7 +117,7 @@ class Sessions(Protocol):
 
 def unknown_session() -> NotFound:
     """The error for a token without a session, always the same."""
-    return NotFound("session: there is no such session")
+    return NotFound("session: there is no such session, or it has expired; begin another with the whole conversation")
 
 
 def _written_first() -> Conflict:

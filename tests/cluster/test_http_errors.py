@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.edge import MAX_LENGTH
+from cluster.router.ingress import Ingress
+from cluster.sessions import MemorySessions
+from tests.support.edge import MAX_LENGTH, SERVED, EdgePeers, config
 from tests.support.http_api import HELLO, http_at, post
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -31,3 +33,18 @@ async def test_a_text_that_the_target_cannot_hold_has_openais_code_for_it(path, 
     status, error = await error_of(path, body)
     assert (status, error["param"], error["code"]) == (400, param, "context_length_exceeded")
     assert error["message"].startswith(f"{param}: ") and str(MAX_LENGTH) in error["message"]
+
+
+@pytest.mark.parametrize("model", [None, "demo"])
+@pytest.mark.parametrize("names", [("demo",), ("demo", "other")], ids=["one target", "two targets"])
+async def test_an_unknown_session_is_named_by_its_field_with_what_to_do(model, names):
+    served = config(targets={name: {"checkpoint": name} for name in names})
+    asked = {"model": model, "messages": HELLO, "dendro": {"session": "none"}}
+    made = Ingress(served, EdgePeers(), MemorySessions(), dict.fromkeys(names, SERVED["demo"]))
+    async with http_at(served_ingress=made) as (server, _):
+        status, _, answer = await post(server, CHAT, asked)
+    error = answer["error"]
+    assert (status, error["param"], error["code"]) == (404, "dendro.session", "session-unknown")
+    assert error["message"] == (
+        "dendro.session: there is no such session, or it has expired; begin another with the whole conversation"
+    )

@@ -26,7 +26,7 @@ from cluster.api.openai.bodies import BodyReader
 from cluster.api.openai.chat import chat_of, read_chat
 from cluster.api.openai.completions import read_completion
 from cluster.api.openai.errors import HttpRefused, failure_of, naming, to_json
-from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, session_of
+from cluster.api.openai.fields import EXTENDED, Fields, HttpRequest, Tokenizers, session_of
 from cluster.api.openai.pages import check_page
 from cluster.api.openai.serving import AnswerResponse
 from cluster.api.requests import RunningRequests
@@ -115,7 +115,7 @@ class HttpApi:
                 if isinstance(error, NO_FAULTS):
                     raise
                 self._ingress.totals.failed(error)
-                failure = failure_of(error, "before it began")
+                failure = failure_of(error, "before it began", EXTENDED)
                 return _json(failure.fields, failure.status, failure.headers)
 
         return guard

@@ -103,6 +103,10 @@ def failure_of(error: BaseException, request_id: str, names: Mapping[str, str] |
         headers["retry-after"] = str(max(math.ceil(wait_s), RETRY_AFTER_S))
     elif isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
+    if isinstance(error, NotFound):  # a session
+        field, _, fault = details.partition(": ")
+        param = renamed(field, names or {})
+        return Failure(status, f"{param}: {fault}", param, reason, headers)
     if isinstance(error, BadRequest):
         field, fault = error.field, error.reason
         if (found := LINE.match(fault)) and (named := line_field(field, int(found[1]))) in (names or {}):

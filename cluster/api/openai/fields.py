@@ -37,8 +37,8 @@ LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 """Names of `max_new_tokens`."""
 EXTENSION = "dendro"
 """The key of fields that OpenAI's API has no place for, in requests and in answers."""
-EXTENDED = ("session", "keep_session", "speculation", "trees")
-"""Options that are fields under that key."""
+EXTENDED = {name: f"{EXTENSION}.{name}" for name in ("session", "keep_session", "speculation", "trees")}
+"""HTTP's names of options that are fields under that key."""
 ACCEPTED: Mapping[str, tuple[Any, ...] | None] = {
     "user": None,
     "metadata": None,
@@ -153,7 +153,7 @@ def http_request(
         raise BadRequest("stream_options", "is given without stream")
     extension = Fields(fields.take(EXTENSION, JsonType.OBJECT) or {}, f"{EXTENSION}.")
     made |= _extension(extension)
-    names = names | {name: f"{EXTENSION}.{name}" for name in EXTENDED}
+    names = names | EXTENDED
     stream_options = Fields(given or {}, "stream_options.")
     include_usage = stream_options.take("include_usage", JsonType.BOOLEAN) or False
     stream_options.take("include_obfuscation", JsonType.BOOLEAN)  # has no effect: no text is added
