@@ -68,6 +68,15 @@ async def test_what_is_no_request_of_http_gets_an_error_in_json_with_the_reason(
     assert (error["type"], error["code"]) == ("invalid_request_error", "BadRequest") and reason in error["message"]
 
 
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+async def test_a_call_of_http_1_0_which_names_no_host_comes_from_no_browser_and_is_served(path):
+    """Every browser sends a Host; health checks of HTTP/1.0 do not."""
+    async with http_at() as (server, _):
+        for lines, expected in ((), 200), (("Origin: http://127.0.0.1",), 403):
+            asked = "\r\n".join((f"GET {path} HTTP/1.0", *lines, "", "")).encode()
+            assert (await raw(server, asked, more=True))[0] == expected
+
+
 async def test_with_keys_any_host_is_served_and_pages_of_other_sites_are_not(tmp_path):
     text, key = new_key("alice", "alice", KeyLimits())
     write_keys(tmp_path / "keys.json", ApiKeys(keys=(key,)))

@@ -20,9 +20,9 @@ _HOST = re.compile(r"(?:\[([^]]*)\]|([^:]*))(?::\d*)?")
 
 def check_page(headers: Mapping[str, str], loopback_alone: bool) -> None:
     """Raise HttpRefused for a call of a foreign page. loopback_alone: whether `Host` must name this machine, as whoever
-    reaches it may call"""
-    host = headers.get("host", "")
-    if loopback_alone and not is_loopback(_name_of(host)):
+    reaches it may call. A call without a `Host`, which HTTP/1.0 allows, is of no browser: all of them send it"""
+    host = headers.get("host")
+    if loopback_alone and host is not None and not is_loopback(_name_of(host)):
         raise HttpRefused(FORBIDDEN, "names another host; a server without keys answers for the loopback alone", "host")
     origin = headers.get("origin")
     if origin is not None and (not host or origin.partition("://")[2].lower() != host.lower()):
