@@ -48,3 +48,10 @@ async def test_an_unknown_session_is_named_by_its_field_with_what_to_do(model, n
     assert error["message"] == (
         "dendro.session: there is no such session, or it has expired; begin another with the whole conversation"
     )
+
+
+@pytest.mark.parametrize("given", [{"type": "json_schema"}, {"type": "json_schema", "json_schema": None}])
+async def test_a_response_format_without_its_schema_is_refused_by_name(given):
+    status, error = await error_of(CHAT, {"messages": HELLO, "response_format": given})
+    assert (status, error["param"]) == (400, "response_format.json_schema")
+    assert error["message"] == "response_format.json_schema: is missing"

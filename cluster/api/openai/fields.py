@@ -210,7 +210,10 @@ def _format(fields: Fields) -> Structure | None:
         case "json_object":
             made = Structure.json_schema({"type": "object"})
         case "json_schema":
-            given = Fields(fields.take("json_schema", JsonType.OBJECT) or {}, "response_format.json_schema.")
+            described = fields.take("json_schema", JsonType.OBJECT)
+            if described is None:
+                raise BadRequest("response_format.json_schema", "is missing")
+            given = Fields(described, "response_format.json_schema.")
             for name in ("name", "description"):  # unused: no model reads them
                 given.take(name, JsonType.STRING)
             given.take("strict", JsonType.BOOLEAN)  # a structure is always enforced
