@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from dendro.errors import BadRequest
 
+from cluster.api.openai.completions import read_completion
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
-from tests.support.edge import MAX_LENGTH, SERVED, EdgePeers, config
+from tests.support.edge import MAX_LENGTH, SERVED, ByteTokenizer, EdgePeers, config
 from tests.support.http_api import HELLO, http_at, post
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -55,3 +57,12 @@ async def test_a_response_format_without_its_schema_is_refused_by_name(given):
     status, error = await error_of(CHAT, {"messages": HELLO, "response_format": given})
     assert (status, error["param"]) == (400, "response_format.json_schema")
     assert error["message"] == "response_format.json_schema: is missing"
+
+
+def test_ignore_eos_is_another_name_of_ignore_end():
+    both = {"ignore_eos": True, "ignore_end": True}
+    for fields, expected in (({}, False), ({"ignore_eos": True}, True), (both, True)):
+        asked, _ = read_completion({"prompt": "a"} | fields, "id", lambda _: ByteTokenizer())
+        assert asked.message.ignore_end == expected
+    with pytest.raises(BadRequest, match=r"^ignore_eos: is true, and ignore_end is not"):
+        read_completion({"prompt": "a", "ignore_eos": True, "ignore_end": False}, "id", lambda _: ByteTokenizer())

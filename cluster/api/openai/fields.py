@@ -35,6 +35,8 @@ PLAIN = {name: option for name, option in OPTIONS.items() if name not in MAPPED}
 """Options under their declared names, in their declared types."""
 LENGTHS = ("max_completion_tokens", "max_tokens", "max_new_tokens")
 """Names of `max_new_tokens`."""
+IGNORE_EOS = "ignore_eos"
+"""vLLM's name of `ignore_end`, which benchmark clients send."""
 EXTENSION = "dendro"
 """The key of fields that OpenAI's API has no place for, in requests and in answers."""
 EXTENDED = {name: f"{EXTENSION}.{name}" for name in ("session", "keep_session", "speculation", "trees")}
@@ -112,6 +114,11 @@ def session_of(body: Mapping[str, Any]) -> str:
     return found if isinstance(found, str) else ""
 
 
+def in_json(value: object) -> str:
+    """A wrong value in an error's words; `true` and `false` as JSON writes them."""
+    return shown(value).lower() if isinstance(value, bool) else shown(value)
+
+
 def typed(field: str, value: Any, *kinds: JsonType) -> Any:
     """The value. Raises BadRequest, naming the field, where it is of none of these types."""
     for kind in kinds:
@@ -136,6 +143,10 @@ def http_request(
             if made.get("max_new_tokens", value) != value:
                 raise BadRequest(name, f"is {value}, and {names['max_new_tokens']} is another number; give one of them")
             made["max_new_tokens"], names = value, names | {"max_new_tokens": name}
+    if (ignored := fields.take(IGNORE_EOS, JsonType.BOOLEAN)) is not None:
+        if made.get("ignore_end", ignored) != ignored:
+            raise BadRequest(IGNORE_EOS, f"is {in_json(ignored)}, and ignore_end is not; give one of them")
+        made["ignore_end"] = ignored
     if (seed := fields.take("seed", JsonType.INTEGER)) is not None:
         made["seed"] = seed % (1 << SEED_BITS) if -(1 << SEED_BITS - 1) <= seed < 0 else seed
     if (biases := fields.take("logit_bias", JsonType.OBJECT)) is not None:
