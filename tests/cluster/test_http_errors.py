@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from dendro.errors import BadRequest
+from dendro.errors import BadRequest, LimitReached
 
 from cluster.api.openai.completions import read_completion
+from cluster.api.openai.errors import failure_of
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 from tests.support.edge import MAX_LENGTH, SERVED, ByteTokenizer, EdgePeers, config
@@ -66,3 +67,8 @@ def test_ignore_eos_is_another_name_of_ignore_end():
         assert asked.message.ignore_end == expected
     with pytest.raises(BadRequest, match=r"^ignore_eos: is true, and ignore_end is not"):
         read_completion({"prompt": "a", "ignore_eos": True, "ignore_end": False}, "id", lambda _: ByteTokenizer())
+
+
+@pytest.mark.parametrize(("wait_s", "header"), [(0.2, "1"), (59.5, "60"), (61.0, "60")])
+def test_retry_after_is_at_most_the_60_s_beyond_which_openais_clients_ignore_it(wait_s, header):
+    assert failure_of(LimitReached("tokens_per_minute: used up", wait_s), "a").headers["retry-after"] == header

@@ -42,6 +42,8 @@ RETRY_AFTER_S = 1
 """Seconds in `Retry-After`, of an error after which the same request may be sent again."""
 LINE = re.compile(r"line (\d+), %json: ")
 """Beginning of the fault of a schema in a grammar."""
+MOST_RETRY_AFTER_S = 60
+"""OpenAI's clients ignore a longer time, and send the request again at once."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a text with more tokens than the target can hold, for which clients look to shorten it."""
 RETRIED = (Overloaded, PeerLost)
@@ -100,7 +102,7 @@ def failure_of(error: BaseException, request_id: str, names: Mapping[str, str] |
         headers |= NOT_REPEATED
     elif isinstance(error, RETRIED):
         wait_s = error.retry_after_s if isinstance(error, LimitReached) else 0.0
-        headers["retry-after"] = str(max(math.ceil(wait_s), RETRY_AFTER_S))
+        headers["retry-after"] = str(min(max(math.ceil(wait_s), RETRY_AFTER_S), MOST_RETRY_AFTER_S))
     elif isinstance(error, Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, NotFound):  # a session
