@@ -10,7 +10,7 @@ from cluster.api.openai.errors import failure_of
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 from tests.support.edge import MAX_LENGTH, SERVED, ByteTokenizer, EdgePeers, config
-from tests.support.http_api import HELLO, http_at, post
+from tests.support.http_api import HELLO, http_at, post, raw
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -72,3 +72,11 @@ def test_ignore_eos_is_another_name_of_ignore_end():
 @pytest.mark.parametrize(("wait_s", "header"), [(0.2, "1"), (59.5, "60"), (61.0, "60")])
 def test_retry_after_is_at_most_the_60_s_beyond_which_openais_clients_ignore_it(wait_s, header):
     assert failure_of(LimitReached("tokens_per_minute: used up", wait_s), "a").headers["retry-after"] == header
+
+
+@pytest.mark.parametrize(("target", "expected"), [("/v1/models", 200), ("/none?/v1/models", 404), ("", 200)])
+@pytest.mark.parametrize("scheme", ["http", "HTTP", "https"])
+async def test_a_request_whose_target_is_a_whole_address_is_answered_as_that_of_its_path(scheme, target, expected):
+    async with http_at() as (server, _):
+        asked = f"GET {scheme}://{server.address}{target} HTTP/1.1\r\nHost: {server.address}\r\n\r\n"
+        assert (await raw(server, asked.encode(), more=True))[0] == expected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -34,6 +35,8 @@ MOST_CHUNKS = 1 << 12
 MOST_AHEAD = 1 << 16
 """Bytes after a request, of those that follow it, which a connection reads before the request's answer is sent: it does
 not see that its client has left while it does not read."""
+ORIGIN = re.compile(rb"https?://[^/?]*/?", re.IGNORECASE)
+"""What comes before the path where a request's target is a whole address (RFC 9112, 3.2.2)."""
 ENDS = frozenset({b"content-length", b"transfer-encoding"})
 """Headers that name a body's end."""
 WAITING = 2048
@@ -59,6 +62,13 @@ class _Requests(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = 0
+            if named := ORIGIN.match(event.target):
+                event = h11.Request(
+                    method=event.method,
+                    headers=event.headers,
+                    target=b"/" + event.target[named.end() :],
+                    http_version=event.http_version,
+                )
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             if self._chunks > MOST_CHUNKS:
