@@ -80,3 +80,24 @@ async def test_a_request_whose_target_is_a_whole_address_is_answered_as_that_of_
     async with http_at() as (server, _):
         asked = f"GET {scheme}://{server.address}{target} HTTP/1.1\r\nHost: {server.address}\r\n\r\n"
         assert (await raw(server, asked.encode(), more=True))[0] == expected
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"max_token": 5}, "max_token: is not supported by this server; the nearest name is max_tokens"),
+        ({"top_kk": 5}, "top_kk: is not supported by this server; the nearest name is top_k"),
+        ({"reasoning_effort": "low"}, "reasoning_effort: is not supported by this server"),
+        (
+            {"dendro": {"sesion": "a"}},
+            "dendro.sesion: is not supported by this server; the nearest name is dendro.session",
+        ),
+        ({"m" * 100_000: 1}, f"{'m' * 58}: is not supported by this server"),
+        ({"temperature": True}, "temperature: must be a number; got true"),
+        ({"store": True}, "store: is true; only false is accepted, and has no effect"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+async def test_a_refused_field_is_shown_as_json_with_the_nearest_name_of_one_that_is_read(fields, message):
+    _, error = await error_of(CHAT, {"messages": HELLO} | fields)
+    assert error["message"] == message

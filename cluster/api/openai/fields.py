@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from dendro.answer import Prompt, build_request
@@ -59,6 +60,9 @@ REFUSED = {
     "function_call": "is an old form; send `tool_choice`",
 }
 """Fields of OpenAI's API that are refused, with the reason. Other unknown fields are refused, too."""
+NEAR, LONGEST_NAME = 0.8, 64
+"""The least likeness (difflib's ratio) of an unknown field to the one that its refusal names, and the most characters
+of a name that is compared."""
 _WORDS = {
     JsonType.NUMBER: (int | float, "a number"),
     JsonType.INTEGER: (int, "a whole number"),
@@ -85,12 +89,15 @@ class Fields:
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
         self._left = {name: value for name, value in body.items() if value is not None}
         self._path = path
+        self._read: set[str] = set()  # names that were looked for
 
     def __contains__(self, name: str) -> bool:
+        self._read.add(name)
         return name in self._left
 
     def take(self, name: str, *kinds: JsonType) -> Any:
         """The value of a field, which is of one of these types; None where it is absent. Raises BadRequest."""
+        self._read.add(name)
         value = self._left.pop(name, None)
         return None if value is None else typed(self._path + name, value, *kinds)
 
@@ -101,10 +108,13 @@ class Fields:
             if field in ACCEPTED:
                 accepted = ACCEPTED[field]
                 if accepted is not None and all(value != each or type(value) is not type(each) for each in accepted):
-                    words = " or ".join(map(shown, accepted))
-                    raise BadRequest(field, f"is {shown(value)}; only {words} is accepted, and has no effect")
+                    words = " or ".join(map(in_json, accepted))
+                    raise BadRequest(field, f"is {in_json(value)}; only {words} is accepted, and has no effect")
             else:
-                raise BadRequest(shown(field)[1:-1], REFUSED.get(field, "is not supported by this server"))
+                fault = "is not supported by this server"
+                if len(name) <= LONGEST_NAME and (near := get_close_matches(name, sorted(self._read), 1, NEAR)):
+                    fault += f"; the nearest name is {self._path}{near[0]}"
+                raise BadRequest(shown(field)[1:-1], REFUSED.get(field, fault))
 
 
 def session_of(body: Mapping[str, Any]) -> str:
@@ -124,7 +134,7 @@ def typed(field: str, value: Any, *kinds: JsonType) -> Any:
     for kind in kinds:
         if isinstance(value, _WORDS[kind][0]) and isinstance(value, bool) == (kind is JsonType.BOOLEAN):
             return value
-    raise BadRequest(field, f"must be {' or '.join(_WORDS[kind][1] for kind in kinds)}; got {shown(value)}")
+    raise BadRequest(field, f"must be {' or '.join(_WORDS[kind][1] for kind in kinds)}; got {in_json(value)}")
 
 
 def http_request(
