@@ -101,3 +101,10 @@ async def test_a_request_whose_target_is_a_whole_address_is_answered_as_that_of_
 async def test_a_refused_field_is_shown_as_json_with_the_nearest_name_of_one_that_is_read(fields, message):
     _, error = await error_of(CHAT, {"messages": HELLO} | fields)
     assert error["message"] == message
+
+
+async def test_a_wrong_path_is_answered_with_openais_paths_and_a_wrong_method_with_its_own_code():
+    _, error = await error_of("/chat/completions", {})
+    assert error["code"] == "NotFound" and "/v1/chat/completions" in error["message"]
+    status, error = await error_of("/v1/models", {})
+    assert (status, error["code"]) == (405, "MethodNotAllowed")

@@ -84,8 +84,12 @@ def _json(value: Any, status: int = 200, headers: Mapping[str, str] | None = Non
 
 async def _not_routed(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    words = {404: "there is no such path", 405: f"the method {shown(request.method)} is not one of this path"}
-    refused = HttpRefused(error.status_code, words.get(error.status_code, "the request is refused"), None, "NotFound")
+    if error.status_code == 405:
+        words, code = f"the method {shown(request.method)} is not one of this path", "MethodNotAllowed"
+    else:
+        words = "there is no such path; there are /v1/chat/completions, /v1/completions and /v1/models, among others"
+        code = "NotFound"
+    refused = HttpRefused(error.status_code, words, None, code)
     failure = failure_of(refused, "")
     return _json(failure.fields, failure.status, {**failure.headers, **(error.headers or {})})
 
