@@ -108,3 +108,9 @@ async def test_a_wrong_path_is_answered_with_openais_paths_and_a_wrong_method_wi
     assert error["code"] == "NotFound" and "/v1/chat/completions" in error["message"]
     status, error = await error_of("/v1/models", {})
     assert (status, error["code"]) == (405, "MethodNotAllowed")
+
+
+async def test_a_body_may_begin_with_a_byte_order_mark():
+    async with http_at() as (server, _):
+        status, _, _ = await post(server, COMPLETIONS, b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}')
+    assert status == 200

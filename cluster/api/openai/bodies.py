@@ -124,7 +124,7 @@ def _too_long() -> HttpRefused:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        value = json_of(body.decode(), distinct)
+        value = json_of(body.decode("utf-8-sig"), distinct)
     except ValueError as error:  # an encoding's error is a ValueError
         raise HttpRefused(400, f"the body is not JSON: {error}") from None
     if not isinstance(value, dict):
