@@ -114,3 +114,8 @@ async def test_a_body_may_begin_with_a_byte_order_mark():
     async with http_at() as (server, _):
         status, _, _ = await post(server, COMPLETIONS, b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 1}')
     assert status == 200
+
+
+async def test_a_stop_that_is_one_empty_text_is_refused_by_the_name_that_was_sent():
+    _, error = await error_of(CHAT, {"messages": HELLO, "stop": ""})
+    assert (error["param"], error["message"]) == ("stop", "stop: is empty; a stop string has at least one character")

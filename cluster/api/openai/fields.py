@@ -147,6 +147,8 @@ def http_request(
         if name in fields:
             kinds = (JsonType.STRING,) if name == "stop" else ()
             made[name] = fields.take(name, option.json_type, *kinds)
+    if made.get("stop") == "":
+        raise BadRequest("stop", "is empty; a stop string has at least one character")
     names = {"request_id": "Idempotency-Key", "max_new_tokens": LENGTHS[1], **names}
     for name in LENGTHS:
         if (value := fields.take(name, JsonType.INTEGER)) is not None:
