@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
 from dendro.arguments import ascii_of
@@ -13,6 +14,9 @@ SHUNNED_S = 5.0
 """Seconds for which an address at which a call broke is passed over while there are others."""
 FULL_S = 1.0
 """Seconds for which an address that is full is passed over while there are others."""
+HOST_PORT = re.compile(r"(\[[^][/]+\]|[^][:/\s]+):\d{1,5}")
+GRPC_FORMS = ("dns:", "unix:", "unix-abstract:", "vsock:", "ipv4:", "ipv6:", "xds:")
+"""Beginnings of addresses that gRPC reads itself, such as `dns:///HOST:PORT` and `unix:PATH`."""
 
 
 class Rotation:
@@ -20,13 +24,18 @@ class Rotation:
     FULL_S ago. Where that leaves none, the one whose time is over first."""
 
     def __init__(self, addresses: str, clock: Clock = time.monotonic) -> None:
-        """addresses: `host:port`, several separated by commas. Raises BadRequest where there is none."""
+        """addresses: `host:port`, several separated by commas. Raises BadRequest where there is none, and for one in
+        another form that is not gRPC's own: gRPC would call port 443."""
         given = ascii_of("address", addresses).split(",")
         self.addresses = tuple(dict.fromkeys(each.strip() for each in given if each.strip()))
         if not self.addresses:
             raise BadRequest("address", f"{addresses!r} names no host:port")
         self._clock = clock
         for each in self.addresses:
+            if not each.startswith(GRPC_FORMS) and not HOST_PORT.fullmatch(each):
+                raise BadRequest(
+                    "address", f"{each!r} is no host:port, such as 127.0.0.1:9000, without http:// before it"
+                )
             port = each.rpartition(":")[2]
             if port.isdecimal() and not 0 < int(port) < 1 << 16:
                 raise BadRequest("address", f"{each} has no port from 1 to 65535")
