@@ -30,8 +30,13 @@ BROKEN = frozenset(
 """Codes that, without our own reason, mean that the connection broke."""
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 2.0
-WARNED_AFTER_S = 5.0
+WARNED_AFTER_S = 3.0
 """Seconds for which all calls of a request have failed when that is logged."""
+HINTS = {
+    "Connection refused": "is a cluster running there? `dendro serve` prints its address",
+    "http1.x server": "the port is one of HTTP; `dendro serve` prints the address for gRPC first",
+}
+"""Advice for gRPC's errors of connections that cannot be made, by words of theirs."""
 OVER_LIMIT, OWN_RECEIPT = "message larger than max", "CLIENT: Received"
 """Words in gRPC's error for a message over a limit, and in that for an answer over the client's own limit."""
 
@@ -83,7 +88,8 @@ class Attempts:
                 raise failed from error
         else:
             details = error.details() or error.code().name if error is not None else "it ended without its last event"
-            failed = PeerLost(f"the stream broke: {details}")
+            hint = next((f": {hint}" for words, hint in HINTS.items() if words in details), "")
+            failed = PeerLost(f"the stream broke: {details}{hint}")
             rotation.broke(address)
             self._refused.clear()
         self._last = failed

@@ -220,6 +220,20 @@ async def test_at_the_deadline_the_error_has_the_reason_of_the_last_call(ask, wh
     assert bool(servicer.requests) == (where == "stuck")
 
 
+async def test_the_error_of_a_port_that_is_closed_or_speaks_http_says_where_the_address_is_found(ask):
+    with pytest.raises(PeerLost, match="Connection refused: is a cluster running there. `dendro serve` prints its"):
+        await ask("127.0.0.1:1", timeout_s=0.4)
+
+    async def answer(reader, writer):
+        await reader.readline()
+        writer.write(b"HTTP/1.1 404 Not Found\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        with pytest.raises(PeerLost, match="the port is one of HTTP; `dendro serve` prints the address for gRPC first"):
+            await ask(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=0.8)
+
+
 FULL = ((REASON_KEY, "Overloaded"),)
 
 
