@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
 
+import torch
 from dendro.engine import Engine
 from dendro.errors import BadRequest, DendroError
 from dendro.state import MemoryStates
@@ -22,6 +24,7 @@ from cluster.api.access_files import access_problems
 from cluster.api.keys import read_keys
 from cluster.checkpoints import check_head, check_weights, misfit, pairs_of, read_cluster
 from cluster.config import Config, ModelConfig
+from cluster.deploy import check_ports, check_resources
 from cluster.drafter_figures import read_figures
 from cluster.hub import fetched_model, pinned
 from cluster.pairing import Pairing
@@ -122,10 +125,13 @@ class Timings:
             self.drafts[name] = asyncio.run(self.timer.drafts(engine))
 
 
-def examine(config: Config, load: bool, show_line: Callable[[str], None], timer: Timer | None = None) -> Report:
+def examine(
+    config: Config, load: bool, show_line: Callable[[str], None], timer: Timer | None = None, here: bool = True
+) -> Report:
     """Read all checkpoints' facts; then, where `load`, load each model alone, as a replica does, and free it again.
 
     show_line: called with a line of progress before each load   timer: of loaded models; without one nothing is timed
+    here: whether the cluster will be this machine alone, whose ports and accelerators then count
     Raises BadRequest for a checkpoint whose facts cannot be read.
     """
     config = pinned(config)
@@ -163,6 +169,8 @@ def examine(config: Config, load: bool, show_line: Callable[[str], None], timer:
             report.add_problem(misfit(name, of, pairing))
     _examine_redis(config, report)
     _examine_access(config, report)
+    if here:
+        _examine_machine(config, report)
     timings = Timings(timer)
     if load:
         _load_all(config, report, show_line, timings)
@@ -208,6 +216,19 @@ def _examine_access(config: Config, report: Report) -> None:
         report.warnings.append("auth.keys: the file has no key; all calls are refused until `dendro keys add`")
     if config.reachable and config.tls.clients is None:
         report.warnings.append("auth.keys: keys are sent in the open; set tls.clients, or end TLS before the routers")
+
+
+def _examine_machine(config: Config, report: Report) -> None:
+    """Find which ports are taken, and which resources a Ray of this machine alone would lack."""
+    try:
+        check_ports(config)
+    except BadRequest as error:
+        report.add_problem(error)
+    try:
+        check_resources(config, {"CPU": math.inf, "GPU": torch.cuda.device_count()})  # `serve` gives Ray enough cores
+    except BadRequest as error:
+        if ":" not in error.field:  # Ray finds some resources itself, such as accelerator_type:H100
+            report.add_problem(error)
 
 
 def _unread_generation(facts: Facts) -> list[str]:

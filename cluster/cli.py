@@ -228,14 +228,19 @@ def check(
     load: Annotated[
         bool, typer.Option("--load/--no-load", help="Load every model, one after the other, and check its rows.")
     ] = True,
+    ray: Annotated[
+        str, typer.Option(help="As of `dendro serve`: this machine's ports and accelerators are not checked.")
+    ] = "",
     json_file: JsonFile = None,
 ) -> None:
     """Check, before anything is started, whether a configuration can be served here: which drafter fits which target,
-    the memory, the exactness on this processor, and the arms of each target. Exit status 2 where it cannot."""
+    the memory, the exactness on this processor, the arms of each target, ports and accelerators. Exit status 2 where it
+    cannot."""
     from cluster.checking import as_report, examine, show
 
     timer = importlib.import_module("cluster.measure.engine_times").WorthTimer() if load else None
-    report = examine(given_config(config), load, lambda line: errors.print(line, style="dim", markup=False), timer)
+    checked, show_line = given_config(config), lambda line: errors.print(line, style="dim", markup=False)
+    report = examine(checked, load, show_line, timer, here=not ray)
     show(page(), report)
     if json_file is not None:
         write_report(json_file, as_report(report))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -212,6 +213,34 @@ def test_a_problem_found_in_facts_and_again_in_loading_is_reported_once(models, 
     done, report = run(tmp_path, fields(models, max_length=9999))
     assert done.exit_code == 2
     assert [problem.split(";")[0] for problem in report["problems"]] == ["targets.t.max_length: 9999"]
+
+
+@pytest.mark.parametrize(
+    ("resources", "reason"),
+    [
+        ({"gpu": 1}, "targets.t.resources.gpu: 1 in all, and Ray on this machine has 0 left of 0; "),
+        ({"custom": {"verifier": 1}}, "targets.t.resources.custom.verifier: 1 in all, "),
+        ({"custom": {"accelerator_type:H100": 0.001}}, ""),
+    ],
+)
+def test_resources_that_this_machine_lacks_are_a_problem_except_with_ray(
+    models, tmp_path, monkeypatch, resources, reason
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    config = fields(models, resources=resources)
+    done, report = run(tmp_path, config, "--no-load")
+    assert [each.startswith(reason) for each in report["problems"]] == [True] * bool(reason), report["problems"]
+    assert run(tmp_path, config, "--no-load", "--ray", "auto")[0].exit_code == 0
+
+
+def test_a_port_that_is_taken_is_a_problem_except_with_ray(models, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        config = fields(models) | {"http": {"port": port}}
+        done, report = run(tmp_path, config, "--no-load")
+        (problem,) = report["problems"]
+        assert done.exit_code == 2 and problem.startswith(f"http.port: routers cannot listen at 127.0.0.1:{port}: ")
+        assert run(tmp_path, config, "--no-load", "--ray", "auto")[0].exit_code == 0
 
 
 def test_missing_weights_are_reported_with_no_load(models, tmp_path):
