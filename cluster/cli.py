@@ -236,10 +236,10 @@ def check(
     """Check, before anything is started, whether a configuration can be served here: which drafter fits which target,
     the memory, the exactness on this processor, the arms of each target, ports and accelerators. Exit status 2 where it
     cannot."""
-    from cluster.checking import as_report, examine, show
+    checked, show_line = given_config(config), lambda line: errors.print(line, style="dim", markup=False)
+    from cluster.checking import as_report, examine, show  # imports torch, which takes seconds
 
     timer = importlib.import_module("cluster.measure.engine_times").WorthTimer() if load else None
-    checked, show_line = given_config(config), lambda line: errors.print(line, style="dim", markup=False)
     report = examine(checked, load, show_line, timer, here=not ray)
     show(page(), report)
     if json_file is not None:

@@ -344,6 +344,12 @@ def test_a_missing_file_ends_with_status_2_and_its_field(models, tmp_path):
     assert done.returncode == 2 and "targets.t.checkpoint: " in done.stderr
 
 
+def test_a_missing_configuration_is_refused_before_torch_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cluster.checking", None)  # imports torch; its import fails now
+    done = CliRunner().invoke(cli.app, ["check", str(tmp_path / "no.yaml")])
+    assert str(done.exception) == f"config: there is no file {tmp_path / 'no.yaml'}"
+
+
 def test_version_lists_the_numeric_libraries_without_importing_them():
     code = "import sys; from cluster import cli; cli.app(['--version'], standalone_mode=False); "
     code += "assert not {'torch', 'transformers', 'ray', 'scipy'} & set(sys.modules)"
