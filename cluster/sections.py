@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Self, get_args
+from typing import Any, Self, get_args
 
 from dendro.certificates import CertificateFiles
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
@@ -18,6 +20,21 @@ class Section(BaseModel):
     nothing can count."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, given: Any) -> Any:
+        """Refuse what is no mapping, and an unknown key, whose likely meaning is then not reported as missing."""
+        if isinstance(given, Section):
+            return given
+        if not isinstance(given, Mapping):
+            needed = [f"`{name}`" for name, field in cls.model_fields.items() if field.is_required()]
+            raise ValueError(f"must be a mapping{' with ' * bool(needed)}{' and '.join(needed)}")
+        for key in given:
+            if key not in cls.model_fields:
+                near = get_close_matches(str(key), cls.model_fields, 1)
+                raise ValueError(f"{key}: is an unknown key{f'; the nearest known one is {near[0]}' if near else ''}")
+        return given
 
     @field_validator("*", mode="before")
     @classmethod
@@ -195,9 +212,7 @@ def first_fault(error: ValidationError) -> tuple[str, str]:
     faults = error.errors(include_url=False)
     fault = faults[0]
     path = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "extra_forbidden":
-        reason = "is an unknown key"
-    elif fault["type"] == "missing":
+    if fault["type"] == "missing":
         reason = "is missing"
     else:
         reason = str(fault.get("ctx", {}).get("error", fault["msg"]))

@@ -66,6 +66,21 @@ def test_a_file_that_two_readers_may_take_for_different_values_is_refused_with_t
 @pytest.mark.parametrize(
     "text, fault",
     [
+        ("target: {t: {checkpoint: x}}", "target: is an unknown key; the nearest known one is targets"),
+        ("targets: {t: {checkpoit: x}}", "targets.t.checkpoit: is an unknown key; the nearest known one is checkpoint"),
+        ("targets: {t: {checkpoint: x, 7: 8}}", "targets.t.7: is an unknown key"),
+        ("targets: {t: x}", "targets.t: must be a mapping with `checkpoint`"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest_known_one_before_what_is_missing(load, text, fault):
+    with pytest.raises(BadRequest) as refused:
+        load(text)
+    assert str(refused.value) == fault
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
         ("grpc: {port: yes}", r"grpc\.port: is a boolean; must be a number"),
         ("grpc: {port: 1:30}", r"grpc\.port: .*valid integer"),
         ("router: {request_timeout_s: 1:30.5}", r"router\.request_timeout_s: .*valid number"),
