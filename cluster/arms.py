@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from dendro.arguments import shown
 from dendro.shapes import MAX_CHARACTERS, OFF, ProposedShape, TreeShape
 
 
@@ -109,9 +110,12 @@ def parsed_arms(texts: tuple[str, ...]) -> tuple[tuple[str, TreeShape], ...]:
 
 
 def quoted_arm(given: object) -> object:
-    """An arm as YAML has read it. Raises ValueError for `off` without quotes, which is a boolean there."""
+    """An arm as YAML has read it. Raises ValueError for one without quotes that YAML reads otherwise: `off`, a boolean
+    there, and `(3,2,1)` in a list in brackets, which is split at its commas."""
     if given is False:
         raise ValueError('is a boolean: YAML reads off as one; write "off", with the quotes')
+    if isinstance(given, str) and given.count("(") != given.count(")"):
+        raise ValueError(f'{shown(given)} is a part of a shape, split at its commas; write "(3,2,1)", with the quotes')
     return given
 
 

@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import yaml
+from dendro.arguments import shown
 from dendro.destinations import is_loopback
 from dendro.engine import LONGEST_STEP_S
 from dendro.errors import BadRequest
@@ -27,7 +28,7 @@ from dendro.guidance import LIMITS, StructureLimits
 from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import DEFAULT_DEPTH, MAX_ROWS, TreeShape
 from dendro.state import MAX_BLOB_BYTES
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms, quoted_arm
 from cluster.distinct_keys import RepeatedKey, yaml_of
@@ -432,11 +433,24 @@ class Config(Section):
     """Modes beside coupled and greedy that requests may name: naive, multi-step, block and lenient. A drafter that
     reports false probabilities changes the law of answers in the last three; lenient is lossy anyway."""
 
+    @field_validator("targets", "drafters", mode="before")
+    @classmethod
+    def _check_entries(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            raise ValueError("must be a mapping of names, each to a mapping with `checkpoint`")
+        return given
+
+    @field_validator("verification_modes", mode="before")
+    @classmethod
+    def _check_modes(cls, given: Any) -> Any:
+        for mode in given if isinstance(given, (list, tuple)) else ():
+            if mode not in LISTED_MODES:
+                others = ", ".join(LISTED_MODES)
+                raise ValueError(f"{shown(mode)} is not one of {others}; coupled and greedy are always served")
+        return given
+
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for mode in self.verification_modes:
-            if mode not in LISTED_MODES:
-                raise ValueError(f"verification_modes: {mode} is always served; list {', '.join(LISTED_MODES)}")
         if len(set(self.verification_modes)) < len(self.verification_modes):
             raise ValueError("verification_modes: names one twice")
         if self.has_gateways and (self.auth.open or self.auth.keys is not None):
@@ -482,7 +496,10 @@ class Config(Section):
         except RepeatedKey as error:
             raise BadRequest("config", f"{path}: {error}") from None
         except yaml.YAMLError as error:
-            raise BadRequest("config", f"{path} is not YAML: {error}") from error
+            advice = "; indent with spaces, not with a tab" if r"'\t'" in str(error) else ""
+            raise BadRequest("config", f"{path} is not YAML: {error}{advice}") from error
+        if sections is None:
+            raise BadRequest("config", f"{path} has no `targets`")
         if not isinstance(sections, dict):
             raise BadRequest("config", f"{path} has no mapping of sections")
         return cls.of(sections, path.parent)

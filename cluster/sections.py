@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Self, get_args
 
+from dendro.arguments import shown
 from dendro.certificates import CertificateFiles
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
@@ -207,15 +208,45 @@ class TraceExport(Section):
         return self
 
 
+_QUOTING = {
+    "int_parsing": "must be a whole number",
+    "int_type": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "finite_number": "must be finite",
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "literal_error": "must be one of {expected}",
+    "enum": "must be one of {expected}",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be above {gt}",
+    "less_than_equal": "must be at most {le}",
+}
+"""Reasons by pydantic's types of faults whose values are shown."""
+_SILENT = {
+    "missing": "is missing",
+    "string_type": "must be a text; write it in quotes",
+    "path_type": "must be a path; write it in quotes",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "too_short": "must have at least {min_length}",
+}
+"""Reasons whose values are not shown: they are long, or may hold a secret."""
+
+
 def first_fault(error: ValidationError) -> tuple[str, str]:
     """Path and reason of the first error; the reason ends with the number of further ones."""
     faults = error.errors(include_url=False)
     fault = faults[0]
     path = ".".join(str(part) for part in fault["loc"])
-    if fault["type"] == "missing":
-        reason = "is missing"
+    kind, facts = fault["type"], fault.get("ctx", {})
+    if kind in _QUOTING:
+        reason = f"{_QUOTING[kind].format_map(facts)}; got {shown(fault['input'])}"
+    elif kind in _SILENT:
+        reason = _SILENT[kind].format_map(facts)
     else:
-        reason = str(fault.get("ctx", {}).get("error", fault["msg"]))
+        reason = str(facts.get("error", fault["msg"]))
         head, _, rest = reason.partition(": ")
         if rest and re.fullmatch(r"[\w.-]+", head):  # a section's check begins with its field
             path, reason = ".".join(part for part in (path, head) if part), rest

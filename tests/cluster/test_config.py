@@ -78,12 +78,58 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one_before_what_is_missi
     assert str(refused.value) == fault
 
 
+T = "targets: {t: {checkpoint: x}}\n"
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("targets: {t: {checkpoint: x, threads: four}}", "targets.t.threads: must be a whole number; got 'four'"),
+        ("targets: {t: {checkpoint: x, threads: 1.5}}", "targets.t.threads: must be a whole number; got 1.5"),
+        ("targets: {t: {checkpoint: x, max_sessions: 0}}", "targets.t.max_sessions: must be at least 1; got 0"),
+        (
+            "targets: {t: {checkpoint: x, dtype: bf16}}",
+            "targets.t.dtype: must be one of 'bfloat16', 'float16' or 'float32'; got 'bf16'",
+        ),
+        (
+            "targets: {t: {checkpoint: x, share_prefixes: maybe}}",
+            "targets.t.share_prefixes: must be true or false; got 'maybe'",
+        ),
+        ("targets: {t: }", "targets.t: must be a mapping with `checkpoint`"),
+        ("targets: {}", "targets: must have at least 1"),
+        (T + "drafters: [d]", "drafters: must be a mapping of names, each to a mapping with `checkpoint`"),
+        (
+            T + "verification_modes: [multistep]",
+            "verification_modes: 'multistep' is not one of naive, multi-step, block, lenient; coupled and greedy are "
+            "always served",
+        ),
+        (
+            T + "speculation: {arms: [(3,2,1)]}",
+            "speculation.arms.0: '(3' is a part of a shape, split at its commas; write \"(3,2,1)\", with the quotes "
+            "(and 2 more)",
+        ),
+    ],
+)
+def test_a_wrong_value_is_shown_with_what_is_right(load, text, fault):
+    with pytest.raises(BadRequest) as refused:
+        load(text)
+    assert str(refused.value) == fault
+
+
+@pytest.mark.parametrize(
+    "text, fault", [("", "has no `targets`$"), ("targets:\n\tt: {}\n", "; indent with spaces, not with a tab$")]
+)
+def test_an_empty_file_and_one_with_tabs_are_refused_with_what_they_lack(load, text, fault):
+    with pytest.raises(BadRequest, match=fault):
+        load(text)
+
+
 @pytest.mark.parametrize(
     "text, fault",
     [
         ("grpc: {port: yes}", r"grpc\.port: is a boolean; must be a number"),
-        ("grpc: {port: 1:30}", r"grpc\.port: .*valid integer"),
-        ("router: {request_timeout_s: 1:30.5}", r"router\.request_timeout_s: .*valid number"),
+        ("grpc: {port: 1:30}", r"grpc\.port: must be a whole number; got '1:30'$"),
+        ("router: {request_timeout_s: 1:30.5}", r"router\.request_timeout_s: must be a number; got '1:30.5'$"),
         ("router: {request_timeout_s: on}", r"router\.request_timeout_s: is a boolean"),
         ("router: {resources: {custom: {CPU: 4}}}", r"router\.resources\.custom: 'CPU' is no name of one's own"),
         ("router: {resources: {custom: {a: -1}}}", r"router\.resources\.custom\.a: -1; must be at least 0"),
