@@ -32,7 +32,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, fi
 
 from cluster.arms import OFF_ARM, Arm, canonical_arm, distinct_arms, parsed_arms, quoted_arm
 from cluster.distinct_keys import RepeatedKey, yaml_of
-from cluster.model_paths import absolute_path, hub_name, resolved_path
+from cluster.model_paths import absolute_path, hub_name, kept_folder, resolved_path
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
 from cluster.redis_address import SCHEMES, SENTINEL, SENTINEL_PASSWORD, unreadable
@@ -69,9 +69,9 @@ class ModelConfig(Replicated):
     """What a target and a drafter share: one Serve deployment with `replicas` replicas."""
 
     checkpoint: Path
-    """A folder; or, where that does not exist and the text has one slash, a name on the hub, `organisation/name`. A
-    target's may be a GGUF file: of this machine, `organisation/name/file.gguf` on the hub, or `package:name/file.gguf`
-    in an installed Python package."""
+    """A folder; or, where that does not exist and the text has one slash, and no `./` before it, a name on the hub,
+    `organisation/name`. A target's may be a GGUF file: of this machine, `organisation/name/file.gguf` on the hub, or
+    `package:name/file.gguf` in an installed Python package."""
     revision: str = ""
     """Branch, tag or commit of a checkpoint on the hub. Default: its main branch. Resolved once, at start."""
     tokenizer: Path | None = None
@@ -90,6 +90,8 @@ class ModelConfig(Replicated):
     longest_step_s: float = Field(default=LONGEST_STEP_S, gt=0)
     """How long one step of the engine may take, a first compilation included, before the replica counts as hung: its
     texts are opened elsewhere, and Serve replaces it. A long prompt takes many steps."""
+
+    _keep_folder = field_validator("checkpoint", "tokenizer", mode="before")(kept_folder)
 
     @property
     def checkpoint_name(self) -> str:
@@ -508,7 +510,7 @@ class Config(Section):
     def of(cls, sections: Mapping[str, Any], folder: Path) -> Config:
         """Check a configuration given as a mapping; relative paths start at `folder`."""
         try:
-            config = cls.model_validate(sections)
+            config = cls.model_validate(sections, context=folder.absolute())
         except ValidationError as error:
             field, reason = first_fault(error)
             raise BadRequest(field or "config", reason) from None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from dendro.arguments import shown
 from dendro.errors import BadRequest
+from pydantic import ValidationInfo
 
 PACKAGE = "package:"
 """Prefix of the path of a file inside an installed Python package."""
@@ -35,6 +37,12 @@ def hub_name(path: Path) -> str:
 def hub_file(path: Path) -> str:
     """The GGUF file in its repository on the hub that a resolved path is; empty for any other."""
     return "/".join(path.parts[2:]) if hub_name(path) else ""
+
+
+def kept_folder(value: Any, info: ValidationInfo) -> Any:
+    """A model's place as a file has it, absolute where it begins with `./`, whose folder is the context: a Path drops
+    that beginning, and would then be a name on the hub."""
+    return info.context / value if info.context is not None and str(value).startswith("./") else value
 
 
 def resolved_path(field: str, path: Path, folder: Path) -> Path:

@@ -78,6 +78,14 @@ def test_an_unknown_key_is_named_with_the_nearest_known_one_before_what_is_missi
     assert str(refused.value) == fault
 
 
+@pytest.mark.parametrize("text", ["./models/big", "../models/big"])
+def test_a_path_that_begins_with_dots_is_no_name_on_the_hub(load, tmp_path, monkeypatch, text):
+    config = load(f"targets: {{t: {{checkpoint: {text}, tokenizer: {text}}}}}")
+    assert config.targets["t"].checkpoint == config.targets["t"].tokenizer == (tmp_path / text).resolve()
+    monkeypatch.chdir(tmp_path)
+    assert Config.load("c.yaml").targets["t"].checkpoint_name == ""
+
+
 T = "targets: {t: {checkpoint: x}}\n"
 
 
