@@ -149,10 +149,10 @@ def check_text_of_resume(resume: pb.Resume, prompt: Sequence[int]) -> None:
     text = Tokens()
     text.extend(prompt)
     if (resume.prompt_tokens, resume.prompt_digest) != (len(prompt), text.digest()):
-        raise Conflict(
-            f"resume: the text before the answer has changed: it had {resume.prompt_tokens} tokens, and has "
-            f"{len(prompt)}; {BEGIN_AGAIN}"
-        )
+        differs = f"it had {resume.prompt_tokens} tokens, and has {len(prompt)}"
+        if resume.prompt_tokens == len(prompt):
+            differs = "prompt_digest differs, a number of 64 bits, which JavaScript's numbers round"
+        raise Conflict(f"resume: the text before the answer has changed: {differs}; {BEGIN_AGAIN}")
 
 
 def _check_target_of_resume(resume: pb.Resume | None, held: list[int], target: str) -> None:

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 from dendro.answer import Completion
 from dendro.client import Asking
+from dendro.errors import Conflict
+from dendro.v1 import generation_pb2 as pb
 
 from cluster.config import Config
+from cluster.router.admission import check_text_of_resume
 from cluster.running import local_client
 from tests.support import tiny_hybrids
 
@@ -53,3 +56,10 @@ async def test_every_turn_of_a_session_has_the_tokens_of_a_new_request_with_the_
                 assert again.token_ids == whole.token_ids, (added, turn)
                 assert again.complete.target.restored_tokens == len(text) - 1, (added, turn)
                 text += [*more, *again.token_ids]
+
+
+def test_a_resume_with_the_same_count_of_tokens_is_refused_by_its_digest():
+    with pytest.raises(Conflict, match="prompt_digest differs, a number of 64 bits, which JavaScript's numbers round"):
+        check_text_of_resume(pb.Resume(prompt_tokens=2, prompt_digest=1), [5, 6])
+    with pytest.raises(Conflict, match="it had 3 tokens, and has 2"):
+        check_text_of_resume(pb.Resume(prompt_tokens=3, prompt_digest=1), [5, 6])
