@@ -20,7 +20,7 @@ from cluster.config import Config
 from cluster.policies.classes import CLASS_TEMPERATURES
 from cluster.policies.prior import DEPTHS as PRIOR_DEPTHS
 from cluster.policies.prior import KEPT_ROUNDS, Prior
-from cluster.policies.sequoia import expected_tokens
+from cluster.policies.sequoia import SURPLUS, expected_tokens
 
 log = logging.getLogger("dendro.router")
 
@@ -48,7 +48,7 @@ class RankFigures(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if any(len(row) != RANKED or sum(row) > 1 + 1e-6 for row in self.accepted):
+        if any(len(row) != RANKED or sum(row) > 1 + SURPLUS for row in self.accepted):
             raise ValueError(f"accepted: each depth has {RANKED} chances, together at most 1")
         return self
 
@@ -82,12 +82,13 @@ def figures_of(target: str, traces: Mapping[float, Sequence[Sequence[int]]]) -> 
     found = []
     for temperature, answers in traces.items():
         flat = np.minimum([rank for answer in answers for rank in answer], RANKED)
-        table = accepted(answers, DEPTHS, RANKED)
+        # Rounded to the nearest, the chances of siblings might exceed 1 together.
+        table = np.floor(1e6 * accepted(answers, DEPTHS, RANKED)) / 1e6
         found.append(
             RankFigures(
                 temperature=temperature,
                 ranks=tuple(np.bincount(flat, minlength=RANKED + 1).tolist()),
-                accepted=tuple(tuple(round(each, 6) for each in row) for row in table.tolist()),
+                accepted=tuple(map(tuple, table.tolist())),
             )
         )
     return DrafterFigures(target=target, by_temperature=tuple(found))

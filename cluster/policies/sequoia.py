@@ -38,6 +38,8 @@ an accepted row of depth d is accepted."""
 TimeOf = Callable[[int], float]
 """Microseconds of a forward, by its number of rows."""
 NEVER = -np.inf
+SURPLUS = 1e-6
+"""Most by which the chances of siblings may exceed 1 together: files have chances of 6 digits."""
 SAME = 1e-12
 """Relative difference below which two trees are equally good; the tree found first is taken."""
 
@@ -64,7 +66,7 @@ def chances(accept: Accept, depth: int) -> npt.NDArray[np.float64]:
     table = given[None] if given.ndim == 1 else given
     if table.ndim != 2 or not table.size:
         raise ValueError(f"accept: has the shape {given.shape}; give a[j] or a[d][j]")
-    if not np.isfinite(table).all() or (table < 0).any() or (table.sum(1) > 1 + 1e-9).any():
+    if not np.isfinite(table).all() or (table < 0).any() or (table.sum(1) > 1 + SURPLUS).any():
         raise ValueError("accept: each must be a chance, and those of siblings together at most 1")
     return table[np.minimum(np.arange(depth), len(table) - 1)]
 

@@ -11,7 +11,7 @@ from dendro.errors import BadRequest
 from dendro.shapes import LevelShape, TreeShape
 from dendro.tree import RANKED
 
-from cluster.drafter_figures import FIGURES, MOST_BYTES, figures_of, read_figures, write_figures
+from cluster.drafter_figures import FIGURES, MOST_BYTES, RankFigures, figures_of, read_figures, write_figures
 from cluster.policies.replay import round_lengths
 
 TRACES = {0.0: [[0, 0, 1, 0, 99] * 40], 1.0: [[1, 5, 0] * 40]}
@@ -36,6 +36,20 @@ def test_tokens_a_round_follow_for_trees_of_fixed_form_alone():
         assert greedy.emitted(shape) == pytest.approx(sum(lengths) / len(lengths), abs=0.04)
     assert greedy.emitted(TreeShape.parse("dynamic(4,5,15)")) is None
     assert greedy.emitted(LevelShape((RANKED + 1,))) is None
+
+
+def test_a_drafter_whose_candidates_always_hold_the_token_has_figures_of_every_shape():
+    chances = np.random.default_rng(5).dirichlet([0.5] * RANKED, 40)
+    draws = np.random.default_rng(6)
+    traces = [draws.choice(RANKED, 200, p=each).tolist() for each in chances]
+    for trace in ([0, 0, 0, 0, 1, 2] * 10, [0, 1, 2, 3, 4, 5] * 10, *traces):
+        figures = figures_of("big", {0.0: [trace]}).at(0)
+        assert 1 <= (figures.emitted(LevelShape((1, 1, 1, 1))) or 0) <= 5
+    row = (0.5, 0.5 + 5e-7, *[0.0] * (RANKED - 2))
+    written = figures.model_copy(update={"accepted": (row,)})
+    assert RankFigures.model_validate(written.model_dump()).emitted(LevelShape((2,))) == pytest.approx(2), (
+        "a card that was written with rounded chances"
+    )
 
 
 @pytest.mark.parametrize(
