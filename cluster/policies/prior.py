@@ -251,7 +251,7 @@ def pair_prior(priors: Collection[Prior]) -> Prior:
         tables = [prior.ranks[drafter] for prior in priors if drafter in prior.ranks]
         enough = [counts for counts in tables if counts[0].sum() >= LEAST_ROUNDS] or tables
         ordered = sorted(enough, key=lambda counts: counts[0, 0] / max(counts[0].sum(), 1e-9))
-        middle = ordered[(len(ordered) - 1) // 3 : len(ordered) - (len(ordered) - 1) // 3]
+        middle = ordered[len(ordered) // 3 : len(ordered) - len(ordered) // 3]
         pair.ranks[drafter] = np.sum(
             [counts * min(1.0, KEPT_ROUNDS / max(counts[0].sum(), 1e-9)) for counts in middle], 0
         )

@@ -170,6 +170,8 @@ def test_one_tenant_of_three_moves_no_strangers_prior():
     for hostile in (Prior({chain: EmittedLength(5.0, 1e9)}, {"mamba": 1e6 * tables[0]}), honest[2]):
         pair = pair_prior([*honest[:2], hostile])
         assert 3.0 <= pair.lengths[chain].mean <= 3.2
+        first = pair.ranks["mamba"][0]
+        assert 28 / 40 <= first[0] / first.sum() <= 30 / 40
         assert pair.begun().lengths[chain].rounds == 8
 
 
