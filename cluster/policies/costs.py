@@ -39,8 +39,8 @@ KEPT = 1 - 1 / 256
 @dataclass(slots=True)
 class Cost:
     """A smoothed cost in microseconds. It starts at the least of the first TRIED measurements; later ones are cut at
-    OUTLIER times the cost. A sample of 0 means that no draft came: it is counted and otherwise ignored. An arm whose
-    drafts never come therefore has a known cost of 0.
+    OUTLIER times the cost. A sample of 0 means that no draft was waited for: it is counted and otherwise ignored. An
+    arm whose drafts are never begun therefore has a known cost of 0.
 
     >>> cost = Cost()
     >>> for us in (900.0, 300.0, 330.0):  # the first measurement is cold; the third weighs 1/3
@@ -62,7 +62,7 @@ class Cost:
         return Cost(self.us, min(self.count, count))
 
     def learn(self, us: float) -> None:
-        """Record a measurement in microseconds; 0 if no draft came."""
+        """Record a measurement in microseconds; 0 if no draft was waited for."""
         self.count += 1
         if not us:
             return
@@ -242,7 +242,7 @@ class Costs:
             self.ahead = Cost()
 
     def learn_draft(self, arm: Arm, us: float) -> None:
-        """Record a draft's microseconds; 0 if none came."""
+        """Record a draft's microseconds; 0 if none was waited for."""
         cost = self.draft.setdefault(arm, Cost())
         cost.learn(us)
         self._planes[arm.maker].note(cost)

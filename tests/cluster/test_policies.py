@@ -536,8 +536,8 @@ def test_rounds_before_the_drafter_is_open_count_for_no_arm_unless_it_never_open
 
 
 @pytest.mark.parametrize("first", [0, 1, 3], ids="{} rounds before".format)
-def test_late_drafts_are_ignored_in_the_cost_of_drafts(first):
-    """A draft that did not come has no time: it must not make its shape look cheap."""
+def test_drafts_that_no_round_waited_for_are_ignored_in_the_cost_of_drafts(first):
+    """A draft that was not begun has no time: it must not make its shape look cheap."""
     experience, missed = Experience(), replace(tree(1), missed=True)
     for _ in range(first):
         experience.learn(CHAIN, missed, verdict(1))
@@ -552,6 +552,16 @@ def test_late_drafts_are_ignored_in_the_cost_of_drafts(first):
         "predicted from drafts that came"
     )
     assert experience.draft_ratio > 0.1
+
+
+def test_late_drafts_cost_the_time_that_rounds_waited_for_them():
+    experience = Experience()
+    late = replace(tree(1), missed=True, draft_us=20_000)
+    for _ in range(2):
+        experience.learn(CHAIN, tree(5, 9_000), verdict(3))
+    for _ in range(60):
+        experience.learn(CHAIN, late, verdict(1))
+    assert experience.costs.draft[CHAIN].us == pytest.approx(20_000, rel=0.01)
 
 
 def test_a_round_without_proposals_counts_for_its_arm_and_not_for_the_drafters():
