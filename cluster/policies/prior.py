@@ -359,7 +359,7 @@ def unpack_prior(blob: bytes) -> Prior | None:
         return Prior(
             {Arm.parse(text): _length(*numbers) for text, numbers in content["lengths"].items()},
             {drafter: _ranks(counts) for drafter, counts in content["ranks"].items()},
-            {int(load): _costs(costs) for load, costs in content["costs"].items()},
+            {_load(load): _costs(costs) for load, costs in content["costs"].items()},
             {_load(load): _number(gain) for load, gain in content["gains"].items()},
             _promises(*content["promises"]),
         )
@@ -410,7 +410,7 @@ def _step(rows: int, weight: Any, us: Any) -> tuple[int, tuple[float, float]]:
 def _load(text: str) -> int:
     load = int(text)
     if not 0 <= load < MAX_LOADS:
-        raise ValueError(f"gains: {load} is no load class")
+        raise ValueError(f"{load} is no load class")
     return load
 
 

@@ -313,6 +313,8 @@ def malformed() -> list[bytes]:
         (("gains",), {"0": -1.0}),
         (("gains",), {"0": float("nan")}),
         (("gains",), {"99": 1.2}),
+        (("costs",), {"-5": good["costs"]["0"]}),
+        (("costs",), {"99": good["costs"]["0"]}),
         (("gains",), [1.2]),
     ):
         content = json.loads(json.dumps(good))
