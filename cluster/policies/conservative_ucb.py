@@ -20,6 +20,8 @@ most texts then gain, and one that does not gain loses the opening once. Likewis
 most texts gain with it in EARNING rounds, since a few unlucky rounds say little about the next.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
+- One text in sixteen begins without the prior of a drafter by which none of its arms gains, within BUDGET alone: a text
+  that guesses nothing teaches nothing, so a first text of another kind would keep all later ones from that drafter.
 - Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
   tree, from which `Replay` computes what each static shape would have emitted. If no arm is affordable, the cheapest
   static arm is played as a probe for these ranks.
@@ -76,6 +78,8 @@ UNPRICED = 1.5
 """Predicted time of a round whose drafter was never timed, as a multiple of the verifier's part of the round."""
 FIRST_ROUNDS = 2.0
 """Additional budget, in rounds without speculation, for a drafter that no text has tried."""
+RETRYING = 1 / 16
+"""Share of texts that begin without the prior of a drafter none of whose arms it lets gain."""
 STAYING = 2
 """Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
 them is drafted one round later."""
@@ -172,7 +176,13 @@ class ConservativeUCB:
     @functools.cached_property
     def _first(self) -> dict[Arm, EmittedLength]:
         """Mean tokens of a round by arm, from the prior alone; arms without a prior are left out."""
-        return self._prior.lengths_of(self._trees)
+        found = self._prior.lengths_of(self._trees)
+        if self._place >= RETRYING:
+            return found
+        prices = self.experience.prices()
+        plain_us = prices.predicted_us(OFF_ARM) or math.inf
+        pay = {arm.maker for arm, length in found.items() if length.mean * plain_us > self._us(arm, prices)}
+        return {arm: length for arm, length in found.items() if arm.maker in pay}
 
     @functools.cached_property
     def _replays(self) -> dict[str, Replay]:
@@ -318,8 +328,8 @@ class ConservativeUCB:
 
     @functools.cached_property
     def _unknown(self) -> set[str]:
-        """Names of drafters none of whose arms has a prior."""
-        return self._unranked.keys() - {arm.maker for arm in self._first}
+        """Names of drafters of which the prior has neither ranks nor lengths."""
+        return self._unranked.keys() - self._prior.ranks.keys() - {arm.maker for arm in self._prior.lengths}
 
     @property
     def next_arm(self) -> Arm | None:

@@ -130,6 +130,17 @@ def test_a_stranger_speculates_from_the_first_round_where_others_gained():
     assert sum(arm.drafted for arm in played[-40:]) <= 2
 
 
+def test_one_unguessable_first_text_keeps_no_later_stranger_from_a_good_drafter():
+    experiences, priors, took = Experiences(shared()), [], []
+    for number in range(61):
+        notes = Prior()
+        policy = ConservativeUCB(ARMS, experiences.of(str(number)), pair_prior(priors[-32:]).begun())
+        slower, _ = answer(policy, 0.03 if not number else 0.9, number, notes, tokens=128)
+        took.append(slower)
+        priors += [notes] if notes.guessed else []
+    assert len(took[31:]) / sum(took[31:]) > 1.3
+
+
 def test_one_cheap_trees_ranks_tell_of_arms_that_were_not_played():
     policy = ConservativeUCB(ARMS[:4], Experience(shared()))
     for _ in range(4):
