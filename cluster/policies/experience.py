@@ -96,7 +96,7 @@ class Concurrency:
 
     requests: int = 0  # requests running now
     expected: float = 0.0  # expected concurrency: at least `requests`; decays towards it after more have run
-    fixed: int = 0  # running requests whose shape the client chose
+    fixed: int = 0  # running requests whose shape the client chose or bounded
     opening: int = 0  # texts that a verifier or drafter is opening
     target: TargetSteps = TargetSteps()  # sizes and times of steps, from the hello of its latest replica
     trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # one per load class
@@ -121,11 +121,14 @@ class Concurrency:
     @property
     def trial(self) -> SpeculationTrial | None:
         """The trial at the expected load. None if each request decides alone: when only one is expected, or when shapes
-        fixed by clients are running and this load's gain is unknown."""
+        fixed by clients are running and this load's gain is unknown. If it is known, these leave no turn to judge, and
+        texts follow the last outcome."""
         if round(self.expected) < 2:
             return None
         trial = self.trial_at(self.expected_load)
-        return trial if not self.fixed or trial.gain is not None else None
+        if not self.fixed:
+            return trial
+        return None if trial.gain is None else trial.as_settled()
 
     def trial_at(self, load: int) -> SpeculationTrial:
         """The trial of a load class, made if missing. Guesses gain less the more texts share a step. So a win at a
@@ -176,7 +179,7 @@ class Concurrency:
 
     @contextlib.contextmanager
     def running(self, fixed: bool = False) -> Iterator[RunningRequest]:
-        """Count a request while it runs. fixed: True if its client chose the shape"""
+        """Count a request while it runs. fixed: True if its client chose or bounded its shapes; mode `off` has none"""
         self.requests += 1
         self.expected = max(self.expected, self.requests)
         self.fixed += fixed
@@ -188,9 +191,11 @@ class Concurrency:
             self.requests -= 1
             self.fixed -= fixed
 
-    def learn(self, tokens: int, took_us: float, disturbed: bool, guessed: bool) -> None:
-        """Record a round of any request. took_us: its time with all waits   guessed: True if its arm was not `off`"""
-        if self.requests > 1 and not self.fixed and self.load == self.expected_load:
+    def learn(self, tokens: int, took_us: float, disturbed: bool, guessed: bool, judged: bool) -> None:
+        """Record a round of any request. took_us: its time with all waits   guessed: True if its arm was not `off`
+        judged: True if the request may guess in a trial's turns
+        """
+        if self.requests > 1 and not self.fixed and judged and self.load == self.expected_load:
             self.trial_at(self.load).learn(tokens, took_us, self.requests, disturbed, guessed)
         self.expected += (self.requests - self.expected) * min(
             took_us / max(self.requests, 1) / CONCURRENCY_DECAY_US, 1.0
@@ -236,11 +241,20 @@ class Experience:
         rows = costs.rows.setdefault(arm, tree.rows)
         costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
 
-    def learn_time(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: float, disturbed: bool = False) -> None:
+    def learn_time(
+        self,
+        arm: Arm,
+        tree: DraftTree,
+        verdict: Verdict,
+        took_us: float,
+        disturbed: bool = False,
+        judged: bool = True,
+    ) -> None:
         """Record a round's whole time. The time that remains after draft, queue and step is that of the hops, divided
         by the texts of the step.
 
         took_us: the round's time with all waits   disturbed: True if a text was being opened meanwhile
+        judged: False for a request that guesses in no trial
         """
         costs = self._by_load[self.concurrency.load]
         self._learn_opening(costs, arm, took_us, disturbed)
@@ -250,7 +264,7 @@ class Experience:
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if arm.off:
             costs.learn_ahead(verdict.ahead_us / verdict.texts)
-        self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off)
+        self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off, judged)
 
     def _learn_opening(self, costs: Costs, arm: Arm, took_us: float, disturbed: bool) -> None:
         """Sum by how much a lone request's rounds during an opening exceed predictions; learn the sum at its end."""

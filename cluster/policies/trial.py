@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 
@@ -209,6 +209,10 @@ class SpeculationTrial:
             turns_left=0,
             last_round=FIRST_REST,
         )
+
+    def as_settled(self) -> SpeculationTrial:
+        """A copy that rests after the last outcome, for rounds that no turn judges."""
+        return replace(self, pilot=None, speculating=bool(self.settled), turns_left=0)
 
     def includes(self, place: float) -> bool:
         """True if a text may guess now. place: the text's place in [0, 1); a pilot includes places below its share"""

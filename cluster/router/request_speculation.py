@@ -166,7 +166,7 @@ class RequestSpeculation:
         self._running.begun()
         if not first and self._plan.learns:  # the first round also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
-            self._experience.learn_time(arm, tree, verdict, took_us, disturbed)
+            self._experience.learn_time(arm, tree, verdict, took_us, disturbed, self._plan.free)
         if self._stopping is not None:
             self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
         parts = self.account.learn(arm, tree, verdict, int(took_us), now_s)

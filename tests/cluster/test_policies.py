@@ -519,6 +519,37 @@ def test_rounds_beside_client_fixed_shapes_do_not_advance_a_trial():
         )
 
 
+@pytest.mark.parametrize("gain, follows", [(0.4, False), (1.4, True)])
+def test_beside_client_fixed_shapes_texts_follow_a_trials_last_outcome_and_not_its_turn(gain, follows):
+    concurrency = Concurrency()
+    with contextlib.ExitStack() as running:
+        request = [running.enter_context(concurrency.running()) for _ in range(3)][0]
+        trial = SpeculationTrial.begun(1.0, gain)
+        concurrency.trials[concurrency.load] = trial
+        while not trial.turns_left or trial.speculating is follows:  # until a turn that contradicts the outcome
+            trial.learn(1, 10_000, texts=1)
+        assert request.speculates is not follows
+        policy = ConservativeUCB([OFF, CHAIN], Experience(concurrency))
+        with concurrency.running(fixed=True):
+            assert request.speculates is follows and request.rests is not follows
+            assert follows or policy.choose() == OFF
+        assert request.speculates is not follows, "the turn goes on"
+
+
+def test_rounds_of_requests_without_speculation_do_not_advance_a_trial():
+    """They would make turns with and without speculation seem alike."""
+    experience = Experience()
+    with contextlib.ExitStack() as running:
+        for _ in range(2):
+            running.enter_context(experience.concurrency.running())
+        trial = experience.concurrency.trial
+        assert trial is not None
+        for judged in (False, True):
+            before = trial.rounds
+            experience.learn_time(OFF, tree(1), verdict(1), 10_000, judged=judged)
+            assert trial.rounds == before + (0.5 if judged else 0)
+
+
 def test_a_text_whose_rounds_emit_too_little_does_not_speculate_with_the_others():
     trial = SpeculationTrial(gain=1.25, usual_tokens=2.5, turns_left=0)
     assert trial.repays(2.0) and not trial.repays(1.9)

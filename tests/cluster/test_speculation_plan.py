@@ -272,14 +272,14 @@ def test_a_number_that_its_field_cannot_hold_is_refused_before_it_is_sent(field:
     assert refused.value.field == f"speculation.{field}"
 
 
-async def test_all_requests_but_those_with_default_speculation_count_as_fixed():
+async def test_all_requests_but_those_with_default_or_no_speculation_count_as_fixed():
     router = ingress(EdgePeers())
     seen = []
     for each in (Speculation(), Speculation(max_nodes=3), Speculation(Mode.OFF)):
         async for event in LocalClient(router).generate(PROMPT, speculation=each, max_new_tokens=3):
             del event
             seen.append((each.mode, each.max_nodes, router.experience["demo"].concurrency.fixed))
-    assert {entry for entry in seen if entry[2]} == {(Mode.AUTO, 3, 1), (Mode.OFF, None, 1)}
+    assert {entry for entry in seen if entry[2]} == {(Mode.AUTO, 3, 1)}
 
 
 # The wait for a draft
