@@ -129,7 +129,8 @@ class Pilot:
     tokens: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # key: True for guessed rounds
     us: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})  # key: True for guessed rounds
     guessed: list[int] = field(default_factory=list)  # tokens of each guessed round
-    predicted: list[float] = field(default_factory=list)  # predicted gain of a text, if all texts guess
+    predicted: float = 0.0  # sum of the gains that texts' policies predicted, if all texts guess
+    predictions: int = 0  # number of these
 
     @property
     def in_doubt(self) -> bool:
@@ -148,7 +149,7 @@ class Pilot:
 
         Each leaves out some costs: the second, for one, what drafts take from a verifier on the same machine.
         """
-        known = [fmean(self.predicted)] if self.predicted else []
+        known = [self.predicted / self.predictions] if self.predictions else []
         if self.us[True] and self.tokens[False]:
             measured = (self.tokens[True] / self.us[True]) / (self.tokens[False] / self.us[False])
             error = pstdev(self.guessed) / math.sqrt(len(self.guessed)) / fmean(self.guessed)
@@ -223,7 +224,8 @@ class SpeculationTrial:
     def predict(self, gain: float) -> None:
         """Record the gain that the policy of a pilot's text predicts. Ignored if infinite: the policy is exploring."""
         if self.pilot is not None and self.rounds >= 0 and math.isfinite(gain):
-            self.pilot.predicted.append(gain)
+            self.pilot.predicted += gain
+            self.pilot.predictions += 1
 
     def learn(self, tokens: int, took_us: float, texts: int, disturbed: bool = False, guessed: bool = False) -> None:
         """Record a round of one of the running texts, and begin the next turn, pilot or rest if this one is over.

@@ -550,6 +550,18 @@ def test_rounds_of_requests_without_speculation_do_not_advance_a_trial():
             assert trial.rounds == before + (0.5 if judged else 0)
 
 
+def test_a_pilot_fails_by_the_mean_prediction_and_its_size_does_not_grow_with_their_number():
+    trial = SpeculationTrial(pilots=0.5)
+    assert trial.pilot is not None
+    trial.rounds = 0.0
+    trial.predict(0.5)
+    size = len(pickle.dumps(trial))
+    for _ in range(999):
+        trial.predict(1.5)
+    assert trial.pilot.gain() == pytest.approx((0.5 + 999 * 1.5) / 1000)
+    assert len(pickle.dumps(trial)) < 2 * size
+
+
 def test_a_text_whose_rounds_emit_too_little_does_not_speculate_with_the_others():
     trial = SpeculationTrial(gain=1.25, usual_tokens=2.5, turns_left=0)
     assert trial.repays(2.0) and not trial.repays(1.9)
