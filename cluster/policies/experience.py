@@ -222,14 +222,17 @@ class Experience:
         """Costs under the expected load class."""
         return self._by_load[self.concurrency.expected_load]
 
-    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, chosen: bool = True) -> None:
         """Record a round's draft time and step time. A late tree is the root alone, with the wait as its draft time.
+
+        chosen: True if a policy chose the arm. Of a shape fixed by a client the step alone is kept, as clients can name
+        any number of shapes.
 
         A draft's time is divided by the texts drafted together. A step's time is learned by its number of rows and not
         for the arm, since other texts chose most of the rows.
         """
         costs = self._by_load[self.concurrency.load]
-        if arm.drafted:
+        if arm.drafted and chosen:
             costs.learn_draft(arm, tree.draft_us / tree.texts)
         # The first step touches cold memory.
         if costs.tried.total() and not verdict.cold and _is_usual(costs, arm, verdict):
@@ -238,8 +241,9 @@ class Experience:
             costs.step.learn(self.concurrency.target.padded(verdict.step_rows), us, self.concurrency.target)
             costs.texts += COST_STEP * (verdict.texts - costs.texts)
         costs.tried[row_class(tree.rows)] += 1
-        rows = costs.rows.setdefault(arm, tree.rows)
-        costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
+        if chosen:
+            rows = costs.rows.setdefault(arm, tree.rows)
+            costs.rows[arm] = rows + COST_STEP * (tree.rows - rows)
 
     def learn_time(
         self,

@@ -13,7 +13,7 @@ from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.arms import OFF_ARM, Arm
-from cluster.policies import Experience, RunningRequest
+from cluster.policies import ConservativeUCB, Experience, RunningRequest
 from cluster.policies.prior import Prior
 from cluster.policies.step_time import TargetSteps
 from cluster.policies.stopping import StopRule
@@ -53,6 +53,9 @@ class RequestSpeculation:
         self._proposals = proposals
         self._offer = None if proposals is None else partial(proposals.offer, text)
         self._stopping = StopRule(experience) if plan.stops else None
+        # Mode `off` and shapes of fixed form use no costs. ConservativeUCB teaches all rounds but misleading ones.
+        uses_costs = plan.learns and (plan.adaptive or plan.stops)
+        self._teaches = uses_costs and not isinstance(plan.policy, ConservativeUCB)
         self._clock = clock
         self._meter = meter
         self._hello: Hello | None = None
@@ -162,6 +165,9 @@ class RequestSpeculation:
             self._ordered = None
         tree = verdict.verified(tree)
         self._plan.policy.learn(arm, tree, verdict)
+        # A round that waited for no draft, as while a drafter opens the text, would make its arm seem free.
+        if self._teaches and (tree.draft_us or not tree.missed):
+            self._experience.learn(arm, tree, verdict, self._plan.adaptive)
         self.notes.learn(arm, tree, verdict, self._plan.adaptive)
         self._running.begun()
         if not first and self._plan.learns:  # the first round also waits for the text to be opened

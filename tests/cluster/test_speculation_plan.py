@@ -405,6 +405,26 @@ async def test_a_tree_is_drafted_at_once_where_no_round_was_announced():
         assert speculation.choose() == CHAIN and not await announces(speculation, CHAIN)
 
 
+def test_paper_ucb_learns_what_a_level_costs_beside_a_step():
+    """Drafts of three levels take 6 ms, steps 10 ms: lambda_gamma is 2 / 10. Rounds before the drafter is open are left
+    out."""
+    experience = Experience()
+    unopened = replace(drafted(0, 0), missed=True)
+    with experience.concurrency.running() as running:
+        for _ in range(2):
+            plan = SpeculationPlan("paper_ucb", PaperUCB([OFF_ARM, CHAIN], experience.draft_ratio))
+            speculation = RequestSpeculation(
+                plan, experience, running, Text((1, 2, 3), Sampling(), Limits(64)), NoDrafter()
+            )
+            speculation.choose()
+            speculation.learn(CHAIN, unopened, verdict(1, 1, 10_000, 0))
+            assert CHAIN not in experience.costs.draft or experience.costs.draft[CHAIN].us
+            for arm, tree in ((OFF_ARM, drafted(0, 0)), (CHAIN, drafted(3, 6_000))) * 3:
+                speculation.choose()
+                speculation.learn(arm, tree, verdict(1, tree.rows, 10_000, 0))
+    assert experience.draft_ratio == pytest.approx(0.2)
+
+
 def test_the_account_of_a_hand_example():
     """Five rounds with their times in milliseconds, and all fields of their account; the router's totals have its parts
     too, without the time between rounds."""

@@ -197,6 +197,21 @@ async def test_the_drafter_is_asked_for_a_shape_with_numbers_and_its_tree_is_lea
     assert experience.costs.stopped[ARM].level.us == 2000
 
 
+async def test_a_fixed_shape_that_stops_by_the_marginal_rule_learns_its_numbers_from_its_own_rounds():
+    """No policy chose the shape, so the time of its whole drafts is not kept: clients can name any number of shapes."""
+    experience, text = Experience(), Text((1, 2, 3), Sampling(), Limits(64))
+    inner = ScriptedDrafters(chain(3, 6000))
+    with experience.concurrency.running() as running:
+        plan = SpeculationPlan("fixed", Static(ARM), stops=True, adaptive=False)
+        speculation = RequestSpeculation(plan, experience, running, text, inner)
+        for _ in range(5):
+            await speculation.draft(text, speculation.choose())
+            speculation.learn(ARM, inner.tree, verdict(2, 4, 21_600))
+    numbers = [arm.shape.h for arm in inner.asked if isinstance(arm.shape, UntilShape)]
+    assert numbers[0] == FIRST_H and numbers[-1] != FIRST_H
+    assert not experience.costs.draft and not experience.costs.rows
+
+
 async def test_a_plain_round_after_a_stopped_draft_teaches_nothing_of_its_tree():
     experience, text = measured(), Text((1, 2, 3), Sampling(), Limits(64))
     inner, alone = ScriptedDrafters(chain(3, 6000)), DraftTree.root_only(3)
