@@ -67,6 +67,8 @@ EARNING = 8.0
 the opening of the arm's drafter, the opening does not count in D."""
 SURE_ROUNDS = 16.0
 """Most rounds that n_k counts in the bonus: a text's acceptance may change as it goes on."""
+LATEST_ROUNDS = 32.0
+"""Most earlier rounds that weigh in the mean tokens of an arm that replay does not cover: a text may become harder."""
 PROBED_TOKENS = 8
 """Least number of text tokens without a rank for which a probe may be drafted."""
 SPACING_GROWTH, LONGEST_SPACING = 1.5, 64.0
@@ -357,6 +359,7 @@ class ConservativeUCB:
             self._replay(arm.maker, ranked)
         self.experience.learn(arm, tree, verdict)
         if arm in lengths and not (arm in self._replayed and self._replays[arm.maker].positions and not tree.missed):
+            lengths[arm] = lengths[arm].at_most(LATEST_ROUNDS)
             lengths[arm].learn(verdict.length)
         self.__dict__.pop("_bonus", None)
 

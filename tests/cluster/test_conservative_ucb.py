@@ -154,6 +154,17 @@ def test_one_cheap_trees_ranks_tell_of_arms_that_were_not_played():
     assert policy.lengths[bushy].mean == bushy.depth + 1 and policy.lengths[bushy].rounds == 5
 
 
+def test_an_arm_that_no_replay_covers_is_judged_by_its_latest_rounds():
+    dynamic = ARMS[4]
+    policy, tree = ConservativeUCB([OFF_ARM, dynamic], Experience(shared())), DraftTree.of(range(16), range(-1, 15))
+    for length, rounds in ((5, 300), (1, 64)):
+        for _ in range(rounds):
+            path, ranks = tuple(range(length)), (0,) * (length - 1)
+            found = Verdict((1,) * length, path, ranks, None, length, OFF_US, step_rows=16)
+            policy.learn(dynamic, replace(tree, draft_us=LEVEL_US), found)
+    assert policy.lengths[dynamic].mean < 2
+
+
 def test_proposals_that_promise_too_much_cost_a_text_little():
     """Every offer promises three tokens, none comes, and their rows make a round half again as long."""
     proposed = Arm.parse("lookup:proposed(15)")
