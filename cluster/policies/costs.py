@@ -75,22 +75,19 @@ class Cost:
 
 @dataclass(slots=True)
 class EmittedLength:
-    """Mean and variance of an arm's emitted tokens over a number of rounds, which may be fractional."""
+    """Mean of an arm's emitted tokens over a number of rounds, which may be fractional."""
 
     mean: float = 0.0
     rounds: float = 0.0
-    variance: float = 0.0  # tokens squared
 
     def learn(self, tokens: float) -> None:
         """Record the tokens that a round emitted."""
         self.rounds += 1
-        off = tokens - self.mean
-        self.mean += off / self.rounds
-        self.variance += (off * (tokens - self.mean) - self.variance) / self.rounds
+        self.mean += (tokens - self.mean) / self.rounds
 
     def at_most(self, rounds: float) -> EmittedLength:
         """A copy whose weight is at most `rounds`."""
-        return EmittedLength(self.mean, min(self.rounds, rounds), self.variance)
+        return EmittedLength(self.mean, min(self.rounds, rounds))
 
 
 @dataclass(slots=True)

@@ -43,7 +43,7 @@ DEPTHS = 16
 """Number of depths with rank counts of their own; deeper tokens count at the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the rank distribution of the depth above; a depth never reached has that distribution."""
-FORMAT = 8
+FORMAT = 9
 """Format of stored priors, increased with every change; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -223,8 +223,7 @@ class Prior:
             if ranks is not None and known < min(rounds, PRIOR_ROUNDS):
                 if arm.maker not in chances:
                     chances[arm.maker] = _chances(ranks)
-                mean, variance = _expected(arm.shape, chances[arm.maker])
-                found[arm] = EmittedLength(mean, min(rounds, PRIOR_ROUNDS), variance)
+                found[arm] = EmittedLength(_expected(arm.shape, chances[arm.maker]), min(rounds, PRIOR_ROUNDS))
             elif played is not None:
                 found[arm] = played.at_most(PRIOR_ROUNDS)
         return found
@@ -285,14 +284,11 @@ class NoPriors:
 
 
 def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
-    """Mean and variance over the rounds of both."""
+    """Mean over the rounds of both."""
     rounds = one.rounds + other.rounds
     if not rounds:
         return EmittedLength()
-    share = other.rounds / rounds
-    apart = other.mean - one.mean
-    variance = (1 - share) * one.variance + share * other.variance + share * (1 - share) * apart * apart
-    return EmittedLength(one.mean + share * apart, rounds, variance)
+    return EmittedLength(one.mean + other.rounds / rounds * (other.mean - one.mean), rounds)
 
 
 def _chances(ranks: RankCounts) -> RankCounts:
@@ -309,14 +305,10 @@ def _chances(ranks: RankCounts) -> RankCounts:
     return chances
 
 
-def _expected(shape: TreeShape, chances: RankCounts) -> tuple[float, float]:
-    """Mean and variance of a round's emitted tokens N. E[N] is the sum over the tree's rows of the chance to reach
-    them, 1 for the root (docs/design/policies.md#priors)."""
-    rows = reached(shape, chances)
-    mean = sum(chance for chance, _ in rows)
-    # P(N > d) is the chance that a row of depth d is reached, and E[N^2] = sum over d of (2 d + 1) P(N > d).
-    square = sum((2 * depth + 1) * chance for chance, depth in rows)
-    return mean, max(square - mean * mean, 0.0)
+def _expected(shape: TreeShape, chances: RankCounts) -> float:
+    """E[N] of a round: the sum over the tree's rows of the chance to reach them, 1 for the root
+    (docs/design/policies.md#priors)."""
+    return sum(chance for chance, _ in reached(shape, chances))
 
 
 def pack_prior(prior: Prior) -> bytes:
@@ -381,9 +373,9 @@ def _ranks(content: Any) -> RankCounts:
     return counts
 
 
-def _length(mean: Any, rounds: Any, variance: Any) -> EmittedLength:
+def _length(mean: Any, rounds: Any) -> EmittedLength:
     # Tokens are bounded by MAX_ROWS and not by the arm's depth: proposals in the same tree may be deeper.
-    return EmittedLength(_number(mean, 1.0, MAX_ROWS), _number(rounds), _number(variance))
+    return EmittedLength(_number(mean, 1.0, MAX_ROWS), _number(rounds))
 
 
 def _promises(promised: Any, came: Any) -> Promises:

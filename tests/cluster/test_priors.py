@@ -114,7 +114,6 @@ def test_a_kinds_earlier_rounds_weigh_at_most_64_beside_a_new_request():
     prior = prior_of(4, 1000)
     prior.add(answer(2, 64)[0])
     assert prior.lengths[CHAIN].mean == pytest.approx(3) and prior.lengths[CHAIN].rounds == 128
-    assert prior.lengths[CHAIN].variance == pytest.approx(1)
 
 
 @pytest.mark.parametrize("arm", [PAIR, BUSHY, Arm.parse("mamba:nodes(2,2,0,1)")], ids=str)
@@ -151,20 +150,11 @@ def test_arms_asked_for_together_have_the_priors_that_each_has_alone():
     """Two drafters, one without ranks; arms played often, seldom and never; one whose tokens depend on values."""
     notes = prior_of(2, 20, PAIR)
     notes.ranks["mamba"] = no_ranks() + np.arange(RANKED + 1)[::-1]
-    notes.lengths[CHAIN] = EmittedLength(3.0, 2.0, 0.5)
+    notes.lengths[CHAIN] = EmittedLength(3.0, 2.0)
     other, free = Arm("llama", PAIR.shape), Arm.parse("mamba:dynamic(4,5,15)")
     found = notes.lengths_of([PAIR, CHAIN, BUSHY, other, free, OFF])
     assert found == {arm: length(notes, arm) for arm in (PAIR, CHAIN, BUSHY)}
     assert found[PAIR].mean == 2 and found[CHAIN].mean != 3
-
-
-def test_the_variance_from_ranks_is_that_of_the_emitted_tokens():
-    """Each guess is right in 3 of 4 cases: a pair emits 1, 2 or 3 tokens in 4, 3 and 9 of 16 cases."""
-    notes = Prior()
-    ranks = notes.ranks["mamba"] = no_ranks()
-    ranks[:, 0], ranks[:, RANKED] = 3, 1
-    mean = (4 * 1 + 3 * 2 + 9 * 3) / 16
-    assert length(notes, PAIR).variance == pytest.approx((4 * 1 + 3 * 4 + 9 * 9) / 16 - mean**2)
 
 
 def test_a_round_whose_tree_did_not_come_does_not_count_for_its_arm():
@@ -285,14 +275,14 @@ def malformed() -> list[bytes]:
     for path, wrong in (
         (("format",), FORMAT + 1),
         (("lengths",), []),
-        (("lengths",), {"mamba:(1,": [1, 1, 0]}),
-        (("lengths",), {"(1,1)": [1, 1, 0]}),
-        (("lengths",), {"mamba:off": [1, 1, 0]}),
-        (("lengths", "mamba:(1,1,1,1)"), [65.0, 3, 0]),  # more than any tree has
-        (("lengths", "mamba:(1,1,1,1)"), [3.0, -1, 0]),
-        (("lengths", "mamba:(1,1,1,1)"), [3.0, "many", 0]),
-        (("lengths", "mamba:(1,1,1,1)"), [float("nan"), 3, 0]),
-        (("lengths", "mamba:(1,1,1,1)"), [3.0, 3]),
+        (("lengths",), {"mamba:(1,": [1, 1]}),
+        (("lengths",), {"(1,1)": [1, 1]}),
+        (("lengths",), {"mamba:off": [1, 1]}),
+        (("lengths", "mamba:(1,1,1,1)"), [65.0, 3]),  # more than any tree has
+        (("lengths", "mamba:(1,1,1,1)"), [3.0, -1]),
+        (("lengths", "mamba:(1,1,1,1)"), [3.0, "many"]),
+        (("lengths", "mamba:(1,1,1,1)"), [float("nan"), 3]),
+        (("lengths", "mamba:(1,1,1,1)"), [3.0]),
         (("ranks",), [[1.0]]),
         (("ranks", "mamba"), [[1.0]]),
         (("ranks",), {str(number): [[1.0]] for number in range(300)}),
@@ -378,7 +368,7 @@ async def test_a_new_router_begins_where_another_ended(store: RedisPriors):
     await second.of(key, experience)
     await second.settled()
     prior = await second.of(key, experience)
-    assert length(prior, CHAIN) == EmittedLength(4.0, 8.0, 0.0)
+    assert length(prior, CHAIN) == EmittedLength(4.0, 8.0)
     policy = make_policy("conservative_ucb", [OFF, CHAIN, BUSHY], experience, prior)
     assert policy.choose() == CHAIN, "in its first round"
 
