@@ -12,12 +12,12 @@ when the arm emits only its lower bound, mean N_k - b_k:
         0 and MOST_RISKED
     h = HORIZON where the bracket is a gain, else 1        D = sum over earlier rounds with trees of T - T_off * N
 
-Otherwise the arm of greatest mean / T_k is tried under the same condition, then a probe, then `off`. D is negative once
-speculation has gained time, and that gain may be spent on exploration. A plain round after a tree is longer, because
-the verifier did not begin it ahead; D includes that time. Before a drafter's first tree, D also includes the time that
-opening a text there usually adds to the rounds meanwhile, unless EARNING rounds at earlier texts' mean earn it back:
-most texts then gain, and one that does not gain loses the opening once. Likewise F lets a text lose with an arm what
-most texts gain with it in EARNING rounds, since a few unlucky rounds say little about the next.
+Otherwise a probe is tried under the same condition, then `off`. D is negative once speculation has gained time, and
+that gain may be spent on exploration. A plain round after a tree is longer, because the verifier did not begin it
+ahead; D includes that time. Before a drafter's first tree, D also includes the time that opening a text there usually
+adds to the rounds meanwhile, unless EARNING rounds at earlier texts' mean earn it back: most texts then gain, and one
+that does not gain loses the opening once. Likewise F lets a text lose with an arm what most texts gain with it in
+EARNING rounds, since a few unlucky rounds say little about the next.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
 - One text in sixteen begins without the prior of a drafter by which none of its arms gains, within BUDGET alone: a text
@@ -288,12 +288,9 @@ class ConservativeUCB:
         """Choose the arm of a text that runs alone, by index and budget."""
         if best.index <= plain.index:
             return OFF_ARM
-        likeliest = max(estimates, key=lambda each: (each.tokens / each.us, -each.arm.rows))
-        pays = likeliest.tokens / likeliest.us > plain.index
-        for each in [best, likeliest] if pays else [best]:
-            self._exploring = each.tokens / each.us <= plain.index
-            if (not self._exploring or self._rested(each.arm)) and self._affords(each, plain.us):
-                return each.arm
+        self._exploring = best.tokens / best.us <= plain.index
+        if (not self._exploring or self._rested(best.arm)) and self._affords(best, plain.us):
+            return best.arm
         self._exploring = True
         if self._unranked.get(best.arm.maker, 0) >= PROBED_TOKENS and self._rested(best.arm):
             probes = [each for each in estimates if each.arm.maker == best.arm.maker and each.arm in self._replayed]
