@@ -222,8 +222,8 @@ def _examine_machine(config: Config, report: Report) -> None:
     """Find which ports are taken, and which resources a Ray of this machine alone would lack."""
     try:
         check_ports(config)
-    except BadRequest as error:
-        report.add_problem(error)
+    except BadRequest as error:  # perhaps by the very cluster whose new configuration is checked
+        report.warnings.append(str(error))
     try:
         check_resources(config, {"CPU": math.inf, "GPU": torch.cuda.device_count()})  # `serve` gives Ray enough cores
     except BadRequest as error:

@@ -233,14 +233,16 @@ def test_resources_that_this_machine_lacks_are_a_problem_except_with_ray(
     assert run(tmp_path, config, "--no-load", "--ray", "auto")[0].exit_code == 0
 
 
-def test_a_port_that_is_taken_is_a_problem_except_with_ray(models, tmp_path):
+def test_a_port_that_is_taken_is_a_warning_except_with_ray(models, tmp_path):
+    """The cluster whose new configuration is checked may be running."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         config = fields(models) | {"http": {"port": port}}
         done, report = run(tmp_path, config, "--no-load")
-        (problem,) = report["problems"]
-        assert done.exit_code == 2 and problem.startswith(f"http.port: routers cannot listen at 127.0.0.1:{port}: ")
-        assert run(tmp_path, config, "--no-load", "--ray", "auto")[0].exit_code == 0
+        taken = f"http.port: routers cannot listen at 127.0.0.1:{port}: "
+        assert done.exit_code == 0 and [each.startswith(taken) for each in report["warnings"]].count(True) == 1
+        _, report = run(tmp_path, config, "--no-load", "--ray", "auto")
+        assert not any(each.startswith(taken) for each in report["warnings"])
 
 
 def test_missing_weights_are_reported_with_no_load(models, tmp_path):
