@@ -1,6 +1,6 @@
 """Operations on tensors. Each has a folder with a plain reference. Imports no other package of this project."""
 
-ARITHMETIC = 5
+ARITHMETIC = 6
 """The version of what a target computes: raised by every change, here or in the packages above, that alters the bits of
 its logits or of its noise. It is part of a target's fingerprint, so no text, answer or state goes on with other
 bits."""

@@ -71,7 +71,10 @@ def test_arguments_that_do_not_fit_each_other_are_refused():
 
 
 @pytest.mark.parametrize("dtype", STEPS)
-def test_extreme_gates_give_finite_results(dtype):
-    gate = torch.tensor([-1e4, -100.0, -0.0, 0.0, 100.0, 1e4]).to(dtype)
+def test_extreme_gates_give_the_results_of_torch(dtype):
+    """Zero for large negative gates, the gate for large positive ones, and NaN for -inf and NaN."""
+    given = [-1e36, -1e38, -3e38, -torch.inf, torch.inf, torch.nan, 3e38, -1e4, -100.0, -89.0, -0.0, 0.0, 100.0, 1e4]
+    gate = torch.tensor(given).to(dtype)
     up = torch.ones_like(gate)
-    assert torch.allclose(gated_silu(gate, up), reference.gated_silu(gate, up), rtol=0, atol=1e-30)
+    expected = reference.gated_silu(gate, up)
+    assert torch.allclose(gated_silu(gate, up), expected, rtol=0, atol=1e-30, equal_nan=True)

@@ -20,13 +20,14 @@ LOG2E, LN2_HIGH, LN2_LOW = float32(1.44269504), float32(0.693145752), float32(1.
 ROUNDER = float32(12582912.0)
 """1.5 * 2**23: adding it rounds to a whole number, which is then in the low bits."""
 LOWEST, HIGHEST = float32(-87.3), float32(88.3)
-"""exp is a normal number between them; below, this exp is 0."""
+"""exp is a normal number between them; below, this exp is 0, and above, infinite."""
+INFINITE = float32(float("inf"))
 SQRT_HALF_BITS = uint32(0x3F3504F3)
 
 
 @_curve
 def exponential(x: float) -> float:
-    """e**x. 0 below LOWEST, e**HIGHEST above HIGHEST; a NaN stays one."""
+    """e**x. 0 below LOWEST, infinite above HIGHEST; a NaN stays one."""
     inside = HIGHEST if x > HIGHEST else x
     inside = LOWEST if inside < LOWEST else inside
     shifted = fused_multiply_add(inside, LOG2E, ROUNDER)
@@ -40,7 +41,8 @@ def exponential(x: float) -> float:
     sum_ = fused_multiply_add(sum_, rest, float32(0.5))
     sum_ = fused_multiply_add(sum_ * rest, rest, rest) + float32(1.0)
     scale = float_of((bits_of(shifted) << uint32(23)) + uint32(0x3F800000))
-    return float32(0.0) if x < LOWEST else sum_ * scale
+    number = float32(0.0) if x < LOWEST else sum_ * scale
+    return INFINITE if x > HIGHEST else number
 
 
 @_curve
