@@ -42,6 +42,7 @@ from dendro.state import NoStates, StateStore
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels import ARITHMETIC
+from tree_kernels.products import library_digest
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_attention.splits import first_positions
 from tree_layers.launching import device_fault
@@ -497,10 +498,12 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
     kind = target.model.device.type  # and so does an accelerator
     arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
+    by_library = kind == "cpu" and (target.mixers or (target.layouts and not target.run.compiled))
+    library = f"-{library_digest()}" if by_library else ""  # MKL and torch choose instructions by the processor
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,
-        fingerprint=target.fingerprint + arithmetic + own + ("" if kind == "cpu" else f"-{kind}") + degree,
+        fingerprint=target.fingerprint + arithmetic + own + ("" if kind == "cpu" else f"-{kind}") + degree + library,
         tokenizer=target.facts.tokenizer,
         vocabulary=target.vocabulary,
         max_length=options.max_length,

@@ -1,9 +1,15 @@
-"""Batched matrix products whose items have the same bits in a batch of any size."""
+"""Batched matrix products whose items have the same bits in a batch of any size, and a digest of the library's bits."""
 
 from __future__ import annotations
 
+import hashlib
+from functools import cache
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from tree_kernels.elementwise import threads_of
 
 
 def bmm(left: Tensor, right: Tensor) -> Tensor:
@@ -16,3 +22,18 @@ def bmm(left: Tensor, right: Tensor) -> Tensor:
     if len(left) != 1 or left.device.type != "cpu":
         return torch.bmm(left, right)
     return torch.bmm(left.expand(2, -1, -1), right.expand(2, -1, -1))[:1]
+
+
+@cache
+def library_digest() -> str:
+    """8 hex digits of the bits that this process's libraries give fixed numbers on a CPU: of products, sums and
+    functions that scans and attention take from them. MKL and torch choose instructions by the processor, MKL_CBWR and
+    ATEN_CPU_CAPABILITY, and round accordingly."""
+    digest = hashlib.sha256()
+    with threads_of(1), torch.inference_mode():
+        x = torch.arange(4 * 64 * 64).mul_(7919).remainder_(4093).float().div_(4093).sub_(0.5).view(4, 64, 64)
+        made = [torch.bmm(x[:, :rows], x[:, :, :columns]) for rows, columns in ((16, 32), (64, 64), (1, 64))]
+        made += [x.sum(-1), x.cumsum(-1), x.exp(), x.exp2(), x.tanh(), F.softplus(x), F.silu(x)]
+        for each in made:
+            digest.update(each.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:8]

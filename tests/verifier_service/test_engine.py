@@ -544,6 +544,15 @@ def test_fingerprints_name_the_arithmetic_and_the_forms_of_the_products(loaded, 
     assert _hello_of(options, target, "bitwise", ()).fingerprint != here.fingerprint
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_fingerprints_tell_the_librarys_arithmetic_only_where_it_attends(loaded, monkeypatch, compiled):
+    target = loaded().runner.target
+    monkeypatch.setattr(target.run, "compiled", compiled)
+    here = _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint
+    monkeypatch.setattr("verifier_service.engine.library_digest", lambda: "elsewhere")
+    assert (_hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint == here) is compiled
+
+
 def test_fingerprints_identify_weights_and_tokenizer(loaded, folders, tmp_path):
     first = load_target(folders["llama"][0], torch.float32, torch.device("cpu"), [8])
     make_checkpoint(tmp_path, "llama", seed=9)

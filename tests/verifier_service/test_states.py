@@ -15,6 +15,7 @@ from dendro.state import MemoryStates, NoStates
 from dendro.tree import DraftTree
 from dendro.wire import MAX_STEP_SIZES
 from transformers.models.bamba.modeling_bamba import BambaAttention
+from tree_kernels.products import library_digest
 from tree_kernels.tree_attention import PAGE
 
 from tests.support.cases import few_of
@@ -55,6 +56,15 @@ def test_every_familys_trees_have_the_librarys_logits(models, family):
 @pytest.mark.parametrize(("family", "attends"), [("mamba", False), ("mamba2", False), ("bamba", True)])
 async def test_hello_states_whether_any_layer_attends(models, family, attends):
     assert (await engine_of(models(family)[0]).hello()).attends is attends
+
+
+async def test_the_fingerprint_of_a_target_with_mixers_tells_the_librarys_arithmetic(models, monkeypatch):
+    """Its scans and folds are the library's products, so its states go on only where those have the same bits."""
+    folder = models("mamba2")[0]
+    here, again = [(await engine_of(folder).hello()).fingerprint for _ in range(2)]
+    assert here == again and here.endswith(f"-{library_digest()}")
+    monkeypatch.setattr("verifier_service.engine.library_digest", lambda: "elsewhere")
+    assert (await engine_of(folder).hello()).fingerprint != here
 
 
 async def test_hello_has_the_sizes_that_steps_are_padded_to(models):
