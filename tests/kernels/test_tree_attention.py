@@ -295,6 +295,21 @@ def test_a_window_hides_far_and_near_keys_with_the_same_bits_in_any_step(form):
         assert (chunked[row].double() - case.plain([(text, [row])])[0]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_10000_equal_weights_keep_the_bound_that_a_long_text_has(form):
+    """Sums in float32 lose digits with the number of keys, most with equal weights and values, as torch's do."""
+    count = 10_000
+    case = AttentionCase(2, 1, 16, form=form, pages=180)
+    text = case.text(count, [-1])
+    text["q"].zero_()
+    text["v"].fill_(0.1)
+    slots = torch.tensor([case.slot(text, row) for row in range(count)])
+    case.pool[slots] = 1.0
+    case.pool[slots, :, :16], case.pool[slots, :, 16:32] = text["k"], text["v"]
+    ours, truth = case.run([(text, [count - 1])]).double(), case.plain([(text, [count - 1])])
+    assert ((ours - truth).abs() < 2e-4 * truth.abs()).all()
+
+
 BITS = """
 import os, sys
 sys.path[:0] = {paths!r}
