@@ -295,6 +295,32 @@ def test_a_window_hides_far_and_near_keys_with_the_same_bits_in_any_step(form):
         assert (chunked[row].double() - case.plain([(text, [row])])[0]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("window", [None, 10, 40, 70])
+@pytest.mark.parametrize("number", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("form", COMPILED)
+def test_a_value_that_is_not_finite_counts_in_the_rows_that_see_it_alone(form, number, window):
+    """In rows before it and in rows whose window it has left it changes no bit, whatever rows share their step."""
+    case = AttentionCase(6, 2, 16, form=form, window=window)
+    text, _ = prefilled(case, 200, [-1])
+
+    def attended(rows):
+        step, pack = case.call([(text, rows)])
+        given = pack["q"], pack["k"], pack["v"], case.pool, compiled_step(step), case.layout
+        return attend_compiled(*given, 0.25, window)[: len(rows)]
+
+    rows = list(range(95, 200))
+    finite = attended(rows)
+    text["v"][100, :, 3] = number
+    together = attended(rows)
+    seen = torch.tensor([row >= 100 and (window is None or row - 100 < window) for row in rows])
+    assert torch.equal(together[~seen], finite[~seen])
+    assert torch.equal(together.isfinite().all(-1).all(-1), ~seen)
+    alone = torch.cat([attended([row]) for row in rows])
+    assert torch.allclose(together, alone, rtol=0, atol=0, equal_nan=True)
+    shifted = torch.cat([attended(rows[at : at + 13]) for at in range(0, len(rows), 13)])
+    assert torch.allclose(together, shifted, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_10000_equal_weights_keep_the_bound_that_a_long_text_has(form):
     """Sums in float32 lose digits with the number of keys, most with equal weights and values, as torch's do."""

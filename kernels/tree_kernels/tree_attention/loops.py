@@ -2,7 +2,8 @@
 
 A block is some rows of one text; a unit is a block and a kv head. A unit's lines go through their near keys first, row
 by row, and then together through the pages of their text, in order. What a line has summed is scaled whenever a later
-key has a higher score. Keys that a line does not see have the weight 0.
+key has a higher score. Keys that a line does not see have the weight 0, and their values are not added: 0 times a value
+that is not finite is NaN.
 """
 
 from __future__ import annotations
@@ -207,6 +208,13 @@ def cap_and_hide(scores: int, count: int, low: int, high: int, cap: float) -> No
 
 
 @_called
+def keys_seen(position: int, near: int, window: int, first: int, count: int) -> tuple[int, int]:
+    """The first of a page's `count` far keys that a row sees, and the one after the last. first: the page's position"""
+    low = position - window + 1 - first if window != 0 else 0
+    return min(max(low, 0), count), min(max((position // near - 1) * near - first, 0), count)
+
+
+@_called
 def write_results(call: int, block: int, head: int, sums: int, sum_step: int, states: int) -> None:
     """Writes a unit's results."""
     its, own = longs(call), longs(block)
@@ -286,7 +294,8 @@ def unit(call: int, number: int, thread: int) -> None:
         function = longs(tiles)[2 * TILE_LINES]
         call_tile(function, mine, step, group, count, states + line * 8, its_sums, sum_step, places)
         given, its_offsets = in_float32(values, near_offsets, count, value_dim, kind, widened, value_offsets, sum_step)
-        add_values(tiles, mine, step, group, given, its_offsets, its_sums, sum_step, count)
+        low = max(start - first, 0)
+        add_values(tiles, mine + low * 4, step, group, given, its_offsets + low * 8, its_sums, sum_step, seen - low)
 
     all_pages = longs(its[PAGES])
     offsets = longs(page_offsets)
@@ -302,16 +311,35 @@ def unit(call: int, number: int, thread: int) -> None:
             )
             score(tiles, queries, query_step, lines, given, its_offsets, scores, step, count)
             for line in range(lines):
-                position = positions[own[START] + line // group]
-                end = (position // near - 1) * near
-                start = position - window + 1 if window != 0 else 0
-                cap_and_hide(scores + line * step, count, start - first, end - first, cap)
+                low, high = keys_seen(positions[own[START] + line // group], near, window, first, count)
+                cap_and_hide(scores + line * step, count, low, high, cap)
             places = sum_step // (4 * LANES)
             call_tile(longs(tiles)[2 * TILE_LINES], scores, step, lines, count, states, sums, sum_step, places)
             given, its_offsets = in_float32(
                 values + page, page_offsets, count, value_dim, kind, widened, value_offsets, sum_step
             )
-            add_values(tiles, scores, step, lines, given, its_offsets, sums, sum_step, count)
+            line = 0
+            while line < lines:
+                low, high = keys_seen(positions[own[START] + line // group], near, window, first, count)
+                end = line + group
+                while end < lines:  # lines that see the same keys of the page share a call
+                    other = keys_seen(positions[own[START] + end // group], near, window, first, count)
+                    if other[0] != low or other[1] != high:
+                        break
+                    end += group
+                if low < high:
+                    add_values(
+                        tiles,
+                        scores + line * step + low * 4,
+                        step,
+                        end - line,
+                        given,
+                        its_offsets + low * 8,
+                        sums + line * sum_step,
+                        sum_step,
+                        high - low,
+                    )
+                line = end
     write_results(call, block, head, sums, sum_step, states)
 
 
