@@ -90,6 +90,19 @@ def test_a_layer_gives_the_bits_of_its_single_calls(dtype, changed, threads):
         assert torch.equal(*pools) and bool(pools[0].any())
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_layer_keeps_subnormal_numbers_of_its_input_as_a_sum_of_torch_does(dtype, threads):
+    nothing = {name: PackedWeight(torch.zeros(SHAPES[name], dtype=dtype)) for name in ("output", "down")}
+    its = weights(dtype, **nothing)
+    x, rotation = given(8, dtype)
+    x[:, ::2] = torch.finfo(dtype).tiny / 16
+    pools, step = [LAYOUT.pool(64, x.device) for _ in range(2)], compiled_step(step_of(8, 8), threads)
+    got = DecoderLayers([its], Workspace(), threads)(x, pools[:1], step, rotation)
+    assert bool(x.all()) and torch.equal(got, x)
+    assert torch.equal(got, single_calls(its, x, pools[1], step, rotation))
+
+
 @pytest.mark.skipif(not has_dots(), reason="this processor has no dot products of bfloat16")
 def test_a_layer_has_the_same_bits_with_dot_products_and_without(monkeypatch):
     found = []

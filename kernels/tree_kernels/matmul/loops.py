@@ -134,6 +134,16 @@ def add(residual: int, target: int, count: int, kind: int) -> None:
 
 
 @_called
+def add_residuals(residual: int, target: int, rows: int, row_bytes: int, count: int, kind: int, word: int) -> None:
+    """`add` of `count` numbers of each row, under the control word of the kernel's caller, as torch's sum is."""
+    own = control_word()
+    set_control_word(word)
+    for row in range(rows):
+        add(residual + row * row_bytes, target + row * row_bytes, count, kind)
+    set_control_word(own)
+
+
+@_called
 def block(
     panels: int,
     tiles: int,
@@ -220,8 +230,9 @@ def blocks(
 
 
 @_called
-def multiply(call: int, thread: int) -> None:
-    """Computes units of outputs until none is left. A unit is one block of panels, for all rows."""
+def multiply(call: int, thread: int, word: int) -> None:
+    """Computes units of outputs until none is left. A unit is one block of panels, for all rows. word: the caller's
+    control word"""
     given = longs(call)
     x, rows, inputs, weights = given[X], given[ROWS], given[INPUTS], given[WEIGHTS]
     bias, target, outputs, target_kind = given[BIAS], given[TARGET], given[OUTPUTS], given[TARGET_KIND]
@@ -276,11 +287,11 @@ def multiply(call: int, thread: int) -> None:
                 begin += length
             wanted = min(panels * PANEL, outputs - first * PANEL)
             added = bias + first * SUMS if bias != 0 else 0
+            begun = (top * outputs + first * PANEL) * size
             for row in range(some):
-                place = ((top + row) * outputs + first * PANEL) * size
-                finish(sums + row * sums_step, added, target + place, wanted, target_kind)
-                if residual != 0:
-                    add(residual + place, target + place, wanted, target_kind)
+                finish(sums + row * sums_step, added, target + begun + row * outputs * size, wanted, target_kind)
+            if residual != 0:
+                add_residuals(residual + begun, target + begun, some, outputs * size, wanted, target_kind, word)
             top += chunk
         unit = next_unit
 
@@ -289,7 +300,7 @@ def units(call: int, thread: int) -> None:
     """Computes units of outputs until none is left."""
     word = control_word()
     set_control_word(word | types.uint32(FLUSH))  # dot products do the same
-    multiply(call, thread)
+    multiply(call, thread, word)
     set_control_word(word)
 
 
