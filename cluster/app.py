@@ -248,7 +248,7 @@ class RouterShell:
             RedisMetrics(_breakers_of(sessions=sessions, priors=priors.blobs)),
         )
         self._status, self._status_port = await serve_status(
-            collectors, self._report, grpc.host, grpc.status_ports(routers), "grpc.status_port"
+            collectors, self._report, grpc.host, grpc.status_ports, "grpc.status_port"
         )
         self._hosts = [node_address() if host in EVERY_ADDRESS else host for host in (grpc.host, http.host)]
         self._watching = asyncio.create_task(self._watch_health(peers, sessions))

@@ -335,8 +335,9 @@ class Structures(Section):
         return StructureLimits(**self.model_dump(exclude={"enabled"}))
 
 
-MOST_REPLICAS_HERE = 64
-"""Ports from `grpc.replica_status_port` on of which a replica takes one: the most replicas of a machine that has it."""
+STATUS_PORTS = 64
+"""Ports from `grpc.status_port` on of which a router takes one, and from `grpc.replica_status_port` on of which a
+replica does: the most of a machine that has it, those included that drain while their successors start."""
 
 
 class Auth(Section):
@@ -400,18 +401,19 @@ class Grpc(ClientPort):
     @property
     def replica_status_ports(self) -> range:
         """Ports of which a replica takes the first that is free for metrics and health."""
-        return _ports(self.replica_status_port, MOST_REPLICAS_HERE)
+        return _ports(self.replica_status_port, STATUS_PORTS)
 
-    def status_ports(self, routers: int) -> range:
-        """Ports of which a router takes the first that is free for metrics and health, where `routers` of them run."""
-        return _ports(self.status_port, routers)
+    @property
+    def status_ports(self) -> range:
+        """Ports of which a router takes the first that is free for metrics and health."""
+        return _ports(self.status_port, STATUS_PORTS)
 
 
 PortSection = TypeVar("PortSection", bound=ClientPort)
 
 
-def _ports(first: int, routers: int) -> range:
-    return range(first, min(first + routers, 65536)) if first else range(1)
+def _ports(first: int, number: int) -> range:
+    return range(first, min(first + number, 65536)) if first else range(1)
 
 
 class Config(Section):

@@ -50,7 +50,7 @@ def check_ports(config: Config) -> None:
     for field, host, ports in (
         ("grpc.port", grpc.host, grpc.client_ports(routers)),
         ("http.port", http.host, http.client_ports(routers)),
-        ("grpc.status_port", grpc.host, grpc.status_ports(routers)),
+        ("grpc.status_port", grpc.host, grpc.status_ports[:routers]),
     ):
         for port in filter(None, ports):
             with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
