@@ -86,13 +86,15 @@ class Scaling(Section):
     """Bounds and delays of a pool whose number of replicas follows its load."""
 
     min_replicas: int = Field(default=1, ge=0)
-    """Replicas that are kept without load. Zero: the pool sleeps, and the next request waits for a load."""
+    """Replicas that are kept without load. Zero: the pool sleeps, and the next request waits for a load, at most
+    `router.request_timeout_s`."""
     max_replicas: int = Field(ge=1)
     """Replicas that are never exceeded."""
     up_after_s: float = Field(default=10.0, ge=0)
     """How long the average load must be above its target before a replica is added."""
     down_after_s: float = Field(default=120.0, ge=0)
-    """How long it must be below before a replica is removed. A drafter or verifier ends with its last lease, a router
+    """How long it must be below before a replica is removed. Must be longer than a load where `min_replicas` is zero:
+    else a replica may be removed while it loads. A drafter or verifier ends with its last lease, a router
     when it has drained."""
 
     @model_validator(mode="after")

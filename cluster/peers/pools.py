@@ -46,8 +46,16 @@ P = TypeVar("P", bound=Peer)
 class ServePool(Generic[P]):
     """The replicas of one deployment. Not thread-safe: its streams are bound to one event loop."""
 
-    def __init__(self, handle: DeploymentHandle[object], streams: Streams, far: Callable[[PeerStream], P]) -> None:
+    def __init__(
+        self,
+        handle: DeploymentHandle[object],
+        streams: Streams,
+        far: Callable[[PeerStream], P],
+        may_be_empty: bool = False,
+    ) -> None:
+        """may_be_empty: a lease waits for a replica while there is none"""
         self._handle = handle
+        self._may_be_empty = may_be_empty
         self._lease = handle.options(stream=True).lease
         self._streams = streams
         self._far = far
@@ -97,9 +105,38 @@ class ServePool(Generic[P]):
                 log.info("no replica answers yet: %s", type(error).__name__)
                 await asyncio.sleep(REPLICA_POLL_S)
 
+    async def _has_replica(self) -> bool:
+        """Whether a replica runs, however full it is: a call of all replicas does not wait for room. Takes PROBE_S at
+        most."""
+        from ray.exceptions import RayError
+        from ray.serve.exceptions import RayServeException
+
+        self._forget_lost()
+        if self._reached:
+            return True
+        try:
+            answers: list[object] = await self._handle.broadcast("addresses").results_async(
+                timeout_s=PROBE_S, return_exceptions=True
+            )
+        except (TimeoutError, RayError, RayServeException):
+            return False
+        return not all(isinstance(answer, BaseException) for answer in answers)
+
     async def lease(self) -> Leased[P]:
+        """Lease a replica. Raises Overloaded where none has room, and PeerLost where none runs or the one that Serve
+        chose does not answer. In a pool that may be empty, waits for a replica."""
+        while True:
+            try:
+                return await self._lease_within()
+            except TimeoutError:
+                if await self._has_replica():
+                    raise Overloaded(f"lease: no replica has room within {LEASE_S:g} s") from None
+                if not self._may_be_empty:
+                    raise PeerLost("lease: no replica runs; one may be loading") from None
+
+    async def _lease_within(self) -> Leased[P]:
         """Lease a replica by a streaming Serve call. Its first item has the replica's address and the lease's token;
-        the call ends with the lease. Raises Overloaded or PeerLost."""
+        the call ends with the lease. Raises TimeoutError after LEASE_S, Overloaded or PeerLost."""
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
@@ -112,7 +149,7 @@ class ServePool(Generic[P]):
             raise Overloaded(f"lease: {error}") from None
         except TimeoutError:
             answers.cancel()
-            raise Overloaded(f"lease: no replica has room within {LEASE_S:g} s") from None
+            raise
         except (PeerLost, RayError, RayServeException, StopAsyncIteration) as error:
             answers.cancel()
             raise PeerLost(f"lease: {error or type(error).__name__}") from None
@@ -223,7 +260,10 @@ class ServePeers(Peers):
         self._verifier_streams = Streams(VERIFIER, certificates)
         self._drafter_streams = Streams(DRAFTER, certificates)
         self._target_pools = {
-            name: ServePool(handle, self._verifier_streams, RemoteVerifier) for name, handle in targets.items()
+            name: ServePool(
+                handle, self._verifier_streams, RemoteVerifier, may_be_empty=not config.targets[name].least_replicas
+            )
+            for name, handle in targets.items()
         }
         super().__init__(
             config,

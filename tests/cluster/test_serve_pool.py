@@ -1,0 +1,89 @@
+"""Leases of Serve's replicas: what a request gets where none has room, none runs, or one cannot be reached."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from dendro.errors import Overloaded, PeerLost
+
+from cluster.peers.pools import ServePeers, ServePool
+from cluster.peers.stream import VERIFIER, PeerStream, RemoteVerifier, Streams
+from cluster.peers.verifier import PATIENCE_S
+from tests.support.fakes import new_text
+from tests.support.serve_handles import FakeHandle, no_replica
+from tests.support.toy_cluster import toy_config
+from tests.support.virtual_time import virtual_time
+
+
+class FakeStream:
+    """A stream that is never lost."""
+
+    lost, hello = "", None
+
+
+@pytest.fixture
+def _reachable(monkeypatch):
+    """Streams to all addresses but `dead`, which takes as long as a connection may take."""
+
+    async def connect(address: str, *_: object) -> FakeStream:
+        if address == "dead":
+            await asyncio.sleep(5.0)
+            raise PeerLost("dead: does not answer")
+        return FakeStream()
+
+    monkeypatch.setattr(PeerStream, "connect", connect)
+
+
+class VirtualPeers(ServePeers):
+    """Peers whose clock is that of the loop."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._clock = asyncio.get_running_loop().time
+
+
+def pool_of(handle: FakeHandle, may_be_empty: bool = False) -> ServePool:
+    return ServePool(handle, Streams(VERIFIER), RemoteVerifier, may_be_empty)
+
+
+@virtual_time
+async def test_a_lease_where_every_replica_is_full_is_overloaded():
+    with pytest.raises(Overloaded, match="no replica has room within 10 s"):
+        await pool_of(FakeHandle(no_replica, running=("full",))).lease()
+
+
+@virtual_time
+async def test_a_lease_where_no_replica_runs_is_lost_not_overloaded():
+    with pytest.raises(PeerLost, match="no replica runs; one may be loading"):
+        await pool_of(FakeHandle(no_replica)).lease()
+
+
+@pytest.mark.usefixtures("_reachable")
+@virtual_time
+async def test_a_lease_in_a_pool_that_may_be_empty_waits_for_the_load():
+    began_s, handle = asyncio.get_running_loop().time(), FakeHandle(no_replica)
+    leasing = asyncio.ensure_future(pool_of(handle, may_be_empty=True).lease())
+    await asyncio.sleep(300)
+    handle.grant = lambda _: "loaded"
+    handle.changed.set()
+    assert (await leasing).address == "loaded"
+    assert asyncio.get_running_loop().time() - began_s == 300
+
+
+@pytest.mark.parametrize("least, waits", [(0, True), (1, False)])
+@virtual_time
+async def test_only_a_target_that_may_sleep_waits_for_its_load_longer_than_the_patience(least, waits):
+    target = {"checkpoint": "none", "autoscaling": {"min_replicas": least, "max_replicas": 1}}
+    handles = {"toy": FakeHandle(no_replica)}, {"helper": FakeHandle(no_replica)}
+    text = new_text()
+    handle = VirtualPeers(toy_config(targets={"toy": target}), *handles).verifier("toy", text)
+    hello = asyncio.ensure_future(handle.first_hello())
+    await asyncio.wait({hello}, timeout=1.5 * PATIENCE_S)
+    assert hello.done() is not waits
+    if not waits:
+        with pytest.raises(PeerLost, match="none opens the text in time"):
+            await hello
+    hello.cancel()
+    await handle.close(text)
