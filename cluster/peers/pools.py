@@ -35,6 +35,8 @@ log = logging.getLogger("dendro.peers")
 
 LEASE_S = 10.0
 """Seconds that Serve may take to find a replica with room."""
+UNREACHED_S = 30.0
+"""Seconds for which a replica that could not be connected is avoided while another one is."""
 PROBE_S = 3.0
 """Seconds that a replica may take to answer a check of its pool."""
 REPLICA_POLL_S = 0.5
@@ -61,6 +63,7 @@ class ServePool(Generic[P]):
         self._far = far
         self._held = BackgroundTasks()
         self._reached: set[str] = set()  # addresses of the replicas that a stream was connected to
+        self._unreached: dict[str, float] = {}  # when to try again to connect, by address of a replica
         self.leases = 0
 
     async def fault(self) -> str:
@@ -135,32 +138,54 @@ class ServePool(Generic[P]):
                     raise PeerLost("lease: no replica runs; one may be loading") from None
 
     async def _lease_within(self) -> Leased[P]:
-        """Lease a replica by a streaming Serve call. Its first item has the replica's address and the lease's token;
-        the call ends with the lease. Raises TimeoutError after LEASE_S, Overloaded or PeerLost."""
+        """Lease a replica by streaming Serve calls. A call's first item has the replica's address and the lease's
+        token; the call ends with the lease. Raises TimeoutError after LEASE_S, Overloaded or PeerLost.
+
+        A lease at a replica that cannot be reached is held until another is taken, for Serve would grant it again
+        where a replica without leases seems free.
+        """
         from ray.exceptions import RayError
         from ray.serve.exceptions import BackPressureError, RayServeException
 
-        answers: Any = self._lease.remote()
+        held: list[Any] = []
         try:
             async with asyncio.timeout(LEASE_S):
-                granted: dict[str, str] = await anext(aiter(answers))
-                stream = await self._streams.to(granted["address"])
+                while True:
+                    answers = self._lease.remote()
+                    held.append(answers)
+                    granted: dict[str, str] = await anext(aiter(answers))
+                    if (stream := await self._reach(granted["address"])) is not None:
+                        break
         except BackPressureError as error:
             raise Overloaded(f"lease: {error}") from None
-        except TimeoutError:
-            answers.cancel()
-            raise
         except (PeerLost, RayError, RayServeException, StopAsyncIteration) as error:
-            answers.cancel()
             raise PeerLost(f"lease: {error or type(error).__name__}") from None
-        except asyncio.CancelledError:
-            answers.cancel()
-            raise
+        else:
+            held.remove(answers)
+        finally:
+            for each in held:
+                each.cancel()
         self.leases += 1
         self._forget_lost()
         self._reached.add(granted["address"])
         self._held.start(self._hold(answers))
         return Leased(self._far(stream), stream.hello, granted["lease"], granted["address"])
+
+    async def _reach(self, address: str) -> PeerStream | None:
+        """The stream to a replica; None where it cannot be connected, or could not within the last UNREACHED_S, while
+        another replica is. Raises PeerLost where none is."""
+        loop = asyncio.get_running_loop()
+        self._forget_lost()
+        self._unreached = {each: until for each, until in self._unreached.items() if loop.time() < until}
+        if self._reached and address in self._unreached and not self._streams.alive(address):
+            return None
+        try:
+            return await self._streams.to(address)
+        except PeerLost:
+            self._unreached[address] = loop.time() + UNREACHED_S
+            if not self._reached - {address}:
+                raise
+            return None
 
     async def _hold(self, answers: Any) -> None:
         """Read the call until the replica ends it: Serve cancels a call without a reference."""

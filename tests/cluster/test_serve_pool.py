@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from dendro.errors import Overloaded, PeerLost
 
+from cluster.peers import pools
 from cluster.peers.pools import ServePeers, ServePool
 from cluster.peers.stream import VERIFIER, PeerStream, RemoteVerifier, Streams
 from cluster.peers.verifier import PATIENCE_S
@@ -70,6 +71,61 @@ async def test_a_lease_in_a_pool_that_may_be_empty_waits_for_the_load():
     handle.changed.set()
     assert (await leasing).address == "loaded"
     assert asyncio.get_running_loop().time() - began_s == 300
+
+
+def least_busy(handle: FakeHandle) -> str:
+    """The running replica with the fewest leases, as Serve grants them."""
+    return min(handle.running, key=handle.ongoing.count)
+
+
+@pytest.mark.usefixtures("_reachable")
+@virtual_time
+async def test_a_replica_that_cannot_be_reached_delays_one_lease_and_is_then_avoided():
+    """Serve goes on to prefer it, as no lease of it is ever held for long."""
+    loop, handle = asyncio.get_running_loop(), FakeHandle(least_busy, running=("near",))
+    pool = pool_of(handle)
+    for _ in range(20):
+        await pool.lease()
+    handle.running = ("near", "dead")
+    waited = []
+    for _ in range(10):
+        began_s = loop.time()
+        assert (await pool.lease()).address == "near"
+        waited.append(loop.time() - began_s)
+    assert waited == [5.0] + [0.0] * 9
+    assert "dead" not in handle.ongoing, "what was leased there is free again"
+
+
+@pytest.mark.usefixtures("_reachable")
+@virtual_time
+async def test_a_replica_that_can_be_reached_again_is_used_again(monkeypatch):
+    handle = FakeHandle(least_busy, running=("near",))
+    pool = pool_of(handle)
+    await pool.lease()
+    handle.running = ("near", "dead")
+    await pool.lease()
+    monkeypatch.setattr(PeerStream, "connect", healed)
+    assert (await pool.lease()).address == "near"
+    await asyncio.sleep(pools.UNREACHED_S)
+    assert (await pool.lease()).address == "dead"
+
+
+@pytest.mark.usefixtures("_reachable")
+@virtual_time
+async def test_a_lone_replica_that_cannot_be_reached_is_tried_at_each_lease(monkeypatch):
+    handle = FakeHandle(least_busy, running=("dead",))
+    pool = pool_of(handle)
+    for number in range(1, 4):
+        with pytest.raises(PeerLost, match="dead: does not answer"):
+            await pool.lease()
+        assert handle.calls == number and not handle.ongoing
+    monkeypatch.setattr(PeerStream, "connect", healed)
+    assert (await pool.lease()).address == "dead"
+
+
+async def healed(*_: object) -> FakeStream:
+    """A connection to any address."""
+    return FakeStream()
 
 
 @pytest.mark.parametrize("least, waits", [(0, True), (1, False)])
