@@ -119,6 +119,10 @@ class ModelConfig(Replicated):
         return "checkpoint" if self.tokenizer is None else "tokenizer"
 
 
+MOST_WORKERS = 1024
+"""Workers of one replica, for each of which a bundle of a placement group is made."""
+
+
 class TargetConfig(ModelConfig):
     """A served model: one verifier deployment."""
 
@@ -134,7 +138,7 @@ class TargetConfig(ModelConfig):
     `max_sessions` texts of `max_length` need."""
     share_prefixes: bool = True
     """Prefix cache: whether texts of one tenant share the memory and the computation of a common prefix."""
-    tensor_parallel: int = Field(default=1, ge=1)
+    tensor_parallel: int = Field(default=1, ge=1, le=MOST_WORKERS)
     """Workers of a replica, each with a shard of the weights and of every text's keys, and with `resources` and
     `threads` of its own. The same for all replicas of a target: other numbers round differently."""
     max_rows: int = Field(default=MAX_ROWS, ge=1, le=MAX_ROWS)
@@ -175,6 +179,10 @@ class DrafterConfig(ModelConfig):
     whose machine has more cores than the threads of all targets, of the drafter and of a router."""
 
 
+MOST_REQUEST_S = 7 * 24 * 3600
+"""A week. gRPC counts the age of a connection in milliseconds of 32 bits, some 24 days."""
+
+
 class Router(Replicated):
     """The deployment that clients call, with its limits."""
 
@@ -193,7 +201,7 @@ class Router(Replicated):
     clients resume them at another router."""
     default_new_tokens: int = Field(default=256, ge=1)
     """The limit of a request that sets no `max_new_tokens`."""
-    request_timeout_s: float = Field(default=600.0, gt=0)
+    request_timeout_s: float = Field(default=600.0, gt=0, le=MOST_REQUEST_S)
     """A request's wall-clock limit, also where its client is gone."""
     draft_timeout_ms: float = Field(default=500.0, gt=0)
     """The longest a round waits for its draft; a round whose draft is late is plain decoding. Rounds with a fixed shape

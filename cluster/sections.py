@@ -56,6 +56,11 @@ RESERVED = frozenset({"", "cpu", "gpu", "memory", "object_store_memory"})
 """Names of Ray's resources, in lower case, that are no custom ones."""
 
 
+LEAST_AMOUNT = 1e-4
+"""Smallest amount of a resource that Ray counts."""
+TOO_LITTLE = f"must be zero or at least {LEAST_AMOUNT:g}, as Ray counts no less"
+
+
 class Resources(Section):
     """What Ray reserves for one replica. Fractions of a core or of an accelerator are allowed."""
 
@@ -66,6 +71,13 @@ class Resources(Section):
     custom: dict[str, float] = Field(default_factory=dict)
     """Ray's own named resources, such as `{verifier: 1}`, that pin a pool to its machines."""
 
+    @field_validator("cpu", "gpu")
+    @classmethod
+    def _check_amount(cls, amount: float) -> float:
+        if 0 < amount < LEAST_AMOUNT:
+            raise ValueError(f"{amount:g}; {TOO_LITTLE}")
+        return amount
+
     @field_validator("custom")
     @classmethod
     def _check_custom(cls, custom: dict[str, float]) -> dict[str, float]:
@@ -74,6 +86,8 @@ class Resources(Section):
                 raise ValueError(f"{name!r} is no name of one's own; cores are `cpu`, accelerators `gpu`")
             if amount < 0:
                 raise ValueError(f"{name}: {amount:g}; must be at least 0")
+            if 0 < amount < LEAST_AMOUNT:
+                raise ValueError(f"{name}: {amount:g}; {TOO_LITTLE}")
         return custom
 
     @property

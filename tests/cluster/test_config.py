@@ -149,6 +149,21 @@ def test_a_value_that_would_be_taken_for_another_is_refused(load, text, fault):
 
 
 @pytest.mark.parametrize(
+    "sections, field",
+    [
+        ({"router": {"request_timeout_s": 2_200_000}}, r"router\.request_timeout_s"),
+        ({"router": {"resources": {"cpu": 1e-9}}}, r"router\.resources\.cpu"),
+        ({"targets": {"t": {"checkpoint": "x", "resources": {"gpu": 9e-5}}}}, r"targets\.t\.resources\.gpu"),
+        ({"router": {"resources": {"custom": {"a": 1e-5}}}}, r"router\.resources\.custom\.a"),
+        ({"targets": {"t": {"checkpoint": "x", "tensor_parallel": 1 << 40}}}, r"targets\.t\.tensor_parallel"),
+    ],
+)
+def test_a_number_that_grpc_or_ray_cannot_count_is_refused_by_its_field(sections, field):
+    with pytest.raises(BadRequest, match=rf"^{field}: "):
+        Config.of({"targets": {"t": {"checkpoint": "x"}}, **sections}, Path.cwd())
+
+
+@pytest.mark.parametrize(
     "text, fault",
     [
         ("grpc: {port: 9000}\nhttp: {port: 9000}", r"http\.port: is 9000, as grpc\.port is; set another port"),
