@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from dendro.certificates import CertificateFiles
+from dendro.destinations import address_of
 from dendro.engine import Engine, LocalDrafter, LocalVerifier
 from dendro.errors import PeerLost
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA, serve_engine
@@ -27,7 +28,7 @@ from dendro.state import StateStore
 from cluster.api import metrics
 from cluster.api.callers import Callers
 from cluster.api.collectors import RedisMetrics, ReplicaMetrics, RouterMetrics
-from cluster.api.grpc import address_of, port_of, serve_router
+from cluster.api.grpc import port_of, serve_router
 from cluster.api.health import HealthReport, HealthWatch
 from cluster.api.openai.server import serve_http
 from cluster.api.status import serve_status

@@ -14,10 +14,10 @@ from threading import Event
 from typing import Any
 
 import psutil
+from dendro.destinations import address_of
 from dendro.errors import BadRequest, EngineFailed, one_line
 from dendro.failures import described
 
-from cluster.api.grpc import address_of
 from cluster.app import build, log
 from cluster.config import Config, DrafterConfig, PortSection, Router, TargetConfig
 from cluster.failed_start import first_and_last_line, last_line, refusal_in

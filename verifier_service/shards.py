@@ -145,7 +145,8 @@ class Crew:
         """Start `size - 1` workers and wait until they have connected. Raises WorkerLost where one does not."""
         key = secrets.token_bytes(KEY_BYTES)
         streams: dict[int, Connection] = {}
-        with socket.create_server((host, 0), backlog=size) as server:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.create_server((host, 0), family=family, backlog=size) as server:
             start_workers([Invitation(rank, host, server.getsockname()[1], key) for rank in range(1, size)])
             deadline = time.monotonic() + JOIN_S
             while len(streams) < size - 1:

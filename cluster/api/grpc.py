@@ -15,6 +15,7 @@ import grpc.aio
 from dendro.answer import REASON_KEY, RETRY_AFTER_KEY, count_of_answers
 from dendro.certificates import CertificateFiles
 from dendro.client import MAX_MESSAGE_BYTES
+from dendro.destinations import address_of
 from dendro.errors import (
     NO_FAULTS,
     BadRequest,
@@ -346,8 +347,3 @@ def most_connections(configured: int) -> int:
 def port_of(address: str) -> int:
     """The port of `host:port`."""
     return int(address.rpartition(":")[2])
-
-
-def address_of(host: str, port: int) -> str:
-    """`host:port`; an IPv6 address is put in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

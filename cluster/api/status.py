@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.registry import Collector
 
 from cluster.api.health import HealthReport
+from cluster.api.listening import bind
 
 
 def registry_of(collectors: Iterable[Collector]) -> CollectorRegistry:
@@ -45,12 +46,10 @@ async def serve_status(
     pages.router.add_get("/healthz", healthz)
     runner = web.AppRunner(pages, access_log=None)
     await runner.setup()
-    tried = tuple(ports)
-    for port in tried:
-        try:
-            await web.TCPSite(runner, host, port).start()
-        except OSError:  # the port is taken
-            continue
-        return runner, int(runner.addresses[0][1])
-    await runner.cleanup()
-    raise EngineFailed(f"{field}: this process cannot listen at {host} on {', '.join(map(str, tried))}")
+    try:
+        listening = bind(host, tuple(ports), field)
+    except EngineFailed:
+        await runner.cleanup()
+        raise
+    await web.SockSite(runner, listening).start()
+    return runner, int(runner.addresses[0][1])

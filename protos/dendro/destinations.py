@@ -133,6 +133,11 @@ def is_ip(host: str) -> bool:
     return True
 
 
+def address_of(host: str, port: int) -> str:
+    """`host:port`; an IPv6 address is put in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def is_loopback(host: str) -> bool:
     """True if a host is this machine by its name."""
     if host == "localhost" or host.endswith(".localhost"):

@@ -12,6 +12,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from dendro import wire
 from dendro.calls import DraftCall, Peer
 from dendro.certificates import CertificateFiles
+from dendro.destinations import address_of
 from dendro.internal.v1 import drafter_pb2, verifier_pb2
 from dendro.serving import SERVER_OPTIONS, BeginSpan, Leases, Replica, ReplicaKind, StreamServer
 
@@ -58,14 +59,14 @@ async def serve_engine(
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(kind.service, {"Rounds": rounds}),))
     status = health.aio.HealthServicer()  # type: ignore[attr-defined]  # the stubs lack it
     health_pb2_grpc.add_HealthServicer_to_server(status, server)
-    address = f"{host}:0"  # any free port
+    address = address_of(host, 0)  # any free port
     if certificates is None:
         bound = server.add_insecure_port(address)
     else:
         bound = server.add_secure_port(address, certificates.server_credentials())
     await server.start()
     await status.set("", health_pb2.HealthCheckResponse.SERVING)
-    replica = Replica(streams, server, status, f"{host}:{bound}")
+    replica = Replica(streams, server, status, address_of(host, bound))
     if fault is not None:
         replica.watch(fault)
     return replica

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from cluster.api.callers import Callers
 from cluster.api.keys import ApiKeys, new_key, write_keys
+from cluster.api.listening import bind
 from cluster.api.openai import app, bodies, serving
 from cluster.api.openai import server as http_server
 from cluster.api.openai.chat import chat_of
@@ -258,7 +259,7 @@ async def test_an_abort_by_id_ends_the_request_of_its_tenant_alone():
         other.cancel()
 
 
-def with_little_buffer(*given, bind=http_server.bind):
+def with_little_buffer(*given, bind=bind):
     listening = bind(*given)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     return listening

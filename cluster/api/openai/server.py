@@ -11,11 +11,13 @@ from typing import Any
 
 import h11
 import uvicorn
-from dendro.errors import EngineFailed, Overloaded, PeerLost, one_line
+from dendro.destinations import address_of
+from dendro.errors import Overloaded, PeerLost, one_line
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cluster.api.callers import Callers
-from cluster.api.grpc import HANDSHAKE_S, READ_GRACE_S, address_of, most_connections
+from cluster.api.grpc import HANDSHAKE_S, READ_GRACE_S, most_connections
+from cluster.api.listening import bind
 from cluster.api.openai.app import application
 from cluster.api.openai.bodies import BODY_S
 from cluster.api.openai.errors import HttpRefused, failure_of
@@ -262,7 +264,7 @@ async def serve_http(
     settings = ingress.config
     tls = settings.tls.clients
     files = tls.files() if tls is not None else None
-    listening = bind(host, tuple(ports), share_port)
+    listening = bind(host, tuple(ports), "http.port", share_port)
     config = uvicorn.Config(
         application(ingress, requests, callers, healthy),
         ws="none",
@@ -282,22 +284,3 @@ async def serve_http(
     )
     server.open(listening)
     return HttpServer(server, requests, address_of(host, int(listening.getsockname()[1])))
-
-
-def bind(host: str, ports: tuple[int, ...], share_port: bool) -> socket.socket:
-    """A bound socket, whose connections inherit its options."""
-    for port in ports:
-        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # uvicorn writes headers and body apart, and asyncio sets this only where a socket names its protocol.
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if share_port:
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            listening.bind((host, port))
-        except OSError:  # the port is taken
-            listening.close()
-            continue
-        listening.setblocking(False)
-        return listening
-    raise EngineFailed(f"http.port: the router cannot listen at {host} on {', '.join(map(str, ports))}")
