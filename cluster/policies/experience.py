@@ -319,7 +319,11 @@ class Experience:
 
     def hints(self) -> dict[int, Costs]:
         """Measured costs by load class, with which another experience begins (`take`)."""
-        return {load: costs.hint() for load, costs in self._by_load.items() if costs.tried.total()}
+        return {load: costs.hint() for load, costs in self.measured()}
+
+    def measured(self) -> list[tuple[int, Costs]]:
+        """Load classes with measurements, and their costs."""
+        return [(load, costs) for load, costs in self._by_load.items() if costs.tried.total()]
 
     def take(self, hints: Mapping[int, Costs]) -> None:
         """Start from a prior's costs in load classes without measurements; each cost weighs at most PRIOR_ROUNDS."""
@@ -338,6 +342,14 @@ class Experience:
         return min(levels) / plain_us
 
 
+@dataclass(frozen=True, slots=True)
+class _UsualCosts:
+    """Medians of several tenants' costs under one load class."""
+
+    costs: Costs
+    due: int  # requests after which the medians may be made again
+
+
 @dataclass(slots=True)
 class Experiences:
     """A router's experiences with one target, one per tenant and class of verification modes. Clients choose the
@@ -346,10 +358,13 @@ class Experiences:
 
     concurrency: Concurrency = field(default_factory=Concurrency)
     _by_tenant: OrderedDict[tuple[str, str], Experience] = field(default_factory=OrderedDict)
+    _usual: dict[tuple[str, int], _UsualCosts] = field(default_factory=dict)  # key: class of modes, load class
+    _requests: int = 0  # calls of `of` so far
 
     def of(self, tenant: str, mode: VerificationMode = VerificationMode.COUPLED) -> Experience:
         """The tenant's experience, made if missing from the medians of others' costs. At most TENANTS are kept."""
         key = tenant, mode_class(mode)
+        self._requests += 1
         if key not in self._by_tenant:
             self._by_tenant[key] = Experience(self.concurrency)
             self._by_tenant[key].take(self._usual_costs(key[1]))
@@ -361,10 +376,21 @@ class Experiences:
 
     def _usual_costs(self, mode: str) -> dict[int, Costs]:
         """Medians of the costs that the LATEST tenants measured, by load class. The machine decides costs, but each
-        tenant the length of its texts, so a few extreme tenants move no other's."""
+        tenant the length of its texts, so a few extreme tenants move no other's.
+
+        The medians of one load class of LATEST tenants take milliseconds, in which no other request proceeds. So they
+        are kept: for a new tenant those of one known load class at most are made again, and those only after as many
+        requests as they were made of tenants.
+        """
         latest = [each for (_, own), each in reversed(self._by_tenant.items()) if own == mode][:LATEST]
         known: defaultdict[int, list[Costs]] = defaultdict(list)
         for experience in latest:
-            for load, costs in experience.hints().items():
+            for load, costs in experience.measured():
                 known[load].append(costs)
-        return {load: usual_costs(found, self.concurrency.target) for load, found in known.items()}
+        old = [load for load in known if (mode, load) in self._usual and self._usual[mode, load].due <= self._requests]
+        oldest = min(old, key=lambda load: self._usual[mode, load].due, default=None)
+        for load, measured in known.items():
+            if load == oldest or (mode, load) not in self._usual:
+                medians = usual_costs([costs.hint() for costs in measured], self.concurrency.target)
+                self._usual[mode, load] = _UsualCosts(medians, self._requests + len(measured))
+        return {load: usual.costs for (own, load), usual in self._usual.items() if own == mode}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, Experiences, make_policy, with_chain_and_off
+from cluster.policies.costs import Costs, usual_costs
 from cluster.policies.experience import TENANTS
 from cluster.policies.prior import MAX_PRIOR_BYTES, Prior, PriorKey, pack_prior, unpack_prior
-from cluster.policies.step_time import StepTime
+from cluster.policies.step_time import StepTime, TargetSteps
 from tests.support.edge import EdgePeers, ingress, plain_answer
 
 ARMS = with_chain_and_off([Arm.parse("mamba:(1,1,1)"), Arm.parse("mamba:(2,1)")])
@@ -88,6 +90,40 @@ def test_a_new_tenants_costs_are_those_of_the_tenant_in_the_middle():
             )
     assert experiences.of("new").prices().predicted_us(OFF_ARM) < 11_100
     assert experiences.of("one").prices().predicted_us(OFF_ARM) == pytest.approx(10_000, rel=0.01)
+
+
+def test_a_thousand_new_tenants_make_medians_for_few_of_them(monkeypatch: pytest.MonkeyPatch):
+    made: list[int] = []
+
+    def counted(measured: Sequence[Costs], target: TargetSteps) -> Costs:
+        made[-1] += 1
+        return usual_costs(measured, target)
+
+    monkeypatch.setattr("cluster.policies.experience.usual_costs", counted)
+    experiences, loads = Experiences(), (1, 2, 4, 8)  # running requests, each of a load class of its own
+    plain = Verdict((1,), (0,), (), None, 1, 10_000, step_rows=1)
+    for number in range(1000):
+        made.append(0)
+        experience = experiences.of(str(number))
+        for running in loads:
+            experiences.concurrency.requests = running
+            experience.learn(OFF_ARM, DraftTree.root_only(1), plain)
+    assert max(made[2:]) == 1, "one load class for a tenant, once all are known"
+    assert sum(made) < 200, "not for each of the tenants"
+    experiences.concurrency.expected = 8
+    assert experiences.of("new").costs.tried.total() and experiences.of("new").costs.step.sizes
+
+
+def test_a_new_tenant_begins_with_costs_measured_since_the_last_one_came():
+    experiences, tenants = Experiences(), ("one", "two", "three", "four")
+    for tenant, us in zip(tenants, (10_000, 20_000, 30_000, 40_000), strict=True):
+        for _ in range(20):
+            experiences.of(tenant).learn(
+                OFF_ARM, DraftTree.root_only(1), Verdict((1,), (0,), (), None, 1, us, step_rows=1)
+            )
+    second = sorted(experiences.of(tenant).prices().predicted_us(OFF_ARM) or 0.0 for tenant in tenants)[1]
+    # A tenant predicts by a fit that an eighth of its steps may be missing from.
+    assert experiences.of("new").prices().predicted_us(OFF_ARM) == pytest.approx(second, rel=1 / 8)
 
 
 async def test_a_tenants_requests_share_their_costs():
