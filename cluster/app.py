@@ -92,7 +92,7 @@ class _Shell:
         trace: TraceExport | None,
         load: Callable[..., Engine],
     ) -> None:
-        _log_to_serve_file()
+        log_to_serve_file()
         store = states()
         self._tracer = tracer_of(trace, self._role)
         self._engine = load(name, model, store)
@@ -219,7 +219,7 @@ class RouterShell:
         drafters: dict[str, DeploymentHandle[object]],
         ingress: LoadIngress = Ingress,
     ) -> None:
-        _log_to_serve_file()
+        log_to_serve_file()
         peers = ServePeers(config, targets, drafters)
         priors = RedisPriors(redis_url, config.redis.prior_ttl_s)
         sessions = RedisSessions(redis_url, config.redis.record_ttl_s)
@@ -440,10 +440,13 @@ def _breakers_of(**stores: object) -> dict[str, CircuitBreaker]:
     return {name: store.breaker for name, store in stores.items() if isinstance(store, RedisSessions | RedisStates)}
 
 
-def _log_to_serve_file() -> None:
-    """Log to the replica's own file, as Serve does."""
-    ours = logging.getLogger("dendro")
+def log_to_serve_file() -> None:
+    """Log to the replica's own file, as Serve does, and only there: Serve's handler of stderr is removed. Ray would
+    write its lines to a second file, which grows without a limit."""
+    ours, serve = logging.getLogger("dendro"), logging.getLogger("ray.serve")
     ours.setLevel(logging.INFO)
-    for handler in logging.getLogger("ray.serve").handlers:
-        if handler not in ours.handlers:
+    for handler in [*serve.handlers]:
+        if type(handler) is logging.StreamHandler:
+            serve.removeHandler(handler)
+        elif handler not in ours.handlers:
             ours.addHandler(handler)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from logging.handlers import MemoryHandler
 
 import pytest
 from dendro.errors import BadRequest, PeerLost
 from dendro.v1 import generation_pb2 as pb
+from ray.serve._private.logging_utils import configure_component_logger
+from ray.serve.schema import LoggingConfig
 
+from cluster import app
 from cluster.api.local import LocalClient
 from tests.support.edge import EdgePeers, ingress
 
@@ -74,3 +78,26 @@ async def test_a_client_that_leaves_has_a_line(lines):
     await answer.aclose()
     (line,) = lines()
     assert line["outcome"] == "left"
+
+
+def test_a_replica_logs_a_line_once_to_its_file_and_not_to_stderr(tmp_path, capfd, monkeypatch: pytest.MonkeyPatch):
+    ours, serve = logging.getLogger("dendro"), logging.getLogger("ray.serve")
+    for logger in (ours, serve):
+        monkeypatch.setattr(logger, "handlers", [])
+        monkeypatch.setattr(logger, "filters", [])  # a cluster that ran in this process leaves one
+        monkeypatch.setattr(logger, "propagate", False)
+        monkeypatch.setattr(logger, "level", logger.level)
+    config = LoggingConfig(logs_dir=str(tmp_path))
+    configure_component_logger(
+        component_name="router", component_id="7", logging_config=config, max_bytes=1 << 20, backup_count=1
+    )
+    app.log_to_serve_file()
+    logging.getLogger("dendro.requests").info("an answer")
+    serve.info("a lease")
+    written = "".join(path.read_text() for path in tmp_path.iterdir())
+    for handler in serve.handlers:
+        assert isinstance(handler, MemoryHandler) and handler.target is not None
+        handler.target.close()
+        handler.close()
+    assert written.count("an answer") == written.count("a lease") == 1
+    assert not capfd.readouterr().err

@@ -46,7 +46,7 @@ async def healthz_of(shell: Shell) -> int:
 @pytest.fixture
 def _in_this_process(monkeypatch):
     """No change to what all tests of this process share: its log's level and its garbage collector."""
-    monkeypatch.setattr(app, "_log_to_serve_file", lambda: None)
+    monkeypatch.setattr(app, "log_to_serve_file", lambda: None)
     monkeypatch.setattr(app, "freeze_loaded", lambda: None)
 
 
