@@ -4,13 +4,17 @@ parent."""
 from __future__ import annotations
 
 import atexit
+import fcntl
 import importlib.util
+import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from types import TracebackType
@@ -21,8 +25,14 @@ from dendro.errors import BadRequest, EngineFailed
 
 from cluster.socket_paths import check_socket
 
+log = logging.getLogger("dendro.redis")
+
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
+RESTART_S = 0.5
+"""Seconds between the end of a server and the start of the next one."""
+FOLDER, SOCKET = "dendro-redis-", "redis.sock"
+"""Begin of a folder's name, and the name of the socket in it."""
 
 # Requests a SIGTERM from Linux when the parent dies, then becomes redis-server. (A `preexec_fn` would run Python
 # between fork and exec in a process that may have threads.) On other systems only the exit handler ends the server.
@@ -53,26 +63,47 @@ def find_redis_server() -> Path:
     )
 
 
+def remove_left_folders() -> None:
+    """Remove the folders of this user's servers that were killed together with their parents."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
+        if not (folder / SOCKET).is_socket() or folder.stat().st_uid != os.getuid():
+            continue
+        lock = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.connect(str(folder / SOCKET))
+        except ConnectionRefusedError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # a running parent holds the lock
+            pass
+        finally:
+            os.close(lock)
+
+
 class RedisServer:
     """A running redis-server. `url` reaches it from every process of this user on this machine.
 
     Not persistent: no data is written to disk. Beyond `memory_mb` it evicts the keys with the least time left
     first: a state before a record, unless the session has waited so long that its record has less time left.
+
+    A server that ends by itself is started again, empty, and a warning is logged.
     """
 
     def __init__(self, memory_mb: int = 512) -> None:
         binary = find_redis_server()
-        self._folder = Path(tempfile.mkdtemp(prefix="dendro-redis-"))  # mode 700: only this user can use the socket
-        socket = self._folder / "redis.sock"
+        remove_left_folders()
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))  # mode 700: only this user can use the socket
+        path = self._folder / SOCKET
         try:
-            check_socket(socket, "TMPDIR", self._folder.parent)
+            check_socket(path, "TMPDIR", self._folder.parent)
         except BadRequest:
             self._folder.rmdir()
             raise
-        self.url = f"unix://{socket}"
+        self.url = f"unix://{path}"
         settings = {
             "port": "0",
-            "unixsocket": str(socket),
+            "unixsocket": str(path),
             "dir": str(self._folder),
             "logfile": str(self._folder / "redis.log"),
             "save": "",
@@ -82,19 +113,51 @@ class RedisServer:
             "maxmemory-samples": "64",  # the default of 5 keys may all be records if there are few states
         }
         arguments = [argument for key, value in settings.items() for argument in (f"--{key}", value)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *arguments],
+        self._command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *arguments]
+        self._lock = os.open(self._folder, os.O_RDONLY)  # held until this process ends: `remove_left_folders`
+        fcntl.flock(self._lock, fcntl.LOCK_SH)
+        self._starting, self._stopping = threading.Lock(), threading.Event()
+        self._process = self._launch()
+        atexit.register(self.stop)
+        self._watching = threading.Thread(target=self._restart, name="redis-watch", daemon=True)
+        try:
+            self._await_ready()
+        except EngineFailed:
+            self.stop()
+            raise
+        self._watching.start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            self._command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # a terminal's Ctrl-C must not end the server before the last requests
         )
-        atexit.register(self.stop)
-        self._await_ready()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def _restart(self) -> None:
+        """Start the server again whenever it ends, until `stop`. Linux ends a server with the thread that started it,
+        so this thread waits for the server, too."""
+        while True:
+            status = self._process.wait()
+            if self._stopping.is_set():
+                return
+            log.warning("redis: the embedded redis-server ended (%d); it is started again, without sessions", status)
+            self._stopping.wait(RESTART_S)
+            with self._starting:
+                if self._stopping.is_set():
+                    return
+                self._process = self._launch()
+            try:
+                self._await_ready()
+            except EngineFailed as error:
+                if not self._stopping.is_set():
+                    log.warning("%s", error)
 
     def _await_ready(self) -> None:
         client = redis.Redis.from_url(self.url)
@@ -108,9 +171,8 @@ class RedisServer:
                     if self._process.poll() is None and time.monotonic() < deadline:
                         time.sleep(0.02)
                         continue
-                    log = self._folder / "redis.log"
-                    tail = log.read_text()[-500:] if log.exists() else ""
-                    self.stop()
+                    written = self._folder / "redis.log"
+                    tail = written.read_text()[-500:] if written.exists() else ""
                     raise EngineFailed(f"redis: the embedded redis-server did not start: {tail}") from error
         finally:
             client.close()
@@ -118,6 +180,8 @@ class RedisServer:
     def stop(self) -> None:
         """End the server and remove its folder. May be called again."""
         atexit.unregister(self.stop)
+        with self._starting:
+            self._stopping.set()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
             try:
@@ -125,7 +189,12 @@ class RedisServer:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
+        if self._watching.is_alive():
+            self._watching.join()
         shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
 
     def __enter__(self) -> Self:
         return self

@@ -14,7 +14,7 @@ import pytest
 from dendro.client import AsyncClient
 from dendro.errors import DendroError
 
-from cluster import deploy
+from cluster import deploy, redis_server
 from cluster.api.health import HealthReport, HealthWatch
 from cluster.redis_server import RedisServer
 from cluster.sessions import RedisSessions
@@ -73,7 +73,8 @@ async def test_health_is_reported_when_it_changes():
     assert [report.serving for report in found.reports] == [True, False, True]
 
 
-async def test_the_loss_of_redis_is_noticed_and_what_it_means_is_reported():
+async def test_the_loss_of_redis_is_noticed_and_what_it_means_is_reported(monkeypatch):
+    monkeypatch.setattr(redis_server, "RESTART_S", 60.0)
     with RedisServer(memory_mb=16) as server:
         sessions = RedisSessions(server.url, 60, budget_s=5.0)
         assert await sessions.fault() == ""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +20,8 @@ from dendro.errors import EngineFailed
 
 from cluster import redis_server
 from cluster.redis_server import RedisServer
+from cluster.sessions import RedisSessions
+from tests.support.sockets import until
 
 
 def test_it_answers_on_a_private_socket_and_stops():
@@ -60,3 +64,38 @@ def test_a_server_that_does_not_start_raises_at_once(monkeypatch: pytest.MonkeyP
     with pytest.raises(EngineFailed, match="did not start"):
         RedisServer()
     assert time.monotonic() - began_s < redis_server.START_TIMEOUT_S
+
+
+def pinged(url: str) -> bool:
+    """True if a server answers."""
+    try:
+        with redis.Redis.from_url(url) as client:
+            return bool(client.ping())
+    except redis.ConnectionError:
+        return False
+
+
+async def test_a_server_that_is_killed_is_started_again_and_sessions_work(caplog: pytest.LogCaptureFixture):
+    with RedisServer(memory_mb=16) as server:
+        killed, sessions = psutil.Process(server.pid), RedisSessions(server.url, ttl_s=60)
+        assert await sessions.new_token("acme")
+        killed.kill()
+        await until(lambda: server.pid != killed.pid and pinged(server.url), timeout_s=30.0)
+        assert await sessions.new_token("acme")
+        assert not killed.is_running(), "no zombie is left"
+        await sessions.close()
+    assert "the embedded redis-server ended (-9)" in caplog.text
+    assert not psutil.pid_exists(server.pid) and not Path(server.url.removeprefix("unix://")).parent.exists()
+
+
+def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with RedisServer(memory_mb=16) as running:
+        left, other = tmp_path / "dendro-redis-left", tmp_path / "dendro-redis-new"
+        for folder in (left, other):
+            folder.mkdir()
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(left / redis_server.SOCKET))
+        with RedisServer(memory_mb=16):
+            assert not left.exists() and other.exists()
+            assert redis.Redis.from_url(running.url).ping()
