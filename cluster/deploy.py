@@ -22,12 +22,12 @@ from cluster.app import build, log
 from cluster.config import Config, DrafterConfig, PortSection, Router, TargetConfig
 from cluster.failed_start import first_and_last_line, last_line, refusal_in
 from cluster.serve_config import APPLICATION, ENVIRONMENT
+from cluster.socket_paths import ray_logs
 
 OBJECT_STORE_BYTES = 100 << 20
 """Size of Ray's object store, near the least that Ray accepts: we do not use it."""
 STOP_S = 20.0
 STATUS_PERIOD_S = 0.2
-REPLICA_LOGS = "The replicas' logs are in /tmp/ray/session_latest/logs/serve."
 ANSWER_S = 30.0
 """Seconds that routers may take to report their addresses."""
 RESOURCE_FIELDS = {"CPU": "cpu", "GPU": "gpu"}
@@ -122,7 +122,7 @@ def start(config: Config, redis_url: str, ray_address: str = "", ending: Event |
         stop()
         raise EngineFailed(
             f"ray: did not start: {one_line(str(error), 300)}. On a busy machine, try again; its logs are in "
-            f"/tmp/ray/session_latest/logs."
+            f"{ray_logs()}."
         ) from error
     _ray_processes[:] = [child for child in psutil.Process().children() if child not in others]
     if ray_address and APPLICATION in serve.status().applications:
@@ -174,8 +174,13 @@ def _run(application: Any, ending: Event) -> None:
                 return
             if status.status == ApplicationStatus.DEPLOY_FAILED:
                 reasons = "; ".join(filter(None, map(last_line, messages)))
-                raise EngineFailed(f"cluster: {status.message} {reasons}. {REPLICA_LOGS}")
+                raise EngineFailed(f"cluster: {status.message} {reasons}. {replica_logs()}")
         _go_on(ending, STATUS_PERIOD_S)
+
+
+def replica_logs() -> str:
+    """The sentence that names the folder of the replicas' logs."""
+    return f"The replicas' logs are in {ray_logs() / 'serve'}."
 
 
 def stop(drains: bool = True) -> None:

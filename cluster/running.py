@@ -105,7 +105,7 @@ async def running_cluster(config: Config, ray_address: str = "") -> AsyncIterato
             await asyncio.to_thread(deploy.stop)
             raise
         except RuntimeError as error:  # raised by Ray or Serve
-            raise EngineFailed(f"cluster: {error} {deploy.REPLICA_LOGS}") from error
+            raise EngineFailed(f"cluster: {error} {deploy.replica_logs()}") from error
         try:
             yield address
         finally:

@@ -1,4 +1,5 @@
-"""The length of the paths of unix sockets, checked before anything is started: Ray and Redis find it late."""
+"""Folders of Ray and Redis, and the length of the paths of their unix sockets, checked before anything is started: Ray
+and Redis find it late."""
 
 from __future__ import annotations
 
@@ -28,6 +29,19 @@ def check_socket(path: Path, variable: str, folder: Path) -> None:
 
 def check_ray_sockets() -> None:
     """Check the paths of the sockets of a Ray that this process starts (`check_socket`)."""
-    variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
-    folder = Path(os.environ.get(variable, "") or tempfile.gettempdir())
+    variable, folder = _ray_parent()
     check_socket(folder / _RAY_SOCKET.format(pid=os.getpid()), variable, folder)
+
+
+def ray_logs() -> Path:
+    """The folder of logs of the last Ray that this process started; if it started none, of the last one started with
+    the same environment."""
+    folder = _ray_parent()[1] / "ray"
+    own = sorted(folder.glob(f"session_*_{os.getpid()}"))  # the date and time precede the process id
+    return (own[-1] if own else folder / "session_latest") / "logs"
+
+
+def _ray_parent() -> tuple[str, Path]:
+    """Folder in which Ray's folder `ray` is, and the environment's variable that sets it."""
+    variable = "RAY_TMPDIR" if "RAY_TMPDIR" in os.environ else "TMPDIR"
+    return variable, Path(os.environ.get(variable, "") or tempfile.gettempdir())

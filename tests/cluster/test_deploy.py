@@ -51,10 +51,12 @@ def test_a_ray_that_does_not_start_is_one_sentence_and_leaves_no_process(monkeyp
 
     monkeypatch.setattr(node.Node, "start_head_processes", slow)
     before = set(psutil.Process().children(recursive=True))
-    with pytest.raises(EngineFailed, match="ray: did not start: The current node timed out during startup"):
+    with pytest.raises(EngineFailed, match="ray: did not start: The current node timed out during startup") as failed:
         deploy.start(toy_config(), "redis://127.0.0.1:1", **LOADERS)
     left = set(psutil.Process().children(recursive=True)) - before
     assert not [process for process in left if process.status() != psutil.STATUS_ZOMBIE]
+    logs = Path(str(failed.value).rpartition("its logs are in ")[2].rstrip("."))
+    assert logs.is_dir() and logs.parent.name.endswith(f"_{os.getpid()}"), "of this process's Ray"
     gc.collect()
 
 

@@ -13,7 +13,7 @@ from dendro.errors import BadRequest
 from cluster.config import demo_config
 from cluster.redis_server import RedisServer
 from cluster.running import running_cluster
-from cluster.socket_paths import check_ray_sockets
+from cluster.socket_paths import check_ray_sockets, ray_logs
 
 
 @pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
@@ -37,3 +37,12 @@ def test_redis_is_not_started_where_its_socket_would_have_too_long_a_path(tmp_pa
     with pytest.raises(BadRequest, match="^TMPDIR: has"):
         RedisServer(16)
     assert os.listdir(folder) == []
+
+
+@pytest.mark.parametrize("variable", ["TMPDIR", "RAY_TMPDIR"])
+def test_the_logs_are_those_of_this_processs_last_ray_in_the_folder_that_is_set(tmp_path: Path, monkeypatch, variable):
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert ray_logs() == tmp_path / "ray/session_latest/logs"
+    for session in (f"01-01_{os.getpid()}", f"01-02_{os.getpid()}", "01-03_1"):
+        (tmp_path / f"ray/session_2026-{session}").mkdir(parents=True)
+    assert ray_logs() == tmp_path / f"ray/session_2026-01-02_{os.getpid()}/logs"
