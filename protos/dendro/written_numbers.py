@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from decimal import Decimal
+from contextlib import suppress
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 
@@ -21,8 +22,11 @@ def number_of(text: str) -> float:
     (0.1, 'float', '0.12345678901234567890')
     """
     found = float(text)
-    if Decimal(repr(found)) == Decimal(text):
+    if repr(found) == text:  # most numbers; the digits of others take ten times as long
         return found
+    with suppress(InvalidOperation):  # an exponent of more than 18 digits, which Decimal lacks
+        if Decimal(repr(found)) == Decimal(text):
+            return found
     lacking = WrittenNumber(found)
     lacking.text = text
     return lacking
