@@ -75,7 +75,7 @@ def test_a_schema_means_the_same_as_a_part_of_a_body_and_as_a_text(schema):
 
 def test_a_schema_of_a_body_that_is_nested_too_deeply_is_refused_by_its_field():
     deep: Any = {}
-    for _ in range(600):
+    for _ in range(3000):
         deep = {"items": deep}
     with pytest.raises(BadRequest, match="^structure.json_schema: cannot be written as JSON: it has too many objects"):
         Structure.json_schema(deep)
