@@ -229,7 +229,8 @@ def check(
         bool, typer.Option("--load/--no-load", help="Load every model, one after the other, and check its rows.")
     ] = True,
     ray: Annotated[
-        str, typer.Option(help="As of `dendro serve`: this machine's ports and accelerators are not checked.")
+        str,
+        typer.Option(help="Ray's address, as for `dendro serve`; ports and accelerators here are not checked."),
     ] = "",
     json_file: JsonFile = None,
 ) -> None:

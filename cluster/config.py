@@ -344,8 +344,8 @@ class Structures(Section):
 
 
 STATUS_PORTS = 64
-"""Ports from `grpc.status_port` on of which a router takes one, and from `grpc.replica_status_port` on of which a
-replica does: the most of a machine that has it, those included that drain while their successors start."""
+"""Ports that a router tries from `grpc.status_port` on, and a replica from `grpc.replica_status_port` on. A process
+that drains keeps its port while its successor starts."""
 
 
 class Auth(Section):

@@ -114,7 +114,7 @@ class RedisServer:
         }
         arguments = [argument for key, value in settings.items() for argument in (f"--{key}", value)]
         self._command = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid()), str(binary), *arguments]
-        self._lock = os.open(self._folder, os.O_RDONLY)  # held until this process ends: `remove_left_folders`
+        self._lock = os.open(self._folder, os.O_RDONLY)  # held until `stop`, for `remove_left_folders`
         fcntl.flock(self._lock, fcntl.LOCK_SH)
         self._starting, self._stopping = threading.Lock(), threading.Event()
         self._process = self._launch()
@@ -147,7 +147,7 @@ class RedisServer:
             status = self._process.wait()
             if self._stopping.is_set():
                 return
-            log.warning("redis: the embedded redis-server ended (%d); it is started again, without sessions", status)
+            log.warning("redis: the embedded redis-server ended (%d); another is started, without its sessions", status)
             self._stopping.wait(RESTART_S)
             with self._starting:
                 if self._stopping.is_set():

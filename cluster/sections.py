@@ -100,16 +100,16 @@ class Scaling(Section):
     """Bounds and delays of a pool whose number of replicas follows its load."""
 
     min_replicas: int = Field(default=1, ge=0)
-    """Replicas that are kept without load. Zero: the pool sleeps, and the next request waits for a load, at most
-    `router.request_timeout_s`."""
+    """Replicas that are kept without load. Zero: the pool sleeps. The next request waits for a target's load, at most
+    `router.request_timeout_s`; it does not wait for a drafter's."""
     max_replicas: int = Field(ge=1)
     """Replicas that are never exceeded."""
     up_after_s: float = Field(default=10.0, ge=0)
     """How long the average load must be above its target before a replica is added."""
     down_after_s: float = Field(default=120.0, ge=0)
-    """How long it must be below before a replica is removed. Must be longer than a load where `min_replicas` is zero:
-    else a replica may be removed while it loads. A drafter or verifier ends with its last lease, a router
-    when it has drained."""
+    """How long it must be below before a replica is removed. Where `min_replicas` is zero it should be longer than a
+    load, else a replica may be removed while it loads. A drafter or verifier ends with its last lease, a router when it
+    has drained."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -120,7 +120,7 @@ class Scaling(Section):
 
 class Autoscaling(Scaling):
     """How many replicas a pool has, by its leases: a running request holds one of a verifier and one of
-    each drafter that its policy has chosen. One for several answers counts as so many."""
+    each drafter that its policy has chosen. A lease for n answers counts as n."""
 
     leases: float = Field(default=8.0, gt=0)
     """Target number of leases of a replica, on average."""

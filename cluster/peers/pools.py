@@ -63,7 +63,7 @@ class ServePool(Generic[P]):
         self._far = far
         self._held = BackgroundTasks()
         self._reached: set[str] = set()  # addresses of the replicas that a stream was connected to
-        self._unreached: dict[str, float] = {}  # when to try again to connect, by address of a replica
+        self._unreached: dict[str, float] = {}  # loop time of the next try to connect, by the replica's address
         self.leases = 0
 
     async def fault(self) -> str:

@@ -81,7 +81,7 @@ UNPRICED = 1.5
 FIRST_ROUNDS = 2.0
 """Additional budget, in rounds without speculation, for a drafter that no text has tried."""
 RETRYING = 1 / 16
-"""Share of texts that begin without the prior of a drafter none of whose arms it lets gain."""
+"""Share of texts that ignore a drafter's prior if it predicts no gain for any of the drafter's arms."""
 STAYING = 2
 """Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
 them is drafted one round later."""

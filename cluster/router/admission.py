@@ -151,7 +151,7 @@ def check_text_of_resume(resume: pb.Resume, prompt: Sequence[int]) -> None:
     if (resume.prompt_tokens, resume.prompt_digest) != (len(prompt), text.digest()):
         differs = f"it had {resume.prompt_tokens} tokens, and has {len(prompt)}"
         if resume.prompt_tokens == len(prompt):
-            differs = "prompt_digest differs, a number of 64 bits, which JavaScript's numbers round"
+            differs = "prompt_digest differs; it has 64 bits, and JavaScript's numbers would round it"
         raise Conflict(f"resume: the text before the answer has changed: {differs}; {BEGIN_AGAIN}")
 
 

@@ -136,7 +136,7 @@ class Allowance:
         """Count answers that begin. Raises LimitReached, or BadRequest for more answers than the limit."""
         limit = self.limits.answers
         if limit is not None and answers > limit:
-            raise BadRequest("n", f"is {answers}; this key's limit `answers` is {limit}")
+            raise BadRequest("n", f"is {answers}; this key's limit `answers` is {limit} at this router")
         if limit is not None and self._answers + answers > limit:
             raise LimitReached.of("answers", limit)
         self._answers += answers
@@ -151,15 +151,11 @@ class Allowance:
         limit = self.limits.tokens_per_minute
         if limit is None:
             return 0
+        named = f"this key's limit `tokens_per_minute` is {limit} at this router"
         if prompt + min(new, 1) > limit:
-            raise BadRequest(
-                "prompt", f"makes a text of {prompt} tokens; this key's limit `tokens_per_minute` is {limit}"
-            )
+            raise BadRequest("prompt", f"makes a text of {prompt} tokens; {named}")
         if prompt + new > limit:
-            raise BadRequest(
-                "max_new_tokens",
-                f"makes {prompt + new} tokens with the prompt; this key's limit `tokens_per_minute` is {limit}",
-            )
+            raise BadRequest("max_new_tokens", f"makes {prompt + new} tokens with the prompt; {named}")
         return self._tokens.take(prompt + new, limit)
 
     def give_back_tokens(self, tokens: int, second: int) -> None:

@@ -53,7 +53,8 @@ class RequestSpeculation:
         self._proposals = proposals
         self._offer = None if proposals is None else partial(proposals.offer, text)
         self._stopping = StopRule(experience) if plan.stops else None
-        # Mode `off` and shapes of fixed form use no costs. ConservativeUCB teaches all rounds but misleading ones.
+        # Policies and `until(auto,...)` use costs, mode `off` and other fixed shapes do not. ConservativeUCB records
+        # its own rounds, without those that would mislead.
         uses_costs = plan.learns and (plan.adaptive or plan.stops)
         self._teaches = uses_costs and not isinstance(plan.policy, ConservativeUCB)
         self._clock = clock

@@ -26,8 +26,8 @@ def bmm(left: Tensor, right: Tensor) -> Tensor:
 
 @cache
 def library_digest() -> str:
-    """8 hex digits of the bits that this process's libraries give fixed numbers on a CPU: of products, sums and
-    functions that scans and attention take from them. MKL and torch choose instructions by the processor, MKL_CBWR and
+    """8 hex digits of a SHA-256 of results that this process's libraries compute from fixed numbers on a CPU: products,
+    sums and functions that scans and attention use. MKL and torch choose instructions by the processor, MKL_CBWR and
     ATEN_CPU_CAPABILITY, and round accordingly."""
     digest = hashlib.sha256()
     with threads_of(1), torch.inference_mode():

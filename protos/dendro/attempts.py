@@ -36,7 +36,7 @@ HINTS = {
     "Connection refused": "is a cluster running there? `dendro serve` prints its address",
     "http1.x server": "the port is one of HTTP; `dendro serve` prints the address for gRPC first",
 }
-"""Advice for gRPC's errors of connections that cannot be made, by words of theirs."""
+"""Advice for connections that cannot be made, by words in gRPC's error."""
 OVER_LIMIT, OWN_RECEIPT = "message larger than max", "CLIENT: Received"
 """Words in gRPC's error for a message over a limit, and in that for an answer over the client's own limit."""
 

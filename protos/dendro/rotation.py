@@ -34,7 +34,7 @@ class Rotation:
         for each in self.addresses:
             if not each.startswith(GRPC_FORMS) and not HOST_PORT.fullmatch(each):
                 raise BadRequest(
-                    "address", f"{each!r} is no host:port, such as 127.0.0.1:9000, without http:// before it"
+                    "address", f"{each!r} is no host:port, such as 127.0.0.1:9000; leave out a scheme, such as http://"
                 )
             port = each.rpartition(":")[2]
             if port.isdecimal() and not 0 < int(port) < 1 << 16:

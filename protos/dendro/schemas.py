@@ -43,7 +43,7 @@ DRAFTS = re.compile(
     r"http://json-schema\.org/draft-0[4-7]/(hyper-)?schema#?"
     r"|https://json-schema\.org/draft/(2019-09|2020-12)/(hyper-)?schema#?"
 )
-"""Values of `$schema`."""
+"""Accepted values of `$schema`."""
 
 
 class SchemaError(ValueError):

@@ -43,7 +43,7 @@ def json_text(value: Any) -> str:
     or nested too deeply."""
     try:
         text = json.dumps(value)
-        # The library's encoder takes a twentieth of the time. A schema of more characters is refused.
+        # The library's encoder takes a twentieth of the time. A longer schema is refused later.
         return _with_digits(value) if len(text) <= MOST_CHARACTERS and FRACTION.search(text) else text
     except RecursionError:
         raise ValueError("it has too many objects and arrays in each other") from None

@@ -95,7 +95,7 @@ async def test_a_keys_limit_of_tokens_names_a_field_of_http_where_no_length_is_g
         status, _, answer = await post(server, "/v1/completions", {"prompt": "abc", "n": 3}, **named)
     assert (status, answer["error"]["param"]) == (400, "max_tokens")
     assert answer["error"]["message"] == (
-        "max_tokens: makes 6 tokens with the prompt; this key's limit `tokens_per_minute` is 5"
+        "max_tokens: makes 6 tokens with the prompt; this key's limit `tokens_per_minute` is 5 at this router"
     )
 
 

@@ -258,7 +258,7 @@ def test_the_loopback_needs_no_keys(host, tmp_path):
 
 
 LIMITS: list[tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = [
-    ({"answers": 2}, {"n": 3}, BadRequest, "n: is 3; this key's limit `answers` is 2"),
+    ({"answers": 2}, {"n": 3}, BadRequest, "n: is 3; this key's limit `answers` is 2 at this router"),
     ({"prompt_tokens": 5}, {}, BadRequest, "prompt: .* limit `prompt_tokens` is 5"),
     ({"new_tokens": 4}, {"max_new_tokens": 5}, BadRequest, "max_new_tokens: .* 1 to 4; .* limit `new_tokens` is 4"),
     ({"structures": False}, {"json": True}, BadRequest, "structure: .* limit `structures` is off"),

@@ -59,7 +59,7 @@ async def test_every_turn_of_a_session_has_the_tokens_of_a_new_request_with_the_
 
 
 def test_a_resume_with_the_same_count_of_tokens_is_refused_by_its_digest():
-    with pytest.raises(Conflict, match="prompt_digest differs, a number of 64 bits, which JavaScript's numbers round"):
+    with pytest.raises(Conflict, match="prompt_digest differs; it has 64 bits, and JavaScript"):
         check_text_of_resume(pb.Resume(prompt_tokens=2, prompt_digest=1), [5, 6])
     with pytest.raises(Conflict, match="it had 3 tokens, and has 2"):
         check_text_of_resume(pb.Resume(prompt_tokens=3, prompt_digest=1), [5, 6])

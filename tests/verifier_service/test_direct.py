@@ -28,7 +28,7 @@ def loaded(folder, dtype=torch.bfloat16):
 
 
 MOST, FEW = [5, 0, 7, 7, 1, 15, 2, 3, 4, 6, 8, 9, 0, 0], [5, 0, 15, 5]
-"""Rows whose logits are wanted, of 16: of FEW the last layer runs on these alone."""
+"""Wanted rows, of 16. For FEW the last layer's output projection and MLP run on the wanted rows alone."""
 
 
 @pytest.mark.parametrize("rows", [MOST, FEW], ids=["most", "few"])

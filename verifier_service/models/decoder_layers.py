@@ -311,8 +311,9 @@ class DecoderStack:
         return self._whole(x, rotation, self.parts.norm)
 
     def normed_rows(self, x: Tensor, rotation: RowRotation, wanted: Tensor) -> Tensor:
-        """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. Where many rows are not
-        wanted, the last layer computes only their keys and values: nothing reads their other results."""
+        """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. If at most three
+        quarters of the rows are wanted, the last layer's output projection and MLP run on these alone: of other rows
+        only the layer's keys and values are read later."""
         if self._few is not None and 4 * len(wanted) <= 3 * x.shape[1]:
             return self._few(x, rotation, self.parts.norm, wanted)[0]
         hidden = self.normed(x, rotation)

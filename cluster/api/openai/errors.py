@@ -43,7 +43,7 @@ RETRY_AFTER_S = 1
 LINE = re.compile(r"line (\d+), %json: ")
 """Beginning of the fault of a schema in a grammar."""
 MOST_RETRY_AFTER_S = 60
-"""OpenAI's clients ignore a longer time, and send the request again at once."""
+"""Old clients of OpenAI ignore a longer time, and wait for seconds of their own choice."""
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code for a text with more tokens than the target can hold, for which clients look to shorten it."""
 RETRIED = (Overloaded, PeerLost)
