@@ -4,6 +4,7 @@ parent."""
 from __future__ import annotations
 
 import atexit
+import errno
 import fcntl
 import importlib.util
 import logging
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -29,8 +31,9 @@ log = logging.getLogger("dendro.redis")
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
-RESTART_S = 0.5
-"""Seconds between the end of a server and the start of the next one."""
+RESTART_S, LONGEST_RESTART_S = 0.5, 30.0
+"""Seconds between the end of a server and the start of the next one: twice as many after each that did not become
+ready, up to the longest."""
 FOLDER, SOCKET = "dendro-redis-", "redis.sock"
 """Begin of a folder's name, and the name of the socket in it."""
 
@@ -66,19 +69,16 @@ def find_redis_server() -> Path:
 def remove_left_folders() -> None:
     """Remove the folders of this user's servers that were killed together with their parents."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
-        if not (folder / SOCKET).is_socket() or folder.stat().st_uid != os.getuid():
-            continue
-        lock = os.open(folder, os.O_RDONLY)
-        try:
+        # An OSError: another user's folder, one that another process removes now, or one whose running parent locks it.
+        with suppress(OSError), ExitStack() as opened:
+            if folder.stat().st_uid != os.getuid() or not (folder / SOCKET).is_socket():
+                continue
+            lock = os.open(folder, os.O_RDONLY)
+            opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with socket.socket(socket.AF_UNIX) as probe:
-                probe.connect(str(folder / SOCKET))
-        except ConnectionRefusedError:
-            shutil.rmtree(folder, ignore_errors=True)
-        except OSError:  # a running parent holds the lock
-            pass
-        finally:
-            os.close(lock)
+            probe = opened.enter_context(socket.socket(socket.AF_UNIX))
+            if probe.connect_ex(str(folder / SOCKET)) == errno.ECONNREFUSED:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 class RedisServer:
@@ -143,21 +143,24 @@ class RedisServer:
     def _restart(self) -> None:
         """Start the server again whenever it ends, until `stop`. Linux ends a server with the thread that started it,
         so this thread waits for the server, too."""
+        pause_s = RESTART_S
         while True:
             status = self._process.wait()
             if self._stopping.is_set():
                 return
             log.warning("redis: the embedded redis-server ended (%d); another is started, without its sessions", status)
-            self._stopping.wait(RESTART_S)
-            with self._starting:
-                if self._stopping.is_set():
-                    return
-                self._process = self._launch()
+            self._stopping.wait(pause_s)
             try:
+                with self._starting:
+                    if self._stopping.is_set():
+                        return
+                    self._process = self._launch()
                 self._await_ready()
-            except EngineFailed as error:
+                pause_s = RESTART_S
+            except (EngineFailed, OSError) as error:  # OSError: no process can be started now
+                pause_s = min(2 * pause_s, LONGEST_RESTART_S)
                 if not self._stopping.is_set():
-                    log.warning("%s", error)
+                    log.warning("redis: no other server could be started: %s", error)
 
     def _await_ready(self) -> None:
         client = redis.Redis.from_url(self.url)

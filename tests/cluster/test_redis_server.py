@@ -88,6 +88,36 @@ async def test_a_server_that_is_killed_is_started_again_and_sessions_work(caplog
     assert not psutil.pid_exists(server.pid) and not Path(server.url.removeprefix("unix://")).parent.exists()
 
 
+async def test_a_server_is_started_again_once_a_process_can_be(monkeypatch):
+    monkeypatch.setattr(redis_server, "RESTART_S", 0.01)
+    with RedisServer(memory_mb=16) as server:
+        killed, popen, failures = server.pid, subprocess.Popen, iter(range(2))
+
+        def refused(*given, **named):
+            if next(failures, None) is not None:
+                raise BlockingIOError("no process can be made")
+            return popen(*given, **named)
+
+        monkeypatch.setattr(subprocess, "Popen", refused)
+        os.kill(killed, signal.SIGKILL)
+        await until(lambda: server.pid != killed and pinged(server.url), timeout_s=30.0)
+
+
+def test_a_folder_of_another_user_is_left_and_keeps_no_server_from_starting(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    other, is_socket = tmp_path / "dendro-redis-other", Path.is_socket
+    other.mkdir()
+
+    def denied(path):
+        if path.parent == other:
+            raise PermissionError(13, "Permission denied")
+        return is_socket(path)
+
+    monkeypatch.setattr(Path, "is_socket", denied)
+    with RedisServer(memory_mb=16) as server:
+        assert other.exists() and pinged(server.url)
+
+
 def test_folders_of_killed_servers_are_removed_and_those_of_running_ones_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with RedisServer(memory_mb=16) as running:
