@@ -97,6 +97,7 @@ class Concurrency:
     requests: int = 0  # requests running now
     expected: float = 0.0  # expected concurrency: at least `requests`; decays towards it after more have run
     fixed: int = 0  # running requests whose shape the client chose or bounded
+    off: int = 0  # running requests of mode `off`
     opening: int = 0  # texts that a verifier or drafter is opening
     target: TargetSteps = TargetSteps()  # sizes and times of steps, from the hello of its latest replica
     trials: dict[int, SpeculationTrial] = field(default_factory=dict)  # one per load class
@@ -106,6 +107,11 @@ class Concurrency:
         """Record what a verifier says of the target's steps."""
         if target != self.target:
             self.target = target
+
+    @property
+    def guessing(self) -> int:
+        """Number of running requests that may guess; a trial counts its rounds by their number."""
+        return self.requests - self.off
 
     @property
     def load(self) -> int:
@@ -153,8 +159,8 @@ class Concurrency:
 
     def may_guess(self, trial: SpeculationTrial, place: float) -> bool:
         """True if the text at this place may guess under the trial. A pilot for many texts excludes no text once fewer
-        than twice LEAST_PILOTS requests are running."""
-        return trial.includes(place) or (trial.speculating and self.requests < 2 * LEAST_PILOTS)
+        than twice LEAST_PILOTS requests that may guess are running."""
+        return trial.includes(place) or (trial.speculating and self.guessing < 2 * LEAST_PILOTS)
 
     def gains(self) -> dict[int, float]:
         """Measured gain of speculation by load class, with which another router begins (`begin_trials`)."""
@@ -178,11 +184,13 @@ class Concurrency:
         return self._places * GOLDEN_RATIO % 1
 
     @contextlib.contextmanager
-    def running(self, fixed: bool = False) -> Iterator[RunningRequest]:
-        """Count a request while it runs. fixed: True if its client chose or bounded its shapes; mode `off` has none"""
+    def running(self, fixed: bool = False, off: bool = False) -> Iterator[RunningRequest]:
+        """Count a request while it runs. fixed: True if its client chose or bounded its shapes   off: True in mode
+        `off`"""
         self.requests += 1
         self.expected = max(self.expected, self.requests)
         self.fixed += fixed
+        self.off += off
         request = RunningRequest(self, fixed)
         try:
             yield request
@@ -190,13 +198,14 @@ class Concurrency:
             request.begun()
             self.requests -= 1
             self.fixed -= fixed
+            self.off -= off
 
     def learn(self, tokens: int, took_us: float, disturbed: bool, guessed: bool, judged: bool) -> None:
         """Record a round of any request. took_us: its time with all waits   guessed: True if its arm was not `off`
         judged: True if the request may guess in a trial's turns
         """
         if self.requests > 1 and not self.fixed and judged and self.load == self.expected_load:
-            self.trial_at(self.load).learn(tokens, took_us, self.requests, disturbed, guessed)
+            self.trial_at(self.load).learn(tokens, took_us, self.guessing, disturbed, guessed)
         self.expected += (self.requests - self.expected) * min(
             took_us / max(self.requests, 1) / CONCURRENCY_DECAY_US, 1.0
         )

@@ -296,7 +296,7 @@ class Ingress:
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """An answer that the target computes, beginning after the tokens that the client has."""
         complete, plan, concurrency = pb.GenerateComplete(), job.plan, job.experience.concurrency
-        with concurrency.running(fixed=not plan.free and plan.name != "off") as running:
+        with concurrency.running(fixed=not plan.free and not plan.off, off=plan.off) as running:
             beside = prompt.first if prompt is not None else None
             verifier = self._peers.verifier(job.served.name, text, beside, plan.plain_first and not job.scores)
             meter = AnswerMeter(

@@ -47,6 +47,11 @@ class SpeculationPlan:
     learns: bool = True  # True if rounds teach later requests' costs; False for a fixed shape in LISTED_MODES
     names_drafters: bool = False  # True if statistics name the drafter beside the shape: the target has several
 
+    @property
+    def off(self) -> bool:
+        """True in mode `off`."""
+        return self.name == MODES[pb.Speculation.MODE_OFF]
+
 
 def plan_speculation(
     speculation: pb.Speculation,

@@ -548,6 +548,13 @@ def test_rounds_of_requests_without_speculation_do_not_advance_a_trial():
             before = trial.rounds
             experience.learn_time(OFF, tree(1), verdict(1), 10_000, judged=judged)
             assert trial.rounds == before + (0.5 if judged else 0)
+        for _ in range(14):
+            running.enter_context(experience.concurrency.running(off=True))
+        beside = experience.concurrency.trial_at(experience.concurrency.load)
+        before = beside.rounds
+        experience.learn_time(OFF, tree(1), verdict(1), 10_000)
+        assert beside.rounds == before + 0.5, "a trial takes no longer beside them"
+        assert experience.concurrency.may_guess(beside, 0.99), "two texts that may guess need no pilot"
 
 
 def test_a_pilot_fails_by_the_mean_prediction_and_its_size_does_not_grow_with_their_number():
