@@ -20,8 +20,9 @@ that does not gain loses the opening once. Likewise F lets a text lose with an a
 EARNING rounds, since a few unlucky rounds say little about the next.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
-- One text in sixteen begins without the prior of a drafter by which none of its arms gains, within BUDGET alone: a text
-  that guesses nothing teaches nothing, so a first text of another kind would keep all later ones from that drafter.
+- One text in sixteen begins without the prior of a drafter by which none of its arms gains; alone it stays within
+  BUDGET. A text that guesses nothing teaches nothing, so a first text of another kind would keep all later ones from
+  that drafter.
 - Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
   tree, from which `Replay` computes what each static shape would have emitted. If no arm is affordable, the cheapest
   static arm is played as a probe for these ranks.
@@ -179,7 +180,7 @@ class ConservativeUCB:
     def _first(self) -> dict[Arm, EmittedLength]:
         """Mean tokens of a round by arm, from the prior alone; arms without a prior are left out."""
         found = self._prior.lengths_of(self._trees)
-        if self._place >= RETRYING:
+        if self._place < 1 - RETRYING:  # the first places are those of pilots
             return found
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM) or math.inf
