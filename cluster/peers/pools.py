@@ -35,6 +35,8 @@ log = logging.getLogger("dendro.peers")
 
 LEASE_S = 10.0
 """Seconds that Serve may take to find a replica with room."""
+MOST_HELD = 32
+"""Leases that one request holds at most at replicas that it cannot reach: each takes a place there."""
 UNREACHED_S = 30.0
 """Seconds for which a replica that could not be connected is avoided while another one is."""
 PROBE_S = 3.0
@@ -156,6 +158,8 @@ class ServePool(Generic[P]):
                     granted: dict[str, str] = await anext(aiter(answers))
                     if (stream := await self._reach(granted["address"])) is not None:
                         break
+                    if len(held) == MOST_HELD:
+                        raise PeerLost(f"{granted['address']} cannot be reached, and no other replica has room")
         except BackPressureError as error:
             raise Overloaded(f"lease: {error}") from None
         except (PeerLost, RayError, RayServeException, StopAsyncIteration) as error:

@@ -98,6 +98,19 @@ async def test_a_replica_that_cannot_be_reached_delays_one_lease_and_is_then_avo
 
 @pytest.mark.usefixtures("_reachable")
 @virtual_time
+async def test_a_request_takes_few_places_of_a_replica_that_it_cannot_reach():
+    """Other routers may reach it."""
+    handle = FakeHandle(least_busy, running=("near",))
+    pool = pool_of(handle)
+    await pool.lease()
+    handle.running, handle.grant, handle.calls = ("near", "dead"), lambda _: "dead", 0
+    with pytest.raises(PeerLost, match="dead cannot be reached, and no other replica has room"):
+        await pool.lease()
+    assert handle.calls == pools.MOST_HELD and "dead" not in handle.ongoing
+
+
+@pytest.mark.usefixtures("_reachable")
+@virtual_time
 async def test_a_replica_that_can_be_reached_again_is_used_again(monkeypatch):
     handle = FakeHandle(least_busy, running=("near",))
     pool = pool_of(handle)
