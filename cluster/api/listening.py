@@ -19,6 +19,8 @@ def bind(host: str, ports: tuple[int, ...], field: str, share_port: bool = False
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             listening.bind((host, port))
+            if not share_port:  # two sockets may be bound to one port until one of them listens
+                listening.listen()
         except OSError:  # the port is taken
             listening.close()
             continue
