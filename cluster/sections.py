@@ -16,6 +16,10 @@ LARGEST = 1 << 53
 """Greatest integer of a configuration: all up to it are numbers of float64, too, as JSON's readers take them."""
 
 
+FIELD = re.compile(r"[\w.-]{1,200}")
+"""A field as an error begins with it."""
+
+
 class Section(BaseModel):
     """The base of all sections. Immutable; unknown keys are errors, and so are numbers that are not finite or that
     nothing can count."""
@@ -33,8 +37,9 @@ class Section(BaseModel):
             raise ValueError(f"must be a mapping{' with ' * bool(needed)}{' and '.join(needed)}")
         for key in given:
             if key not in cls.model_fields:
-                near = get_close_matches(str(key), cls.model_fields, 1)
-                raise ValueError(f"{key}: is an unknown key{f'; the nearest known one is {near[0]}' if near else ''}")
+                near = get_close_matches(key, cls.model_fields, 1) if isinstance(key, str) else ()
+                named = key if isinstance(key, str) and FIELD.fullmatch(key) else shown(key)
+                raise ValueError(f"{named}: is an unknown key{f'; the nearest known one is {near[0]}' if near else ''}")
         return given
 
     @field_validator("*", mode="before")
@@ -264,7 +269,7 @@ def first_fault(error: ValidationError) -> tuple[str, str]:
     else:
         reason = str(facts.get("error", fault["msg"]))
         head, _, rest = reason.partition(": ")
-        if rest and re.fullmatch(r"[\w.-]+", head):  # a section's check begins with its field
+        if rest and FIELD.fullmatch(head):  # a section's check begins with its field
             path, reason = ".".join(part for part in (path, head) if part), rest
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     return path, reason + more

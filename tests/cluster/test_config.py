@@ -69,6 +69,7 @@ def test_a_file_that_two_readers_may_take_for_different_values_is_refused_with_t
         ("target: {t: {checkpoint: x}}", "target: is an unknown key; the nearest known one is targets"),
         ("targets: {t: {checkpoit: x}}", "targets.t.checkpoit: is an unknown key; the nearest known one is checkpoint"),
         ("targets: {t: {checkpoint: x, 7: 8}}", "targets.t.7: is an unknown key"),
+        ('targets: {t: {"a\\ud800": 8}}', "targets.t: 'a\\ud800': is an unknown key"),
         ("targets: {t: x}", "targets.t: must be a mapping with `checkpoint`"),
     ],
 )
