@@ -567,6 +567,8 @@ async def test_the_chunks_of_a_body_are_bounded_also_where_it_is_not_read(caplog
         assert status == 200
         found = await answers_to(server, b"POST /v1/completions" + CHUNKED + allowed + b"1\r\n \r\n")
         assert not found or found.startswith(b"HTTP/1.1 400")
+        found = await answers_to(server, b"HEAD /none" + CHUNKED + b"no chunk\r\n")
+        assert not found or (found.startswith(b"HTTP/1.1 400") and found.endswith(b"\r\n\r\n")), "it has no body"
         found = await answers_to(server, b"POST /none" + CHUNKED, allowed + b"1\r\n \r\n")
         assert found.startswith(b"HTTP/1.1 404") and found.count(b"HTTP/1.1 ") == 1
         await until(lambda: not server.connections)

@@ -124,8 +124,9 @@ class _Connection(H11Protocol):
             length = str(len(failure.body))
             headers = {"content-type": "application/json", "content-length": length, "connection": "close"}
             answer = h11.Response(status_code=failure.status, headers=[*headers.items()], reason=b"Bad Request")
-            for event in (answer, h11.Data(data=failure.body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(event) or b"")
+            with contextlib.suppress(h11.LocalProtocolError):  # an answer to HEAD has no body
+                for event in (answer, h11.Data(data=failure.body), h11.EndOfMessage()):
+                    self.transport.write(self.conn.send(event) or b"")
             self.transport.close()
         else:  # an answer has begun, or been sent, before the body was read
             self.abort()
