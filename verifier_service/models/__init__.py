@@ -63,7 +63,7 @@ from verifier_service.models.gpu_products import settle_products
 from verifier_service.models.head import HEAD_ROWS, Head, Product
 from verifier_service.models.heads import plan_shards
 from verifier_service.models.joined_products import join_weights
-from verifier_service.models.last_layer import LastLayer, use_last_layer
+from verifier_service.models.last_layer import LastLayer, are_few, use_last_layer
 from verifier_service.models.library_logits import library_logits
 from verifier_service.models.mamba_in_llama import MambaInLlamaConfig, library_config
 from verifier_service.models.mixers import MIXER_FAMILIES, run_from_tables, seat_mixers
@@ -146,7 +146,7 @@ class LoadedTarget:
     def _few(self, tokens: Tensor, wanted: Tensor) -> LastLayer | None:
         """The last layer, to run on the wanted rows; None where these are not many less than all: the layer then runs
         by its parts, not in one compiled call."""
-        return self.last_layer if 4 * len(wanted) <= 3 * len(tokens) else None
+        return self.last_layer if are_few(len(wanted), len(tokens)) else None
 
     def _one_thread(self) -> AbstractContextManager[None]:
         """A forward runs in one thread; large products, attention and scans of many rows set more threads themselves.

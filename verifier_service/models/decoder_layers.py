@@ -38,6 +38,7 @@ from verifier_service.models.attention_layers import (
     rotation_of,
 )
 from verifier_service.models.families import attending_by
+from verifier_service.models.last_layer import are_few
 from verifier_service.models.row_functions import has_row_function
 from verifier_service.models.scaled_rows import SCALES, same_bits, scaled_results
 from verifier_service.models.seats import ATTENTION, ForwardContext
@@ -311,10 +312,10 @@ class DecoderStack:
         return self._whole(x, rotation, self.parts.norm)
 
     def normed_rows(self, x: Tensor, rotation: RowRotation, wanted: Tensor) -> Tensor:
-        """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. If at most three
-        quarters of the rows are wanted, the last layer's output projection and MLP run on these alone: of other rows
-        only the layer's keys and values are read later."""
-        if self._few is not None and 4 * len(wanted) <= 3 * x.shape[1]:
+        """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. If these are few,
+        the last layer's output projection and MLP run on them alone: of other rows only the layer's keys and values are
+        read later."""
+        if self._few is not None and are_few(len(wanted), x.shape[1]):
             return self._few(x, rotation, self.parts.norm, wanted)[0]
         hidden = self.normed(x, rotation)
         taken = hidden.new_empty(len(wanted), hidden.shape[-1])
