@@ -240,7 +240,9 @@ class DrafterEngine:
             raise BadRequest(
                 "vocabulary", f"is {vocabulary}: this drafter guesses {guessed} of them, not {least} or more"
             )
-        structure = None if self._structures is None else await self._structures.of(call)
+        structure, wanted = None, call.parameters.structure
+        if wanted is not None and self._structures is not None:
+            structure = await self._structures.of(wanted, call)
         restored, arrays = await self._shelf.find(call)
 
         @torch.inference_mode()

@@ -15,6 +15,7 @@ from dendro.daemon_threads import WAIT_S, in_thread
 from dendro.errors import BadRequest, Overloaded
 from dendro.grammars import Bits, GrammarPlace, Grammars, GrammarText, TokenBytes, permits
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
+from dendro.structure import Structure
 
 from drafter_service.grow import Growth
 
@@ -43,16 +44,16 @@ class DraftStructures:
         self._end_ids = end_ids
         self._grammars = Grammars(token_bytes, vocabulary, limits, PATIENCE)
 
-    async def of(self, call: OpenCall) -> DraftStructure | None:
-        """Called when a text is opened. Returns the structure of its answer, compiled in a thread; None if any token
-        may be guessed: without a structure, with drawn guesses, or if it cannot be compiled."""
+    async def of(self, wanted: Structure, call: OpenCall) -> DraftStructure | None:
+        """Called when a text is opened whose answer has the structure `wanted`. Returns that structure, compiled in a
+        thread; None if any token may be guessed: with drawn guesses, or if it cannot be compiled."""
         given, ids = call.parameters, call.update.tokens
-        if given.structure is None or given.sampling.draws_guesses:
+        if given.sampling.draws_guesses:
             return None
         try:
-            grammar = await self._grammars.compiled(given.structure, given.tenant)
+            grammar = await self._grammars.compiled(wanted, given.tenant)
         except (BadRequest, Overloaded) as error:
-            reason = str(error) if isinstance(error, Overloaded) else f"its {given.structure.form} cannot be followed"
+            reason = str(error) if isinstance(error, Overloaded) else f"its {wanted.form} cannot be followed"
             log.warning("drafter %s: guesses without the structure of an answer: %s", self._name, reason)
             return None
         end_ids = () if given.limits.ignore_end else self._end_ids

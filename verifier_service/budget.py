@@ -78,8 +78,8 @@ def worthwhile(
 ) -> list[DraftTree]:
     """Drop the guesses that are not worth their rows. Returns the trees without them; ancestors of kept guesses stay.
 
-    must: rows that the step has anyway, the trees' roots among them   most: guesses that fit   sizes: numbers of rows
-    to which steps are padded. Guesses of equal chance are kept in the order of the texts.
+    trees: at least one   must: rows that the step has anyway, the trees' roots among them   most: guesses that fit
+    sizes: numbers of rows to which steps are padded. Guesses of equal chance are kept in the order of the texts.
 
     Two texts have a guess each, with chances 0.9 and 0.1. A step of 2 rows takes 10 ms, each further row 2 ms: 2 / 10,
     2.9 / 12 and 3 / 14 tokens a millisecond, so one guess is kept.
@@ -91,8 +91,6 @@ def worthwhile(
     >>> [tree.rows for tree in worthwhile(trees, must=2, most=8, sizes=(2, 3, 4), costs=costs)]
     [2, 1]
     """
-    if len(trees) < 2 and all(tree.guesses <= most for tree in trees):
-        return list(trees)
     counts = np.array([tree.rows for tree in trees])
     ends = np.cumsum(counts)
     roots, chances = ends - counts, reached(trees)
@@ -134,14 +132,14 @@ def path_in(tree: DraftTree, tokens: Sequence[int]) -> tuple[tuple[int, ...], tu
 def worth_waiting(
     sessions: Collection[VerifierText], costs: StepCosts, size: int, ended_s: float, clock: Clock
 ) -> float:
-    """Seconds to delay the next step for rounds that are expected soon; mostly 0.
+    """Seconds to delay the next step for rounds that are expected soon; mostly 0. sessions: two or more
 
     size: padded rows of the last step   ended_s: time at which the last step's answers were sent
 
     One text waits since 1.000 s, another was answered then and usually returns after 2 ms. Each step alone takes 10 ms,
     both texts in one step 11 ms: waiting pays for up to 0.75 * (10 + 10 - 11) = 6.75 ms.
     """
-    if not costs.known or len(sessions) < 2:
+    if not costs.known:
         return 0.0
     now = clock()
     usual_s = costs.us(np.array([size]))[0] / 1e6

@@ -29,7 +29,7 @@ from verifier_service.recurrent import TextStates, last_writers, on_device, recu
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
-from verifier_service.structure_masks import StepMasks
+from verifier_service.structure_masks import BegunMasks, StepMasks
 from verifier_service.walk import Walker, echo_logprobs, walk_with_logprobs
 
 SMALL_BUCKETS = tuple(range(ROW_MULTIPLE, 65, ROW_MULTIPLE))
@@ -87,17 +87,22 @@ class StepRunner:
         """Run one forward, walk its trees and keep accepted guesses."""
         started = time.perf_counter()
         with torch.inference_mode():
-            masks = self.masks.begin([(draw.structure, draw.tree) for draw in plan.draws])
+            masks: list[BegunMasks | None] = [None] * len(plan.draws)
+            if structured := any(draw.structure is not None for draw in plan.draws):
+                masks = self.masks.begin([(draw.structure, draw.tree) for draw in plan.draws])
             inputs = self._begin(plan)
             began = time.perf_counter()
             logits = self._logits(inputs)
             forward_s = time.perf_counter() - began - logits.took_s
-            self.masks.wait(masks)
+            if structured:
+                self.masks.wait(masks)
             drawn = zip(plan.draws, masks, strict=True)
             walked = [
                 guarded(partial(walk_with_logprobs, self.walker, draw, logits.row, allowed)) for draw, allowed in drawn
             ]
-            walks = self.masks.settled([each if isinstance(each, DendroError) else each[0] for each in walked], masks)
+            walks = [each if isinstance(each, DendroError) else each[0] for each in walked]
+            if structured:
+                walks = self.masks.settled(walks, masks)
             echoed = tuple(guarded(partial(echo_logprobs, echo, logits.row)) for echo in plan.echoes)
             self._keep(self._accepted(plan, walks))
         ended = time.perf_counter()

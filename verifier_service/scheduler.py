@@ -30,7 +30,7 @@ from dendro.clock import Clock, microseconds
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.failures import described, log_failure
-from dendro.logprobs import EchoedLogprobs
+from dendro.logprobs import NOT_ECHOED, EchoedLogprobs
 from dendro.measured import smoothed, totals_by_size
 from dendro.order import Missed, Order, missed_by
 from dendro.text import Verdict, cut_verdict
@@ -120,10 +120,11 @@ class StepScheduler:
             if session.opening is not None and session.opening.ticket.cancelled:
                 self._free(opening)
         self._admit()
+        self.linger_s, self._running = 0.0, []
         if self._restoring:  # a step packed now would read checkpoints that are not restored yet
-            self.linger_s, self._running = 0.0, []
             return None
-        self.linger_s = worth_waiting(self.sessions.values(), self.costs, self._size, self._ended, self.clock)
+        if len(self.sessions) > 1:
+            self.linger_s = worth_waiting(self.sessions.values(), self.costs, self._size, self._ended, self.clock)
         self._running = [] if self.linger_s else self._pick()
         if not self._running:
             return None
@@ -498,11 +499,10 @@ class StepScheduler:
         ask = session.opening
         if ask is not None and session.lacking <= 0:  # less than 0 if the root is consumed, too
             waited = microseconds(self.clock() - ask.ticket.arrived_s)
-            processed = len(session.text.ids) - 1 - session.restored
-            session.opening = None
-            first, session.echoed, found = session.parameters.echo_from, {}, session.echoed
-            places = range(first, len(session.text.ids)) if first is not None else ()
-            echoed = EchoedLogprobs.of([found[place] for place in places])
+            length, first, found = len(session.text.ids), session.parameters.echo_from, session.echoed
+            processed = length - 1 - session.restored
+            session.opening, session.echoed = None, {}
+            echoed = NOT_ECHOED if first is None else EchoedLogprobs.of([found[each] for each in range(first, length)])
             ask.ticket.settle(Opened(session.restored, processed, waited, echoed))
 
     def _free(self, opening: bytes, error: DendroError | None = None) -> None:
@@ -582,10 +582,12 @@ class StepScheduler:
         return sizes[min(bisect_left(sizes, rows), len(sizes) - 1)]
 
     def _trim(self, shares: Sequence[StepShare], room: int) -> None:
-        """Drop the guesses that do not fit or are not worth their rows."""
+        """Drop the guesses that do not fit and, where several texts have some, those that are not worth their rows."""
         must = sum(share.prefill + share.session.least_rows(share.tree) for share in shares if share.tree is not None)
         shares = [share for share in shares if share.session.trimmed]
         trees = [share.tree for share in shares if share.tree is not None]
+        if len(trees) < 2 and all(tree.guesses <= room for tree in trees):
+            return
         kept = worthwhile(trees, must, room, self.capacity.sizes, self.costs)
         for share, tree in zip(shares, kept, strict=True):
             share.tree = tree

@@ -249,15 +249,13 @@ def check_laws(tree: DraftTree, sampling: Sampling, base: int, vocabulary: int) 
     without laws although they are, with children that are not the first draws of their row's law, or with branches in a
     mode that needs a chain.
 
-    base: length of the text at the start of the round
+    tree: has laws, or its guesses are drawn   base: length of the text at the start of the round
 
     A law that was chosen after its draws cannot be detected, so a cluster serves these modes only if its configuration
     lists them.
     """
     if not sampling.draws_guesses:
-        if tree.laws:
-            raise BadRequest("tree.laws", f"have no use in mode {sampling.mode} at temperature {sampling.temperature}")
-        return
+        raise BadRequest("tree.laws", f"have no use in mode {sampling.mode} at temperature {sampling.temperature}")
     if tree.guesses and not tree.laws:
         raise BadRequest("tree.laws", f"are missing; mode {sampling.mode} needs those of all rows with children")
     if sampling.mode is VerificationMode.BLOCK and tree.depth < tree.guesses:
