@@ -17,6 +17,7 @@ from tree_kernels.row_functions.shapes import UNIT, norm_scratch
 MODULE = "tree_kernels.row_functions.loops"
 
 
+@cache
 def _kernels() -> Any:
     return load_kernels(MODULE)
 

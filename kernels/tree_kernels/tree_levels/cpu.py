@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,12 +31,6 @@ def why_not_compiled() -> str:
     return why_missing(MODULE, ranking.MODULE)
 
 
-@cache
-def _kernel() -> int:
-    """The address of the levels' kernel. Raises NoKernelsError."""
-    return load_kernels(MODULE).address("levels")
-
-
 class LevelCalls:
     """The prepared arguments of a model's levels. Used by one thread."""
 
@@ -48,8 +41,10 @@ class LevelCalls:
         places: the words of `model` with the number of rows, the address of their tokens, the number of entries of the
         table of rows, its address, and the number of texts with rows before those of the table   entry: words of an
         entry   call: calls a kernel, given its address, that of its words, and the model's words
+
+        Raises NoKernelsError.
         """
-        self._call = call
+        self._call, self._kernel = call, load_kernels(MODULE).address("levels")
         self._model, self._entry, self._room, self._width = model, entry, 0, 0
         self.words = np.zeros(shapes.CALL_WORDS, np.int64)
         self._address = int(self.words.ctypes.data)
@@ -123,6 +118,6 @@ class LevelCalls:
         if self._head is not None:
             self._head.reserve(rows, width)
             self._head.set(self._model_address, self._ranking_address, groups, depths)
-        self._call(_kernel(), self._address, self._model)
+        self._call(self._kernel, self._address, self._model)
         chances = None if self._head is None else self._head.results(rows, width)
         return *self._ranking.results(rows, width), chances
