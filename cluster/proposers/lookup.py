@@ -90,8 +90,10 @@ class Lookup:
         A place is before the text's end, so the end does not match itself, though a match may overlap it.
         """
         few = self._few(text[-1])
-        if few is not None:
-            return _compared(text, few)
+        return self._by_arrays(text) if few is None else _compared(text, few)
+
+    def _by_arrays(self, text: list[int]) -> list[tuple[int, int]]:
+        """`_matches` for any number of earlier positions of the last token."""
         ids = self._ids[: LONGEST + self._length]
         earlier = self._earlier(text[-1])
         if not len(earlier):
