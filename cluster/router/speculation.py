@@ -72,6 +72,11 @@ def plan_speculation(
     check_mode(sampling, speculation, config)
     if mode == "auto":
         return _auto(speculation, target, config, experience, sampling, prior)
+    return _fixed(mode, speculation, target, config, sampling)
+
+
+def _fixed(mode: str, speculation: pb.Speculation, target: str, config: Config, sampling: Sampling) -> SpeculationPlan:
+    """The plan of a request whose rounds all have the same arm: `off`, or that of its shape."""
     arm = _fixed_arm(speculation, target, config) if mode == "fixed" else OFF_ARM
     check_arm(sampling, arm)
     if arm.off and speculation.HasField("max_nodes"):
