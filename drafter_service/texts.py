@@ -288,11 +288,15 @@ class TextMasks:
         none."""
 
     def ready(self, texts: Collection[DrafterText]) -> set[DrafterText]:
+        """The texts that need no masks, or whose masks are known after a short wait."""
+        self.patience_s = None
+        if any(text.structure is not None for text in texts):
+            return self._masked(texts)
+        return set(texts)
+
+    def _masked(self, texts: Collection[DrafterText]) -> set[DrafterText]:
         """The texts whose masks are known after a short wait. Texts whose masks took longer the last time are not
         waited for, so that they delay the others only once."""
-        if all(text.structure is None for text in texts):
-            self.patience_s = None
-            return set(texts)
         now_s, begun, awaited = self._clock(), [], []
         for text in texts:
             quick = text.structure is not None and text.structure.quick  # read before a thread measures again
@@ -304,7 +308,8 @@ class TextMasks:
             if not work.done():
                 work.add_done_callback(lambda _: self._wake())
         late = {text: text.begun.begun_s for text in texts if not text.has_masks and text.begun is not None}
-        self.patience_s = max(0.0, min(late.values()) + LATE_S - now_s) if late else None
+        if late:
+            self.patience_s = max(0.0, min(late.values()) + LATE_S - now_s)
         return set(texts).difference(late)
 
     def _begun(self, text: DrafterText, now_s: float) -> RowMasks | None:
