@@ -128,17 +128,9 @@ def check_choice(
     structure: Structure | None = None,
 ) -> None:
     """Raise BadRequest for ids outside the target's vocabulary, and where there may be a row of which every token is
-    removed. As bad words remove tokens in some rows only, all of their last tokens count as removed. Beside a structure
-    no removal is accepted: it could leave none of the tokens that the structure allows."""
+    removed. As bad words remove tokens in some rows only, all of their last tokens count as removed."""
     if structure is not None:
-        if not sampling.keeps_tokens:
-            reason = f"is not enforced in the mode {sampling.mode}, in which trees change tokens; take coupled"
-            raise BadRequest("structure", reason)
-        for field in ("banned_ids", "allowed_ids", "bad_words"):
-            if getattr(sampling, field):
-                raise BadRequest(field, "may leave no token that `structure` allows; describe the answer there alone")
-        if limits.min_length and limits.stop_ids:  # a stop token may be the only one that the structure allows
-            raise BadRequest("min_new_tokens", "removes stop_ids, and may so leave no token that `structure` allows")
+        _check_beside_structure(sampling, limits)
     words = [(f"bad_words[{index}]", word) for index, word in enumerate(sampling.bad_words)]
     biased = tuple(token for token, _ in sampling.logit_bias)
     listed = (
@@ -163,6 +155,18 @@ def check_choice(
             "may leave no token to draw: banned_ids, the last tokens of bad_words and, before min_new_tokens, "
             f"end-of-text tokens and stop_ids remove all {len(allowed)} that are allowed",
         )
+
+
+def _check_beside_structure(sampling: Sampling, limits: Limits) -> None:
+    """Raise BadRequest for a removal of tokens: it could leave none of those that the answer's structure allows."""
+    if not sampling.keeps_tokens:
+        reason = f"is not enforced in the mode {sampling.mode}, in which trees change tokens; take coupled"
+        raise BadRequest("structure", reason)
+    for field in ("banned_ids", "allowed_ids", "bad_words"):
+        if getattr(sampling, field):
+            raise BadRequest(field, "may leave no token that `structure` allows; describe the answer there alone")
+    if limits.min_length and limits.stop_ids:  # a stop token may be the only one that the structure allows
+        raise BadRequest("min_new_tokens", "removes stop_ids, and may so leave no token that `structure` allows")
 
 
 @dataclass(frozen=True, slots=True)
