@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from tree_kernels.decoder_layer import why_not_compiled
 
-from verifier_service.models.rotation_table import BLOCK, MOST_POSITIONS, RotationTable
+from verifier_service.models.direct import BLOCK, MOST_POSITIONS, RotationTable
 
 pytestmark = pytest.mark.skipif(bool(why_not_compiled()), reason=why_not_compiled())
 
