@@ -22,7 +22,7 @@ def expected(logits: torch.Tensor, temperature: float, seed: int, position: int,
     return int(tokens_of(logits, Warp(temperature), noise)[0])
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 3, 4, 5, 255, 256, 257, 4099, 49_152])
+@pytest.mark.parametrize("vocabulary", [1, 2, 3, 4, 5, 255, 256, 257, 4099, 49_152, 50_277])
 @pytest.mark.parametrize("scale", [0.0, 1.0, 5.0, 1e4, 1e30])
 def test_tokens_are_those_of_the_scores_of_all(vocabulary, scale):
     draw, generator = RowDraw(vocabulary), torch.Generator().manual_seed(vocabulary)

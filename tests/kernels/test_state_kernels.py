@@ -35,7 +35,7 @@ from tree_kernels.tree_scan.triton import (
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ON_DEVICE = DEVICE.type == "cuda"
 NAN = float("nan")
-BLOCK, TAPS, RING, STATES, FOLDS = 16, 4, 120, 6, 5
+BLOCK, RING, STATES, FOLDS = 16, 120, 6, 5
 SIZES = (9, 1, 17, 5, 2, 3) if ON_DEVICE else (6, 1, 5, 3)  # an interpreter takes seconds for each step
 WIDE: dict[str, Any] = {"heads": 80, "width": 64, "size": 128} if ON_DEVICE else {}
 
@@ -72,6 +72,7 @@ class StateMixer:
     size: int = 20
     groups: int = 2
     repeats: int = 1
+    taps: int = 4
     dtype: torch.dtype = torch.bfloat16
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     rows: int = 40
@@ -82,7 +83,9 @@ class StateMixer:
         self.shapes = (own, self.width), (self.groups, self.size), (readers, self.size)
         channels = sum(a * b for a, b in self.shapes)
         self.A, self.D = -self.draw(self.heads).exp(), self.draw(self.heads)
-        self.by = ConvWeights(self.draw(TAPS, channels) / 2, self.draw(channels), self.draw(self.heads), self.dt_limit)
+        self.by = ConvWeights(
+            self.draw(self.taps, channels) / 2, self.draw(channels), self.draw(self.heads), self.dt_limit
+        )
         self.given = self.draw(self.rows, channels + self.heads).to(self.dtype)  # as a projection's
         slots = RING + self.rows
         self.kept = KeptRows(
@@ -160,6 +163,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "shared": {"heads": 8, "groups": 2, "repeats": 2},
     "float32": {"dtype": torch.float32},
     "limited": {"dt_limit": (0.01, 0.5)},
+    "two taps": {"taps": 2},
+    "three taps": {"taps": 3, "groups": 1},
 }
 
 
@@ -175,7 +180,7 @@ def test_rows_are_those_of_the_references(kind):
     channels, count = mixer.kept.raw.shape[1], len(rows)
     own = slice(RING, RING + count)
     assert torch.equal(mixer.kept.raw[own], mixer.given[:count, :channels])
-    taps = torch.stack([each[at - TAPS : at] for each, at in zip(table.columns, table.last, strict=True) if at])
+    taps = torch.stack([each[at - mixer.taps : at] for each, at in zip(table.columns, table.last, strict=True) if at])
     mixed = tree_conv(mixer.kept.raw, taps, mixer.by.weight, mixer.by.bias)
     found = torch.cat([mixer.kept.x[own].flatten(1), mixer.kept.B[own].flatten(1), C[:count]], 1)
     step = 2.0**-7 if mixer.dtype == torch.bfloat16 else 1e-5

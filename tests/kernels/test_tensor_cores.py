@@ -172,6 +172,7 @@ def test_attention_is_that_of_the_formula_in_float64_within_two_byte_rounding(va
         (64, 64, 8, 16, torch.bfloat16),
         (80, 80, 1, 32, torch.bfloat16),
         (96, 96, 2, 16, torch.float16),
+        (112, 112, 3, 32, torch.bfloat16),
         (48, 32, 5, 64, torch.bfloat16),
         (256, 256, 7, 16, torch.bfloat16),
     ],
@@ -278,7 +279,7 @@ def test_queries_and_keys_are_rotated_with_torchs_bits_and_written(kv_heads, gro
 
 def test_layers_that_tensor_cores_do_not_attend_are_named_with_the_reason():
     two, three = [torch.bfloat16] * 3, [torch.float16] * 3
-    for dim in (64, 80, 96, 128, 256):
+    for dim in (64, 80, 96, 112, 128, 256):
         for group in (1, 4, 8, 16):
             assert not why_not_on_tensor_cores(Layout(2, dim, dim), group, two)
             assert not why_not_on_tensor_cores(Layout(2, dim, 64), group, three)
