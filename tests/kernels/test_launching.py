@@ -91,7 +91,7 @@ class Parts:
 
 ROW = np.ones(1, np.int64)
 STEPS = [
-    (StepRunner.run, "masks", [SimpleNamespace(draws=())]),
+    (StepRunner.run, "_begin", [SimpleNamespace(draws=())]),
     (StepRunner.forward, "_begin", [None]),
     (StepRunner.keep, "pages", [AcceptedSlots(ROW, ROW, ROW, ROW)]),
     (DeviceRunner.run, "masks", [SimpleNamespace(draws=())]),
