@@ -20,9 +20,9 @@ that does not gain loses the opening once. Likewise F lets a text lose with an a
 EARNING rounds, since a few unlucky rounds say little about the next.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
-- One text in sixteen begins without any prior if by the prior no arm gains; it stays within BUDGET. A text that guesses
-  nothing teaches nothing, so a first text of another kind would keep all later ones from every drafter. Where one
-  drafter gains, no text begins so: it would spend what that drafter gains on the others.
+- One text in sixteen begins without any drafter's prior if by the prior no drafted arm gains; it stays within BUDGET. A
+  text that guesses nothing teaches nothing, so a first text of another kind would keep all later ones from every
+  drafter. Where one drafter gains, no text begins so: it would spend what that drafter gains on the others.
 - Arms of static shape also count rounds they did not play: a drafter's trace has the ranks of all tokens since its last
   tree, from which `Replay` computes what each static shape would have emitted. If no arm is affordable, the cheapest
   static arm is played as a probe for these ranks.
@@ -82,7 +82,7 @@ UNPRICED = 1.5
 FIRST_ROUNDS = 2.0
 """Additional budget, in rounds without speculation, for a drafter that no text has tried."""
 RETRYING = 1 / 16
-"""Share of texts that ignore the prior if it predicts no gain for any arm."""
+"""Share of texts that ignore the prior of all drafters if it predicts no gain for any of their arms."""
 STAYING = 2
 """Rounds of `off` after which the next is expected to be `off`, and the verifier begins it ahead. The first tree after
 them is drafted one round later."""
@@ -178,14 +178,16 @@ class ConservativeUCB:
 
     @functools.cached_property
     def _first(self) -> dict[Arm, EmittedLength]:
-        """Mean tokens of a round by arm, from the prior alone; arms without a prior are left out."""
+        """Mean tokens of a round by arm, from the prior alone; arms without a prior are left out, and drafted arms of a
+        text that ignores their prior."""
         found = self._prior.lengths_of(self._trees)
         if self._place < 1 - RETRYING:  # the first places are those of pilots
             return found
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM) or math.inf
-        pays = any(length.mean * plain_us > self._us(arm, prices) for arm, length in found.items())
-        return found if pays else {}
+        if any(arm.drafted and length.mean * plain_us > self._us(arm, prices) for arm, length in found.items()):
+            return found
+        return {arm: length for arm, length in found.items() if not arm.drafted}
 
     @functools.cached_property
     def _replays(self) -> dict[str, Replay]:

@@ -45,7 +45,7 @@ def answer(
     place = traced = 0
     spent, played = 0.0, []
     while place < tokens:
-        arm = policy.choose()
+        arm = policy.choose(lambda least: DraftTree.root_only(1))
         played.append(arm)
         shape = TreeShape.parse("(3,2,2,1,1)") if str(arm.shape).startswith("dynamic") else arm.shape
         length = len(static_path(shape, ranks[place : place + arm.depth])) if arm.drafted else 1
@@ -130,11 +130,14 @@ def test_a_stranger_speculates_from_the_first_round_where_others_gained():
     assert sum(arm.drafted for arm in played[-40:]) <= 2
 
 
-def test_one_unguessable_first_text_keeps_no_later_stranger_from_a_good_drafter():
+@pytest.mark.parametrize("lengths", [{}, {Arm.parse("lookup:proposed(7)"): EmittedLength(3.0, 16.0)}])
+def test_one_unguessable_first_text_keeps_no_later_stranger_from_a_good_drafter(lengths):
+    """Neither alone nor beside proposals that gained when they were played; none is offered here."""
     experiences, priors, took = Experiences(shared()), [], []
     for number in range(61):
-        notes = Prior()
-        policy = ConservativeUCB(ARMS, experiences.of(str(number)), pair_prior(priors[-32:]).begun())
+        notes, begun = Prior(), pair_prior(priors[-32:]).begun()
+        begun.lengths |= lengths
+        policy = ConservativeUCB([*ARMS, *lengths], experiences.of(str(number)), begun)
         slower, _ = answer(policy, 0.03 if not number else 0.9, number, notes, tokens=128)
         took.append(slower)
         priors += [notes] if notes.guessed else []
