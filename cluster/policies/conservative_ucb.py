@@ -14,10 +14,11 @@ when the arm emits only its lower bound, mean N_k - b_k:
 
 Otherwise a probe is tried under the same condition, then `off`. D is negative once speculation has gained time, and
 that gain may be spent on exploration. A plain round after a tree is longer, because the verifier did not begin it
-ahead; D includes that time. Before a drafter's first tree, D also includes the time that opening a text there usually
-adds to the rounds meanwhile, unless EARNING rounds at earlier texts' mean earn it back: most texts then gain, and one
-that does not gain loses the opening once. Likewise F lets a text lose with an arm what most texts gain with it in
-EARNING rounds, since a few unlucky rounds say little about the next.
+ahead; D includes that time, and the time by which a drafter's tree takes longer if the round before had none of its
+trees. Before a drafter's first tree in a text, D also includes the time that opening a text there usually adds to the
+rounds meanwhile, unless EARNING rounds at earlier texts' mean earn it back: most texts then gain, and one that does not
+gain loses the opening once. Likewise F lets a text lose with an arm what most texts gain with it in EARNING rounds,
+since a few unlucky rounds say little about the next.
 
 - mean N_k starts from a prior (the tenant's earlier texts, or the medians of all tenants) and adds this text's rounds.
 - One text in sixteen begins without any drafter's prior if by the prior no drafted arm gains; it stays within BUDGET. A
@@ -157,6 +158,7 @@ class ConservativeUCB:
         self._lost_us = 0.0  # D
         self._promised = self._came = 0.0  # tokens that played proposals promised; tokens accepted of them
         self._place = experience.concurrency.next_place()
+        self._maker = ""  # maker of the last round's tree, empty without a tree
         self._charged = set[str]()  # drafters whose opening is counted in D
         self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds left for its opening
         self._paused: dict[str, int] = {}  # by drafter: rounds for which it is not asked
@@ -314,7 +316,7 @@ class ConservativeUCB:
             gain = known.mean - each.us / plain_us
             first += min(max(EARNING * gain, 0.0), MOST_RISKED)
         budget_us = (BUDGET * self._tokens + first) * plain_us
-        lost_us = self._lost_us + self._charge_us(each, plain_us)
+        lost_us = self._lost_us + self._charge_us(each, plain_us) + self._turning_us(each.arm)
         return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget_us
 
     def _charge_us(self, each: ArmEstimate, plain_us: float) -> float:
@@ -323,6 +325,11 @@ class ConservativeUCB:
         opening_us = self._opening_us(each.arm)
         known = each.arm in self._first and EARNING * (plain_us * each.tokens - each.us) >= opening_us
         return 0.0 if known else opening_us
+
+    def _turning_us(self, arm: Arm) -> float:
+        """Microseconds by which a round of this arm takes longer than predicted because the round before had no tree
+        of its drafter."""
+        return 0.0 if arm.maker == self._maker else self.experience.prices().turning_us(arm)
 
     def _opening_us(self, arm: Arm) -> float:
         """Microseconds that opening the text at the arm's drafter will cost; 0 if D has them already."""
@@ -366,6 +373,7 @@ class ConservativeUCB:
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Add a round's loss, T - T_off * N, to D, and update tokens, promises and spacings."""
         self._tokens += verdict.length
+        before, self._maker = self._maker, arm.maker
         for drafter in self._unranked:
             self._unranked[drafter] += verdict.length
         if arm.off:
@@ -380,12 +388,13 @@ class ConservativeUCB:
         if arm.drafted and arm.maker not in self._charged:
             self._lost_us += self._charge_us(self.estimate(arm, prices), plain_us or 0.0)
             self._charged.add(arm.maker)
+        spent_us = prices.spent_us(arm, tree, before)
         if plain_us is not None:
-            self._lost_us += prices.spent_us(arm, tree) - plain_us * verdict.length
+            self._lost_us += spent_us - plain_us * verdict.length
         if arm.drafted and not tree.missed:
             self._unranked[arm.maker] = verdict.length
             if self._exploring and plain_us is not None:
-                paid = verdict.length * plain_us > prices.spent_us(arm, tree)
+                paid = verdict.length * plain_us > spent_us
                 self._spacing[arm.maker] = (
                     0.0 if paid else min(max(1.0, SPACING_GROWTH * self._spacing[arm.maker]), LONGEST_SPACING)
                 )

@@ -32,6 +32,10 @@ FIRST_LEVELS = 8.0
 """Weight of FIRST_ACCEPT, in levels."""
 MOST_BEHIND = 64
 """Number of plain rounds in a row, none of them begun ahead, after which `Costs.ahead` is unknown again."""
+CALLS = ("next", "proposed", "off", "first")
+"""Kinds of rounds by the time of their calls. `next`: the drafter of the round's tree made that of the round before,
+too; `first`: it did not, so it also reads the tokens that came meanwhile, and the verifier has no order for its tree;
+`proposed`: the tree has proposals alone; `off`: there is no tree."""
 KEPT = 1 - 1 / 256
 """Factor by which the weight of earlier rounds decays with each round: loads and texts change."""
 
@@ -71,6 +75,18 @@ class Cost:
             return
         step = max(COST_STEP, 1 / self.count)
         self.us += step * (min(us, OUTLIER * self.us) - self.us)
+
+
+def calls_of(arm: Arm, before: str) -> str:
+    """Kind of a round of this arm (CALLS). before: maker of the tree of the text's round before, empty without a tree
+
+    >>> chain, off = Arm.parse("mamba:(1,1)"), Arm.parse("off")
+    >>> calls_of(chain, "mamba"), calls_of(chain, ""), calls_of(off, "mamba")
+    ('next', 'first', 'off')
+    """
+    if arm.drafted:
+        return "next" if arm.maker == before else "first"
+    return "off" if arm.off else "proposed"
 
 
 @dataclass(slots=True)
@@ -209,8 +225,7 @@ class DraftPlane:
 class Costs:
     """Measured costs of rounds under one load class."""
 
-    hop: Cost = field(default_factory=Cost)  # time of a call beyond the peer's own, in a round with a tree
-    plain_hop: Cost = field(default_factory=Cost)  # hop in a round without a tree, which sends less
+    hops: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # by CALLS: a call's time
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
     since_ahead: int = 0  # plain rounds since the last one that was begun ahead
     opening: Cost = field(default_factory=Cost)  # time that opening a text at a drafter adds to rounds meanwhile
@@ -223,11 +238,11 @@ class Costs:
     stopped: dict[Arm, StoppedDrafts] = field(default_factory=dict)  # by `until` arm: what its drafts gave
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # one per drafter
 
-    def hop_us(self, off: bool) -> float:
-        """Microseconds of a call beyond the peer's own time, in a round without a tree (`off`) or with one. Until a
-        round of that kind was measured, the time of the other kind is returned."""
-        own, other = (self.plain_hop, self.hop) if off else (self.hop, self.plain_hop)
-        return own.us if own.count else other.us
+    def hop_us(self, kind: str) -> float:
+        """Microseconds of a call beyond the peer's own time, in a round of this kind (CALLS). Until such a round was
+        measured, the time of the first kind in CALLS that was is returned; 0 without any."""
+        measured = (self.hops[each].us for each in (kind, *CALLS) if each in self.hops)
+        return next(measured, 0.0)
 
     def learn_ahead(self, us: float) -> None:
         """Record for a plain round how long its step ran before its call; 0 if it was not begun ahead. `ahead` is
@@ -274,8 +289,7 @@ class Costs:
         PRIOR_ROUNDS."""
         most = int(PRIOR_ROUNDS)
         return Costs(
-            hop=self.hop.at_most(most),
-            plain_hop=self.plain_hop.at_most(most),
+            hops=defaultdict(Cost, {kind: cost.at_most(most) for kind, cost in self.hops.items()}),
             ahead=self.ahead.at_most(most),
             opening=self.opening.at_most(most),
             draft={arm: cost.at_most(most) for arm, cost in self.draft.items()},
@@ -286,7 +300,7 @@ class Costs:
 
     def begin(self, hint: Costs) -> None:
         """Replace all costs by those of `hint`, but for `rows`, `rate` and `stopped`."""
-        self.hop, self.plain_hop, self.ahead, self.opening = hint.hop, hint.plain_hop, hint.ahead, hint.opening
+        self.hops, self.ahead, self.opening = hint.hops, hint.ahead, hint.opening
         self.draft, self.step = hint.draft, hint.step
         self.texts, self.tried = hint.texts, hint.tried
         self._planes.clear()
@@ -305,9 +319,10 @@ def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
     10200.0
     """
     arms = dict.fromkeys(arm for costs in measured for arm in costs.draft)
+    kinds = dict.fromkeys(kind for costs in measured for kind in costs.hops)
+    hops = {kind: _median(each.hops[kind] for each in measured if kind in each.hops) for kind in kinds}
     return Costs(
-        hop=_median(each.hop for each in measured),
-        plain_hop=_median(each.plain_hop for each in measured),
+        hops=defaultdict(Cost, hops),
         ahead=_median(each.ahead for each in measured),
         opening=_median(each.opening for each in measured),
         draft={arm: _median(each.draft[arm] for each in measured if arm in each.draft) for arm in arms},

@@ -31,6 +31,7 @@ from cluster.policies.costs import (
     Costs,
     Rate,
     StoppedDrafts,
+    calls_of,
     usual_costs,
 )
 from cluster.policies.prices import Marginal, Prices, hops
@@ -262,17 +263,19 @@ class Experience:
         took_us: float,
         disturbed: bool = False,
         judged: bool = True,
+        before: str = "",
     ) -> None:
         """Record a round's whole time. The time that remains after draft, queue and step is that of the hops, divided
         by the texts of the step.
 
         took_us: the round's time with all waits   disturbed: True if a text was being opened meanwhile
-        judged: False for a request that guesses in no trial
+        judged: False for a request that guesses in no trial   before: maker of the tree of the text's round before,
+        empty without a tree
         """
         costs = self._by_load[self.concurrency.load]
         self._learn_opening(costs, arm, took_us, disturbed)
         if _is_usual(costs, arm, verdict):
-            hop = costs.plain_hop if arm.off else costs.hop
+            hop = costs.hops[calls_of(arm, before)]
             hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if arm.off:

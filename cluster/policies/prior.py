@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from dendro.wire import MAX_STEP_ROWS
 
 from cluster.arms import Arm
 from cluster.policies.classes import mode_class, temperature_class
-from cluster.policies.costs import PRIOR_ROUNDS, Cost, Costs, EmittedLength
+from cluster.policies.costs import CALLS, PRIOR_ROUNDS, Cost, Costs, EmittedLength
 from cluster.policies.replay import RankTrace, replayed
 from cluster.policies.sequoia import reached
 from cluster.policies.step_time import MOST_SIZES, StepTime
@@ -43,7 +43,7 @@ DEPTHS = 16
 """Number of depths with rank counts of their own; deeper tokens count at the last."""
 BACK_OFF = 1.0
 """Weight, in tokens, of the rank distribution of the depth above; a depth never reached has that distribution."""
-FORMAT = 9
+FORMAT = 10
 """Format of stored priors, increased with every change; a prior of another format counts as missing."""
 MAX_PRIOR_BYTES = 1 << 16
 MAX_ARMS, MAX_LOADS = 256, 32
@@ -319,8 +319,7 @@ def pack_prior(prior: Prior) -> bytes:
         "ranks": {drafter: counts.round(3).tolist() for drafter, counts in prior.ranks.items()},
         "costs": {
             load: {
-                "hop": astuple(costs.hop),
-                "plain_hop": astuple(costs.plain_hop),
+                "hops": {kind: astuple(cost) for kind, cost in costs.hops.items()},
                 "ahead": astuple(costs.ahead),
                 "opening": astuple(costs.opening),
                 "draft": {str(arm): astuple(cost) for arm, cost in costs.draft.items()},
@@ -386,6 +385,12 @@ def _cost(us: Any, count: Any) -> Cost:
     return Cost(_number(us), int(_number(count)))
 
 
+def _calls(kind: str) -> str:
+    if kind not in CALLS:
+        raise ValueError(f"costs: {kind!r} is none of {CALLS}")
+    return kind
+
+
 def _drafted(text: str) -> Arm:
     arm = Arm.parse(text)
     if not arm.drafted:
@@ -410,8 +415,7 @@ def _costs(content: Mapping[str, Any]) -> Costs:
     if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS or len(content["step"]) > MOST_SIZES:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
-        hop=_cost(*content["hop"]),
-        plain_hop=_cost(*content["plain_hop"]),
+        hops=defaultdict(Cost, {_calls(kind): _cost(*cost) for kind, cost in content["hops"].items()}),
         ahead=_cost(*content["ahead"]),
         opening=_cost(*content["opening"]),
         draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},

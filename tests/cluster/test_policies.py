@@ -18,6 +18,7 @@ from dendro.tree import RANKED, DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import ConservativeUCB, Experience, PaperUCB, make_policy
+from cluster.policies.costs import EmittedLength
 from cluster.policies.experience import Concurrency
 from cluster.policies.prior import Prior
 from cluster.policies.step_time import StepTime, TargetSteps
@@ -711,6 +712,39 @@ def test_the_way_of_a_round_without_a_tree_says_nothing_of_that_of_one_with_a_tr
         experience.learn_time(arm, tree(rows), found, 10_000 + hop_us)
     assert experience.prices().predicted_us(OFF) == pytest.approx(10_300, rel=0.01)
     assert experience.prices().predicted_us(PROPOSED, 8) == pytest.approx(12_000, rel=0.01)
+
+
+@pytest.mark.parametrize("nexts", [0, 6])
+def test_a_drafters_first_trees_after_plain_rounds_do_not_make_its_later_ones_seem_slower(nexts):
+    """A first tree's calls take 2 * 2 ms longer, since the drafter reads what it missed. An arm judged by first trees
+    alone would never be played in two rounds one after the other."""
+    experience, drafted = Experience(), tree(4, draft_us=2_000)
+    for _ in range(6):
+        before = ""
+        for arm, sent, hop_us in ((OFF, tree(1), 300), (CHAIN, drafted, 2_300), *((CHAIN, drafted, 300),) * nexts):
+            found = verdict(1, 10_000)
+            experience.learn(arm, sent, found)
+            took_us = 10_000 + sent.draft_us + (2 if arm.drafted else 1) * hop_us
+            experience.learn_time(arm, sent, found, took_us, before=before)
+            before = arm.maker
+    prices = experience.prices()
+    assert prices.predicted_us(CHAIN) == pytest.approx(12_600, rel=0.01)
+    assert prices.turning_us(CHAIN) == pytest.approx(4_000, rel=0.01)
+    assert prices.spent_us(CHAIN, drafted, before="") == pytest.approx(16_600, rel=0.01)
+
+
+def test_a_text_plays_no_tree_whose_first_round_costs_more_than_its_budget():
+    played = []
+    for hop_us in (300, 40_300):
+        experience, drafted = Experience(), tree(4, draft_us=2_000)
+        for _ in range(6):
+            for arm, sent, us in ((OFF, tree(1), 300), (CHAIN, drafted, hop_us)):
+                experience.learn(arm, sent, verdict(1, 10_000))
+                took_us = 10_000 + sent.draft_us + (2 if arm.drafted else 1) * us
+                experience.learn_time(arm, sent, verdict(1, 10_000), took_us)
+        policy = ConservativeUCB([OFF, CHAIN], experience, Prior({CHAIN: EmittedLength(2.0, 8.0)}))
+        played.append(policy.choose())
+    assert played == [CHAIN, OFF]
 
 
 def test_ordered_rounds_whose_verdict_came_before_their_call_do_not_make_off_cheaper():

@@ -21,7 +21,7 @@ from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.drafter_figures import DrafterFigures, RankFigures
 from cluster.policies import ConservativeUCB, Experience, make_policy, with_chain_and_off
-from cluster.policies.costs import Cost, DraftPlane, EmittedLength
+from cluster.policies.costs import CALLS, Cost, DraftPlane, EmittedLength
 from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.step_time import TargetSteps
 from cluster.redis_server import RedisServer
@@ -246,8 +246,10 @@ def test_a_prior_is_unchanged_by_packing_and_unpacking():
 
 def test_a_stored_prior_has_every_cost_with_which_a_request_begins():
     _, experience = answer(3, 20)
-    for count, each in enumerate(("hop", "plain_hop", "ahead", "opening"), start=1):
+    for count, each in enumerate(("ahead", "opening"), start=1):
         setattr(experience.costs, each, Cost(100.0 * count, count))
+    for count, each in enumerate(CALLS, start=3):
+        experience.costs.hops[each] = Cost(100.0 * count, count)
     hints = experience.hints()
     assert unpack_prior(pack_prior(Prior(costs=hints))).costs == hints
 
@@ -295,7 +297,8 @@ def malformed() -> list[bytes]:
         (("costs", "0", "step", "0"), [8.0, 1e4]),
         (("costs", "0", "step", str(1 << 40)), [8.0, 1e4]),
         (("costs", "0", "step"), {str(8 * size): [1.0, 1e4] for size in range(1, 66)}),
-        (("costs", "0", "hop"), 3),
+        (("costs", "0", "hops"), 3),
+        (("costs", "0", "hops"), {"sideways": [3, 3]}),
         (("costs", "0", "texts"), 0),
         (("costs", "0", "draft"), {"mamba:(9,9)": [1.0, 2]}),
         (("costs", "0", "draft"), {"(1,1)": [1.0, 2]}),
