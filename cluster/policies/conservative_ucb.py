@@ -77,7 +77,8 @@ SPACING_GROWTH, LONGEST_SPACING = 1.5, 64.0
 """Growth and maximum of a drafter's spacing, the tokens between trees that likely do not pay. It is 0 at first, 1 after
 such a tree did not pay, then 1.5, 2.25 and so on up to 64; a tree that pays resets it to 0."""
 TRUSTED = 8.0
-"""Weight, in promised tokens, of the share of promised tokens that came in earlier texts, beside this text's own."""
+"""Weight of the prior's share of promised tokens that came, when it is averaged with this text's: as if it had been
+measured on so many promised tokens."""
 UNPRICED = 1.5
 """Predicted time of a round whose drafter was never timed, as a multiple of the verifier's part of the round."""
 FIRST_ROUNDS = 2.0
@@ -155,7 +156,7 @@ class ConservativeUCB:
         self._exploring = False  # True if the current round's arm likely does not pay
         self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
         self._tokens = 0  # tokens emitted by the text's rounds so far
-        self._lost_us = 0.0  # D
+        self._lost_us = 0.0  # D: microseconds that rounds with trees took beyond those of plain rounds for their tokens
         self._promised = self._came = 0.0  # tokens that played proposals promised; tokens accepted of them
         self._place = experience.concurrency.next_place()
         self._maker = ""  # maker of the last round's tree, empty without a tree
@@ -183,7 +184,7 @@ class ConservativeUCB:
         """Mean tokens of a round by arm, from the prior alone; arms without a prior are left out, and drafted arms of a
         text that ignores their prior."""
         found = self._prior.lengths_of(self._trees)
-        if self._place < 1 - RETRYING:  # the first places are those of pilots
+        if self._place < 1 - RETRYING:  # the highest places ignore their prior, since the lowest ones are in pilots
             return found
         prices = self.experience.prices()
         plain_us = prices.predicted_us(OFF_ARM) or math.inf
@@ -332,7 +333,7 @@ class ConservativeUCB:
         return 0.0 if arm.maker == self._maker else self.experience.prices().turning_us(arm)
 
     def _opening_us(self, arm: Arm) -> float:
-        """Microseconds that opening the text at the arm's drafter will cost; 0 if D has them already."""
+        """Microseconds that opening the text at the arm's drafter will cost; 0 if `_lost_us` includes them already."""
         return self.experience.costs.opening.us if arm.drafted and arm.maker not in self._charged else 0.0
 
     @functools.cached_property
@@ -371,7 +372,7 @@ class ConservativeUCB:
         self.__dict__.pop("_bonus", None)
 
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
-        """Add a round's loss, T - T_off * N, to D, and update tokens, promises and spacings."""
+        """Add a round's loss, T - T_off * N microseconds, to `_lost_us`, and update tokens, promises and spacings."""
         self._tokens += verdict.length
         before, self._maker = self._maker, arm.maker
         for drafter in self._unranked:
@@ -435,7 +436,7 @@ class ConservativeUCB:
         return BETA * math.sqrt(2 * math.log(max(total, math.e)))
 
     def _pause(self, drafter: str, missed: bool) -> None:
-        """Pause a drafter whose tree was missing, PAUSE_GROWTH times as long as the time before."""
+        """Pause a drafter whose tree was missing, PAUSE_GROWTH times as long as its last pause."""
         if not missed:
             self._pauses.pop(drafter, None)
             return

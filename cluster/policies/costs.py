@@ -225,7 +225,7 @@ class DraftPlane:
 class Costs:
     """Measured costs of rounds under one load class."""
 
-    hops: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # by CALLS: a call's time
+    hops: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # by kind (CALLS): a call's time beyond the peer's
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
     since_ahead: int = 0  # plain rounds since the last one that was begun ahead
     opening: Cost = field(default_factory=Cost)  # time that opening a text at a drafter adds to rounds meanwhile
@@ -285,8 +285,8 @@ class Costs:
         return self._planes[arm.maker].level_us(arm, self.draft)
 
     def hint(self) -> Costs:
-        """A copy of the costs for others to begin with, without `rows`, `rate` and `stopped`. Each cost weighs at most
-        PRIOR_ROUNDS."""
+        """A copy with which a new tenant or another router begins, without `rows`, `rate` and `stopped`. Each cost
+        weighs at most PRIOR_ROUNDS."""
         most = int(PRIOR_ROUNDS)
         return Costs(
             hops=defaultdict(Cost, {kind: cost.at_most(most) for kind, cost in self.hops.items()}),
@@ -307,9 +307,10 @@ class Costs:
 
 
 def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
-    """The lower median of each measured cost; step times are those of `usual_step_time`.
+    """Costs with which a new tenant begins: the lower median of each cost over several tenants; step times are those of
+    `usual_step_time`.
 
-    One of three single measurements is slow by half, and has no effect:
+    Three tenants measured one step each. One of them was half as long again, and has no effect:
 
     >>> found = []
     >>> for us in (10_000.0, 15_000.0, 10_200.0):
@@ -333,7 +334,7 @@ def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
 
 
 def _median(costs: Iterable[Cost]) -> Cost:
-    """The lower median of the known costs, or of all measured ones if none is known. Its count is their greatest."""
+    """The lower median of the known costs, or of all measured ones if none is known, with their greatest count."""
     measured = [cost for cost in costs if cost.count]
     chosen = [cost for cost in measured if cost.known] or measured
     if not chosen:

@@ -105,7 +105,7 @@ class Concurrency:
     _places: int = 0  # places given out so far
 
     def learn_target(self, target: TargetSteps) -> None:
-        """Record what a verifier says of the target's steps."""
+        """Record the sizes and times of steps that a verifier's hello reports."""
         if target != self.target:
             self.target = target
 
@@ -127,9 +127,9 @@ class Concurrency:
 
     @property
     def trial(self) -> SpeculationTrial | None:
-        """The trial at the expected load. None if each request decides alone: when only one is expected, or when shapes
-        fixed by clients are running and this load's gain is unknown. If it is known, these leave no turn to judge, and
-        texts follow the last outcome."""
+        """The trial at the expected load. None if each request decides alone: when only one is expected, or when
+        requests with shapes fixed by clients are running and this load's gain is unknown. Beside fixed shapes no turn
+        can be judged, so texts then follow the outcome of the last trial."""
         if round(self.expected) < 2:
             return None
         trial = self.trial_at(self.expected_load)
@@ -138,9 +138,9 @@ class Concurrency:
         return None if trial.gain is None else trial.as_settled()
 
     def trial_at(self, load: int) -> SpeculationTrial:
-        """The trial of a load class, made if missing. Guesses gain less the more texts share a step. So a win at a
-        higher load implies a win here, and a failure at a lower load a failure here: a new trial begins with the gain
-        of the nearest such load.
+        """The trial of a load class, made if missing. Guesses gain less the more texts share a step, so a win at a
+        higher load implies a win here, and a failure at a lower load implies a failure here. A new trial begins with
+        the gain of the nearest load class that implies its outcome.
 
         >>> concurrency = Concurrency(trials={3: SpeculationTrial.begun(1.0, gain=1.4)})
         >>> concurrency.trial_at(2).gain, concurrency.trial_at(4).gain
@@ -213,9 +213,9 @@ class Concurrency:
 
 
 def _is_usual(costs: Costs, arm: Arm, verdict: Verdict) -> bool:
-    """False for a plain round that was not begun ahead although others were: it follows a tree, or a drafter opens the
-    text meanwhile. Its step is longer than those of a text without trees (on two cores 9.1 instead of 8.0 ms), to which
-    trees are compared."""
+    """False for a plain round that was not begun ahead although others were, because it follows a tree or a drafter
+    opens the text meanwhile. Such a step takes longer (on two cores 9.1 ms) than the step of a text without trees (8.0
+    ms), with which trees must be compared."""
     return not arm.off or verdict.ahead_us > 0 or not costs.ahead.count
 
 
@@ -235,8 +235,8 @@ class Experience:
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, chosen: bool = True) -> None:
         """Record a round's draft time and step time. A late tree is the root alone, with the wait as its draft time.
 
-        chosen: True if a policy chose the arm. Of a shape fixed by a client the step alone is kept, as clients can name
-        any number of shapes.
+        chosen: True if a policy chose the arm. If a client fixed the shape, only the step's time is kept, as clients
+        can name any number of shapes.
 
         A draft's time is divided by the texts drafted together. A step's time is learned by its number of rows and not
         for the arm, since other texts chose most of the rows.
@@ -283,7 +283,8 @@ class Experience:
         self.concurrency.learn(verdict.length, took_us, disturbed or verdict.cold, not arm.off, judged)
 
     def _learn_opening(self, costs: Costs, arm: Arm, took_us: float, disturbed: bool) -> None:
-        """Sum by how much a lone request's rounds during an opening exceed predictions; learn the sum at its end."""
+        """Sum the microseconds by which a lone request's rounds exceed predictions while its text is being opened;
+        learn the sum once the text is open."""
         if self.concurrency.requests != 1:
             self._opening_us = 0.0
         elif disturbed:
@@ -359,7 +360,7 @@ class _UsualCosts:
     """Medians of several tenants' costs under one load class."""
 
     costs: Costs
-    due: int  # requests after which the medians may be made again
+    due: int  # value of `Experiences._requests` from which on the medians may be computed again
 
 
 @dataclass(slots=True)
@@ -374,7 +375,8 @@ class Experiences:
     _requests: int = 0  # calls of `of` so far
 
     def of(self, tenant: str, mode: VerificationMode = VerificationMode.COUPLED) -> Experience:
-        """The tenant's experience, made if missing from the medians of others' costs. At most TENANTS are kept."""
+        """The tenant's experience. A new tenant's begins with the medians of other tenants' costs (`_usual_costs`). At
+        most TENANTS experiences are kept."""
         key = tenant, mode_class(mode)
         self._requests += 1
         if key not in self._by_tenant:
@@ -390,9 +392,9 @@ class Experiences:
         """Medians of the costs that the LATEST tenants measured, by load class. The machine decides costs, but each
         tenant the length of its texts, so a few extreme tenants move no other's.
 
-        The medians of one load class of LATEST tenants take milliseconds, in which no other request proceeds. So they
-        are kept: for a new tenant those of one known load class at most are made again, and those only after as many
-        requests as they were made of tenants.
+        Computing the medians of one load class over LATEST tenants takes milliseconds, in which no other request
+        proceeds. So medians are cached: a new tenant has them computed again for at most one load class, and medians
+        over n tenants are used for at least n requests.
         """
         latest = [each for (_, own), each in reversed(self._by_tenant.items()) if own == mode][:LATEST]
         known: defaultdict[int, list[Costs]] = defaultdict(list)

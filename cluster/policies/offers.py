@@ -11,9 +11,9 @@ from cluster.arms import Arm
 from cluster.router.rounds import Policy
 
 Offer = Callable[[float], DraftTree]
-"""Returns the proposers' tree for the next round, with the chances that its rows are reached; the root alone if they
-propose nothing whose first guess has the given chance. A call takes some tenths of a millisecond, and less where that
-chance is not reached; a policy without arms of proposals makes none."""
+"""Takes the least chance of a first guess, in [0, 1]. Returns the proposers' tree for the next round, with the chances
+that its rows are reached; the root alone if no first guess has the least chance. A call takes some tenths of a
+millisecond, less for the root alone. A policy without arms of proposals does not call it."""
 
 
 class InformedPolicy(Policy, Protocol):
@@ -21,9 +21,9 @@ class InformedPolicy(Policy, Protocol):
 
     @property
     def next_arm(self) -> Arm | None:
-        """Read after `choose`: the arm that the next choice likely is; None if that is open. The verifier may then
-        begin the next round ahead of its call: with the root alone for `off`, with a tree that it asks the arm's
-        drafter for if the arm is drafted."""
+        """Read after `choose`: the arm that will likely be chosen for the next round; None if the policy cannot tell.
+        The verifier may then begin the next round before its call arrives: with the root alone for `off`, with a tree
+        from the arm's drafter for a drafted arm."""
         ...
 
     def choose(self, offer: Offer | None = None) -> Arm:

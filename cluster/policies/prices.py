@@ -53,7 +53,7 @@ class Prices:
         """Predicted microseconds of a round of this arm, played before or not: a text's share of draft, step and hops.
 
         None until a step was measured and, for a drafted arm, a draft of its drafter (`StepTime`, `Costs.draft_us`).
-        rows: rows of the tree if known; by default those usual for the arm
+        rows: rows of the tree, if known; the arm's usual number by default
         All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
         be. A drafted arm is assumed to go on, as `next` of CALLS; its first round takes `turning_us` longer.
         """

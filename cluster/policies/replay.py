@@ -1,7 +1,8 @@
 """Tokens that rounds of any static shape would have emitted on a request's text, from the ranks of the text's tokens.
 
-A drafter reports the rank of each text token among its candidates (`tree.trace`). In a tree of static shape a row has a
-child of rank r if and only if it has more than r children, so a round that starts at text length L emits
+A drafter reports the rank rho[i] of the text's token i among its candidates, 0 for the first (`tree.trace`). In a tree
+of static shape a row has a child of rank r if and only if it has more than r children, so a round that starts at text
+length L emits
 
     1 + max{d : rho[L + i - 1] < N_i for all i <= d}
 
@@ -80,7 +81,8 @@ UNRANKED = Ranked((), (), True)
 
 @dataclass(slots=True)
 class RankTrace:
-    """Assigns the ranks in the traces of a request's trees to text tokens. Each drafter ranks a token once."""
+    """Finds for each trace of a request's trees (`tree.trace`, the drafter's ranks of the newest text tokens) which
+    tokens it ranks. Tokens that an earlier trace of the drafter has ranked are left out."""
 
     _depths: list[int] = field(default_factory=list)  # place of each answer token in its round, from 1 on
     _traced: dict[str, int] = field(default_factory=dict)  # by drafter: tokens before its last trace

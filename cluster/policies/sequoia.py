@@ -67,7 +67,7 @@ def chances(accept: Accept, depth: int) -> npt.NDArray[np.float64]:
     if table.ndim != 2 or not table.size:
         raise ValueError(f"accept: has the shape {given.shape}; give a[j] or a[d][j]")
     if not np.isfinite(table).all() or (table < 0).any() or (table.sum(1) > 1 + SURPLUS).any():
-        raise ValueError("accept: each must be a chance, and those of siblings together at most 1")
+        raise ValueError("accept: each number must lie in [0, 1], the chances of siblings together at most 1")
     return table[np.minimum(np.arange(depth), len(table) - 1)]
 
 
@@ -85,7 +85,7 @@ def expected_tokens(shape: TreeShape, accept: Accept) -> float:
     """E[N] of a tree of fixed form. Raises ValueError where a row has more children than `accept` has chances."""
     table = chances(accept, max(shape.depth, 1))
     if shape.width > table.shape[1]:
-        raise ValueError(f"accept: has {table.shape[1]} siblings; {shape} has {shape.width}")
+        raise ValueError(f"accept: has chances of {table.shape[1]} siblings, but {shape} has up to {shape.width}")
     return sum(chance for chance, _ in reached(shape, table))
 
 
@@ -251,7 +251,7 @@ class _Program:
         rest = np.maximum(sizes[:, None] - sizes[None, :], 0)  # [n, y]
         forbidden = (sizes[None, :] < 1) | (sizes[None, :] > sizes[:, None])
         for below in range(1, depths + 1):
-            starts = depths + 1 - below  # depths from which so many levels fit
+            starts = depths + 1 - below  # number of depths that have room for `below` more levels
             under = self.emitted[below - 1][1 : starts + 1]  # [starts, y]
             forest = np.full((starts, max_rows + 1), NEVER)  # H of a row to which no child is left to be added
             forest[:, 0] = 0.0

@@ -3,9 +3,10 @@
 1. Pilot, where many texts run: a few of them guess, which costs little if guesses do not pay. It fails if these texts
    emit too few tokens a second beside the others, or if policies predict too little for all. It goes on if its rounds
    are too few to tell.
-2. Turns, after a pilot that succeeded and where speculation is in use: all texts guess for a turn, then none does.
-3. Rest until the next trial. After a trial that failed it is so long that the trial's loss is at most REGRET of all
-   rounds.
+2. Turns, after a pilot that succeeded, or without a pilot where texts speculate already: all texts guess for a turn,
+   then none does.
+3. Rest until the next trial. After a failed trial the rest is long enough that the trial's loss is at most REGRET of
+   the rest's rounds.
 
 A round of one of n running texts counts 1/n, so numbers of rounds below are per text.
 """

@@ -225,7 +225,7 @@ def test_invalid_arguments_are_refused_by_name(given, message):
     call = {"accept": FLAT} | given
     with pytest.raises(ValueError, match=message):
         best_tree(call.pop("accept"), lambda _: 1.0, lambda _: 1.0, **call)
-    with pytest.raises(ValueError, match="has 3 siblings"):
+    with pytest.raises(ValueError, match="chances of 3 siblings"):
         expected_tokens(LevelShape((4,)), FLAT)
 
 
