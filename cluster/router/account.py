@@ -38,8 +38,8 @@ def round_parts(tree: DraftTree, verdict: Verdict, took_us: int, first: bool) ->
 
 @dataclass(slots=True)
 class _Counts:
-    """Numbers of `SpeculationStats`, by their names there: counts, and microseconds. A message takes several times as
-    long to add to."""
+    """Counts and microseconds, with the names of their fields in `SpeculationStats`. Adding to the message itself would
+    take several times as long."""
 
     rounds: int = 0
     emitted_tokens: int = 0
@@ -155,7 +155,7 @@ class RoundAccount:
 
 
 def _accepted_of_drafter(tree: DraftTree, verdict: Verdict) -> int:
-    """Number of accepted guesses without those that are the router's proposals alone."""
+    """Number of accepted guesses that the drafter made, whether proposers made them too or not."""
     if not tree.proposed:
         return len(verdict.ranks)
     return sum(row not in tree.proposed for row in accepted_rows(tree, verdict))
@@ -182,7 +182,8 @@ class AcceptanceWatch:
         self._settled: set[tuple[str, str]] = set()  # pairs with an accepted guess, or warned of
 
     def learn(self, target: str, drafters: Iterable[pb.DrafterStats]) -> None:
-        """Add the statistics of an answer's drafters. Warns once for a drafter and target."""
+        """Add the statistics of an answer's drafters. Logs one warning for each pair of a drafter and a target, after
+        UNACCEPTED guesses of which none was accepted."""
         for each in drafters:
             pair = each.name, target
             if pair in self._settled:

@@ -39,9 +39,9 @@ MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
 _TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as stored in records
 FOLLOWING = "structure-of-resume"
-"""Name of the threads that follow resumed answers, and of tenants' turns at them."""
+"""Name of the threads that check a resumed answer's tokens against its structure, and of their queue (`in_turn`)."""
 FOLLOWED = 64
-"""Tokens of a structured answer that are followed between looks at whether its request runs."""
+"""Tokens of a resumed structured answer that are checked before its thread looks whether the request still runs."""
 DRAWN_SEED_BITS = 53
 """Bits of a seed that is drawn here. JavaScript reads a number of JSON as a float64, which rounds whole numbers of more
 bits, so that its clients could not repeat the answer. A request's own seed may have 64."""
@@ -106,8 +106,9 @@ class Job:
         return self.served.tokenizer if self.shown == frozenset() else self.served.tokenizer.showing(self.shown)
 
     def before_answer(self) -> Sequence[int]:
-        """The tokens that the answer's text continues: the prompt, or ANCHOR's where the prompt has no text and the
-        answer a structure. A structure holds for the tokens' bytes, and decoders change the first bytes of a text."""
+        """The tokens that the answer's text continues: the prompt. If the prompt has no text and the answer has a
+        structure, the tokens of ANCHOR: decoders change the first bytes of a text, and a structure must hold for the
+        bytes of the tokens."""
         if self.structure is None or any(
             self.decoder.visible(self.prompt[start : start + PART]) for start in range(0, len(self.prompt), PART)
         ):
@@ -137,7 +138,7 @@ def _check_written(
     """Raise BadRequest where a request has a written turn's request id but other tokens or another mode. tokens: all
     tokens of the session"""
     if mode != turn.mode:
-        raise BadRequest("request_id", f"is that of a written turn in mode {turn.mode}; {mode} needs a new id")
+        raise BadRequest("request_id", f"is that of a written turn in mode {turn.mode}; mode {mode} needs a new id")
     if prompt != list(tokens[: turn.prompt]):
         raise BadRequest("request_id", "is that of a written turn with another prompt; a new turn needs a new id")
     if held != list(tokens[turn.prompt : turn.end][: len(held)]):
@@ -164,8 +165,8 @@ def _check_target_of_resume(resume: pb.Resume | None, held: list[int], target: s
 def check_target(job: Job, target: str) -> None:
     """Check a request that an earlier attempt began (`Job.begun_before`) against the target that will answer it.
 
-    Raises Conflict where the earlier attempt had another target. Raises PeerLost where the client's tokens were not
-    read, because they seemed to come from another target: resumed again, they are.
+    Raises Conflict where the earlier attempt had another target. Raises PeerLost where admission did not check the
+    client's tokens against the structure, because they seemed to come from another target; the next resume checks them.
     """
     _check_target_of_resume(job.resume, job.held, target)
     if job.complete is None:
@@ -209,7 +210,7 @@ class Admission:
         self._targets: dict[str, str] = {}  # `Hello.target` of the last verifier, by the target's name
 
     def learn_target(self, name: str, target: str) -> None:
-        """Note the `Hello.target` of a verifier: a resume of another one's answer is refused before it costs much."""
+        """Note the `Hello.target` of a verifier, so that a resume of another target's answer is refused early."""
         self._targets[name] = target
 
     async def admit(
@@ -277,7 +278,8 @@ class Admission:
         complete: bool | None = False
         if grammar is not None:
             moved = resume is not None and self._targets.get(served.name, resume.target) != resume.target
-            goes_on = bool(held) and len(prompt) + len(held) < limits.max_length  # a verifier's target is compared
+            # An answer that goes on is checked against its verifier's target later, in `check_target`.
+            goes_on = bool(held) and len(prompt) + len(held) < limits.max_length
             complete = None if moved and goes_on else await _completes(grammar, held, limits, served)
         session = request.session
         if request.keep_session and not session:
@@ -336,7 +338,9 @@ class Admission:
             raise BadRequest("model", f"is {request.model!r}, but the session is of {record.model!r}")
         served = self._served[self._config.target_named(record.model)]
         if served.tokenizer.fingerprint != record.tokenizer:
-            raise BadRequest("session", f"was written with another tokenizer than {served.name!r} has now")
+            raise BadRequest(
+                "session", f"was written with another tokenizer than {served.name!r} has now; begin a new session"
+            )
         return served
 
     def _new_tokens(
@@ -380,7 +384,7 @@ def _without_tokens(resume: pb.Resume) -> pb.Resume:
 
 
 async def _grammar_of(structure: Structure, tenant: str, served: Served) -> Grammar:
-    """Compile a structure. Raises BadRequest if it does not compile, and Overloaded if too many wait for that."""
+    """Compile a structure. Raises BadRequest if it does not compile, and Overloaded if too many wait to be compiled."""
     if served.grammars is None:
         raise BadRequest("structure", f"cannot be enforced for the target {served.name!r}")
     return await served.grammars.compiled(structure, tenant)
@@ -394,14 +398,15 @@ async def _completes(grammar: Grammar, held: list[int], limits: Limits, served: 
         try:
             await in_turn(FOLLOWING, lambda: in_thread(FOLLOWING, lambda: _follow(text, held, left)))
         except BadRequest as error:
-            raise BadRequest("resume.token_ids", f"are not an answer's: the structure {error.reason}") from None
+            raise BadRequest("resume.token_ids", f"cannot begin an answer: the structure {error.reason}") from None
         finally:
             left.set()
     return text.complete
 
 
 def _follow(text: GrammarText, held: list[int], left: Event) -> None:
-    """Follow tokens until `left` is set: the thread goes on after its request has ended, and there may be many."""
+    """Check the tokens against the structure, and stop early once `left` is set: the request has ended, but not its
+    thread, and a resumed answer may have many tokens."""
     for end in range(FOLLOWED, len(held) + FOLLOWED, FOLLOWED):
         if left.is_set():
             return
@@ -410,7 +415,7 @@ def _follow(text: GrammarText, held: list[int], left: Event) -> None:
 
 def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
     """The request's sampling, greedy by default. A missing seed or sample index is the session's; without a session the
-    seed is drawn here and the index is 0. A resume's seed comes first."""
+    seed is drawn here and the index is 0. A resume's seed takes precedence over all others."""
     fields = request.sampling
     if request.HasField("resume"):
         seed = request.resume.seed

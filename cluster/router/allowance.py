@@ -49,7 +49,7 @@ class KeyLimits:
 
 
 class MinuteCount:
-    """Amounts taken in the last minute. Those of any 60 seconds are at most `limit` together."""
+    """Amounts taken in the last minute. The sum over any 60 seconds is at most the limit given to `take`."""
 
     def __init__(self, name: str, clock: Clock) -> None:
         """name: name of the limit in errors"""
@@ -72,13 +72,13 @@ class MinuteCount:
         return second
 
     def give_back(self, amount: int, second: int) -> None:
-        """Give back what was not used of an amount that was taken in a second."""
+        """Give back the unused part of an amount. second: as `take` returned it"""
         for entry in self._taken:
             if entry[0] == second:
                 entry[1] -= min(amount, entry[1])
 
     def _free_after(self, over: int) -> float:
-        """The time at which `over` of what was taken no longer counts."""
+        """The time, on the clock, from which on at least `over` of the amounts taken no longer count."""
         for second, amount in self._taken:
             over -= amount
             if over <= 0:
@@ -103,8 +103,8 @@ class Allowance:
 
     @contextmanager
     def request(self) -> Iterator[RequestShare]:
-        """Context of a running request, with what it takes. At the end its answers no longer count, and it gives back
-        unused tokens."""
+        """Context of a running request. Yields its share of the allowance; on exit the request's answers no longer
+        count, and its unused tokens are given back."""
         share = RequestShare(self)
         try:
             yield share
@@ -123,12 +123,12 @@ class Allowance:
             raise BadRequest("prompt", f"makes a text of {tokens} tokens; this key's limit `prompt_tokens` is {limit}")
 
     def most_new_tokens(self, limit: int) -> int:
-        """Most new tokens of one of the key's answers. limit: the router's own, for all requests"""
+        """Most new tokens of one of the key's answers. limit: the router's own limit, which holds for all keys"""
         return limit if self.limits.new_tokens is None else min(limit, self.limits.new_tokens)
 
     def within_minute(self, length: int, prompt: int, answers: int) -> int:
-        """A default length of answers, cut so that they and the prompt fit in the key's tokens of a minute; at least 1.
-        prompt: its tokens"""
+        """The default length of answers, in tokens, cut so that prompt and answers fit in the key's tokens of a minute;
+        at least 1. prompt: number of its tokens"""
         limit = self.limits.tokens_per_minute
         return length if limit is None else max(1, min(length, (limit - prompt) // answers))
 
@@ -159,7 +159,7 @@ class Allowance:
         return self._tokens.take(prompt + new, limit)
 
     def give_back_tokens(self, tokens: int, second: int) -> None:
-        """Give back tokens that were taken in a second."""
+        """Give back unused tokens. second: as `take_tokens` returned it"""
         self._tokens.give_back(tokens, second)
 
 
@@ -179,7 +179,7 @@ class RequestShare:
         self._unused = new
 
     def use(self, tokens: int) -> None:
-        """Count tokens of its answers."""
+        """Count tokens that the request's answers have emitted."""
         self._unused -= tokens
 
     def end(self) -> None:

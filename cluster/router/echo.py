@@ -13,12 +13,13 @@ from cluster.router.admission import Job
 from cluster.router.tokenizer import TextStream
 
 ECHO_PART = 512
-"""Tokens of a message: with the most log-probabilities it has some 100 kB."""
+"""Prompt tokens of one message, which has some 100 kB with the most log-probabilities that a request may ask for."""
 
 
 async def echo_of(job: Job, logprobs: EchoedLogprobs = NOT_ECHOED) -> AsyncIterator[pb.GenerateResponse]:
     """Yield the request's own prompt, in parts. Called if the request asked for it. Each part is made when the consumer
-    asks for it, so that other requests' rounds come between. logprobs: those of tokens from `job.echo_from` on"""
+    asks for it, so that other requests' rounds come between.
+    logprobs: log-probabilities of the tokens from position `job.echo_from` on"""
     assert job.echo_start is not None
     stream = TextStream(job.decoder, job.prompt[: job.echo_start])
     for offset in range(job.echo_start, len(job.prompt), ECHO_PART):

@@ -47,7 +47,7 @@ class ExplainedRequest:
             self._resume(kept.sample, event.started.offset)
         size = kept.ByteSize()
         if kind == "chunk" and (kept.sample in self._cut or size > self._left):
-            self._cut.add(kept.sample)  # a reader would take the chunks after a missing one for the next ones
+            self._cut.add(kept.sample)  # later chunks are dropped too: a reader would join them to the last one kept
             return
         self._left -= size
         self._events.append(kept)
@@ -94,7 +94,8 @@ class ExplainedRequests:
         return kept
 
     def find(self, tenant: str, request_id: str) -> pb.ExplainResponse:
-        """A request's events so far. Raises NotFound alike for one that is not kept, and for another tenant's."""
+        """A request's events so far. Raises the same NotFound for a request that is not kept and for another
+        tenant's."""
         kept = self._kept.get((tenant, request_id))
         if kept is None:
             raise NotFound("request: its rounds are not kept here; a router keeps those of a share of its requests")

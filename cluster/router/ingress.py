@@ -191,8 +191,8 @@ class Ingress:
         """Stream the answer, or as many as the request asks for: started, a chunk per round, complete. Raises the
         family in dendro.errors.
 
-        allowance: of the caller's key, from which the answers and tokens are taken; the request is counted already
-        traceparent: the caller's span
+        allowance: what the caller's key has left; answers and tokens are taken from it, the request was counted before
+        traceparent: the caller's span (W3C Trace Context); empty: none
         Leaving the iteration, or cancelling the task, ends the work within a round and releases the leases.
         """
         request_id = request.request_id or secrets.token_hex(16)
@@ -409,7 +409,7 @@ class Ingress:
         return self.config.router.request_timeout_s - (self._clock() - job.began_s)
 
     def _finish_of_held(self, job: Job, answer: AnswerText) -> Finish | None:
-        """Reason why the answer in `held`, which is not empty, ended; None if it is incomplete."""
+        """Reason why the answer that the client holds (`Job.held`, not empty) ended; None if it is incomplete."""
         ended = finish_at(job.held[-1], job.served.end_ids, job.limits)
         if not (answer.found or ended or job.complete or len(job.held) >= job.answer_length):
             return None
@@ -419,8 +419,8 @@ class Ingress:
         return ended or (Finish.STRUCTURE if job.complete else Finish.LENGTH)
 
     async def _rest_of_written(self, job: Job, turn: Turn, answer: AnswerText) -> list[pb.GenerateResponse]:
-        """The rest of an answer that is already in the record: its `complete` was lost, or its client disconnected.
-        Raises BadRequest where the request's stop strings would have ended it elsewhere."""
+        """The events that a client lacks of an answer that is already in the session's record: its `complete` was lost,
+        or its client disconnected. Raises BadRequest where the request's stop strings would have ended it elsewhere."""
         assert job.record is not None
         tokens, finish, events = job.record.tokens[turn.prompt : turn.end], Finish(turn.finish), []
         rest = tokens[len(job.held) :]
@@ -441,13 +441,13 @@ class Ingress:
 
 @dataclass(frozen=True, slots=True)
 class _FinishedRound:
-    """A round whose chunk is not made yet: without stop strings, its text is decoded after the next round's call was
-    sent."""
+    """A round whose chunk is not made yet: if the request has no stop strings, the round's text is decoded after the
+    next round's call was sent."""
 
     offset: int  # tokens of the answer before this round
     verdict: Verdict
     arm: str  # name of the arm
-    tree: pb.RoundTree | None  # if the client gets it
+    tree: pb.RoundTree | None  # None: the client did not ask for trees
 
     def message(self, answer: AnswerText) -> pb.GenerateResponse:
         tokens, text = self.verdict.tokens, answer.text_of(self.verdict)
@@ -496,7 +496,7 @@ async def _ahead(chunks: AsyncGenerator[T, None], limit_s: float = math.inf) -> 
 
 
 async def _count_tokens(usage: pb.Usage, job: Job, tokens: Sequence[int]) -> None:
-    """Set the usage of an answer. tokens: all of it, those that the client has already included"""
+    """Set the usage of an answer. tokens: all tokens of the answer, also those that a resuming client holds"""
     usage.prompt_tokens, usage.completion_tokens = len(job.prompt), len(tokens)
     if job.prediction:
         work = ALIGNING_WORK * (len(tokens) + sum(len(each.tokens) for each in job.prediction))
@@ -523,7 +523,7 @@ def _text_of(job: Job, answer: AnswerText) -> Text:
     return Text(
         job.prompt + job.held,
         job.sampling,
-        # Text needs room for a token, which a complete answer in `held` does not leave; it is ended later.
+        # Text needs room for one more token, for which a complete held answer leaves none; `generate` ends it later.
         replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
         tenant=job.tenant,
         marks=job.marks,

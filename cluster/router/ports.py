@@ -39,8 +39,8 @@ class DrafterPort(Drafter, HandlePort, Protocol):
         ...
 
     def strike(self, arm: Arm) -> None:
-        """Called after a round whose tree the verifier refused. Counts the tree; after some of them the arm's drafter
-        is asked for no more."""
+        """Called after a round whose tree the verifier refused. After the third malformed tree of the arm's drafter,
+        the request asks it for no more trees."""
         ...
 
     def order(self, text: Text, arm: Arm) -> Order | str:

@@ -20,7 +20,7 @@ KINDS = 512
 PAIR_TENANTS = 32
 """Most recent tenants whose requests make a new tenant's prior."""
 WRITES = 8
-"""Concurrent writes, at most one for each kind; others are queued."""
+"""Most priors that are written to the store at once, at most one for each kind; further writes are queued."""
 WAIT_S = 0.01
 """Most seconds that a request waits while its kind's prior is read. A prior that comes later serves later requests."""
 
@@ -34,7 +34,7 @@ class Priors:
         self._store = store
         self._cards = cards
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
-        self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # notes of requests, without the tenant's first prior
+        self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # by kind: the rounds of its requests at this router
         self._stored: dict[PriorKey, Prior] = {}  # priors of all tenants as read from the store
         self._reading: dict[PriorKey, asyncio.Task[None]] = {}
         self._writing: dict[PriorKey, asyncio.Task[bool]] = {}
@@ -54,9 +54,9 @@ class Priors:
         return prior
 
     def learn(self, key: PriorKey, notes: Prior, experience: Experience) -> None:
-        """Add a request's notes to its kind's prior, replace the prior's costs by its tenant's and its gains by the
-        target's, and write it in the background, with that of all tenants. A request without guesses changes no prior,
-        unless a speculation trial has ended since."""
+        """Add the rounds of a request that has ended (`notes`) to the prior of its kind. Replace the prior's costs by
+        those in `experience` and its gains by those of the target's trials. The prior and the one of all tenants are
+        written in the background. A request without guesses changes no prior, unless a trial has ended since."""
         prior, gains = self._remember(key), experience.concurrency.gains()
         if not notes.guessed and gains == prior.gains:
             return
@@ -98,8 +98,8 @@ class Priors:
             self._write()
 
     def _card(self, key: PriorKey) -> Prior:
-        """The prior of a kind before any request, from its drafters' figures. Empty for listed modes: the figures were
-        measured with noise that these do not have."""
+        """The prior of a kind before any request, from its drafters' figures. Empty for LISTED_MODES: the figures were
+        measured with the shared noise, which these modes do not have."""
         cards = {name: self._cards[name] for name in key.drafters if name in self._cards and not key.mode}
         return prior_of(cards, key.temperature)
 
@@ -132,9 +132,9 @@ class Priors:
             self._noted.popitem(last=False)
 
     def _tenants(self, key: PriorKey) -> list[Prior]:
-        """The notes of the last tenants' requests of this kind; the store's prior of all tenants and the drafters'
-        figures count as one more tenant each. The prior with which each tenant began is left out, since all of them
-        have it in common."""
+        """One prior for each of the PAIR_TENANTS last tenants with requests of this kind, from their rounds at this
+        router; the store's prior of all tenants and the drafters' figures count as one more tenant each. The prior with
+        which a tenant began is left out, since all tenants have it in common."""
         pair = _pair_key(key)
         same = (
             noted

@@ -135,7 +135,8 @@ def _ids_of_chat(chat: pb.Chat, served: Served, earlier: Sequence[int], describe
                 "are not those of the session, and the target's chat template writes them at its beginning alone",
             )
     last = earlier[-1]
-    if last in served.end_ids or not tokenizer.visible([last]):  # the template writes it, too; Llama 2's after a space
+    # The template writes the answer's last special token again (Llama 2's after a space), so it is cut off.
+    if last in served.end_ids or not tokenizer.visible([last]):
         end, written = tokenizer.showing().decode([last]), rest.lstrip()
         rest = written.removeprefix(end) if written.startswith(end) else rest
     return tokenizer.encode(rest, begins=False)
@@ -199,7 +200,7 @@ def _parsed(field: str, text: str) -> Any:
     except UnicodeEncodeError:
         raise BadRequest(field, "has a surrogate code point, which UTF-8 cannot encode") from None
     except RecursionError:
-        raise BadRequest(field, "has too many objects and arrays in each other") from None
+        raise BadRequest(field, "nests objects and arrays too deeply") from None
     return found
 
 

@@ -53,8 +53,8 @@ class RequestSpeculation:
         self._proposals = proposals
         self._offer = None if proposals is None else partial(proposals.offer, text)
         self._stopping = StopRule(experience) if plan.stops else None
-        # Policies and `until(auto,...)` use costs, mode `off` and other fixed shapes do not. ConservativeUCB records
-        # its own rounds, without those that would mislead.
+        # Only policies and `until(auto,...)` read costs. ConservativeUCB itself records its rounds in `Experience`,
+        # without rounds whose costs would mislead.
         uses_costs = plan.learns and (plan.adaptive or plan.stops)
         self._teaches = uses_costs and not isinstance(plan.policy, ConservativeUCB)
         self._clock = clock
@@ -99,7 +99,8 @@ class RequestSpeculation:
         if ordered is not None and chosen.drafted and chosen.maker == ordered.maker and not explores:
             self._claims = True
             chosen = ordered  # The drafter works on its tree already: one of another shape would begin later.
-        # A tree would wait until the round that the verifier has begun is done, and its result would be lost.
+        # The verifier may have begun this round without a tree: a tree sent now would wait until that round is done,
+        # and the round's result would be lost.
         self._delayed = chosen if self._announced and not chosen.off else None
         self._announced = False
         self._arm = OFF_ARM if self._delayed is not None else chosen
@@ -162,12 +163,13 @@ class RequestSpeculation:
             self._drafters.ordered(self._text, arm, verdict)
         if verdict.refused:
             self._drafters.strike(arm)
-        # The tree on order would likely be missed too, and no order is placed beside a tree that is refused.
+        # A missed tree is likely followed by another missed one; beside a refused tree no order was placed.
         if verdict.missed or verdict.refused:
             self._ordered = None
         tree = verdict.verified(tree)
         self._plan.policy.learn(arm, tree, verdict)
-        # A round that waited for no draft, as while a drafter opens the text, would make its arm seem free.
+        # A round that did not wait for its missing draft, as while a drafter opens the text, would make its arm seem
+        # free.
         if self._teaches and (tree.draft_us or not tree.missed):
             self._experience.learn(arm, tree, verdict, self._plan.adaptive)
         self.notes.learn(arm, tree, verdict, self._plan.adaptive)

@@ -1,4 +1,4 @@
-"""Several answers to one prompt: their streams run beside each other, and share what the first has done."""
+"""Several answers to one prompt: their streams run concurrently, and share the replica that opened the first one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class SharedPrompt:
             self._shared.set()
 
     async def wait(self) -> None:
-        """Wait for the first answer's call of `share`. The others then go on one after another, so that other requests'
-        rounds come between."""
+        """Wait until the first answer has called `share`. The other answers then go on one after another, so that other
+        requests' rounds come between."""
         await self._shared.wait()
         async with self._turns:
             await asyncio.sleep(0)

@@ -161,10 +161,10 @@ class CheckpointTokenizer:
         names: Mapping[str, Any] | None = None,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """The text of a conversation by the checkpoint's chat template; `opens_answer` adds what an answer begins with.
-        Its special tokens are in it. A template that does not know the role `developer` gets `system`. Raises
-        BadRequest where there is no template, or it refuses the messages. names: further variables of the template.
-        tools: functions that it describes"""
+        """The text of a conversation by the checkpoint's chat template, with the texts of special tokens. A template
+        that does not know the role `developer` gets `system`. Raises BadRequest where there is no template, or it
+        refuses the messages. opens_answer: True to add what an answer begins with   names: further variables of the
+        template   tools: functions that the template describes"""
         if not self.has_chat:
             raise BadRequest("messages", "the target has no chat template; set its `chat_template`, or send a prompt")
         if taken := RESERVED & (names or {}).keys():
@@ -312,7 +312,8 @@ class PromptEncoder:
         return whole, _continued(form) or whole
 
     def _anchored(self, whole: Encode) -> Encode:
-        """Encode a text after an anchor, and cut off the anchor's tokens; encode it alone if it changes every one."""
+        """Encode a text after an anchor, and cut off the anchor's tokens. If the text changes the tokens of every
+        anchor, it is encoded alone."""
         anchors = [(anchor, whole(anchor)) for anchor in ANCHORS]
 
         def encode(text: str) -> list[int]:

@@ -83,7 +83,7 @@ class TargetTotals:
         self.reopened += reopened
 
     def arm(self, arm: Arm) -> ArmTotals:
-        """The totals that an arm's rounds belong to."""
+        """The totals to which an arm's rounds are added; all arms of a maker that are not configured share one."""
         found = self.arms.get(arm)
         return found if found is not None else self.others.get(arm.maker, self.others[OTHER])
 

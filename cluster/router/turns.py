@@ -17,7 +17,7 @@ from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 log = logging.getLogger("dendro.router")
 
 WRITE_ERRORS = tuple(kind.__name__ for kind in (Conflict, NotFound, PeerLost))
-"""What a store raises where a record is not written, or where that is not known."""
+"""Names of the errors that a store raises where a record was not written, or may not have been written."""
 
 
 class TurnWriter:
@@ -30,8 +30,8 @@ class TurnWriter:
         self.writing: WeakSet[asyncio.Task[Any]] = WeakSet()  # tasks of requests whose write has begun
 
     async def keep(self, job: Job, text: Text, finish: Finish, target: str) -> str:
-        """Write the session's record. Returns its token. Raises PeerLost where it is not known whether the store has
-        it: the client repeats the request, whose id shows whether its turn was written."""
+        """Write the session's record. Returns the session's token. Raises PeerLost where the write was not confirmed:
+        the client then repeats the request, and its id shows whether the turn was written."""
         task = asyncio.current_task()
         assert task is not None
         self.writing.add(task)
@@ -79,9 +79,9 @@ class TurnWriter:
             await self._sessions.write(session, job.tenant, record)
             return session
         except (Conflict, PeerLost):
-            # Another attempt of this request may have written its turn meanwhile, and other turns may have followed. Or
-            # this write was made, and its answer was lost. Or nothing was written. What is stored shows which: a write
-            # that is still on its way fails once another one was made.
+            # Three cases: another attempt of this request has written the turn, and later turns may have followed; this
+            # write was made, but its answer was lost; or nothing was written. The stored record shows which. A delayed
+            # first write cannot follow a second one, since the store compares the record's version.
             try:
                 found = await self._sessions.read(job.session, job.tenant)
             except NotFound:

@@ -48,7 +48,7 @@ def _with_words(sampling: Sampling, words: list[str], biases: dict[str, float], 
     for text, bias in biases.items():
         ids = tuple(tokenizer.encode(text, begins=False))
         if len(ids) != 1:
-            raise BadRequest(_name("logit_bias", text), f"has {len(ids)} tokens of this target; a bias is of one")
+            raise BadRequest(_name("logit_bias", text), f"has {len(ids)} tokens of this target; a bias needs one")
         _check_known("logit_bias", text, tokenizer)
         SHIFT.check(_name("logit_bias", text), bias)
         if ids[0] in tokens:

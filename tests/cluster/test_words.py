@@ -67,7 +67,7 @@ async def test_texts_make_the_request_that_their_ids_make():
         ("bad_words", f"at most {MAX_BAD_WORDS}", {"bad_words": ["y", *[[5]] * MAX_BAD_WORDS]}),
         ("bad_words", f"at most {MAX_BAD_WORDS}", {"bad_words": [f"{at}" for at in range(MAX_BAD_WORDS)]}),
         ("bad_words[0]", "must be a text|surrogate", {"bad_words": ["\ud800"]}),
-        ("logit_bias['ab']", "has 2 tokens of this target; a bias is of one", {"logit_bias": {"ab": 1.0}}),
+        ("logit_bias['ab']", "has 2 tokens of this target; a bias needs one", {"logit_bias": {"ab": 1.0}}),
         ("logit_bias['']", "is empty", {"logit_bias": {"": 1.0}}),
         ("logit_bias['a']", "is the token 97, which has a bias already", {"logit_bias": {"a": 1.0, 97: 1.0}}),
         ("logit_bias['a']", "must lie in", {"logit_bias": {"a": 101.0}}),
