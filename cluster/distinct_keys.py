@@ -15,7 +15,7 @@ from dendro.written_numbers import number_of
 from yaml.nodes import MappingNode, ScalarNode
 
 MOST_NESTED = 100
-"""Mappings and lists in each other. Deeper ones would take the stack of a recursive reader."""
+"""Most levels of mappings and lists in YAML. A recursive reader would run out of stack on deeper ones."""
 
 
 NUMBERS = {
@@ -50,7 +50,7 @@ class _DistinctLoader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self._depth += 1
         if self._depth > MOST_NESTED:
-            raise yaml.YAMLError(f"it has more than {MOST_NESTED} mappings and lists in each other")
+            raise yaml.YAMLError(f"it nests mappings and lists more than {MOST_NESTED} deep")
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -111,7 +111,7 @@ def json_of(text: str, object_of: Callable[[list[tuple[str, Any]]], dict[str, An
     try:
         return json.loads(text, parse_float=number_of, parse_constant=_no_constant, object_pairs_hook=object_of)
     except RecursionError:
-        raise ValueError("it has too many objects and arrays in each other") from None
+        raise ValueError("it nests objects and arrays too deeply") from None
     except ValueError as error:
         if "set_int_max_str_digits" in str(error):
             raise ValueError("a number has too many digits") from None

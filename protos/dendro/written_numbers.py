@@ -46,7 +46,7 @@ def json_text(value: Any) -> str:
         # The library's encoder takes a twentieth of the time. A longer schema is refused later.
         return _with_digits(value) if len(text) <= MOST_CHARACTERS and FRACTION.search(text) else text
     except RecursionError:
-        raise ValueError("it has too many objects and arrays in each other") from None
+        raise ValueError("it nests objects and arrays too deeply") from None
 
 
 def _with_digits(value: Any) -> str:

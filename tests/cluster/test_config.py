@@ -54,7 +54,7 @@ def test_a_valid_file_is_read_completely(load, tmp_path: Path):
         ("targets: {t: {checkpoint: x}}\ndrafters: {1: {checkpoint: x}, 0x1: {checkpoint: y}}", "line 2: the key 1"),
         ("targets: {t: {checkpoint: 2026-13-01}}", "is not YAML: .*month must be in 1..12"),
         ("targets: {t: {checkpoint: !!bool x}}", "is not YAML: .*KeyError: 'x'"),
-        ("targets: " + "[" * 2000, "is not YAML: it has more than 100 mappings and lists in each other"),
+        ("targets: " + "[" * 2000, "is not YAML: it nests mappings and lists more than 100 deep"),
     ],
     ids=["section", "field", "flow", "merge", "spelled otherwise", "date", "tag", "depth"],
 )

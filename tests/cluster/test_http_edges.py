@@ -490,7 +490,7 @@ async def test_a_body_that_is_no_json_object_is_refused(body, headers, status):
             "the key 'speculation' occurs twice",
         ),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "a number has too many digits"),
-        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "too many objects and arrays in each other"),
+        (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nests objects and arrays too deeply"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN is no number of JSON"),
     ],
     ids=["repeated key", "repeated key inside", "digits", "deep", "NaN"],
