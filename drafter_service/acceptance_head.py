@@ -54,7 +54,7 @@ class HeadFacts:
         _check_whole("blocks", self.blocks, 0, MOST_BLOCKS)
         _check_whole("candidates", self.candidates, CANDIDATES, CANDIDATES)
         if not isinstance(self.drafter, str) or not isinstance(self.tied, bool):
-            raise BadRequest("drafter", "must be text, and tied true or false")
+            raise BadRequest("drafter", "must be a text, and `tied` must be true or false")
 
     @property
     def sets(self) -> int:
@@ -79,7 +79,8 @@ def _check_whole(name: str, value: Any, least: int, most: int) -> None:
 
 
 class AcceptanceHead:
-    """A head in plain PyTorch; `HeadCalls` of the kernels is its compiled form."""
+    """Predicts the chance of each candidate to be the text's next token, in plain PyTorch. The compiled form is
+    `HeadCalls` of the kernels."""
 
     def __init__(self, facts: HeadFacts, weights: HeadWeights) -> None:
         self.facts = facts
@@ -120,9 +121,9 @@ def read_head(path: Path, device: torch.device) -> AcceptanceHead:
             facts = _facts(path, header)
             names = set(file.keys())
             for name, shape in facts.shapes.items():
-                found = list(file.get_slice(name).get_shape()) if name in names else "no tensor"
+                found = list(file.get_slice(name).get_shape()) if name in names else "missing"
                 if found != list(shape):
-                    raise BadRequest("head", f"{path}: {name} has {found}, its facts say {list(shape)}")
+                    raise BadRequest("head", f"{path}: the shape of {name} is {found}, the header says {list(shape)}")
             tensors = {name: file.get_tensor(name).to(device, torch.float32) for name in facts.shapes}
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
         raise BadRequest("head", f"{path} cannot be read: {error}") from error

@@ -30,21 +30,21 @@ if TYPE_CHECKING:
 log = logging.getLogger("dendro.drafter")
 
 FEWEST_ABOVE = 4
-"""A row's ancestors are padded to at least so many: each further number would be a further recording."""
+"""Least number of ancestors to which a row's are padded: each smaller number would need a recording of its own."""
 
 
 LONGEST_CHAIN = 8
 """Most tokens of a chain that runs as levels of one token. A level takes a small part of the time of a chain by
 PyTorch's operations, which takes about as long for 2 tokens as for 100."""
 CHAIN_NODES = 32
-"""Node slots for the tokens of such chains."""
+"""Node slots for the tokens of chains that run as levels."""
 ALIGNED = 2
-"""Arrays begin at multiples of 16 bytes, so that a kernel is compiled once for all of them."""
+"""Multiple, in numbers of 8 bytes, at which uploaded arrays begin: a kernel is compiled once for aligned arrays."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceLevelSize:
-    """Padded numbers of a level."""
+    """The sizes to which a level is padded. Levels of equal sizes share a recording."""
 
     trees: int
     new: int  # new nodes of each tree
@@ -67,7 +67,7 @@ class RowOrder(NamedTuple):
 
 
 class LevelLayers(Protocol):
-    """The layers of a drafter and its memory."""
+    """Runs a drafter's layers on a level, and makes the arrays by which the kernels find a level's slots in memory."""
 
     def size_of(self, rows: Level, width: int) -> DeviceLevelSize:
         """The size to which a level is padded."""
@@ -79,12 +79,14 @@ class LevelLayers(Protocol):
         ...
 
     def pattern(self, rows: Level, size: DeviceLevelSize, count: int) -> dict[str, IntArray]:
-        """Called for each level of a form of `count` nodes, with a tree whose node slots are 1, 2, ... Returns which of
-        a tree's `numbers` each entry of the level's arrays is."""
+        """Called once for each level of a tree's form of `count` nodes, with a tree whose node slots are 1, 2, ...
+        Returns arrays of the level's shapes, whose entries are indices of the list that `numbers` returns for a
+        tree."""
         ...
 
     def numbers(self, slots: Sequence[int], text: int, scratch: int) -> list[int]:
-        """Called once for each tree, with the slots of its nodes and text. Returns the numbers of its levels."""
+        """Called once for each tree, with the slots of its nodes and text. Returns the numbers of which the arrays of
+        its levels consist (`pattern`)."""
         ...
 
     def record(self, slots: IntArray, taps: IntArray) -> None:
@@ -230,11 +232,12 @@ def layers_of(model: object, memory: object) -> LevelLayers | None:
 
 
 Guesses = Callable[[Level, Sequence[RowOrder], int], tuple[IntArray, np.ndarray]]
-"""Runs a level whose rows have these orders. Returns the tokens and the scores of each row's best guesses."""
+"""Runs a level. Arguments: the level, the order of each row, and the number of guesses of a row. Returns the tokens and
+the scores of each row's best guesses."""
 
 
 class DeviceLevels:
-    """The levels of one drafter, recorded by size, and the ranking of hidden rows."""
+    """Runs levels of one drafter, with a recording for each size, and ranks hidden rows."""
 
     def __init__(
         self, model: Backbone[Mamba1Mixer] | Backbone[Mamba2Mixer], layers: LevelLayers, scratch: int, graphs: Graphs
@@ -346,7 +349,7 @@ class DeviceLevels:
 
 
 def token_read(tokens: IntArray, model: Backbone[Mamba1Mixer] | Backbone[Mamba2Mixer]) -> IntArray:
-    """The tokens that are read in place of these."""
+    """The ids whose embeddings the drafter reads: FOREIGN in place of ids past the embedding."""
     return np.where(tokens < len(model.embedding), tokens, FOREIGN)
 
 
@@ -369,5 +372,5 @@ def ancestors_of(rows: Level, count: int) -> IntArray:
 
 
 def numbers_of(orders: Sequence[RowOrder]) -> IntArray:
-    """[5, rows]: the fields of a `RowOrders`."""
+    """The fields of the rows' orders as an array [5, rows], as `RowOrders` takes them."""
     return np.array(list(zip(*orders, strict=True)), np.int64)

@@ -1,7 +1,8 @@
-"""Trees of a known form by kernels of an accelerator: all levels are one upload, a replay for each, and one download.
+"""Trees of a known form by kernels of an accelerator: one upload, one replay of a graph for each level, one download.
 
 A row's token is its parent's guess of the row's rank, which the device looks up. All else that the levels read is known
-before: each entry of their arrays is one of a tree's few numbers, and which one depends on the form alone.
+before the first one runs: each entry of their arrays is one of a tree's few numbers (slots, positions, order), and the
+form alone decides which one.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from drafter_service.plan import Level, Levels, Nodes
 log = logging.getLogger("dendro.drafter")
 
 MOST_SIZES = 64
-"""Recordings that are kept at most. Before another is made the oldest is dropped."""
+"""Most sizes of trees whose recordings are kept. Before another is recorded, the oldest is dropped."""
 MOST_FORMS = 1024
-"""Tables of forms that are kept at most."""
+"""Most forms whose tables are kept. Before another is made, all are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTreeSize:
-    """Padded numbers of each level."""
+    """The sizes to which the levels of a tree are padded."""
 
     levels: tuple[DeviceLevelSize, ...]
 
@@ -57,7 +58,7 @@ class DeviceTreeLevel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeMemory:
-    """What a recorded tree reads and writes."""
+    """The buffers that the recordings for trees of one size read and write."""
 
     size: DeviceTreeSize
     levels: Sequence[DeviceTreeLevel]
@@ -71,10 +72,10 @@ class TreeTable:
     """The uploaded arrays of all trees of one form."""
 
     memory: TreeMemory
-    pattern: IntArray  # index, among a tree's numbers, of each entry of the arrays
-    numbers: IntArray  # a tree's numbers, of which the last are 0, 1, ... for all trees
-    rows: IntArray  # [rows] number of each row among the padded ones
-    taps: IntArray | None  # [rows, W] which of a tree's numbers each row's taps are
+    pattern: IntArray  # index in `numbers` of each entry of the arrays
+    numbers: IntArray  # the numbers of one tree, overwritten for each; the last ones are 0, 1, ... for all trees
+    rows: IntArray  # [rows] place of each row among the padded ones
+    taps: IntArray | None  # [rows, W] index in `numbers` of each row's taps; None: levels have no taps
 
 
 class DeviceTrees:
@@ -94,7 +95,8 @@ class DeviceTrees:
         """Run levels of new nodes. Returns the tokens and the scores of each row's best guesses, [rows, width] each;
         writes the nodes' slots.
 
-        order: of all rows, but for the position   positions: one per level   width: more than any of `rows.ranks`
+        order: the order of all rows, with any position   positions: position of the token to be guessed, by level
+        width: guesses of each row, more than any of `rows.ranks`
         """
         from tree_kernels.ranking.triton import ranked_of
 

@@ -56,7 +56,8 @@ class _Saved:
 
 
 STEP_SIZES = tuple(1 << power for power in range(13))
-"""Numbers of rows by which forwards are counted, each with those up to it; the last has longer ones, too."""
+"""Numbers of rows by which forwards are counted: a forward counts at the least size that holds its rows, a longer one
+at the last size."""
 
 
 @dataclass

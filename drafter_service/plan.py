@@ -172,7 +172,8 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
-    """One forward, and the tokens after which candidates are wanted. A group of them guesses one position of a text."""
+    """One forward, and its scored tokens: those after which candidates are wanted. Adjacent scored tokens whose
+    candidates are for one position of one text form a group."""
 
     rows: Chains | Level | Levels
     scored: IntArray | None  # [scored] row * time + t of the tokens whose candidates are wanted, ascending; None: all
@@ -194,7 +195,7 @@ class DraftPlan:
         return [0] * len(self.groups)
 
     def with_levels(self, nodes: Nodes, counts: Sequence[int], ranks: Sequence[int]) -> DraftPlan:
-        """This plan of a level of one tree, with the levels below it. Arguments: those of `Levels`."""
+        """A plan of the level of this plan and the levels below it, of one tree. Arguments: fields of `Levels`."""
         assert isinstance(self.rows, Level)
         first = self.positions[0]
         positions = range(first, first + len(counts))
@@ -208,8 +209,8 @@ class DraftPlan:
         )
 
     def after(self, text: DraftPlan) -> DraftPlan:
-        """This plan of one tree's first level, or levels, with the plan of the text's tokens before its root, which are
-        all scored."""
+        """One plan of the tokens of `text` and of the tree's first levels in this plan, whose root follows them.
+        text: a plan of a single chain, all of whose tokens are scored"""
         rows = self.rows
         assert isinstance(text.rows, Chains) and not isinstance(rows, Chains)
         levels = rows if isinstance(rows, Levels) else Levels.of(rows)
@@ -219,11 +220,11 @@ class DraftPlan:
 
 
 class OneForward(NamedTuple):
-    """What a forward of one session alone may have besides a level or a chain."""
+    """What a forward of a single session may contain besides one level or one chain."""
 
-    levels: bool = False  # all levels of a tree whose form is known
-    longest_chain: int = 0  # most tokens of a chain that runs as levels, before a forward of its root; 0: none does
-    text_and_levels: bool = False  # tokens before a root, and the levels of its tree
+    levels: bool = False  # True: all levels of a tree whose form is known
+    longest_chain: int = 0  # most tokens of a chain without a root that runs as levels of one token; 0: none does
+    text_and_levels: bool = False  # True: the tokens before a root and the levels of its tree
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,8 +232,8 @@ class TextFold:
     """Accepted nodes of a text's tree, whose contents are written into the text's memory."""
 
     start: int  # tokens that the source slot has consumed
-    source: int  # text slot
-    target: int  # text slot; may be the source
+    source: int  # text slot that is read
+    target: int  # text slot that is written; may be the source
     path: tuple[int, ...]  # node slots of a path that begins at the root, at least one
 
 

@@ -21,15 +21,15 @@ from drafter_service.grow import Growth, ranks
 from drafter_service.texts import DrafterText, DraftRound, rank_of
 
 MOST = MOST_PREPARED
-"""Most trees that are prepared for one outcome each after a tree."""
+"""Most trees that are prepared after an answered tree, each for one outcome of its verification."""
 LEAST = 0.05
 """Chance of an outcome below which no tree is prepared for it."""
 MISSES = 8
-"""Trees in a row of which no prepared one was used after which preparing rests for as many trees, then for twice as
-many, up to LONGEST_REST."""
+"""Preparing rests after this many answered trees in a row without a use of a prepared tree: at first for as many trees.
+Each further miss doubles the rest, up to LONGEST_REST trees; a use starts the count again."""
 LONGEST_REST = 64
 NEXT_TOKEN = LevelShape((1,))
-"""The shape by which the token after a leaf is guessed."""
+"""The shape of the draft that finds the token after a leaf of the answered tree."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,15 @@ def path_to(growth: Growth, row: int) -> tuple[int, ...]:
 
 @dataclass(eq=False, kw_only=True)
 class PreparedText(DrafterText):
-    """An open text with the tokens of an outcome, and its tree. Its slot is a fork of the text's."""
+    """An open text continued by the tokens of an outcome, and the tree that is prepared after them. Its text slot is a
+    fork of the open text's slot."""
 
-    first: int  # tokens of the open text
+    first: int  # length of the open text
     of: DrafterText  # the open text, which does not change before its next call
     outcome: Outcome
-    guessed: list[int]  # tokens after the first
+    guessed: list[int]  # tokens after those of the open text
     seen: list[tuple[int, Sequence[int], Sequence[float]]] = field(default_factory=list)  # arguments of `record_rank`
-    spent_us: int = 0  # time of its forwards
+    spent_us: int = 0  # time of the forwards of this tree
 
     @property
     def base(self) -> int:
@@ -111,7 +112,7 @@ class PreparedText(DrafterText):
         scores: Sequence[float],
         calibrations: Calibrations,
     ) -> None:
-        """Keep what the text records once it has these tokens."""
+        """Keep the arguments; the open text records the ranks if a call shows that it has these tokens."""
         self.seen.append((position, candidates, scores))
 
     @property
@@ -120,14 +121,14 @@ class PreparedText(DrafterText):
 
     @property
     def sent_by(self) -> DraftCall | None:
-        """The call whose caller takes the tree before it is asked for; None if it does not."""
+        """The open text's last call, if its caller takes a tree of this chance before asking for it; else None."""
         call = self.of.drafted
         if call is None or call.take_prepared is None or not 0.0 < call.prepared_from <= self.outcome.chance:
             return None
         return call
 
     def message(self, name: str) -> PreparedTree:
-        """The complete tree, with the trace that a call would give it. name: of the drafter"""
+        """The complete tree, with the trace that the answer to a call would have. name: the drafter's name"""
         assert self.round is not None
         found = {position: rank_of(self.tokens(range(position, position + 1))[0], c) for position, c, _ in self.seen}
         trace = ranks(found, self.first, self.base, CANDIDATES)
@@ -136,7 +137,7 @@ class PreparedText(DrafterText):
         return PreparedTree(self.opening, self.base, digest, tree)
 
     def is_next(self, shape: TreeShape) -> bool:
-        """True if this is the open text, as it is now, with a tree of this shape."""
+        """True if the open text now has exactly the tokens of this one, and the prepared tree has this shape."""
         assert self.round is not None
         same = self.round.shape == shape and self.ahead == self.of.ahead and self.base == self.of.base
         return same and self.of.text.ids[self.first :] == self.guessed
@@ -150,27 +151,28 @@ class PreparedCounters:
     prepared_used: int = 0  # trees that answered a call, complete or not
     prepared_dropped: int = 0  # trees that were thrown away
     prepared_sent: int = 0  # trees that were sent before their call
-    prepared_us: int = 0  # time of their forwards
-    prepared_used_us: int = 0  # time of the forwards of those that answered a call
+    prepared_us: int = 0  # time of the forwards of prepared trees
+    prepared_used_us: int = 0  # time of the forwards of prepared trees that answered a call
 
 
 class Preparations:
-    """What is prepared for one open text after a tree, and whether that pays."""
+    """The texts that are prepared after the last tree of one open text, and the rule when preparing rests."""
 
     def __init__(self) -> None:
         self.texts: list[PreparedText] = []  # the last may be growing
         self.after: DraftRound | None = None  # the answered tree from which outcomes follow; None: none are prepared
         self._outcomes: list[Outcome] | None = None  # outcomes without a tree, the likeliest last; None: not computed
-        self._misses = 0  # trees in a row of which no prepared one was used
-        self._rest, self._next_rest = 0, MISSES  # trees after which nothing is prepared
+        self._misses = 0  # answered trees in a row after which no prepared tree was used
+        self._rest, self._next_rest = 0, MISSES  # answered trees left of the current rest; length of the next rest
 
     def answered(self, draft_round: DraftRound) -> None:
-        """Called when a tree is answered, with nothing prepared: prepare what may follow it, unless it does not pay."""
+        """Called after a tree has answered a call, when nothing is prepared. The tree's likely outcomes are prepared
+        from now on, unless preparing rests."""
         self.after, self._outcomes = None if self._rest else draft_round, None
         self._rest = max(0, self._rest - 1)
 
     def claimed(self, used: bool) -> None:
-        """Called with the next call, before `answered`: whether it was answered by one of the texts."""
+        """Called at the text's next call, before `answered`. used: True if a prepared text answers the call"""
         if used:
             self._misses, self._next_rest = 0, MISSES
         elif self.texts:

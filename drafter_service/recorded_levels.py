@@ -1,5 +1,5 @@
-"""Levels of a Mamba drafter on an accelerator, and folds of accepted nodes, recorded as graphs: either is an upload and
-a replay, not a launch of each of its hundreds of operations.
+"""Levels of a Mamba drafter on an accelerator, and folds of accepted nodes, recorded as graphs: one upload and one
+replay instead of hundreds of launches for a level, or for the folds of a step.
 
 A level is padded to one of few sizes, and each size is recorded when it first occurs. Padded rows write to a node slot
 that no tree has.
@@ -25,12 +25,12 @@ from drafter_service.plan import Level, TextFold
 log = logging.getLogger("dendro.drafter")
 
 FEWEST_NODES = 8
-"""Nodes of a tree are padded to at least so many: each further number would be a further recording."""
+"""Least number of nodes to which a tree's are padded: each smaller number would need a recording of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class LevelSize:
-    """Padded numbers of a level."""
+    """The sizes to which a level is padded. Levels of equal sizes share a recording."""
 
     trees: int
     new: int  # new nodes of each tree
@@ -57,8 +57,8 @@ class LevelSize:
 class PaddedLevel:
     """A level's arrays, which are uploaded, and the places of its rows among the padded ones."""
 
-    whole: Mapping[str, IntArray]
-    real: Mapping[str, npt.NDArray[np.float32]]
+    whole: Mapping[str, IntArray]  # arrays of integers, by name
+    real: Mapping[str, npt.NDArray[np.float32]]  # arrays of float32, by name
     places: IntArray  # [rows]
 
 
@@ -78,14 +78,13 @@ class RecordableMemory(Protocol):
         ...
 
     def fold_arrays(self, folds: Sequence[TextFold], longest: int) -> Mapping[str, IntArray]:
-        """Called once for each number of folds and each `longest`, which is no less than the nodes of a path. Returns
-        arrays of the same shapes for both. Arrays of zeros fold nothing into the empty text, which leaves it as it
-        is."""
+        """Called once for each step with folds. Returns arrays whose shapes depend on the number of folds and `longest`
+        alone. Arrays of zeros are a fold that changes nothing. longest: nodes to which each fold's path is padded"""
         ...
 
     def run_folds(self, given: Mapping[str, Tensor]) -> Tensor:
         """Fold paths of nodes into their texts, from uploaded arrays, without waiting for the device. Returns the text
-        slots that were written. Folds of equal arrays may be given twice at once."""
+        slots that were written. The arrays may have the same fold several times, as padding."""
         ...
 
     def run(self, given: Mapping[str, Tensor], size: LevelSize) -> Tensor:
@@ -133,10 +132,10 @@ class RecordedLevels:
 
 @dataclass(frozen=True, slots=True)
 class FoldSize:
-    """Padded numbers of the folds of a step."""
+    """The sizes to which the folds of a step are padded. Folds of equal sizes share a recording."""
 
-    rows: int  # folds
-    longest: int  # nodes of each path
+    rows: int  # number of folds
+    longest: int  # nodes of each fold's path
 
     @classmethod
     def of(cls, folds: Sequence[TextFold]) -> FoldSize:
@@ -162,7 +161,7 @@ class RecordedFolds:
         if buffers is None:
             shapes = {name: array.shape for name, array in arrays.items()}
             buffers = self._buffers[size] = StepBuffers(shapes, torch.int64, self._device)
-            self._run(size, buffers)  # recording runs a fold twice, so here it is one that changes nothing
+            self._run(size, buffers)  # recording runs the folds twice, so the buffers still have zeros: no change
         buffers.clear()
         for name, array in arrays.items():
             buffers.host[name][:] = array
@@ -174,5 +173,5 @@ class RecordedFolds:
 
 
 def at_least(count: int) -> int:
-    """The smallest power of two that is no smaller."""
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()

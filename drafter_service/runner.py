@@ -159,7 +159,7 @@ class DraftRunner:
         prepare_kernel()
 
     def one_forward(self, session: int) -> OneForward:
-        """What a plan of this session alone may have."""
+        """What a forward of this session alone may contain besides one level or one chain."""
         by_kernels = session in self._orders
         fused = self._fused is not None and not self._laws[session].warp.masks
         return OneForward(by_kernels if self._trees is not None else fused, LONGEST_CHAIN if by_kernels else 0, fused)
@@ -174,7 +174,8 @@ class DraftRunner:
         return min(vocabulary, self.model.vocabulary) if self.ids is None else len(self.ids.below(vocabulary))
 
     def admit(self, session: int, sampling: Sampling, vocabulary: int, noise_ids: IntArray | None = None) -> None:
-        """Set the order of a session's guesses. vocabulary: the target's   noise_ids: see `DrafterEngine.open`"""
+        """Set the order of a session's guesses. vocabulary: number of the target's tokens
+        noise_ids: see `DrafterEngine.open`"""
         if noise_ids is not None:
             of_guesses = noise_ids if self.ids is None else noise_ids[self.ids.guessed]
             if not (of_guesses >= 0).any():
@@ -245,7 +246,7 @@ class DraftRunner:
         (self.memory if self._recorded_folds is None else self._recorded_folds).fold(folds)
 
     def _compiled(self, plan: DraftPlan) -> FusedMemory | None:
-        """The memory if its call ranks the plan's tokens, too."""
+        """The fused memory, if the call that runs the plan can also rank its tokens (no session filters); else None."""
         return None if any(self._laws[session].warp.masks for session in plan.sessions) else self._fused
 
     def _run(self, plan: DraftPlan) -> DraftOutcome:
@@ -282,7 +283,7 @@ class DraftRunner:
         return self._order(hidden, laws, plan)
 
     def _device_orders(self, plan: DraftPlan) -> list[RowOrder]:
-        """The order of each scored row; none if not all rows can be ranked by kernels."""
+        """The order of each scored row; empty if some row cannot be ranked by the accelerator's kernels."""
         orders = [order for session in plan.sessions if (order := self._orders.get(session)) is not None]
         if plan.masks or len(orders) < len(plan.sessions):
             return []
@@ -336,7 +337,7 @@ class DraftRunner:
 
 
 def is_short(rows: Chains) -> bool:
-    """True if chains may run as levels: short ones that end before their roots."""
+    """True if chains may run as levels of one token each: no roots are in them, and none is over LONGEST_CHAIN."""
     return not len(rows.roots) and rows.tokens.shape[1] <= LONGEST_CHAIN
 
 
@@ -351,7 +352,7 @@ def order_of(law: DraftLaw) -> RowOrder | None:
 
 
 def _scattered(orders: Sequence[RowOrder], places: IntArray, count: int) -> list[RowOrder]:
-    """The orders in their places among `count` rows; the others get any."""
+    """The orders of `count` rows: the given ones in their places, the first of them in all others."""
     found = [orders[0]] * count
     for place, order in zip(places.tolist(), orders, strict=True):
         found[place] = order
@@ -370,8 +371,8 @@ def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
 
 
 def _ordered(laws: Sequence[DraftLaw], plan: DraftPlan) -> tuple[Sequence[int], Sequence[int], Orders]:
-    """Groups, depths of the groups and order of their tokens. In a plan with masks each scored token becomes a group,
-    since each has its own removed tokens."""
+    """Sizes of a plan's groups, their depths, and the order of each group's candidates. In a plan with masks each
+    scored token becomes a group, since its mask removes candidates of its own."""
     orders = _orders(laws, plan)
     if not plan.masks:
         return plan.groups, plan.depths, orders

@@ -7,8 +7,8 @@ A session's life:
 3. The round's nodes are kept until the next call. Those that the text went through are folded into its memory.
 4. `close` prefills all but the root and answers `MemoryComplete`, whose slot the engine saves.
 
-While nothing waits, trees are prepared that texts may ask for next (`drafter_service/prepared.py`), one level at a
-time. A call finds its tree prepared, or whatever is prepared of it, if it has the same text and shape.
+While nothing waits, trees that texts may ask for next are prepared (`drafter_service/prepared.py`), one level at a
+time. A call with the text and shape of a prepared tree is answered by it, once it is complete.
 
 All sessions that wait for the same kind of forward share it, whatever their shapes; they join and leave between levels.
 One session alone gets all levels in one forward, where a call can run them (`Levels`), with the chain before its root.
@@ -537,7 +537,7 @@ class DraftScheduler:
             vocabulary=session.vocabulary,
             slot=session.slot,
             covers=session.covers,
-            first_slot=session.slot,  # keeps the session's memory from being written
+            first_slot=session.slot,  # so that `_own_slot` takes another slot before the fork is written
             ahead=session.ahead,
             first=session.base,
             of=session,

@@ -91,8 +91,8 @@ class DraftRound:
         return path
 
     def recalibrated(self, calibration: Calibration) -> bool:
-        """Give the rows so far the chances of another calibration. False, with the round unchanged, if with these
-        other rows would have gone through the model."""
+        """Compute the chances of the rows so far again by another calibration. Returns False, with the round unchanged,
+        if by the new chances other rows would have gone through the model."""
         if self.calibration == calibration or not self.calibrated:
             return True
         old, growth = self.growth, growth_of(self.growth.root, self.shape)
@@ -126,8 +126,8 @@ class DraftRound:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowMasks:
-    """Masks of the rows that a round puts through the model next, found by a thread. Until it is done, nothing else may
-    use the text's structure."""
+    """Masks of the rows that a round puts through the model next, which a thread computes. Until the thread is done,
+    nothing else may use the text's structure."""
 
     work: Future[list[Bits | None]]
     of: DraftRound

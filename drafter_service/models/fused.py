@@ -36,7 +36,8 @@ STEPS = {
     shapes.PICKED: shapes.PICKED_STEP,
     shapes.STEPS: shapes.STEPS_STEP,
 }
-"""Word of a call with the bytes of a row, by the word with the part of the scratch memory that has these rows."""
+"""Words of a call by name: key: word with the address of a part of the scratch memory; value: word with the bytes of a
+row of that part."""
 SPARE_ROWS = 2 * shapes.SCAN_TOKENS
 """Number of rows of channels in the scratch memory's spare part."""
 SCRATCH = (shapes.NORMED, shapes.READ, *STEPS)
@@ -50,7 +51,7 @@ class FusedEnds:
     form = "fused"
 
     def __init__(self, model: Backbone[Mixer], kind: str, threads: int) -> None:
-        """threads: that share the products of a call"""
+        """threads: number of threads that share the products of a call"""
         self.vocabulary = model.vocabulary
         self.draft_ids = model.draft_ids
         self.dtype = model.dtype

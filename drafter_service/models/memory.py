@@ -73,12 +73,12 @@ class FusedMemory(DrafterMemory, Protocol):
     """A memory that ranks the tokens of one or more levels in the call that runs them."""
 
     def fold_first(self, folds: Sequence[TextFold]) -> None:
-        """Called instead of `fold` where `guesses` or `guesses_of_levels` follows, whose call may then fold first: each
-        call takes the interpreter lock again when it returns, and waits for other threads that hold it."""
+        """Called instead of `fold` before `guesses` or `guesses_of_levels`, which then folds first, in the same
+        compiled call: each such call waits for the interpreter lock when it returns."""
         ...
 
     def fold_rest(self) -> None:
-        """Called after those. Folds what they did not, because they raised."""
+        """Called after `guesses` or `guesses_of_levels`. Does the folds that are left because that call raised."""
         ...
 
     def use_head(self, head: HeadCalls) -> None:

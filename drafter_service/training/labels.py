@@ -65,7 +65,7 @@ class TeacherFolder:
         return self._path(chunk).exists()
 
     def add(self, chunk: int, labelled: Chunk, own: bool, seconds: float) -> None:
-        """Write a chunk. own: True if the teacher generated it   seconds: that it took. Raises NotSaved on a full
+        """Write a chunk. own: True if the teacher generated it   seconds: time that it took. Raises NotSaved on a full
         disk."""
         count = int(np.isfinite(labelled.log_probs[:, 0]).sum())
         with replacing(self._path(chunk)) as partial:

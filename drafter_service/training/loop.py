@@ -163,7 +163,7 @@ class Trainer:
         processes: Accelerator | None = None,
         seed: int = 0,
     ) -> None:
-        """seed: of the model's dropout"""
+        """seed: seed of the model's dropout"""
         self.model = model
         self.batch_loss = batch_loss
         self.tokens_per_step = tokens_per_step

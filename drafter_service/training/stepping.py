@@ -28,7 +28,7 @@ class ReservedLayer(DynamicLayer):  # type: ignore[misc]  # transformers gives i
     step, which took longer than the attention to them with 2,048 texts."""
 
     def __init__(self, tokens: int) -> None:
-        """tokens: of the longest text; a longer one is copied at every step, as by transformers"""
+        """tokens: length of the longest text; a longer text is copied at every step, as by transformers"""
         super().__init__()
         self._reserved = tokens
         self._memory: tuple[Tensor, Tensor] | None = None  # keys, values [rows, heads, tokens, size]

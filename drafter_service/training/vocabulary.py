@@ -43,7 +43,7 @@ class DraftEmbedding(nn.Module):
     places: Tensor
 
     def __init__(self, weight: nn.Parameter, ids: Tensor, others_rows: Tensor, others_basis: Tensor) -> None:
-        """weight [N, d]: of the head   ids [N] int64, ascending: target ids of the guessed tokens
+        """weight [N, d]: the head's weight   ids [N] int64, ascending: target ids of the guessed tokens
         others_rows [V - N, r], others_basis [r, d]: of the other tokens"""
         super().__init__()
         self.weight = weight
