@@ -1,4 +1,4 @@
-"""What a step costs: which guesses it verifies, and whether it waits for more texts.
+"""Decides which guesses a step verifies, and whether it waits for more texts, by the measured times of steps.
 
 Under load, guesses are dropped first.
 
@@ -110,7 +110,7 @@ def worthwhile(
 
 
 def subtree(tree: DraftTree, kept: npt.NDArray[np.bool_]) -> DraftTree:
-    """The part of a tree with these rows, kept [rows], which has all their parents."""
+    """The part of a tree that has the rows where `kept` [rows] is True. The parent of a kept row must be kept, too."""
     if kept.all():
         return tree
     place = np.append(np.cumsum(kept) - 1, -1)  # the last place is that of the root's parent
@@ -151,7 +151,8 @@ def worth_waiting(
         elif session.asks:
             call = session.asks[0].call
             assert isinstance(call, VerifyCall)
-            # Time under a running step does not count as waiting: else two halves would alternate for ever.
+            # A text that arrived while a step ran counts as waiting from the step's end: else two halves of the texts,
+            # each waiting while the other's step runs, would never share one.
             waiting_since = min(waiting_since, max(session.asks[0].ticket.arrived_s, ended_s))
             rows += call.tree.rows
         elif session.answered is not None and max(session.away_s, now - session.answered) < usual_s:

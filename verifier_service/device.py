@@ -114,8 +114,8 @@ class DeviceRunner(StepRunner):
         self._ran: set[StepShape] = set()  # shapes whose kernels are compiled
 
     def check_rows(self) -> list[str]:
-        """Check the rows as every runner does. Raises BadRequest where a kernel for the target's sizes, such as that of
-        wide heads in float32, needs more shared memory than the device has."""
+        """Check the rows (`StepRunner.check_rows`). Raises BadRequest where a kernel for the target's sizes, such as
+        attention of wide heads in float32, needs more shared memory than the device has."""
         try:
             return super().check_rows()
         except OutOfResources as error:
@@ -125,10 +125,10 @@ class DeviceRunner(StepRunner):
     @on_its_device
     def warm_up(self) -> None:
         """Run a step of each number of rows and each kind of drawing, and record those that can be recorded, the
-        largest first, as graphs share memory.
+        largest first: graphs share memory, which the first one must be large enough for.
 
-        All rows are padding, so only the zero page is written. Of steps with prompt rows one is run for each number of
-        rows: the same kernels run for any number of wanted rows.
+        All rows are padding, so only the zero page is written. For steps with prompt rows, one number of wanted rows is
+        enough: the same kernels run for any.
         """
         if self.crew is not None or (self.device.type == "cpu" and self.recordings is None):
             return  # workers ran every number of rows in the checks; Triton's interpreter compiles nothing
@@ -147,7 +147,8 @@ class DeviceRunner(StepRunner):
 
     @on_its_device
     def run_rows(self, count: int) -> None:
-        """Run a step of a tree of `count` rows to its end, to be timed: recorded where texts' steps are."""
+        """Run a step of a tree of `count` rows to its end, to be timed. It is a recorded step where steps of texts are
+        recorded."""
         if self.crew is not None:
             super().run_rows(count)
         else:
@@ -156,7 +157,8 @@ class DeviceRunner(StepRunner):
                 self._warm(StepShape(rows, rows, GREEDY, alone=True)).walks.cpu()
 
     def timed_steps(self) -> tuple[tuple[int, int], ...]:
-        """Rows and microseconds of timed steps; none in Triton's interpreter, which takes other times than a device."""
+        """Rows and microseconds of timed steps; empty in Triton's interpreter, whose times say nothing about a
+        device."""
         return () if self.device.type == "cpu" else super().timed_steps()
 
     @on_its_device
@@ -171,7 +173,7 @@ class DeviceRunner(StepRunner):
             inputs = self._upload(plan, shape)
             began = time.perf_counter()
             cold = shape not in self._ran
-            # A graph has no place for a text's history, and keeps no logits: such a step runs without one.
+            # A graph reads no text's history and keeps no logits, so a step that needs either runs without one.
             alone = plan.echoes or any(
                 draw.history is not None or draw.logprobs is not None or not draw.sampling.keeps_tokens
                 for draw in plan.draws
@@ -194,7 +196,7 @@ class DeviceRunner(StepRunner):
             guarded(partial(echo_logprobs, echo, lambda row: drawn.rows[row : row + 1])) for echo in plan.echoes
         )
         if self.crew is not None and len((kept := self._accepted(plan, walks)).source):
-            self.crew.broadcast(kept)  # the step has copied them here
+            self.crew.broadcast(kept)  # this process's step has copied its own part already
         ended = time.perf_counter()
         return StepOutcome(
             tuple(walks), int(1e6 * (forwarded - began)), int(1e6 * (ended - started)), cold, logprobs, echoed
@@ -219,8 +221,8 @@ class DeviceRunner(StepRunner):
             walks[number] = guarded(partial(self.walker.walk, draw, logits))
         if walks:
             draws = tuple(plan.draws[number] for number in walks)
-            # The step has kept the certain rows, and after them the guesses of the texts that it walked, one of which
-            # may have the place of such a row: these rows are not copied again.
+            # The device's step has copied the certain rows, and after them the accepted guesses of the texts that it
+            # walked itself. One of these may lie where a certain row was, so certain rows are not copied again.
             guesses = np.sort(accepted_rows(replace(plan, draws=draws), list(walks.values())))
             self.keep(self._slots_of(plan, guesses, guesses))
         return walks
@@ -244,7 +246,7 @@ class DeviceRunner(StepRunner):
         return StepShape(rows, wanted, drawing, len(plan.wanted) == len(plan.tokens) and in_place)
 
     def _inputs_of(self, shape: StepShape) -> StepBuffers:
-        """A shape's arrays, cleared: every row is padding."""
+        """The upload buffers of a shape, cleared: every row is padding."""
         if shape not in self._inputs:
             rows, drawn, texts = (shape.rows,), (shape.drawn,), (self._bounds.max_texts,)
             whole = {
@@ -284,7 +286,7 @@ class DeviceRunner(StepRunner):
         rows, wanted = len(plan.tokens), plan.wanted
         whole["tokens"][:rows] = plan.tokens
         whole["positions"][:rows] = plan.positions
-        # A guess may be past the model's last position, but the text may not: such a row never counts.
+        # A guess may lie past the model's last position, the text may not. The result of such a row is never used.
         whole["places"][:rows] = np.minimum(plan.positions, self.target.max_positions - 1)
         whole["slots"][:rows] = plan.slots
         whole["near"][:rows] = plan.near
@@ -322,7 +324,7 @@ class DeviceRunner(StepRunner):
         return self._seen(self._upload(alone, shape).device, shape)
 
     def _logits(self, inputs: tuple[Tensor, Tensor, Tensor]) -> Logits:
-        """Logits of all wanted rows at once: the checks must multiply as many rows as steps do."""
+        """Logits of all wanted rows in one product: the checks at start must multiply as many rows as steps do."""
         return Logits.made(self.target.logits(*inputs))
 
     def _seen(self, given: dict[str, Tensor], shape: StepShape) -> tuple[Tensor, Tensor, Tensor]:
@@ -361,7 +363,7 @@ class DeviceRunner(StepRunner):
             if draw.history is not None:
                 changed = guarded(partial(_with_history, draw, draw.history, logits[mine], masks[number]))
                 if isinstance(changed, DendroError):
-                    failed[number] = changed  # what is drawn without its history is dropped
+                    failed[number] = changed  # the token drawn without the history is dropped
                     continue
                 logits[mine] = changed
             if not draw.sampling.keeps_tokens:
@@ -384,7 +386,7 @@ class DeviceRunner(StepRunner):
             commit_rows(store, source.view(-1), target.view(-1))
         if self._states is not None:
             self._states.keep(_of_states(given), below, accepted)
-        # A draw with a history changes its own rows only, which are no echo's.
+        # Echoes read raw logits: a draw with a history has changed only rows of its own tree, which are never echoed.
         rows = logits if plan is not None and plan.echoes else torch.zeros(0)
         walks = torch.cat([paths, picked[paths], lengths[:, None]], 1)
         return Drawn(walks, raw, rows, scores, failed)
@@ -401,7 +403,7 @@ class DeviceRunner(StepRunner):
 
 
 def _of_states(arrays: Mapping[str, Array]) -> dict[str, Array]:
-    """The arrays for mixers, by the names that `DeviceStates` has for them."""
+    """The arrays for mixers, by their names in `DeviceStates`."""
     return {name.removeprefix("states."): each for name, each in arrays.items() if name.startswith("states.")}
 
 

@@ -30,14 +30,16 @@ class DeviceStates:
         self._rooms = FoldRooms([tuple(each.shape[1:]) for each in states], self._folds(rows), states[0].device)
 
     def _folds(self, rows: int) -> int:
-        """Most folds of a step of so many rows: those of prompts' blocks, and two of a text whose rows begin and end in
-        the middle of a block."""
+        """Most folds of a step of this many rows: one for each full block of prompt rows, and two for each text, whose
+        rows may begin and end in the middle of a block."""
         return rows // self._arrangement.extent.block + 2 * self._texts
 
     def sizes(self, rows: int, drawn: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the arrays of a step of padded sizes, by name."""
+        """The shapes of a step's arrays, by name. rows, drawn: padded numbers of rows, and of rows whose logits are
+        wanted"""
         block, folds = self._arrangement.extent.block, self._folds(rows)
-        # A served text's rows start from its newest states; the runner's checks start rows from any of its own.
+        # Rows of a served text start from the newest states of that text; rows of the runner's checks start from any
+        # state of the runner's own place.
         states = max(folds, self._arrangement.whole.checkpoints)
         return {
             "columns": (rows, 2 * block),
@@ -51,7 +53,7 @@ class DeviceStates:
         }
 
     def fill(self, plan: StepPlan, whole: Mapping[str, Ints]) -> None:
-        """Write the arrays of a plan; they are zero before."""
+        """Write the arrays of a plan. The arrays must be zero before."""
         rows = plan.recurrent
         assert rows is not None
         scratch, count = self._arrangement.scratch, len(rows.own)
@@ -75,7 +77,8 @@ class DeviceStates:
         whole["rings"][: len(plan.wanted)] = rows.homes[plan.wanted]
 
     def _fill_folds(self, rows: RecurrentRows, whole: Mapping[str, Ints]) -> Ints:
-        """Returns the number of the state that each fold stores, as a `ScanTable` numbers them."""
+        """Write the arrays of the folds. Returns for each fold the number of the state that it stores, as `ScanTable`
+        counts states."""
         placed = np.array(
             [
                 each.target if direct else self._arrangement.states + number
@@ -97,7 +100,8 @@ class DeviceStates:
         return placed
 
     def step(self, given: Mapping[str, Tensor], moves: bool) -> TabledStep:
-        """The step for mixers, from its uploaded arrays. moves: some folds of the step do not go to their slots"""
+        """The step for mixers, from its uploaded arrays. moves: True if the results of some folds are stored elsewhere
+        first and moved to their slots after the scan"""
         table = ScanTable(**{name: given[name] for name in ScanTable._fields})
         return TabledStep(table, self._arrangement.scratch, self._rooms, moves)
 
@@ -110,7 +114,8 @@ class DeviceStates:
         target = torch.where(accepted, given["rings"][below], 0)
         for stores in self._memory.stores:
             for store in stores:
-                # One after the other: a guess may come a whole ring after a row of a long prompt.
+                # Committed rows first: an accepted guess a whole ring after a row of a long prompt has the same slot
+                # and must win.
                 commit_rows(store, given["kept_from"], given["kept_to"])
                 commit_rows(store, source.view(-1), target.view(-1))
 
@@ -121,7 +126,7 @@ def folds_in_place(rows: RecurrentRows) -> bool:
 
 
 def _direct(rows: RecurrentRows) -> list[bool]:
-    """Returns for each fold whether it has a slot, and nothing in the step starts from what the slot held before."""
+    """True for each fold that has a slot whose former state nothing in the step reads."""
     if not rows.folds:
         return []
     read = {*rows.sources.tolist(), *(each.source for each in rows.folds)}

@@ -95,12 +95,12 @@ class VerifierEngine:
         token_bytes: TokenBytes | None = None,
         limits: StructureLimits = LIMITS,
     ) -> None:
-        """token_bytes: of the target's tokens, for `Grammars`; without it no answer has a structure.
+        """token_bytes: bytes of the target's tokens, for `Grammars`; without them no answer has a structure.
 
-        shelf: store of the states of texts, where the capacity `saves` them. longest_step_s: a longer step counts as
-        hung. dependent: products, and numbers of rows, with which a row's bits depend on other rows; empty where the
-        exactness is `bitwise`. kernels: how many of the model's products have which form, and the form of its
-        attention."""
+        shelf: store of the states of texts; None if no text of the target is saved. longest_step_s:
+        seconds after which a step counts as hung. dependent: names of products, and numbers of rows, with which a row's
+        bits depend on other rows; empty where the exactness is `bitwise`. kernels: in words, how many of the model's
+        products have which form, and the form of its attention."""
         self.scheduler = scheduler
         self.runner = runner
         self._hello = hello
@@ -386,7 +386,7 @@ class VerifierEngine:
         return True
 
     def _leave(self, session: VerifierText, ask: PendingCall) -> None:
-        """Copy a closed text's memory, release it, and answer its caller, who saves the copy."""
+        """Copy a closed text's memory, release it, and answer the call to close, whose handler saves the copy."""
         arrays: Arrays = {}
         ids = tuple(session.memory.consumed)
         digest = session.text.tokens.digest(len(ids))
@@ -482,12 +482,12 @@ def _pool_pages(
 
 
 def _working_bytes(options: VerifierOptions, target: LoadedTarget) -> int:
-    """Most bytes of a step's results on an accelerator."""
+    """Most bytes that the results of one step take on an accelerator."""
     layers = zip(target.run.probed, target.layouts, strict=True)
     on_tensor_cores = [(layer.group, layout) for layer, layout in layers if layout.dtype != torch.float32]
     longest = pages_for(options.max_length + options.max_depth) * PAGE
     splits = len(first_positions(longest)) - 1
-    # A head leaves its best score, the sum of its weights, and sums of its values.
+    # Attention stores for each head its best score, the sum of its weights, and the weighted sums of its values.
     widest = max((group * each.kv_heads * (each.value_dim + 2) for group, each in on_tensor_cores), default=0)
     return working_bytes(target.vocabulary, buckets_up_to(options.prefill_chunk)[-1], splits, widest)
 

@@ -45,8 +45,8 @@ def most_pages(tokens: int, window: int | None, slack: int, rows: int) -> int:
 def working_bytes(vocabulary: int, rows: int, splits: int, widest: int) -> int:
     """Most bytes of the results of a step of `rows` rows on an accelerator, which are allocated after the pages.
 
-    splits: splits of the longest text   widest: most numbers that a layer's heads leave of a row and a split, 0 without
-    attention on tensor cores
+    splits: splits of the longest text   widest: most numbers that a layer's heads store for a row and a split; 0
+    without attention on tensor cores
     """
     drawn = 4 * 5 * vocabulary * rows  # logits, noise, and three of the scores
     filtered = 80 * vocabulary * min(rows, PART_ROWS)
@@ -71,7 +71,8 @@ class PageTable:
     ) -> None:
         """share: True if texts with equal prefixes hold the same pages   window: positions that a row sees, itself
         among them, if every layer has a sliding window; else None   slack: tokens by which a text may be cut and still
-        hold the pages that its next rows see   places: for states, as many as texts that hold pages at once"""
+        hold the pages that its next rows see   places: pool of places for states, one for each text that may hold
+        pages; None for targets without states"""
         self.book = PageBook(pages)
         self.places = places
         self._share = share and places is None
@@ -169,7 +170,7 @@ class PageTable:
             return
         published = length < len(text.names) * PAGE
         if published:
-            length -= length % PAGE  # rows from here on are computed again
+            length -= length % PAGE  # tokens of the cut page are computed again on a page of the text's own
         if self._seen_from(length) < text.unseen or (text.place is not None and not text.place.can_cut(length)):
             self.release(text)
         elif published:

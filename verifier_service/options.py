@@ -40,12 +40,12 @@ class VerifierOptions:
     def __post_init__(self) -> None:
         if not 1 <= self.max_rows <= MAX_ROWS or not 0 <= self.max_depth < MAX_ROWS:
             most = f"at most {MAX_ROWS}, {MAX_ROWS - 1}"
-            raise BadRequest("max_rows, max_depth", f"{self.max_rows}, {self.max_depth}; {most}")
+            raise BadRequest("max_rows, max_depth", f"are {self.max_rows} and {self.max_depth}; {most}")
         if self.prefill_chunk < 2 * MAX_ROWS:
-            raise BadRequest("prefill_chunk", f"{self.prefill_chunk}; at least {2 * MAX_ROWS}")
+            raise BadRequest("prefill_chunk", f"is {self.prefill_chunk}; must be at least {2 * MAX_ROWS}")
         if self.pool_tokens is not None and self.memory_fraction is not None:
             raise BadRequest("memory_fraction", "and pool_tokens both set the size of the pool: set only one")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
-            raise BadRequest("memory_fraction", f"{self.memory_fraction}; above 0 and at most 1")
+            raise BadRequest("memory_fraction", f"is {self.memory_fraction}; must be above 0 and at most 1")
         if self.tensor_parallel < 1:
-            raise BadRequest("tensor_parallel", f"{self.tensor_parallel}; at least 1")
+            raise BadRequest("tensor_parallel", f"is {self.tensor_parallel}; must be at least 1")

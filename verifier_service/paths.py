@@ -1,4 +1,4 @@
-"""The rows of a step: whose they are, their tokens, positions and parents."""
+"""The rows of a step: the text, token, position and parent of each row."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class RowPaths:
     least: list[int]  # [texts] least position of a row
     most: list[int]  # [texts] greatest position of a row
     certain: list[int]  # [texts] greatest position of a row that is not a guess
-    numbers: array[int]  # the memory of the arrays [rows], one after the other
+    numbers: array[int]  # texts, tokens, positions and above, one after the other: the arrays [rows] are views of it
 
     @classmethod
     def of(cls, parts: Sequence[TextPart]) -> Self:
-        # Lists: for the few rows of most texts, calls of NumPy would take longer.
+        # Most texts have few rows, for which lists are faster than calls of NumPy.
         texts, tokens, positions, above = list[int](), list[int](), list[int](), list[int]()
         starts, least, most, certain = list[int](), list[int](), list[int](), list[int]()
         for number, (ids, committed, tree) in enumerate(parts):

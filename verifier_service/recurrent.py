@@ -96,12 +96,13 @@ class TextStates:
         return (not block or block >= self.lowest) and block * self.extent.block >= self.written - self.extent.ring
 
     def base_of(self, length: int) -> int:
-        """Number, in blocks, of the checkpoint that is saved with a text of this length, beside the inputs since: the
-        one from which the next row starts, or an older one."""
+        """Number, in blocks, of the checkpoint that is saved with a text of this length, together with the inputs of
+        the tokens after it: the checkpoint from which the next row starts, or an older one."""
         return min(self.extent.oldest(length), self.folded)
 
     def restore(self, block: int, length: int) -> None:
-        """Record that this checkpoint and the inputs after it, up to `length` tokens, are restored."""
+        """Record that the checkpoint after `block` blocks, and the inputs after it up to `length` tokens, are
+        restored."""
         self.folded = self.lowest = block
         self.written = length
 
@@ -144,8 +145,8 @@ class Arrangement:
     places: int  # number of texts' places
     whole: Extent  # size of the runner's own place
     scratch: int  # the first token slot for a step's rows
-    tokens: int  # token slots in all
-    states: int  # state slots in all
+    tokens: int  # total number of token slots
+    states: int  # total number of state slots
 
     @classmethod
     def of(cls, places: int, block: int, depth: int, step_rows: int) -> Arrangement:
@@ -186,13 +187,13 @@ class RecurrentRows:
 def recurrent_rows(
     place: TextStates, committed: Ints, root: int, tree: DraftTree | None, scratch: int
 ) -> RecurrentRows:
-    """One text's rows of a step (`recurrent_rows_of`), of a text whose last token is at position `root`."""
+    """Rows of one text in a step (`recurrent_rows_of`). root: position of the text's last token"""
     paths = RowPaths.of([TextPart(range(root + 1), committed, tree)])
     return recurrent_rows_of(paths, [place], scratch)
 
 
 def recurrent_rows_of(rows: RowPaths, places: Sequence[TextStates], scratch: int) -> RecurrentRows:
-    """The rows of texts of a step. Records in `places` which checkpoints the step writes.
+    """The rows of a step's texts for mixers. Records in `places` which checkpoints the step writes.
 
     places: of equal extents   scratch: slot of the first row's inputs
     """

@@ -46,11 +46,11 @@ class Capacity:
     max_rows: int  # most rows of a tree
     max_depth: int  # most levels of a tree below the root
     max_sessions: int  # most texts that hold pages at once
-    max_waiting: int  # most texts that wait for a place behind the open ones
+    max_waiting: int  # most texts that wait until an open text leaves its place
     step_rows: int  # most rows of a step
     sizes: tuple[int, ...]  # numbers of rows to which steps are padded
-    prefill_rows: int  # rows of a step reserved for prompts; beside few rows of trees, the size of the whole step
-    pages: int  # pages for texts
+    prefill_rows: int  # rows of a step reserved for prompts; beside few rows of trees, most rows of the whole step
+    pages: int  # number of pages for texts
     share_prefixes: bool
     first_scratch: int  # the first slot for guesses
     end_ids: frozenset[int]
@@ -64,7 +64,7 @@ class Capacity:
 
     @property
     def slack(self) -> int:
-        """Most tokens by which a dropped verdict shortens a text."""
+        """Most tokens by which a text is cut when the router drops a verdict."""
         return self.max_depth + 1
 
     @property
@@ -124,7 +124,7 @@ class Saved:
     """Memory of a state-space text after `length` tokens."""
 
     length: int
-    tokens: int  # number of newest tokens whose inputs the memory holds
+    tokens: int  # number of newest tokens whose inputs the memory holds, after its checkpoint
     arrays: Mapping[str, Array]
     source: TextStates | None = None  # the place of an open text with the same prefix, from which arrays are copied
 
@@ -137,31 +137,33 @@ class PendingCall:
     ticket: Ticket
     saved: Saved | None = None  # stored memory of a text that is opened
     structure: GrammarText | None = None  # structure of the answer of a text that is opened
-    missed: str = ""  # why a round whose tree was ordered has none; empty if it has one
+    missed: str = ""  # reason why the ordered tree of this round did not come; empty if it came
     drafted_us: int = 0  # microseconds from the last verdict until an ordered tree came
 
 
 @dataclass(slots=True, eq=False)
 class OrderedRound:
-    """A round whose tree a drafter was asked for. Trees that the drafter sends before it is asked for the next round's
-    are kept here until then."""
+    """A round for whose tree this verifier has asked a drafter. Trees that the drafter sends ahead, for the round after
+    this one, are kept here until that round is ordered."""
 
     session: VerifierText
     order: Order
     opening: bytes  # name of the opening at this verifier
     began_s: float  # time at which the drafter was asked
     first: int  # least length of a text whose prepared tree is kept
-    claim: PendingCall | None = None  # the round's call, if it is there before the tree
+    claim: PendingCall | None = None  # the router's call for the round, if it came before the tree
     prepared: dict[tuple[int, int], DraftTree] = field(default_factory=dict)  # key: length and digest of the text
 
     def follow(self, last: OrderedRound) -> None:
-        """Keep what was prepared for this round under the order before it, if that was for trees of the same shape."""
+        """Take over the trees that were sent ahead for this round while `last` was ordered, if the opening at the
+        drafter and the shape are the same."""
         if (last.order.opening, last.order.shape) == (self.order.opening, self.order.shape):
-            self.first -= 1  # what is still on the way may be for this round, too
+            self.first -= 1  # trees that are still on their way may be for this round, too
             self.prepared = {key: tree for key, tree in last.prepared.items() if key[0] == self.first}
 
     def keep(self, sent: PreparedTree) -> bool:
-        """Keep a prepared tree. False if it can be of no use, or there are enough."""
+        """Keep a prepared tree. False if it is repeated, drawn, too large or for an earlier text, or if MOST_PREPARED
+        are kept already."""
         key, tree, shape = (sent.base, sent.digest), sent.tree, self.order.shape
         if key in self.prepared or len(self.prepared) == MOST_PREPARED or sent.base < self.first:
             return False
@@ -187,17 +189,19 @@ class VerifierText:
     memory: TextMemory
     opening: PendingCall | None = None  # the open call, until the prompt is consumed
     asks: deque[PendingCall] = field(default_factory=deque)  # calls to verify, in order of arrival
-    ahead: PendingCall | None = None  # the round in `asks` that is begun before its call
+    ahead: PendingCall | None = None  # the entry of `asks` for a round that was begun before the router's call
     early: Verdict | None = None  # verdict of a round whose call has not arrived
     ordered: OrderedRound | None = None  # the next round, while its tree is awaited
-    latest: OrderedRound | None = None  # the round ordered last; prepared trees of the next wait there
+    latest: OrderedRound | None = (
+        None  # the round ordered last, which keeps the trees sent ahead for the round after it
+    )
     way_s: float = 0.0  # smoothed time of an ordered tree's way, there and back; 0: none has come
     leaving: bool = False  # True once the text was closed, while its memory is being saved
     admitted: bool = False  # True once the text may hold pages; until then it waits
     answered: float | None = None  # time of the last verdict; None if no round is expected next
     rows: int = 1  # rows of the last tree
     away_s: float = 0.0  # smoothed time from a verdict to the router's next round
-    counted: bool = False  # True once counted as `waited`
+    counted: bool = False  # True once the text is counted in `VerifierCounters.waited`
     restored: int = 0  # tokens that were restored or shared on admission
     saved: Saved | None = None  # the stored memory, until admission
     history: History | None = None  # history for parameters that change logits before the temperature; None: none do
@@ -242,7 +246,7 @@ class VerifierText:
         self.ahead = self.opening = self.latest = None
 
     def follow(self, update: TextUpdate) -> int:
-        """Update the text to a call's. Returns the length of the common prefix of the old and the new text."""
+        """Apply a call's update to the text. Returns the length of the common prefix of the old and the new text."""
         common = self.text.follow(update)
         if self.history is not None:
             self.history.follow(self.text.ids, common)
@@ -253,7 +257,7 @@ class VerifierText:
         if self.structure is not None:
             self.structure.follow(self.text.ids)
             if self.structure.complete:
-                raise BadRequest("structure", "is complete: no token may follow the answer's last")
+                raise BadRequest("structure", "is complete: no token may follow the answer")
 
     def before_stuck(self, walked: Walk) -> Walk:
         """Cut a walk before a row after which the structure allows no token. Raises BadRequest if that row is the root.
@@ -280,7 +284,7 @@ class VerifierText:
         return not self.parameters.sampling.draws_guesses
 
     def least_rows(self, tree: DraftTree) -> int:
-        """Least number of a tree's rows that a step must have."""
+        """Least number of the tree's rows that a step must verify."""
         return 1 if self.trimmed else tree.rows
 
     @property
@@ -358,8 +362,8 @@ class VerifierCounters:
     unclaimed: int = 0  # rounds begun ahead whose verdict no call asked for: the next call had another tree
     preempted: int = 0  # preemptions: a text's pages went to an older one, and it is computed again
     structures: int = 0  # texts with a structure that ended
-    structure_items: int = 0  # items of their masks
-    structure_budget: int = 0  # items that their masks were allowed
+    structure_items: int = 0  # grammar items that the masks of ended texts took
+    structure_budget: int = 0  # grammar items that the masks of ended texts were allowed
     structures_stuck: int = 0  # rounds after which a structure allowed no token: their answers end with an error
     ordered: int = 0  # trees that drafters were asked for
     ordered_missed: int = 0  # ordered trees that did not come, came late or were malformed
@@ -381,7 +385,7 @@ class StepShare:
 
     @property
     def echoed(self) -> range:
-        """Positions of the committed rows for whose next tokens log-probabilities are asked."""
+        """Positions of the committed rows whose next token's log-probability the client asked for."""
         first = self.session.parameters.echo_from if self.session.opening is not None else None
         start = len(self.session.memory.consumed)
         stop = start + self.prefill

@@ -67,7 +67,7 @@ class RowTrace:
 
 
 def _traced(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules but the model itself and parts of experts, whose rows are sorted by expert."""
+    """All modules except the model itself and the parts of experts, whose rows are in another order."""
     apart = {
         id(part) for module in model.modules() if is_experts(module) for part in module.modules() if part is not module
     }

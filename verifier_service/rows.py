@@ -1,4 +1,4 @@
-"""A step as plain arrays: rows of texts, their positions, the slots of the keys that each sees, and its own slot."""
+"""A step as plain arrays: for each row its text, position, own slot, and the slots of the keys that it sees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ NO_ROWS: Ints = np.zeros(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Far:
-    """Rows [start, stop) of a plan, which belong to one text, and the text's pages with far keys of any of them."""
+    """Rows [start, stop) of a plan, which belong to one text, and the text's pages with keys that lie before the rows'
+    near columns (far keys)."""
 
     start: int
     stop: int
@@ -33,7 +34,7 @@ class Far:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
-    """One step. It can be sent to shards, or fill a graph's buffers."""
+    """The rows of one step, as plain arrays that can be sent to shards or fill the buffers of a recorded graph."""
 
     tokens: Ints  # [rows]
     positions: Ints  # [rows]
@@ -118,7 +119,7 @@ def rows_of_texts(
 
 
 def pack(rows: TextRows, wanted: Ints, draws: Sequence[Draw] = (), echoes: Sequence[Echo] = ()) -> StepPlan:
-    """The step of these rows."""
+    """Make the plan of a step of these rows."""
     return StepPlan(
         tokens=rows.tokens,
         positions=rows.positions,

@@ -41,7 +41,7 @@ TIMED_ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 """Numbers of rows of the steps that are timed while a target loads."""
 TIMED_TURNS = 5
 TIMED_S = 2.0
-"""Seconds after which no further turn begins."""
+"""Seconds of timing steps after which no further turn over TIMED_ROWS begins."""
 
 
 def buckets_up_to(step_rows: int) -> tuple[int, ...]:
@@ -56,7 +56,8 @@ def buckets_up_to(step_rows: int) -> tuple[int, ...]:
 
 
 def with_few_rows(buckets: Sequence[int]) -> tuple[int, ...]:
-    """These numbers of rows, and FEW_ROWS below the largest: for a step whose products are this project's own."""
+    """The padded numbers of rows for a target whose products are this project's own: `buckets`, and the FEW_ROWS below
+    the largest of them."""
     return tuple(sorted({*buckets, *(few for few in FEW_ROWS if few < buckets[-1])}))
 
 
@@ -64,7 +65,7 @@ class StepRunner:
     """Owns the model, its pages and the noise. Not thread-safe: one thread at a time."""
 
     def __init__(self, target: LoadedTarget, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
-        """crew: the workers with the target's other shards, whose runners have the same bounds."""
+        """crew: the workers with the other shards of the target, whose runners have the same bounds; None: no shards"""
         self.target = target
         self.crew = crew
         self.near = bounds.near
@@ -129,7 +130,8 @@ class StepRunner:
         return Logits(self.target.hidden(*inputs), self.target.logits_of)
 
     def _begin(self, plan: StepPlan) -> tuple[Tensor, Tensor, Tensor]:
-        """Send a step's rows to the crew and the seats; returns the padded tokens, positions and wanted rows."""
+        """Send a step's rows to the crew and set them for the attention modules. Returns the padded tokens, positions
+        and wanted rows."""
         if self.crew is not None:
             self.crew.broadcast(replace(plan, draws=(), echoes=()))
         count = len(plan.tokens)
@@ -149,7 +151,7 @@ class StepRunner:
             )
         tokens, places = np.zeros(padded, np.int64), np.zeros(padded, np.int64)
         tokens[:count] = plan.tokens
-        # A guess may be past the model's last position, but the text may not: such a row never counts.
+        # A guess may lie past the model's last position, the text may not. The result of such a row is never used.
         places[:count] = np.minimum(plan.positions, self.target.max_positions - 1)
         wanted = np.zeros(self._bucket(len(plan.wanted)), np.int64)
         wanted[: len(plan.wanted)] = plan.wanted
@@ -172,8 +174,9 @@ class StepRunner:
         return self.target.run.recurrent.save(self._tensor(slots), place.state_slot(block))
 
     def restore(self, place: TextStates, length: int, tokens: int, arrays: Mapping[str, Array]) -> None:
-        """Load what `save` returned into the place of a text of that length: a checkpoint, and the inputs of the
-        `tokens` after it. The checkpoint's number is computed from these, as `place.folded` may be past it by now."""
+        """Load what `save` returned into a text's place: a checkpoint, and the inputs of the `tokens` tokens after it,
+        up to `length`. `place.folded` may be past that checkpoint by now, so its number is computed from `length` and
+        `tokens`."""
         assert self.target.run.recurrent is not None
         slots = place.token_slots(np.arange(length - tokens, length))
         block = (length - tokens) // place.extent.block
@@ -302,14 +305,14 @@ class StepRunner:
         return self._slots_of(plan, rows, np.sort(np.concatenate([certain, rows])))
 
     def _slots_of(self, plan: StepPlan, rows: Ints, kept: Ints) -> AcceptedSlots:
-        """Slots of the keys of some rows, and of the inputs of those that are kept."""
+        """Slots of the keys of `rows`, and of the mixer inputs of the rows `kept`."""
         inputs = rings = NO_ROWS
         if plan.recurrent is not None:
             inputs, rings = last_writers(self.arrangement.scratch + kept, plan.recurrent.homes[kept])
         return AcceptedSlots(plan.slots[rows], plan.homes[rows], inputs, rings)
 
     def _keep(self, kept: AcceptedSlots) -> None:
-        """Run `keep` here and at all workers of the crew."""
+        """Run `keep` in this process and at all workers of the crew."""
         if not len(kept.source) and not len(kept.inputs):
             return
         if self.crew is not None:
@@ -324,8 +327,9 @@ class StepRunner:
 
 
 def median_times(run: Callable[[int], None], sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Numbers of rows and median microseconds, which do not fall with more rows. Sizes are timed in turn, so that what
-    else the machine does lengthens all of them. run: runs a step of so many rows   sizes: ascending
+    """Numbers of rows and the median microseconds of their steps, which do not fall with more rows. Sizes are timed in
+    turn, so that other work of the machine lengthens all of them. run: runs a step of the given number of rows sizes:
+    ascending
 
     >>> median_times(lambda rows: None, [1, 8])[1][0]
     8

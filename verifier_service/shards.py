@@ -47,7 +47,7 @@ JOIN_S = 120.0
 GROUP_S = 600.0
 """Seconds that torch's process group waits for a worker that reads its shard."""
 POLL_S = 0.005
-"""Seconds between two looks of a worker whether all others have made the group."""
+"""Seconds between two checks of a worker whether all others have made the group."""
 KEY_BYTES = 32
 HANDSHAKE_S = 5.0
 """Seconds that one step of a handshake may take."""
@@ -99,7 +99,7 @@ class Loaded:
     """A worker's report."""
 
     fault: str = ""  # reason why the shard is not loaded; empty if it is
-    alone: bool = False  # True if the shard is not loaded because another worker failed, which reports why
+    alone: bool = False  # True if the shard is not loaded only because another worker failed, which reports the reason
     token_bytes: int = 0
     free_bytes: int = 0
     dependent: tuple[str, ...] = ()  # linear layers whose rows depend on their neighbours
@@ -172,7 +172,7 @@ class Crew:
         tokenizer: Path | None = None,
     ) -> LoadedTarget:
         """Load this worker's shard while the others load theirs. Raises BadRequest for a checkpoint that cannot be
-        sharded so, WorkerLost where a worker dies meanwhile."""
+        sharded over this many workers, WorkerLost where a worker dies meanwhile."""
         # The store binds its own port: a free port that is only looked up may be taken by then.
         store = dist.TCPStore(host, 0, self.size, True, timedelta(seconds=GROUP_S), wait_for_workers=False)
         with new_memory(self.size) as (memory, path):
@@ -308,7 +308,8 @@ def _make_group(backend: str, rank: int, size: int, store: dist.Store, check: Ca
             time.sleep(POLL_S)
     except RuntimeError as error:  # torch's DistError is one, too
         if not dist.is_initialized():
-            # torch finds the others by the number of groups that the process began, which only an end sets back.
+            # torch numbers the groups that a process has begun, and finds the others by that number, which only
+            # destroying a group restores.
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         _leave_group()
         raise WorkerLost(f"torch's process group cannot be made: {error}") from error

@@ -61,7 +61,8 @@ class StepMasks:
         self, walks: Sequence[Walk | DendroError], masks: Sequence[BegunMasks | None]
     ) -> list[Walk | DendroError]:
         """Find what may follow the tokens of each walk, which decides whether they complete the answer. Returns the
-        walks; MasksPending in place of a walk for which that is not known yet, the error for one where it failed."""
+        walks, with MasksPending in place of a walk whose result is not ready, and the error in place of one that
+        failed."""
         found = list(walks)
         ahead: dict[int, Future[None]] = {}
         for number, (walked, begun) in enumerate(zip(walks, masks, strict=True)):

@@ -73,7 +73,7 @@ from verifier_service.models.seats import ATTENTION, ForwardContext, Seat
 from verifier_service.models.sharded import check_divisible, take_off_wrappers
 
 HEAD_OUTPUTS = 8
-"""A GPU's library has fast products of multiples of so many outputs."""
+"""Multiple of outputs to which the head's product is padded on a GPU, whose library is fast for such sizes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,25 +81,25 @@ class LoadedTarget:
     """A loaded target and its properties."""
 
     model: PreTrainedModel
-    run: ForwardContext  # rows and pages that its attention reads; set before each forward
+    run: ForwardContext  # rows and pages that the attention reads; set before each forward
     layouts: tuple[Layout, ...]  # one per attention layer, in the order in which they run
     mixers: tuple[MixerLayout, ...]  # one per state-space mixer
     facts: Facts
-    max_positions: int  # the model's own
-    window: int | None  # positions that a row sees at most, itself among them; None where any layer sees all
+    max_positions: int  # number of positions that the model has
+    window: int | None  # most positions that a row sees, itself among them; None where some layer sees all
     fingerprint: str  # hash of the weights and the configuration
-    by_kernels: bool  # an accelerator's kernels attend and scan, from fixed arrays, so steps can be recorded
-    own_arithmetic: bool  # some of its products, functions or attention are this project's own, which round otherwise
+    by_kernels: bool  # True if an accelerator's kernels attend and scan, from fixed arrays: steps can be recorded
+    own_arithmetic: bool  # True if this project computes some products, functions or attention, which round otherwise
     linear: RowsReport
-    packing: QuantisedPacking | None  # packs weights that may stay quantised; None where none may
-    attention: str  # form of the target's attention; empty where no layer attends
+    packing: QuantisedPacking | None  # packs weights that may stay quantised; None if no weights may
+    attention: str  # name of the form of the target's attention; empty where no layer attends
     head: Head
-    last_layer: LastLayer | None  # None: it always runs on all rows
-    direct: DirectForward | None  # runs its parts without the library's code around them; None: it cannot
+    last_layer: LastLayer | None  # runs the last layer on wanted rows alone; None: it always runs on all rows
+    direct: DirectForward | None  # runs the parts without the library's code around them; None: not possible
 
     @property
     def quantised(self) -> str:
-        """The forms of the weights that stay quantised; empty where none does."""
+        """Names of the forms of the weights that stay quantised; empty if no weights do."""
         return "" if self.packing is None else str(self.packing)
 
     @property
@@ -144,8 +144,8 @@ class LoadedTarget:
             return self.model(input_ids=tokens[None], position_ids=positions[None], use_cache=False)
 
     def _few(self, tokens: Tensor, wanted: Tensor) -> LastLayer | None:
-        """The last layer, to run on the wanted rows; None where these are not many less than all: the layer then runs
-        by its parts, not in one compiled call."""
+        """The last layer, if so few rows are wanted that running it on these alone saves time (it then runs by its
+        parts, not in one compiled call); else None."""
         return self.last_layer if are_few(len(wanted), len(tokens)) else None
 
     def _one_thread(self) -> AbstractContextManager[None]:
@@ -166,8 +166,8 @@ def load_target(
     group: Collectives | None = None,
     tokenizer: Path | None = None,
 ) -> LoadedTarget:
-    """Load a checkpoint to run with these numbers of rows; with a group, which also needs torch's own process group,
-    only this worker's shard of it. Raises BadRequest with the reason.
+    """Load a checkpoint for steps that are padded to the numbers of rows `buckets`. With `group`, load only this
+    worker's shard, which also needs torch's own process group. Raises BadRequest with the reason.
 
     tokenizer: the folder with the tokenizer, where that is not the checkpoint.
     """
@@ -318,7 +318,7 @@ def _load(
 def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms, multiple: int = 1) -> Product:
     """The head's float32 logits of the tokenizer's tokens: in bfloat16 they would be rounded to steps of 1/8.
 
-    multiple: of it is the product's number of outputs; those past the tokens are dropped"""
+    multiple: the product's number of outputs is padded to a multiple of it; outputs past the tokens are dropped"""
     whole = -(-vocabulary // multiple) * multiple
     weight, bias = head.weight[:whole], None if head.bias is None else head.bias[:whole]
     if missing := whole - len(weight):  # a checkpoint usually has rows past the tokens
@@ -329,8 +329,8 @@ def _float_head(head: nn.Linear, vocabulary: int, forms: RowForms, multiple: int
 
 
 def _learned_positions(model: PreTrainedModel) -> int:
-    """Rows of the shortest embedding of learned positions, which is the limit of a family whose configuration has it
-    under a key that is not known; without one there is none."""
+    """Number of positions of the shortest embedding of learned positions, for families whose configuration names their
+    limit by a key that is not known here; 2**31 without such an embedding."""
     rows = [
         module.num_embeddings - getattr(module, "offset", 0)  # OPT's first position is row 2
         for name, module in model.named_modules()
@@ -340,7 +340,7 @@ def _learned_positions(model: PreTrainedModel) -> int:
 
 
 def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowForms, group: Collectives) -> Product:
-    """The head's float32 logits if each worker has a part of its `outputs` rows; every worker gets all logits."""
+    """The head's product where each worker has a part of its `outputs` rows; every worker gets all float32 logits."""
     form = forms.in_float32(head.weight, head.bias)
 
     def forward(hidden: Tensor) -> Tensor:
@@ -350,8 +350,8 @@ def _gathering_head(head: nn.Linear, outputs: int, vocabulary: int, forms: RowFo
 
 
 def _choose_attention(run: ForwardContext, device: torch.device, by_kernels: bool) -> str:
-    """Set the form of the attention of the probed layers; returns what it is, with the reason where it is not compiled
-    on a CPU. by_kernels: as in `LoadedTarget`"""
+    """Set the form of the attention of the probed layers. Returns the name of the form, with the reason where it is not
+    compiled on a CPU. by_kernels: as in `LoadedTarget`"""
     if not run.probed:
         return ""
     if device.type != "cpu":
@@ -372,6 +372,6 @@ def _layouts(run: ForwardContext, by_kernels: bool) -> tuple[Layout, ...]:
 
 
 def _window(run: ForwardContext) -> int | None:
-    """The widest sliding window of the layers; None where one has none."""
+    """The widest sliding window of the layers; None where some layer sees all positions."""
     windows = [layer.window for layer in run.probed]
     return None if None in windows or not windows else max(window for window in windows if window is not None)

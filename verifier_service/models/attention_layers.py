@@ -1,8 +1,9 @@
-"""Gives attention layers of a target a forward of few calls: products, an attention that rotates, a product.
+"""Gives attention layers of a target a forward of few calls: the products for queries, keys and values, an attention
+that also rotates them, and the output's product.
 
-A layer qualifies by what it computes: what it passes to the attention must be, bit for bit, what the rotary embedding
-of our attention makes of the layer's products, and what it returns must be its output layer's product of the results.
-Products of several sizes are compared: a layer may clamp large ones.
+A layer qualifies if this forward has the bits of its own. Two things are compared for recorded rows: the arguments that
+the layer passes to the attention with our rotation of the layer's products, and the layer's result with its output
+layer's product of what the attention returns. Both are compared at several scales, as a layer may clamp large numbers.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ from verifier_service.models.seats import ATTENTION, ForwardContext, ProbedLayer
 RECORDING = "dendro_recording"
 """The attention that records its arguments and returns random rows."""
 PROJECTIONS, OUTPUT = ("q_proj", "k_proj", "v_proj"), "o_proj"
-"""A layer's products."""
+"""Names of a layer's products."""
 TOGETHER, ITS_OUTPUT = "query_key_value", "dense"
-"""Products of a layer that has one for queries, keys and values, a head's beside each other."""
+"""Names of the products of a layer with a single one for queries, keys and values, which lie beside each other for each
+head."""
 NORMS = ("q_norm", "k_norm")
-"""Norms of heads; a layer may have none."""
+"""Names of the norms of heads, which a layer need not have."""
 ROWS = 8
 """Rows of the recorded forward."""
 FARTHEST = 1 << 20
-"""The last recorded position of a model that names no last one is below this."""
+"""Recorded positions are below this, also where a model has more positions or no last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ Heads = tuple[Tensor, Tensor, Tensor]
 
 
 class AttentionForm(Protocol):
-    """An attention of ours that rotates queries and keys and writes keys and values to pages."""
+    """An attention of this project that rotates queries and keys and writes keys and values to pages."""
 
     def layout_of(self, layer: ProbedLayer) -> Layout | None:
         """Called once a layer when a model is loaded. Returns the layout of the layer's pages; None if this form does
@@ -62,7 +64,8 @@ class AttentionForm(Protocol):
         ...
 
     def projections(self, layer: Any, layout: Layout) -> Callable[[Tensor], Heads]:
-        """Called once for each layer that gets our forward. Returns the products of its rows [1, rows, D]."""
+        """Called once for each layer that gets the new forward. Returns a function from the layer's rows [1, rows, D]
+        to their queries, keys and values."""
         ...
 
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
@@ -74,8 +77,8 @@ class AttentionForm(Protocol):
         ...
 
     def passes(self, heads: Heads, given: Heads, layout: Layout, scaling: float, rotation: RowRotation) -> bool:
-        """Called when a model is loaded, for recorded heads. True if this form's rotation of them gives, bit for bit,
-        the heads that were given to an attention."""
+        """Called when a model is loaded. True if this form's rotation of `heads` has the bits of `given`, the heads
+        that the layer passed to its attention."""
         ...
 
 
@@ -89,7 +92,7 @@ class CompiledAttention:
         return partial(projected, layer, layout)
 
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
-        # Rows of other types are those of an accelerator's kernels, which attend by the model's interface.
+        # Rows of other types belong to an accelerator's kernels, which transformers calls by its attention interface.
         return isinstance(run.step, TreeRows)
 
     def attend(self, heads: Heads, run: ForwardContext, attends: Attends, rotation: RowRotation) -> Tensor:
@@ -150,10 +153,10 @@ AttentionInterface.register(RECORDING, _recording_attention)
 
 
 def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions: int, form: AttentionForm) -> int:
-    """Replace the forwards of the attention layers that compute what ours do; returns their number.
+    """Replace the forwards of all qualifying attention layers. Returns how many qualify.
 
-    positions: that the model has. Rows are recorded at positions up to the last, as some layers scale far queries.
-    Called when the products of the layers have their forms.
+    positions: number of positions that the model has; rows are recorded up to the last one, as some layers scale far
+    queries. Called after the layers' products have got their forms.
     """
     layers = [module for module in model.modules() if _has_parts(module, form)]
     with_hooks = []
@@ -175,13 +178,14 @@ def use_attention_layers(model: PreTrainedModel, run: ForwardContext, positions:
 
 @contextmanager
 def recording(model: PreTrainedModel, positions: int) -> Iterator[None]:
-    """Run one forward of ROWS rows, whose attention returns random rows; what its modules got and made is recorded
-    until the context ends. positions: of the model, of which the rows are spread over the first FARTHEST"""
+    """Run one forward of ROWS rows, whose attention returns random rows. Inputs and results of the attention layers are
+    recorded until the context ends. positions: number of positions that the model has; the rows are spread over the
+    first FARTHEST of them"""
     rows = torch.arange(ROWS, device=model.device)
     tokens = rows * 7 % model.config.get_text_config().vocab_size
     places = rows * (min(positions, FARTHEST) - 1) // (ROWS - 1)
     try:
-        # A family's forward may raise anything; layers that are not recorded keep theirs.
+        # A family's forward may raise anything; layers that are not recorded keep their own forwards.
         with suppress(Exception), attending_by(model, RECORDING), torch.inference_mode():
             model(input_ids=tokens[None], position_ids=places[None], use_cache=False)
         yield
@@ -208,13 +212,13 @@ def _output(layer: Any) -> nn.Module:
 
 
 def hidden_of(args: tuple[Any, ...], named: dict[str, Any]) -> Tensor | None:
-    """The rows [1, rows, D] with which a layer is called."""
+    """The hidden rows [1, rows, D] among a layer's arguments; None if there are none."""
     found = args[0] if len(args) == 1 else None if args else named.get("hidden_states")
     return found if isinstance(found, Tensor) else None
 
 
 def rotation_of(given: dict[str, Any]) -> RowRotation | None:
-    """Cosines and sines with which a layer is called; None if it has none of the expected shape."""
+    """The cosines and sines among a layer's arguments; None if there are none of the expected shape."""
     match given.get("position_embeddings"):
         case (Tensor() as cos, Tensor() as sin) if cos.shape == sin.shape and cos.dim() == 3 and len(cos) == 1:
             return RowRotation(cos[0], sin[0])
@@ -248,7 +252,8 @@ def recorded_step() -> CompiledStep:
 
 
 def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded, form: AttentionForm) -> bool:
-    """True if our forward gives the recorded arguments of the attention, and the recorded result, for the same rows."""
+    """True if the new forward gives, for the recorded rows, the recorded arguments of the attention and the recorded
+    result of the layer."""
     rotation, hidden = rotation_of(found.given), hidden_of(found.args, found.given)
     if rotation is None or hidden is None or rotation.cos.dtype != hidden.dtype or found.made is None:
         return False
@@ -263,7 +268,7 @@ def _agrees(layer: Any, layout: Layout, scale: float, found: _Recorded, form: At
 def _agreeing_forward(
     layer: Any, run: ForwardContext, found: _Recorded, form: AttentionForm
 ) -> Callable[..., Any] | None:
-    """Our forward of a layer; None where its results are not the recorded, or others at another scale."""
+    """The new forward of a layer; None where its results differ from the layer's own, at any of the scales."""
     seat: Seat = layer.dendro_seat
     layout, library = form.layout_of(run.probed[seat.index]), layer.forward
     if layout is None:
@@ -281,7 +286,7 @@ def _agreeing_forward(
                     layer(*found.args, **found.given)
                     if not _agrees(layer, layout, scale, again, form):
                         return None
-    except Exception:  # a layer of these parts may use them in any way
+    except Exception:  # a layer with parts of these names may use them in any way
         return None
     attends = Attends(seat.index, layout, scale, found.window, found.softcap, found.sinks)
     expected, output, projections = (

@@ -38,12 +38,12 @@ float16, where our attention and the library's round in different places."""
 ROUNDING = 2.0**-8
 """The relative noise that is put on each layer's attention to see how sensitive the logits are: bfloat16's rounding."""
 SENSITIVITY, FINE_SENSITIVITY = 4.0, 0.02
-"""Logits may also be this many times as far from the library's as that noise moves them: in bfloat16 and float16, and
-in float32."""
+"""Logits may also differ from the library's by this many times the distance by which noise of ROUNDING moves them: the
+first in bfloat16 and float16, the second in float32."""
 AGREEING, ROUGHLY_AGREEING = 0.75, 0.25
-"""The share of rows that must be as near, in float32 and in the others. Rounding may choose another of two experts of
-nearly equal weight, which changes every row that sees such a row; a missing mask, bias or position changes nearly all
-rows."""
+"""Share of rows whose logits must be within these bounds, in float32, and in bfloat16 and float16. Rounding may choose
+another of two experts of nearly equal weight, which changes every row that sees such a row; a missing mask, bias or
+position changes nearly all rows."""
 
 NOISY = "dendro_noisy"
 """Our attention with noise of ROUNDING on its results."""
@@ -62,7 +62,7 @@ AttentionInterface.register(NOISY, _noisy_attention)
 def short_text(vocabulary: int, positions: int) -> Tensor:
     """Tokens [rows] of the short text on which models are compared.
 
-    vocabulary: number of tokens   positions: number that the model has
+    vocabulary: number of tokens   positions: number of positions that the model has
     """
     count = min(PROBED_ROWS, positions // ROW_MULTIPLE * ROW_MULTIPLE)
     return torch.randint(0, vocabulary, (count,), generator=torch.Generator().manual_seed(0))
@@ -77,11 +77,12 @@ def check_logits(
     tokens: Tensor,
     library: Mapping[float, Tensor],
 ) -> None:
-    """Compare our model's logits of a short text with those of the library's modules; the text's rows are in order in
-    one step and shuffled in another. Raises FamilyError.
+    """Compare the finished model's logits of a short text with the library's. The text's rows are in order in one step
+    and shuffled in another. Raises FamilyError.
 
-    library: logits by the factor on the mixers' first projections (`library_logits`). Where there are none, those of
-    the library's attention between our modules are taken; a model with mixers is then compared with nothing.
+    library: the library's logits, by the factor on the mixers' first projections (`library_logits`). If it is empty, a
+    model without mixers is compared with its own modules around the library's attention, a model with mixers with
+    nothing.
     """
     kind, dtype = model.config.model_type, model.dtype
     in_order = torch.arange(len(tokens))
@@ -89,7 +90,7 @@ def check_logits(
     ours = partial(by_our_seats, model, run, mixers, tokens)
 
     def apart(tokens: Tensor, positions: Tensor) -> Tensor:
-        """The logits by the head alone, after a forward of only the layers."""
+        """Logits in two parts: a forward of the layers alone, then the head."""
         return head.logits(head.take(lambda: logits_of_text(model, tokens, positions)))
 
     try:
@@ -101,7 +102,7 @@ def check_logits(
             truth = _by_the_library(model, tokens, None) if truth is None else truth
             ordered = ours(in_order)
             if not (torch.isfinite(ordered).all() and torch.isfinite(truth).all()):
-                return  # such rows cannot be compared; the engine refuses such a model by its dtype
+                return  # infinite logits cannot be compared; the engine then refuses the dtype for this model
             shuffled = ours(mixed)
             if not torch.equal(ours(in_order, apart), ordered):
                 raise FamilyError(folder, kind, Property.NO_HEAD)
@@ -123,7 +124,8 @@ def check_logits(
 def _check_mixers(
     folder: Path, model: PreTrainedModel, ours: Callable[[Tensor], Tensor], library: Mapping[float, Tensor]
 ) -> None:
-    """Compare the logits of a model with mixers with the library's, also where its mixers' projections are larger."""
+    """Compare the logits of a model with mixers with the library's, for each factor on its mixers' first
+    projections."""
     for factor, truth in library.items():
         with scaled_results(in_projections(model), factor):
             run = partial(ours, torch.arange(len(truth)))
@@ -144,7 +146,8 @@ def in_projections(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _near_by_noise(model: PreTrainedModel, found: Tensor, truth: Tensor, run: Callable[[], Tensor]) -> bool:
-    """True if logits agree, or differ by no more than rounding noise on the mixers and the attention moves them.
+    """True if logits agree, or differ by no more than the distance by which rounding noise on mixers and attention
+    moves them.
 
     run: computes `found` again
     """
@@ -173,7 +176,8 @@ def by_our_seats(
     order: Tensor,
     forward: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """Logits [rows, vocabulary] of a text, in its order, by our modules in a step with the rows in `order`.
+    """Logits [rows, vocabulary] of a text's rows, in the text's order, by our modules in a step that has the rows in
+    `order`.
 
     forward: computes the rows' logits from their tokens and positions; by default the library's
     """
@@ -221,7 +225,7 @@ def _errors(found: Tensor, truth: Tensor) -> Tensor:
 
 
 def _off(found: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
-    """The largest error among the share of rows that must be near, those with the smallest errors."""
+    """The largest error among the AGREEING (or ROUGHLY_AGREEING) share of rows with the smallest errors."""
     return float(_errors(found, truth).quantile(AGREEING if dtype == torch.float32 else ROUGHLY_AGREEING))
 
 

@@ -1,12 +1,12 @@
 """Gives decoder layers of a target on a CPU a forward of one compiled call (`tree_kernels.decoder_layer`).
 
-A layer qualifies by what it computes: its norms, its attention and its MLP have our forwards already, and its results
-for recorded rows are, bit for bit, those of the call. What its parts return is compared at several sizes, as a layer
-may clamp it.
+A layer qualifies if its norms, attention and MLP have our forwards already, and the call's results for recorded rows
+have the bits of the layer's own. Results of its parts are compared at several scales, as a layer may clamp large
+numbers.
 
 Where all layers qualify, one call runs them all: the model below the head then is an embedding, a rotary embedding, the
-call, and a norm. In a recorded forward each layer must take the very tensor that the one before returned, the first the
-embedding's and the norm the last one's, so that nothing is computed between them.
+call, and a norm. For this, nothing may be computed between the layers: in a recorded forward each layer must take the
+very tensor that the layer before it returned, the first layer the embedding's, and the norm the last layer's.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ def noted(modules: Iterable[nn.Module]) -> Iterator[list[NotedCall]]:
 
 
 def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: int) -> DecoderStack | None:
-    """Replace the forwards of the decoder layers that compute what ours do; returns the stack where all of them run as
-    one call.
+    """Replace the forwards of all qualifying decoder layers. Returns the stack if all layers qualify and run as one
+    call.
 
-    positions: that the model has. Called when the layers' attention has its forward (`use_attention_layers`).
+    positions: number of positions that the model has. Called after `use_attention_layers`.
     """
     layers: list[Any] = [module for module in model.modules() if _has_parts(module)]
     if not layers or why_not_compiled():
@@ -125,7 +125,8 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
 
 
 def _has_parts(module: Any) -> bool:
-    """True if a module has the parts of a Llama's decoder layer, whose attention is ours and norms nothing itself."""
+    """True if a module has the parts of a Llama's decoder layer: an attention layer with our forward and without norms
+    of heads, two norms and an MLP."""
     attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
     return (
         isinstance(getattr(attention, "dendro_attends", None), Attends)
@@ -169,7 +170,7 @@ def _weights(layer: Any) -> LayerWeights | None:
 def _agreeing_layer(
     layer: Any, run: ForwardContext, workspace: Workspace, whole: NotedCall, attention: NotedCall
 ) -> DecoderLayers | None:
-    """Our call of a layer; None where the recorded calls are not what ours computes, or its bits are others."""
+    """The call for a layer; None where the layer computes something else, or the call's bits differ from its own."""
     match whole.given, attention.made:
         case (Tensor() as x,), (Tensor() as attended, None) if x.shape[:2] == (1, ROWS) and x.dim() == 3:
             pass
@@ -204,7 +205,7 @@ def _agreeing_layer(
         )
         expected = _after_attention(layer, x, layer.self_attn.o_proj(rows.view(1, ROWS, -1)))
         found = ours(x[0], pools[1:], step, rotation)
-    except ValueError:  # these weights do not fit each other as ours do
+    except ValueError:  # the sizes of these weights do not fit each other
         return None
     if not torch.equal(found, expected[0]) or not torch.equal(*pools):
         return None
@@ -212,14 +213,15 @@ def _agreeing_layer(
 
 
 def _forward_of(layer: Any, run: ForwardContext, ours: DecoderLayers, whole: NotedCall) -> Callable[..., Any]:
-    """A layer's forward by our call; any call unlike the recorded one is the library's."""
+    """A layer's new forward: the compiled call, or the library's forward if the arguments differ in kind from the
+    recorded ones."""
     library, keys, number = layer.forward, whole.named.keys(), layer.self_attn.dendro_attends.layer
 
     def forward(*args: Any, **named: Any) -> Any:
         rotation = rotation_of(named) if len(args) == 1 and named.keys() == keys else None
         if rotation is None or run.pages is None or layer.self_attn.config._attn_implementation != ATTENTION:
             return library(*args, **named)
-        if not isinstance(run.step, TreeRows):  # an accelerator's kernels run, which attend by the model's interface
+        if not isinstance(run.step, TreeRows):  # an accelerator's kernels, which transformers calls by its interface
             return library(*args, **named)
         return ours(args[0][0], [run.pages.layers[number]], run.compiled_step, rotation)[None]
 
@@ -229,9 +231,10 @@ def _forward_of(layer: Any, run: ForwardContext, ours: DecoderLayers, whole: Not
 def agrees_at(
     factor: float, layer: Any, x: Tensor, named: dict[str, Any], after: Callable[[Any, Tensor, Tensor], Tensor]
 ) -> bool:
-    """True if a layer and our forward agree on rows, and results of parts, that are `factor` times as large.
+    """True if a layer's result equals `after` when the rows x, and the results of the layer's parts, are `factor` times
+    as large.
 
-    after: a layer's result for rows, given what its attention returns
+    after: computes the layer's result from the layer, its rows and the result of its attention
     """
     rows, attention = x * factor, attention_of(layer)
     with scaled_results((layer.input_layernorm, attention, layer.post_attention_layernorm, layer.mlp), factor):
@@ -277,7 +280,7 @@ class DecoderStack:
         serves: Callable[[], bool],
         few: Callable[[Tensor, RowRotation, nn.Module, Tensor], Tensor] | None = None,
     ) -> None:
-        """The arguments are those of `use_decoder_stack`, and the parts of the model."""
+        """Arguments: see `use_decoder_stack`; parts: the parts of the model below the head"""
         self.parts = parts
         self._run, self._layers, self._whole, self._serves, self._few = run, layers, whole, serves, few
         self._forwards = [layer.forward for layer in layers]
@@ -285,7 +288,8 @@ class DecoderStack:
 
     @property
     def ready(self) -> bool:
-        """True if it can run the rows of the current forward: a trace has hooks on all layers."""
+        """True if the stack can run the rows of the current forward. It cannot during a trace, which hooks all
+        layers."""
         return (
             self._run.pages is not None
             and self._config._attn_implementation == ATTENTION
@@ -295,7 +299,8 @@ class DecoderStack:
 
     @property
     def whole(self) -> bool:
-        """True if no layer has another forward, as the last one has while it runs on some rows only."""
+        """True if every layer still has the forward with which the stack was made. The last one has another while it
+        runs on wanted rows alone."""
         return all(
             layer.forward == forward and not layer._forward_hooks
             for layer, forward in zip(self._layers, self._forwards, strict=True)
@@ -312,9 +317,9 @@ class DecoderStack:
         return self._whole(x, rotation, self.parts.norm)
 
     def normed_rows(self, x: Tensor, rotation: RowRotation, wanted: Tensor) -> Tensor:
-        """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. If these are few,
-        the last layer's output projection and MLP run on them alone: of other rows only the layer's keys and values are
-        read later."""
+        """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. If few rows are wanted, the
+        last layer's output projection and MLP run on them alone: only that layer's keys and values of the other rows
+        are read later."""
         if self._few is not None and are_few(len(wanted), x.shape[1]):
             return self._few(x, rotation, self.parts.norm, wanted)[0]
         hidden = self.normed(x, rotation)
@@ -332,10 +337,11 @@ def use_decoder_stack(
     positions: int,
     few: Callable[[Tensor, RowRotation, nn.Module, Tensor], Tensor] | None = None,
 ) -> DecoderStack | None:
-    """Replace the forward of the model below the head, if it computes what ours does; returns what runs then.
+    """Replace the forward of the model below the head by a stack, if nothing but the stack's parts is computed there.
+    Returns the stack; None if something else is.
 
-    layers: all that have our forward, in order   whole: runs them on rows [1, rows, D], and a norm on their result
-    serves: True if it can run the rows of the current forward   few: like `whole`, for wanted rows [k] of the result
+    layers: all layers, in order, with our forwards   whole: runs the layers on rows [1, rows, D], then a norm
+    serves: True if `whole` can run the rows of the current forward   few: `whole` for wanted rows [k] of the result
     """
     with noted(model.modules()) as calls, recording(model, positions):
         pass
@@ -349,7 +355,7 @@ def use_decoder_stack(
     fixed = {name: value for name, value in parts.given.items() if name not in (TOKENS, PLACES)}
 
     def runs(named: dict[str, Any]) -> bool:
-        """True if the call is as the recorded one, and the layers are to run as a whole."""
+        """True if the arguments are of the recorded kind, and all layers run as one call."""
         return (
             named.keys() == parts.given.keys()
             and all(named[name] is value for name, value in fixed.items())
@@ -392,7 +398,8 @@ def _parts_of(inner: NotedCall, calls: Sequence[NotedCall], layers: Sequence[nn.
     norm = _made_from(calls, lambda made: made is answer, last.made)
     if embed is None or rotate is None or norm is None:
         return None
-    # A result may have been changed where it is. (Those of layers were compared when they got their forwards.)
+    # A recorded result may have been changed in place afterwards, so it is computed again. (Layers were compared when
+    # they got their forwards.)
     with torch.inference_mode():
         made = [*rotate(first.given[0], places), embed(tokens), norm(last.made)]
     if not all(map(same_bits, made, [*turned, first.given[0], answer])):
@@ -401,7 +408,7 @@ def _parts_of(inner: NotedCall, calls: Sequence[NotedCall], layers: Sequence[nn.
 
 
 def _made_from(calls: Sequence[NotedCall], is_made: Callable[[Any], bool], *given: Any) -> nn.Module | None:
-    """The module that made a result from these very inputs; None where there is none."""
+    """The module whose recorded call had exactly the inputs `given` and made the result; None if there is none."""
     for call in calls:
         values = (*call.given, *call.named.values())
         if is_made(call.made) and len(values) == len(given) and all(a is b for a, b in zip(values, given, strict=True)):

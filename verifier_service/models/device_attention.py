@@ -37,7 +37,7 @@ class PagedAttention:
         return lambda hidden: in_heads(layer, layout, *product(hidden).split(widths, 2))
 
     def serves(self, run: ForwardContext, attends: Attends) -> bool:
-        # The model's interface attends from other pages, such as those of the checks of a load.
+        # The checks while loading attend from other pages, through transformers' attention interface.
         assert run.pages is not None
         return not isinstance(run.step, TreeRows) and run.pages.layouts[attends.layer] == attends.layout
 

@@ -1,8 +1,8 @@
 """Runs the blocks of a target whose layers all have states on an accelerator, with each residual added by the norm that
 follows it.
 
-The model qualifies by what it computes: whatever its mixers return, the rows that they are given and the model's result
-must be, bit for bit, ours.
+The model qualifies if, whatever its mixers return, the rows that it passes to them and its result have the bits of this
+project's forward.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Blocks:
         """The normed rows [1, rows, D] of tokens [1, rows]."""
         from tree_kernels.norm.triton import add_and_norm_rows  # a CPU may have no triton
 
-        x, added = self.embed(tokens), list[Tensor]()  # what is still to be added to x
+        x, added = self.embed(tokens), list[Tensor]()  # added: the mixer's result, not yet added to the residual x
         for block in self.blocks:
             x, normed = add_and_norm_rows(x, added, block.norm, self.sum_type, block.row_type)
             added = [block.mixer(normed)]
@@ -55,7 +55,7 @@ class _Blocks:
 
 
 def use_device_blocks(model: PreTrainedModel, run: ForwardContext, vocabulary: int) -> bool:
-    """Replace the forward of the model below the head, if it computes what ours does. Returns whether it does.
+    """Replace the forward of the model below the head, if the model qualifies. Returns True if it does.
 
     Called when norms and mixers have their forwards, before the target has memory for states.
     """
@@ -82,7 +82,7 @@ def use_device_blocks(model: PreTrainedModel, run: ForwardContext, vocabulary: i
     forwards = [layer.forward for layer in layers]
 
     def runs(args: tuple[Any, ...], named: dict[str, Any]) -> bool:
-        """True if the call is as the compared one, and no block is traced or has another forward."""
+        """True if the arguments are of the compared kind, and no block is traced or has another forward."""
         return (
             run.recurrent is not None
             and len(args) == len(first.given)
@@ -116,7 +116,7 @@ def _is_block(module: Any) -> bool:
 
 
 def _blocks_of(inner: Any, layers: Sequence[Any], call: NotedCall) -> _Blocks | None:
-    """The parts of a model; None where it has others, or is called or answers otherwise."""
+    """The parts of a model; None where it has other parts, arguments or kinds of result."""
     embed, last = inner.get_input_embeddings(), norm_of(getattr(inner, "norm_f", None))
     answer = getattr(call.made, "last_hidden_state", None)
     if not isinstance(embed, nn.Embedding) or last is None or not isinstance(answer, Tensor) or len(call.made) != 1:

@@ -1,7 +1,7 @@
 """Runs the decoder layers of a target on an accelerator with each residual added by the norm that follows it.
 
-The model qualifies by what it computes, as on a CPU (`decoder_layers.py`): its layers' results for recorded rows are,
-bit for bit, ours. In a layer the MLP may follow the attention, as in Llama, or read the same rows, as in GPT-NeoX.
+The model qualifies as on a CPU (`decoder_layers.py`): the results of its layers for recorded rows must have the bits of
+this project's forward. In a layer the MLP may follow the attention, as in Llama, or read the same rows, as in GPT-NeoX.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class _Layer:
     attention: Callable[[Tensor, RowRotation], Tensor]
     mlp_norm: RowNorm
     mlp: nn.Module
-    beside: bool  # the MLP reads the layer's own rows, not those after the attention
+    beside: bool  # True if the MLP reads the layer's input, as the attention does, and not the attention's result
 
 
 def use_device_layers(model: PreTrainedModel, run: ForwardContext, positions: int, forms: RowForms) -> None:
-    """Give the model's MLPs, attention layers and layers our forwards, where they compute what ours do.
+    """Replace the forwards of the model's MLPs, attention layers and decoder layers, where they qualify.
 
-    positions: that the model has. Called when norms and products have their forms.
+    positions: number of positions that the model has. Called after norms and products have got their forms.
     """
     use_gated_mlps(model, forms)
     attention = PagedAttention(forms)
@@ -81,7 +81,7 @@ def _has_parts(module: Any) -> bool:
 
 
 def _agrees(layer: Any, whole: NotedCall, attention: NotedCall, beside: bool) -> bool:
-    """True if a recorded layer computes what ours does."""
+    """True if this project's forward gives the recorded result of a layer, and agrees with it at larger scales."""
     after = _after_both if beside else _after_attention
     match whole.given, attention.made:
         case (Tensor() as x,), (Tensor() as attended, None):
@@ -113,7 +113,7 @@ def _run(layers: list[_Layer], x: Tensor, rotation: RowRotation, norm: nn.Module
     """The layers' result for rows x [1, rows, D], normed by `norm`."""
     from tree_kernels.norm.triton import add_and_norm_rows  # a CPU may have no triton
 
-    added: tuple[Tensor, ...] = ()  # what is still to be added to x
+    added: tuple[Tensor, ...] = ()  # results of attention and MLP that are not yet added to the residual x
     for layer in layers:
         x, normed = add_and_norm_rows(x, added, layer.norm)
         attended = layer.attention(normed, rotation)

@@ -11,7 +11,7 @@ from verifier_service.models.row_functions import agrees, gated_parts
 
 
 def use_gated_mlps(model: nn.Module, forms: RowForms) -> int:
-    """Replace the forwards of MLPs that compute what ours does; returns their number."""
+    """Replace the forwards of MLPs that are gated by SiLU. Returns how many are."""
     count = 0
     for module in model.modules():
         parts = gated_parts(module)
@@ -35,7 +35,7 @@ def _apart(gate: nn.Module, up: nn.Module, down: nn.Module) -> Form:
 
 
 def _together(both: Form, width: int, down: nn.Module) -> Form:
-    """both: the product for `width` gates and as many numbers"""
+    """The forward of a gated MLP. both: product for `width` gates and as many numbers   down: the last product"""
     from tree_kernels.swiglu.triton import swiglu_rows
 
     def run(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Gives the norms of a target on an accelerator our kernel (`tree_kernels.norm`): the library's give a row other bits
-in steps of other numbers of rows.
+"""Gives the norms of a target on an accelerator our kernel (`tree_kernels.norm`): with the library's norms, a row's
+bits depend on the number of rows in the step.
 
-A module qualifies by what it computes. Of the kernel's formulas it gets the one whose results for a few random rows are
-nearest to its own: formulas that round at different places differ in the last bit of many numbers.
+The kernel has several formulas, which round at different places. A module gets the formula whose results for a few
+random rows are nearest to its own; a module that no formula comes near keeps its forward.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Forward = Callable[..., Tensor]
 
 
 def use_norm_kernel(model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Replace the forwards of norms that compute what the kernel does; returns their number.
+    """Replace the forwards of norms by the kernel, where a formula agrees. Returns how many were replaced.
 
-    dtype: of the model's rows
+    dtype: type of the model's rows
     """
     count, left = 0, set()
     module: Any
@@ -63,7 +63,7 @@ def _may_be_norm(module: Any) -> bool:
 
 
 def norm_of(module: Any) -> RowNorm | None:
-    """The formula of a norm that has our kernel, norms whole rows and has no gate."""
+    """The formula of a norm without a gate that has our kernel and norms whole rows; None for other modules."""
     form = getattr(module, "dendro_norm", None)
     return form if isinstance(form, RowNorm) and form.groups == 1 and form.gate == NO_GATE else None
 
@@ -93,7 +93,7 @@ def _kernel_of(module: Any, dtype: torch.dtype, device: torch.device) -> tuple[F
             return (run, best) if differing(run) is not None else None
     except torch.OutOfMemoryError:
         raise
-    except Exception:  # a module of this name may compute anything, of any arguments
+    except Exception:  # a module of this name may take other arguments
         return None
 
 
@@ -117,7 +117,8 @@ def _flat(weight: Tensor | None) -> Tensor | None:
 
 
 def _groups(module: Any) -> int:
-    """Groups of a row that are normed alone: those of a gated norm, or heads with weights of their own."""
+    """Number of groups of a row that are normed separately: the groups of a gated norm, or heads with weights of their
+    own."""
     if module.weight.dim() == 2:
         return len(module.weight)
     if hasattr(module, "group_size"):
@@ -126,7 +127,7 @@ def _groups(module: Any) -> int:
 
 
 def _given(module: Any, gated: bool, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, ...]]:
-    """Arguments of a module: rows of several sizes, with gates where it takes them."""
+    """Arguments with which a module is compared: rows at several scales, with gates if it takes gates."""
     weight = getattr(module, "weight", None)
     shape = getattr(module, "normalized_shape", (ANY_WIDTH,)) if weight is None else weight.shape
     generator = torch.Generator().manual_seed(0)

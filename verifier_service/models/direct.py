@@ -3,8 +3,8 @@
 The library's code around them takes a millisecond of a step, as long as several layers: it is many functions, and
 between two forwards the caches hold the target's weights, so each is read from memory again.
 
-A target qualifies by what it computes: where its layers run in one call, the logits of a step have the same bits in
-both ways, also where the head's results are larger, as the library may cap them.
+A target qualifies if its layers run in one call and the logits of a step have the same bits in both ways, also where
+the head's results are larger, as the library may cap logits.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from verifier_service.models.scaled_rows import SCALES, same_bits
 from verifier_service.models.seats import ForwardContext
 
 MOST_POSITIONS = 1 << 15
-"""Positions of a table; rows past them are computed anew."""
+"""Most positions of a table; the cosines and sines of later positions are computed in each step."""
 BLOCK = 64
 """Positions that are computed at once."""
 NEAR = 8
-"""Positions, across the end of the first block, whose rows must not depend on others in the call."""
+"""Number of positions, across the end of the first block, that are checked: their rows must not depend on the other
+positions of a call."""
 
 
 class RotationTable:
@@ -36,7 +37,8 @@ class RotationTable:
     is taken as texts grow."""
 
     def __init__(self, rotate: nn.Module, x: Tensor, positions: int) -> None:
-        """x [1, rows, D]: hidden rows, of which the module reads dtype and device   positions: that the model has"""
+        """x [1, rows, D]: hidden rows, of which the module reads dtype and device   positions: number of positions that
+        the model has"""
         self._rotate, self._like = rotate, x[:, :1]
         self.most = min(positions, MOST_POSITIONS) // BLOCK * BLOCK
         cos, _ = rotate(self._like, torch.zeros(1, 1, dtype=torch.int64))
@@ -57,7 +59,7 @@ class RotationTable:
         )
 
     def at(self, positions: Tensor, furthest: int) -> RowRotation:
-        """The rows [rows] of positions below `most`. furthest: the greatest of them"""
+        """The cosines and sines of positions [rows]. furthest: the greatest of these positions, below `most`"""
         while self._filled <= furthest:
             block = slice(self._filled, self._filled + BLOCK)
             cos, sin = self._rotate(self._like, torch.arange(block.start, block.stop)[None])
@@ -72,7 +74,7 @@ class DirectForward:
     """The forward of a target by its parts."""
 
     def __init__(self, stack: DecoderStack, head: Head, positions: int) -> None:
-        """positions: that the model has"""
+        """positions: number of positions that the model has"""
         self._stack, self._head = stack, head
         embed: Any = stack.parts.embed
         plain = type(embed) is nn.Embedding and "forward" not in embed.__dict__ and embed.weight.is_contiguous()
@@ -114,10 +116,10 @@ def direct_forward(
     tokens: Tensor,
     positions: int,
 ) -> DirectForward | None:
-    """The forward by parts; None where the model computes other logits.
+    """The forward by parts; None where its logits have other bits than the model's.
 
-    stack: the layers as one call, where they run so   tokens [rows]: of a short text
-    positions: that the model has
+    stack: the layers as one call; None if they do not run so   tokens [rows]: a short text
+    positions: number of positions that the model has
     """
     if stack is None:
         return None

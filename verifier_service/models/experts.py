@@ -47,7 +47,7 @@ def is_experts(module: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """Each expert's products: into its inner width, and back."""
+    """The products of each expert: into its inner width, and back."""
 
     first: tuple[Form, ...]
     down: tuple[Form, ...]

@@ -1,4 +1,4 @@
-"""Decides which models can be targets: the properties for which one is refused, and how each is found.
+"""Decides which models can be targets: the properties for which a model is refused, and how they are found.
 
 The configuration is checked before weights are loaded. Everything else is found by running the loaded model: once with
 a probe in place of its attention, which records what each layer passes to it, and then on a short text, whose logits
@@ -70,7 +70,7 @@ class FamilyError(CheckpointError):
         self._arguments = folder, kind, why, detail
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path, str, Property, str]]:
-        """Unpickled as it was made: a replica's errors are sent as pickles by Ray."""
+        """Lets the error be unpickled with its arguments: Ray sends a replica's errors as pickles."""
         return type(self), self._arguments
 
 
@@ -235,7 +235,7 @@ def _unlike_a_window(sees: Callable[..., Any], window: int | None, device: torch
         return Property.OWN_MASK
 
 
-_probing: list[_Probing] = []  # the probing that runs now
+_probing: list[_Probing] = []  # at most one entry: the probing that runs now
 
 
 def _probe_attention(
@@ -281,7 +281,8 @@ def _has_one(config: Any) -> bool:
 
 
 def probe_layers(folder: Path, model: PreTrainedModel, run: ForwardContext) -> None:
-    """Fill `run.probed` by a forward with the probe: one entry for each layer that attends. Raises FamilyError."""
+    """Run a forward with the probe as attention, which adds an entry to `run.probed` for each layer that attends.
+    Raises FamilyError."""
     kind = model.config.model_type
     probing = _Probing(run)
     _probing.append(probing)

@@ -13,11 +13,12 @@ KINDS = ("bf16", "fp16")
 
 
 def settle_products() -> None:
-    """Turn off split-K and narrow sums of bfloat16 and float16 products, and TF32 in float32 ones. For the process.
+    """Turn off, for this process, split-K and narrow sums in bfloat16 and float16 products, and TF32 in float32
+    products.
 
-    cuBLASLt is then asked for algorithms without split-K; cuBLAS has no such choice. What this torch does not know is
-    left as it is: the check of a target's rows finds whether they depend on others. Measured on an H200 (torch 2.11):
-    2 of 6 shapes depended on the number of rows before, none after.
+    cuBLASLt is then asked for algorithms without split-K; cuBLAS has no such choice. Settings that this version of
+    torch lacks are skipped: the check of a target's rows finds whether rows depend on each other. On an H200 (torch
+    2.11) rows of 2 of 6 shapes depended on the number of rows before, none after.
     """
     matmul: Any = torch.backends.cuda.matmul
     matmul.allow_tf32 = False

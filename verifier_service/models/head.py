@@ -29,12 +29,13 @@ class Head:
 
     def __init__(self, model: PreTrainedModel, product: Product, together: bool) -> None:
         """product: [..., D] hidden -> [..., vocabulary] float32 logits, before the library scales or caps them.
-        together: several workers compute them, so all of a step's rows are computed at once, needed or not."""
+        together: True if several workers compute the logits: then all rows of a step are computed at once, needed or
+        not."""
         self.together = together
         self._model: Any = model
         self._product = product
         self._layers: Any = None  # the module that the model calls for its hidden rows
-        self._kind: Any = None  # the class of its output
+        self._kind: Any = None  # the class of that module's output
         self._width = 0  # width of the output's rows
         self._wanted: Tensor | None = None
         self._taking = False

@@ -63,12 +63,14 @@ class _PartOfFile:
 
 
 class SpreadNorm(nn.Module):
-    """The gated norm of a group of channels that spans workers: its squares are summed over them."""
+    """The gated norm of a group of channels that spans workers: the squares of the group are summed over the
+    workers."""
 
     group: Collectives
 
     def __init__(self, norm: Any, channels: int, places: int, place: int) -> None:
-        """norm: of the whole model   channels: of one group   places: groups in all   place: this worker's group"""
+        """norm: the whole model's norm   channels: channels of one group   places: number of groups
+        place: this worker's group"""
         super().__init__()
         self.weight = norm.weight
         self.eps = norm.variance_epsilon
@@ -102,8 +104,8 @@ ALL_PARALLEL_STYLES.register(BY_HEADS, ByHeads())
 
 
 def parts_of(mixer: Any, rank: int, size: int) -> dict[str, TensorRanges]:
-    """A worker's part of each of a whole mixer's parameters, by name; every worker has all of the others. Raises
-    ValueError, with the numbers, where the mixer cannot be dealt out evenly."""
+    """A worker's ranges of a mixer's parameters, by name; parameters that are not named are held whole by every worker.
+    Raises ValueError, with the numbers, where the mixer cannot be dealt out evenly."""
     inner = mixer.intermediate_size
     if hasattr(mixer, "x_proj"):
         mine = _share(inner, "channels of a mixer", rank, size)
@@ -157,7 +159,7 @@ def shrink(mixer: Any, rank: int, size: int) -> None:
     for module in mixer.children():
         if isinstance(module, nn.Linear):
             module.out_features, module.in_features = module.weight.shape
-    mixer.dealt_rows = dealt["in_proj.weight"]  # read where a vector has in_proj's rows (`mup_vector`)
+    mixer.dealt_rows = dealt["in_proj.weight"]  # read by vectors with one number for each row of in_proj (`mup_vector`)
     if not hasattr(mixer, "x_proj"):
         repeats = repeats_of(mixer)
         whole_groups = mixer.n_groups * repeats  # groups of the norm, and of C

@@ -1,4 +1,5 @@
-"""One product for layers that multiply the same rows: a GPU reads one large weight faster than several small ones.
+"""One product for several linear layers that multiply the same rows: a GPU reads one large weight faster than several
+small ones.
 
 The weights lie one after another in one tensor, which the layers' own weights are views of: nothing is held twice.
 """
@@ -23,7 +24,8 @@ class _Together(NamedTuple):
 
 
 def join_weights(model: nn.Module) -> None:
-    """Put the weights of such layers into one tensor. Called before their products have their forms."""
+    """Put the weights of layers that multiply the same rows (JOINED) into one tensor. Called before products get their
+    forms."""
     uses = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     for module in model.modules():
         for names in JOINED:
@@ -52,8 +54,8 @@ def _joined(layers: Sequence[nn.Linear]) -> _Together | None:
 
 
 def joined_product(module: Any, first: str, forms: RowForms) -> Form | None:
-    """The product with the weights of a module's layers, of which `first` is the first; None where they have none, or
-    it does not pass the check of rows in the form that theirs do."""
+    """The one product for a module's joined layers, of which `first` is the first; None where they are not joined, or
+    where the joined product fails the check of rows that the single products passed."""
     together = vars(module).get(_place(first))
     if together is None:
         return None

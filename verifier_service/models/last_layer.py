@@ -1,8 +1,8 @@
-"""Runs a target's last layer on the rows whose logits are wanted: of other rows, such as a prompt's, only the layer's
-keys and values are read later.
+"""Runs a target's last layer on the rows whose logits are wanted: only that layer's keys and values of the other rows,
+such as a prompt's, are read later.
 
-The layer's attention runs on all rows; what comes after it runs on the wanted ones. A model qualifies by what it
-computes: the logits of some rows of a step must have the bits that they have where the layer runs on all rows.
+The layer's attention runs on all rows, what follows it on the wanted rows. A model qualifies if the logits of the
+wanted rows have the bits that they have where the layer runs on all rows.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ def _with_forward(module: Any, forward: Forward) -> Iterator[None]:
 
 
 class LastLayer:
-    """A model's last layer, its attention and the norm before that, whose forwards it replaces while only some rows are
-    wanted."""
+    """Replaces the forwards of a model's last layer, of the layer's attention and of the norm before the attention,
+    while only some rows are wanted."""
 
     def __init__(self, layer: nn.Module, attention: nn.Module, norm: nn.Module | None) -> None:
-        """norm: the module whose result the attention is called with; None where that is the layer's own input."""
+        """norm: the module whose result is the attention's input; None if the layer's own input is."""
         self._layer, self._attention, self._norm = layer, attention, norm
         self._wanted = torch.zeros(0, dtype=torch.int64)
-        self._rows = 0  # rows of the step, once it has come to the layer
-        self._taken: list[tuple[Tensor, Tensor]] = []  # the wanted rows of a tensor, and the tensor
+        self._rows = 0  # rows of the step; 0 until the forward has reached the layer
+        self._taken: list[tuple[Tensor, Tensor]] = []  # pairs: the wanted rows of a tensor, and the whole tensor
 
     @contextmanager
     def of_rows(self, wanted: Tensor) -> Iterator[None]:
         """Context in which the layer returns only these rows [k] of a step."""
         self._wanted = wanted
-        # The class's forward calls the layer's parts; one that replaced it may not.
+        # The class's own forward calls the layer's parts; a forward that has replaced it may run them in one call.
         library: Forward = type(self._layer).forward.__get__(self._layer)
         try:
             with ExitStack() as undo:
@@ -114,9 +114,9 @@ class LastLayer:
 
 
 def use_last_layer(model: PreTrainedModel, run: ForwardContext) -> LastLayer | None:
-    """Let the last layer run on the wanted rows; None where the model would compute other logits.
+    """The model's last layer, made to run on wanted rows alone; None where logits would have other bits.
 
-    Called when the model's products and attention have their forms.
+    Called after the model's products and attention have got their forms.
     """
     places = torch.arange(ROWS, device=model.device)
     wanted = places.flip(0)[::2]
@@ -126,7 +126,7 @@ def use_last_layer(model: PreTrainedModel, run: ForwardContext) -> LastLayer | N
         found: Tensor = model(input_ids=tokens[None], position_ids=places[None], use_cache=False).logits[0]
         return found
 
-    # A family's forward may raise anything; its last layer then runs on all rows.
+    # A family's forward may raise anything; the last layer then keeps running on all rows.
     with suppress(Exception), attending_by(model, OWN_VALUES), torch.inference_mode():
         parts, whole = _parts(model, run, logits)
         if parts is None:
@@ -144,8 +144,8 @@ Parts = tuple[nn.Module, nn.Module, nn.Module | None]
 
 
 def _parts(model: PreTrainedModel, run: ForwardContext, forward: Callable[[], Tensor]) -> tuple[Parts | None, Tensor]:
-    """The last layer's parts, and the result of a forward, by which they are found. No parts where the attention is
-    called with neither a part's result nor the layer's input."""
+    """Finds the last layer's parts by running `forward`, and returns them with its result. The parts are None where the
+    attention's input is neither the result of a part nor the layer's input."""
     named: dict[str, Any] = dict(model.named_modules())
     name = next(name for name, module in named.items() if module.dendro_seat.index == len(run.probed) - 1)
     attention, layer = named[name], named[name.rpartition(".")[0]]

@@ -29,10 +29,12 @@ CHUNK = 20
 def library_logits(
     folder: Path, model: PreTrainedModel, product: Product, vocabulary: int, positions: int
 ) -> Mapping[float, Tensor]:
-    """Logits [rows, vocabulary] float32 by the factor on the results of the mixers' first projections; of a model
-    without mixers by 1 alone. Empty where the library cannot run the model, or has no class for it.
+    """The library's logits [rows, vocabulary] float32 of a short text, by the factor by which the results of the
+    mixers' first projections are multiplied; for a model without mixers, by the factor 1 alone. Empty where the library
+    cannot run the model, or has no class for it.
 
-    product: our float32 logits, before the library scales or caps them. Raises FamilyError where its head makes others.
+    product: computes this project's float32 logits, before the library scales or caps them. Raises FamilyError where
+    the library's head differs from it.
     """
     head: Any = model.get_output_embeddings()
 

@@ -37,7 +37,7 @@ LLAMAS = {
     "intermediate_size": "intermediate_size",
     "hidden_act": "hidden_act",
 }
-"""Keys of `mamba_config.json` that Llama's configuration has too, and their names there."""
+"""Keys of `mamba_config.json` that Llama's configuration has too: their names in Llama's configuration."""
 DEFAULTS = {
     "D_has_hdim": False,
     "rmsnorm": True,
@@ -174,7 +174,7 @@ def _with_mixers(folder: Path, config: PreTrainedConfig) -> MambaInLlamaConfig:
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    """The fields of `mamba_config.json`: their keys, `ssm_cfg` and the type of `attn_layers` are checked."""
+    """Read `mamba_config.json`, and check its keys, `ssm_cfg` and the type of `attn_layers`."""
     where = f"{folder}: {MAMBA_CONFIG}"
     try:
         fields = json.loads((folder / MAMBA_CONFIG).read_text())

@@ -43,10 +43,10 @@ def run_from_tables(mixers: Sequence[MixerLayout]) -> bool:
 def seat_mixers(
     folder: Path, model: PreTrainedModel, run: ForwardContext, group: Collectives | None = None
 ) -> tuple[MixerLayout, ...]:
-    """Replace every mixer's forward by ours; returns the layouts of their memory, in order.
+    """Replace every mixer's forward by ours. Returns the layouts of the mixers' memory, in order.
 
-    Call it before linear layers get their forms: Mamba-1 adds the bias of dt in float32, so that layer loses it; and
-    with a group, out_proj's bias is added once, after the sum.
+    Called before linear layers get their forms, since it takes biases from them: Mamba-1 adds the bias of dt in
+    float32, and with a group, out_proj's bias is added once, after the sum over workers.
     """
     layouts: list[MixerLayout] = []
     for module in model.modules():
@@ -128,7 +128,7 @@ def _seat_mamba1(module: Any, run: ForwardContext, index: int, group: Collective
 
 
 def _joined(layer: nn.Linear, group: Collectives | None) -> Callable[[Tensor], Tensor]:
-    """A layer of which every worker of a group has some of the inputs: the workers' results are summed."""
+    """The product of a layer whose inputs are divided among a group's workers: the workers' results are summed."""
     if group is None:
         return layer
     bias = layer.bias

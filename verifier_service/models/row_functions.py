@@ -1,6 +1,7 @@
 """Gives norms and gated MLPs of a target on a CPU our own row functions (`tree_kernels.row_functions`).
 
-A module qualifies by what it computes: its results for a few random rows of several sizes must be ours up to rounding.
+A module qualifies if its results for a few random rows, at several scales, are those of the row function up to
+rounding.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ STEPS = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-
 
 
 def use_row_functions(model: nn.Module) -> int:
-    """Replace the forwards of RMS norms and gated MLPs that compute ours; returns their number.
+    """Replace the forwards of the RMS norms and gated MLPs that qualify. Returns how many do.
 
-    Called when the model's products have their forms: a gated MLP keeps its three layers.
+    Called after the model's products have got their forms: a gated MLP keeps its three layers.
     """
     if why_not_compiled():
         return 0
@@ -96,7 +97,7 @@ def _is_silu(function: Any) -> bool:
 
 
 def agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int, device: torch.device | None = None) -> bool:
-    """True if our function's results for random rows, of several sizes, are the module's."""
+    """True if `ours` gives the module's results, up to rounding, for random rows [1, ROWS, width] at several scales."""
     dtype = next(module.parameters()).dtype
     x = torch.randn(1, ROWS, width, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     parts = _linears(module)
@@ -106,7 +107,7 @@ def agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int, devi
         with torch.inference_mode(), inside:
             try:
                 expected = module(rows)
-            except Exception:  # the module takes rows of another rank
+            except Exception:  # the module takes rows of another number of dimensions
                 return False
             found = ours(rows)
         if found.dtype != expected.dtype or found.shape != expected.shape or not near(found, expected, STEPS[dtype]):
@@ -115,5 +116,5 @@ def agrees(module: nn.Module, ours: Callable[[Tensor], Tensor], width: int, devi
 
 
 def _linears(module: nn.Module) -> Sequence[nn.Module]:
-    """The layers of a gated MLP, whose results are scaled; none of a norm, whose rows are."""
+    """The linear layers of a gated MLP, whose results `agrees` scales; empty for a norm, whose input rows it scales."""
     return [getattr(module, name) for name in ("gate_proj", "up_proj", "down_proj") if hasattr(module, name)]

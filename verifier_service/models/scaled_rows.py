@@ -1,8 +1,8 @@
-"""Rows of several sizes, for comparing a module with the function that replaces it: a clamp acts on large numbers
-alone, perhaps those of few tokens.
+"""Rows at several scales, for comparing a module with the function that replaces it: a clamp acts on large numbers
+alone, perhaps only for few tokens.
 
-Norms undo a scale of a model's inputs. So what is scaled is the results of the modules that both forms call, such as
-the projections of an attention.
+A scale of a model's inputs is undone by the next norm. So the results of modules that both forms call, such as the
+projections of an attention, are scaled instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 SCALES = (1.0, 100.0, 10_000.0)
-"""Factors on ordinary results. No family's limit was seen further above them."""
+"""Factors on ordinary results. No family was seen to clamp only numbers above the largest."""
 SMALL = 0.01
 """A factor on a norm's rows, at which the place of its epsilon shows."""
 

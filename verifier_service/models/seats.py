@@ -1,4 +1,5 @@
-"""Our attention function. It finds the step's rows by its module's seat, as some models drop keyword arguments."""
+"""This project's attention function for transformers. It reads the step's rows from an attribute of its module, the
+seat, as some models drop keyword arguments."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ check at start compares such steps with larger ones."""
 
 @dataclass(frozen=True, slots=True)
 class ProbedLayer:
-    """Facts that the probe recorded of an attention layer."""
+    """What the probe recorded about an attention layer."""
 
     layout: Layout
     window: int | None
@@ -113,7 +114,7 @@ def seat_attention(
     layout = run.pages.layouts[seat.index]
     pool = run.pages.layers[seat.index]
     scale = layout.key_dim**-0.5 if scaling is None else scaling
-    if not isinstance(run.step, TreeRows):  # an accelerator's
+    if not isinstance(run.step, TreeRows):  # the rows of an accelerator's kernels
         from tree_kernels.tree_attention.tensor_cores import SplitRows, attend_pages, write_pages
         from tree_kernels.tree_attention.triton import attend_table, write_table
 

@@ -41,7 +41,7 @@ def check_divisible(folder: Path, config: Any, size: int) -> None:
 
 
 def take_off_wrappers(folder: Path, model: PreTrainedModel) -> Callable[[Collectives], None]:
-    """Replace the layers of a model that the library sharded by plain ones with this worker's slices.
+    """Replace the DTensor layers of a model that the library has sharded by plain layers with this worker's slices.
 
     Returns a function that adds the sums and gathers over workers, to be called once the layers have their forms. The
     head is left to the caller. Raises CheckpointError for a plan with a style that is not supported.
@@ -112,7 +112,8 @@ def _gathered(forward: Forward, width: int, group: Collectives) -> Forward:
 
 
 def _looked_up(module: nn.Embedding, group: Collectives) -> Forward:
-    """An embedding of which each worker has some rows: one finds the token, the others add zeros."""
+    """The forward of an embedding whose rows are divided among the workers: one worker has the token's row, the others
+    add zeros."""
     rows = module.weight.shape[0]
     first, _ = shard_of(module.num_embeddings, group.rank, group.size)
     module.padding_idx = None  # only for training, and may be outside this shard
