@@ -49,7 +49,7 @@ _loading = threading.Lock()
 
 
 def _in_child() -> None:
-    """A thread of the parent may have held the lock when it forked."""
+    """Make a new lock in a forked process: a thread of the parent may have held the old one when it forked."""
     global _loading
     _loading = threading.Lock()
 

@@ -1,7 +1,7 @@
 """Compiles kernels into the cache: `python -m tree_kernels.precompile MODULE ...`.
 
-For the time in which the processes that need them start. One of them that needs a module meanwhile waits for the
-module, or compiles one whose turn has not come.
+It is started beside the processes that need the kernels, while they load. A process that needs a module before then
+waits if the module is being compiled here, else compiles it itself.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def control_word(typingctx: Any) -> Any:
 
 @intrinsic
 def set_control_word(typingctx: Any, word: Any) -> Any:
-    """Sets it."""
+    """Set the processor's control word of vector arithmetic (MXCSR)."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         place = builder.alloca(I32)

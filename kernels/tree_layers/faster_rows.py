@@ -18,11 +18,13 @@ TIMED = {"cuda"}
 REPEATS, TRIALS = 10, 3
 """Products between two readings of the device's clock, and readings; the shortest counts."""
 LEAST_GAIN_S, LEAST_SHARE = 20e-6, 0.7
-"""Padding copies the rows and their results: it must save so many seconds, and take at most this share of the time."""
+"""Least seconds that padding must save, and greatest share of the unpadded time that it may take: padding also copies
+the rows and their results."""
 
 
 def faster_rows(form: Callable[[Tensor], Tensor], rows: Tensor, buckets: Sequence[int]) -> Mapping[int, int]:
-    """The number of rows to pad to, by number of rows; without those that are not padded. rows [most, inputs]"""
+    """Numbers of rows to pad to, by number of rows; numbers that are faster unpadded are left out.
+    rows [most, inputs]: rows that are timed"""
     seconds = {bucket: seconds_of(form, rows[None, :bucket]) for bucket in sorted(buckets)}
     found = {}
     for bucket, own_s in seconds.items():

@@ -29,13 +29,13 @@ MAX_DIVIDED_BYTES = 4_000_000_000
 tries each way of each token. A text of n bytes counts n * n."""
 MAX_DIMENSIONS = 4
 _SCALARS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of a value, by the number of its type."""
+"""Bytes of a value, by GGUF's number of its type."""
 _WHOLE = {0, 2, 4, 10}
-"""The unsigned ones of these types."""
+"""GGUF's numbers of the unsigned integer types."""
 _STRING, _ARRAY = 8, 9
 _ARCHITECTURE, _COUNT = "general.architecture", ".block_count"
 _LAYERS = (_COUNT, ".nextn_predict_layers")
-"""Ends of the keys by which transformers counts layers: it makes a list as long before it looks at the tensors."""
+"""Ends of the keys with numbers of layers. transformers makes lists of this length before it looks at the tensors."""
 _NAMES = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 """The library's names of the matrices with a row for each token."""
 

@@ -139,4 +139,4 @@ class _ShapeUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}")
 
     def persistent_load(self, pid: object) -> None:
-        """Stands for a storage; its numbers are elsewhere in the file and are not read."""
+        """Return a placeholder for a tensor's storage: the numbers are elsewhere in the file and are not read."""

@@ -45,7 +45,8 @@ Form = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A way to multiply by a weight: a product, and how rows are split for it."""
+    """A candidate for the product of a kind of weight: a library's product, and the way in which rows are split for
+    it."""
 
     name: str
     product: Callable[[Tensor, Tensor | None], Form]
@@ -126,7 +127,8 @@ def _in_full_tiles(form: Form) -> Form:
 
 
 def _row_ways() -> Mapping[str, Callable[[Form], Form]]:
-    """How rows may be split for a product, in the order in which it is tried."""
+    """The ways in which rows may be split for a product, by their words in reports, in the order in which they are
+    tried."""
     return {"": _at_once, ", in tiles": _in_tiles, ", in full tiles": _in_full_tiles}
 
 
@@ -453,7 +455,8 @@ def _pieces(rows: int, buckets: Sequence[int]) -> Iterator[tuple[int, int, int]]
 def _first_independent(
     weight: Tensor, bias: Tensor | None, buckets: Sequence[int], threads: int = 1, may_pack: bool = True
 ) -> _Choice | _Compiled | None:
-    """The first form that passes the check, on numbers whose products cancel, for weights of this kind."""
+    """The first form for weights of this kind whose rows are independent, checked on numbers whose products cancel;
+    None if no form passes."""
     rows, like, bias = _cancelling(weight, bias, max(buckets))
     with torch.inference_mode():
         for choice in _choices(like, may_pack):

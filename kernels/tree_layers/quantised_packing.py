@@ -32,11 +32,12 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 24, 32)
 LOSSES = 2
 TRIALS = 15
 LEAST_GAIN = 0.99
-"""Most time of a step with quantised weights, as a share of one with unpacked weights, for the former to be used."""
+"""Quantised weights are used if a step with them takes at most this share of its time with unpacked weights."""
 TIMED_SHAPE = (24576, 1024)
 """Outputs and inputs of the weights that are timed before a model's are read: more than processors' caches hold."""
 HOPELESS = 1.1
-"""A form whose product of one row takes more of the unpacked weight's time is not read at all."""
+"""Blocks of a form are not read if its product of one row takes more than this multiple of the unpacked weight's
+time."""
 
 Timer = Callable[[PackedWeight, Tensor], float]
 
@@ -68,11 +69,13 @@ def random_blocks(form: QuantisedForm, outputs: int, inputs: int, generator: tor
 
 
 def rows_that_gain(seconds: Callable[[int], tuple[float, float]]) -> int:
-    """The most rows of ROWS at which quantised weights take less time. 0: none; the last of ROWS: perhaps more, too.
+    """The greatest number of rows, of those in ROWS, at which quantised weights take less time; 0 if they never do. If
+    it is the last of ROWS, they may take less time with more rows, too.
 
-    seconds: times of a step of so many rows with quantised weights, and with unpacked ones. Pairs are compared, since
-    other processes lengthen both; the first of each number of rows is warm-up. A gain at more rows counts only if it
-    is larger than the losses at fewer: it may be chance, and the fewer rows would pay for it.
+    seconds: measures a step of the given number of rows: its time with quantised weights, and with unpacked ones. The
+    two times of one call are compared, since other processes lengthen both; the first call for each number of rows is
+    warm-up. A gain at more rows counts only if it is larger than the losses at fewer rows: it may be chance, and steps
+    of fewer rows would pay for it.
     """
     found, losses, best, total = 0, 0, 0.0, 0.0
     for count in ROWS:
@@ -128,7 +131,7 @@ class QuantisedPacking:
         self, weight: Tensor, bias: Tensor | None = None, threads: int = 1, dtype: torch.dtype | None = None
     ) -> PackedWeight:
         form = self._tensors.form_of(weight)
-        # Reading and comparing blocks takes time.
+        # Reading and comparing blocks takes time, so it is done only for forms that may gain.
         blocks = self._tensors.blocks_of(weight) if form is not None and may_gain(form, threads) else None
         if blocks is None:
             return PackedWeight(weight, bias, threads, dtype)
@@ -141,7 +144,8 @@ class QuantisedPacking:
         """Choose for how many rows products use the quantised weights, by the times of steps with both forms, and free
         a form that is then never used.
 
-        run: runs a step of so many rows. Single products would not tell: in a step small weights wait for each other.
+        run: runs a step of the given number of rows. Timing single products would not do: in a step small weights wait
+        for each other.
         """
         if not self._packed:
             return

@@ -32,7 +32,8 @@ class StepBuffers:
         apart: int = 1,
     ) -> None:
         """copied: by default an event on a GPU, and None elsewhere, where a copy is done when it returns
-        apart: each array begins at a multiple of so many numbers, since Triton compiles a kernel for each alignment"""
+        apart: each array begins at a multiple of this count of numbers, since Triton compiles a kernel for each
+        alignment"""
         counts = [int(np.prod(shape)) for shape in shapes.values()]
         sizes = [-(-count // apart) * apart for count in counts]
         self._host = torch.zeros(sum(sizes), dtype=dtype, pin_memory=device.type == "cuda")

@@ -1,5 +1,5 @@
-"""Other forms of a tokenizer of the `tokenizers` library, made from its JSON form: of the same ids, for text that does
-not begin a text, and for text in which no special token is read. Imports only the standard library."""
+"""Makes other forms of a tokenizer of the `tokenizers` library, from its JSON form, with the same ids: one for text
+that continues another text, and one that reads no special token in a text. Imports only the standard library."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def _unmarked(component: Any) -> Any:
 def literal(form: dict[str, Any], special: Collection[str]) -> dict[str, Any]:
     """The form that reads none of the tokens with the texts `special`, wherever they stand in a text.
 
-    They keep their ids under texts that nobody can guess: ids of added tokens depend on the number of those before
-    them. One of a single character that the vocabulary has, such as a padding token `!`, is read as ordinary text.
+    These tokens keep their ids, since the ids of added tokens depend on the number of added tokens before them, but get
+    texts that nobody can guess. A token of a single character that the vocabulary has, such as a padding token `!`, is
+    read as ordinary text.
     """
     hidden = {text: f"<{secrets.token_hex(16)}>" for text in special}
     unread = {text: other for text, other in hidden.items() if len(text) > 1}

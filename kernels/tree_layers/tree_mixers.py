@@ -107,7 +107,7 @@ class RecurrentMemory:
         return arrays
 
     def saved_bytes(self, tokens: int) -> int:
-        """Bytes of the arrays of `save` for so many tokens."""
+        """Bytes of the arrays that `save` returns for `tokens` tokens."""
         return sum(layout.state_bytes + tokens * layout.token_bytes for layout in self.layouts)
 
     def check(self, arrays: Mapping[str, Array], most: int) -> None:

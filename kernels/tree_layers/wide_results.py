@@ -1,4 +1,5 @@
-"""Products of narrow rows and weights on a GPU whose results are float32, as sums on its tensor cores are."""
+"""Products of bfloat16 or float16 rows and weights on a GPU with float32 results, the type in which tensor cores
+add."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 WIDENING = {"cuda"}
-"""Kinds of devices whose library has such products."""
+"""Kinds of devices whose library has products of narrow numbers with float32 results."""
 
 
 def may_widen(weight: Tensor) -> bool:

@@ -231,8 +231,9 @@ class DecoderLayers:
     def _listed(
         self, layer: int, program: _LayersProgram, rows: int, columns: int
     ) -> Sequence[tuple[int, Words, int, int]]:
-        """A layer's operations, in order. Each is its kernel, its arguments, the place of its counter, and how many of
-        the layer's first operations must be complete before it begins; all operations of earlier layers must be."""
+        """A layer's operations, in order, each as (kernel, arguments, place of its counter, needs). `needs` is the
+        number of the layer's first operations that must be complete before this one begins; all operations of earlier
+        layers must be complete, too."""
         its, kind, size = self.weights[layer], PRECISIONS[self.dtype], self.dtype.itemsize
         layout, attended = its.layout, its.output.inputs
         heads = its.query.outputs // layout.key_dim

@@ -16,9 +16,10 @@ CHANNELS = 16
 NUMBERS = 8192
 """Most numbers that a program multiplies at once."""
 MOST_WARPS = 4
-"""Most warps of a program. A single one needs no barriers, so it has as many of these numbers as its registers hold."""
+"""Most warps of a program. A single warp needs no barriers, so a program has one warp for each WARP_NUMBERS numbers
+that it multiplies at once."""
 WARP_NUMBERS = 2048
-"""Numbers of a warp."""
+"""Numbers that a warp holds in its registers."""
 
 
 class LevelWeights(NamedTuple):

@@ -10,7 +10,7 @@ SCAN_TOKENS = 8 if lanes() == 16 else 4
 
 
 def scan_symbol(tokens: int) -> str:
-    """The name of the tile for so many tokens."""
+    """The name of the tile that takes a state through `tokens` tokens."""
     return f"dendro_scan_{tokens}"
 
 

@@ -156,7 +156,8 @@ class SinglesTile(QuantisedTile):
 
 
 FIRST, SECOND = ([pair * 4 + at // 2 + side for pair in range(LANES // 4) for at in range(4)] for side in (0, 2))
-"""Places in a vector of factors: of the first half of its outputs, each twice; and of the second half."""
+"""Places of outputs in a vector of factors: FIRST has the first half of the outputs, each twice; SECOND the second
+half."""
 
 
 class PairsTile(QuantisedTile):

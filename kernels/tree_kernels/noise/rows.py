@@ -51,7 +51,7 @@ class NoiseTokens:
 
 
 def _tiles(blocks: int, positions: int) -> Iterator[slice]:
-    """Parts of so many blocks whose numbers stay in the cache."""
+    """Slices of `blocks` blocks of four tokens, so small that their numbers for all positions stay in the cache."""
     size = max(1, TILE_BLOCKS // max(1, positions))
     for start in range(0, blocks, size):
         yield slice(start, min(start + size, blocks))

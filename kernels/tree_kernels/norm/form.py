@@ -10,10 +10,10 @@ from torch import Tensor
 WIDEST = 1 << 14
 """The most numbers of a group that the kernel norms: a row is in the registers of one program."""
 HALVED_TO = 1024
-"""Numbers down to which a row's sum adds halves; it then adds neighbours."""
+"""Count of numbers at which a row's sum changes from adding halves to adding neighbours (README.md in this folder)."""
 
 NO_GATE, GATE_FIRST, GATE_LAST = range(3)
-"""True if a row is multiplied by SiLU of its gate, before or after its norm."""
+"""Place of a gate, whose SiLU multiplies a row: none, before the norm, or after the norm."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,25 +13,26 @@ FEW_INPUTS = 4096
 """Most inputs of a row that is multiplied alone, without tensor cores, by programs that load all their weights at
 once."""
 FEW_OUTPUTS = 8
-"""Most outputs of such a program, twice as many where there are MANY_OUTPUTS."""
+"""Most outputs of a program that multiplies a row alone; twice as many for weights with MANY_OUTPUTS."""
 FEW_WEIGHTS = 128
-"""Most weights of a thread of such a program, which are in registers."""
+"""Most weights that a thread of such a program (for one row alone) holds in registers."""
 FEW_PROGRAMS = 192
-"""Such a program has fewer outputs, two at least, where there would otherwise be fewer programs than this."""
+"""Least number of programs for one row: programs have fewer outputs, at least two, where there would be fewer of
+them."""
 MANY_OUTPUTS = 16384
-"""A weight with so many outputs or more has programs of more outputs."""
+"""Number of outputs of a weight from which on programs have more outputs each."""
 LEAST_ROWS, MOST_ROWS = 8, 32
 """Rows of a program that multiplies by tensor cores. Each of its warps multiplies inputs of its own."""
 TILE_INPUTS = 64
-"""Most adjacent inputs that such a warp multiplies at a time."""
+"""Most adjacent inputs that a warp multiplies at a time by tensor cores."""
 TILE_STAGES = 3
-"""Parts of the weights that are on the way to such a program."""
+"""Parts of the weights that a program with tensor cores loads ahead."""
 WARPS = 4
 
 
 def tile_of(inputs: int, outputs: int, rows: int) -> tuple[int, int, int]:
-    """Outputs of a program, inputs that a warp multiplies at a time at most, and warps. Of those measured on a
-    GPU, these took the least time."""
+    """Settings of a program with tensor cores: its outputs, the most inputs that a warp multiplies at a time, and its
+    warps. They took the least time of the settings that were measured on a GPU."""
     block = TILE_INPUTS if rows < MOST_ROWS else TILE_INPUTS // 2
     if outputs >= MANY_OUTPUTS:
         return 64, block, 2 if rows == LEAST_ROWS else 4

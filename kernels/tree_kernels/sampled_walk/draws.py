@@ -16,8 +16,8 @@ from tree_kernels.noise import gumbel_of_words, uniform_words
 DRAFT_STREAM = 1
 """The noise stream of the drafter's draws; that of shared noise is 0."""
 LEAST_PROBABILITY = 1e-6
-"""Added to the probability of each id of a law made here: so many as there are ids can then be drawn, and the mass that
-is left to draw from is never below it."""
+"""Number added to the probability of each id of a law made here, so that all ids can be drawn and the mass that is left
+to draw from is never smaller."""
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -31,8 +31,9 @@ class SparseLaw(NamedTuple):
 
 
 def law_of_scores(ids: Ints, scores: Floats) -> SparseLaw:
-    """softmax(scores [k]) over these ids, each at least about LEAST_PROBABILITY. A score may be minus infinity, not
-    all of them. Rounded to float32, in which it is sent: the draws follow the rounded numbers."""
+    """The law softmax(scores [k]) over `ids`, with probabilities of at least about LEAST_PROBABILITY. Some scores may
+    be minus infinity, but not all. Probabilities are rounded to float32, as they are sent: the draws follow the rounded
+    numbers."""
     weights = np.exp(scores - scores.max())
     law = weights / weights.sum() + LEAST_PROBABILITY
     return SparseLaw(ids, (law / law.sum()).astype(np.float32).astype(np.float64))

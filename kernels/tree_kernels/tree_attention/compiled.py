@@ -107,7 +107,8 @@ class CompiledStep:
 
 
 def compiled_step(step: TreeRows, threads: int = 1, kv_heads: int = 1) -> CompiledStep:
-    """The rows of a step, for `attend_compiled` in so many threads, of layers with so many kv heads."""
+    """The rows of a step as `attend_compiled` takes them. threads: threads that attend   kv_heads: kv heads of a
+    layer"""
     rows = len(step.positions)
     parts: list[FarRows] = []
     end = 0
@@ -147,7 +148,7 @@ def compiled_step(step: TreeRows, threads: int = 1, kv_heads: int = 1) -> Compil
 
 
 def _block_count(rows: int, shares: int) -> int:
-    """The number of blocks of a text's rows, if each BLOCK_ROWS of them are divided into so many shares."""
+    """The number of blocks of a text's rows, if every BLOCK_ROWS rows are divided into `shares` blocks."""
     return min(rows, -(-rows // BLOCK_ROWS) * shares)
 
 

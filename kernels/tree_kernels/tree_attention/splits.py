@@ -23,8 +23,8 @@ Ints = npt.NDArray[np.int64]
 LINES = 64
 """Lines of a tile: the heads of a group, for a block of rows. With fewer, a GPU multiplies by other instructions."""
 SHORTEST, OF_A_LENGTH, GROWTH = 256, 32, 4
-"""Positions of a split; after so many splits of a length the next have a multiple of it. A long text has enough of them
-for a GPU, and few sums to add."""
+"""Lengths of splits: the first OF_A_LENGTH splits have SHORTEST positions, the next OF_A_LENGTH have GROWTH times as
+many, and so on. So a long text has enough splits for a GPU, but few sums to add."""
 ITEM = 5
 """Numbers of an item: its first row, its number of rows, its split, and the positions [begin, stop) that it reads."""
 WIDEST_HEAD = 256
@@ -48,7 +48,7 @@ def why_not_on_tensor_cores(layout: Layout, group: int, dtypes: Sequence[torch.d
 
 
 def first_positions(longest: int) -> Ints:
-    """The first positions of the splits of a text of so many positions, and the end of the last one."""
+    """The first position of each split of a text of `longest` positions, and the end of the last split."""
     found, length = [0], SHORTEST
     while found[-1] < longest:
         found.append(found[-1] + length)

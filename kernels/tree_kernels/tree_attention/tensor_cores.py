@@ -237,7 +237,7 @@ def _far(
     FIELDS: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """scale: factor of the scores, in units of log 2 or, with a cap, divided by it   window: 0: none"""
+    """scale: factor of the scores, in units of log 2; with a cap, divided by the cap   window: 0: no window"""
     lines = tl.arange(0, LINES)
     key_columns = tl.arange(0, KEY_PAD)
     value_columns = tl.arange(0, VALUE_PAD)

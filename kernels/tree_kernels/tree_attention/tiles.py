@@ -22,10 +22,10 @@ F32, I32, I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 VECTOR, WORDS, FOUR = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(F32, 4)
 BYTES = 4 * LANES
 TOGETHER = {1: 8, 2: 4, 3: 4}
-"""Keys of a tile of scores by its lines: enough sums to hide the latency of an addition."""
+"""Number of keys of a tile of scores, by its number of lines: enough sums to hide the latency of an addition."""
 VECTORS = {1: 8, 2: 4, 3: 4}
-"""Vectors of results of a tile of sums by its lines. Each number is a sum of its own, so these vectors are as wide as
-the processor's."""
+"""Number of vectors of results of a tile of weighted values, by its number of lines. Each number of a vector is a sum
+of its own, so the vectors may be as wide as the processor's."""
 ROUNDER = 12582912.0
 """1.5 * 2**23: adding it rounds to a whole number, which is then in the low bits."""
 LOWEST = -126.0

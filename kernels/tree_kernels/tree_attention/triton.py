@@ -159,7 +159,7 @@ def _attend(
     WINDOWED: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """scale: factor of the scores, in units of log 2 or, with a cap, divided by it   window: 0: none"""
+    """scale: factor of the scores, in units of log 2; with a cap, divided by the cap   window: 0: no window"""
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     members = tl.arange(0, GROUP_PAD)

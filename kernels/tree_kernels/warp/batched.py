@@ -17,7 +17,7 @@ from torch import Tensor
 PART_ROWS = 32
 """Rows that are filtered at once: filters need about 70 bytes for each token of a row, at most 80."""
 UNITS = 2.0**60
-"""Units of probability in 1; those of a row are at most about as many, and fit in an int64."""
+"""Number of units in the probability 1. The units of a row sum to about this number, which an int64 holds."""
 
 
 @dataclass(frozen=True, slots=True)

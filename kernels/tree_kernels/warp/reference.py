@@ -16,7 +16,7 @@ from torch import Tensor
 SMALLEST_TEMPERATURE = 1e-6
 """Least temperature above 0, which is greedy: dividing by less may overflow float32."""
 LARGEST_TEMPERATURE = 1e30
-"""Greatest temperature, which float32 holds: by one that it does not hold, -inf would be divided to NaN."""
+"""Greatest temperature. It must be finite in float32: -inf divided by infinity is NaN."""
 
 FIRST_WIDTHS = (64, 1024)
 """Numbers of the likeliest tokens that top-p and min-p try before all tokens."""
