@@ -26,7 +26,8 @@ class AskedAddresses:
         self._asked = 0
 
     def begin_call(self) -> None:
-        """Begin the call to the next address. Its time is its share of what is left, at most LONGEST_CALL_S."""
+        """Begin the call to the next address. Its timeout is an equal share of the time that is left, at most
+        LONGEST_CALL_S."""
         left = max(self._deadline - self._clock(), 0.0) / max(len(self.addresses) - self._asked, 1)
         self._asked += 1
         self._call_deadline = self._clock() + min(left, LONGEST_CALL_S)

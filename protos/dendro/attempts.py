@@ -70,12 +70,12 @@ class Attempts:
         self._last = None
 
     def pause_after(self, error: grpc.RpcError | None, address: str, rotation: Rotation, begun: bool = False) -> float:
-        """Seconds to wait before the next call, after one at `address` broke or was refused, which the rotation
-        learns. Raises a DendroError where the call must not be repeated.
+        """Record in the rotation that a call at `address` broke or was refused. Returns the seconds to wait before the
+        next call. Raises a DendroError where the call must not be repeated.
 
         error: None for a stream that ended without its last event
-        begun: whether the answer has begun, and is lost unless it is resumed; else it is refused where all addresses
-            refuse it
+        begun: True if the answer has begun, so that giving up would lose it; otherwise the call fails once all
+        addresses have refused it
         """
         if error is not None and (final := final_error(error, self.timeout_s)) is not None:
             raise final from error

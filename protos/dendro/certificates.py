@@ -67,7 +67,7 @@ class CertificateFiles:
         self._contents = self._read()
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Credentials of a gRPC server. New connections use new files."""
+        """Credentials of a gRPC server. The files are read again for a new connection if they have changed."""
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
             return self._contents.for_server if self.refresh() else None

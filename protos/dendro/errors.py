@@ -63,7 +63,7 @@ class BadRequest(DendroError):
         self.too_long = too_long
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, bool]]:
-        """Unpickled as it was made, from its arguments: a replica's errors are sent as pickles by Ray."""
+        """Lets the error be unpickled with its arguments: Ray sends a replica's errors as pickles."""
         return type(self), (self.field, self.reason, self.too_long)
 
 

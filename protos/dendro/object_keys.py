@@ -1,9 +1,9 @@
 """The keys of an object that a JSON schema does not declare, in a form in which no key can be spelt as another.
 
-llguidance lets a key of `additionalProperties` be any JSON string, so also a declared one with an escape in it; one of
-`patternProperties` is written in one way. Where several schemas describe one object (`allOf`, a reference with
-siblings), it combines their patterns only where they are the same or have no key in common; so all of them get the
-names and the patterns of all.
+llguidance lets a key of `additionalProperties` be any JSON string, so a declared key could come again, spelt with an
+escape. A key of `patternProperties` can be spelt in one way only. Where several schemas describe one object (`allOf`, a
+reference with siblings), llguidance combines their patterns only if these are the same or have no key in common. So
+each of the schemas gets the names and the patterns of all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Keys:
 
     names: tuple[str, ...]
     patterns: tuple[str, ...]
-    several: bool  # schemas
+    several: bool  # True if several schemas describe the object
     alike: bool  # True if every other key may have any value
     rest: str | None  # an expression of other keys; None where it is not known which the patterns leave over
 
@@ -48,7 +48,8 @@ class Keys:
         return cls(tuple(dict.fromkeys(names)), tuple(dict.fromkeys(patterns)), len(schemas) > 1, alike, rest)
 
     def declared(self, schema: Schema, made: Schema) -> Schema:
-        """Keywords for one of the schemas, which admits others. made: the same, rewritten"""
+        """Keywords of keys for one of the schemas, which is open to keys that it does not declare. made: the rewritten
+        schema"""
         own, others = schema.get("patternProperties", {}), _others(made)
         given, patterns = made.get("properties", {}), made.get("patternProperties", {})
         found: Schema = {"additionalProperties": False}
@@ -90,7 +91,7 @@ def _has_alternatives(pattern: str) -> bool:
 
 
 def exact(pattern: str) -> list[str]:
-    """The texts that a pattern lists; none for one of another form."""
+    """The texts that a pattern lists; empty for a pattern of another form."""
     if re.fullmatch(rf"\^{PLAIN}\$", pattern, re.ASCII):
         return [_plain(pattern[1:-1])]
     listed = re.fullmatch(rf"\^\((?:\?:)?({PLAIN}(?:\|{PLAIN})*)\)\$", pattern, re.ASCII)
@@ -102,8 +103,8 @@ def _plain(text: str) -> str:
 
 
 def listed(schema: Schema) -> dict[str, list[str]]:
-    """The keys of the patterns that list them: a key that is declared instead cannot be given twice. None where keys
-    are counted, which llguidance does only where all declared ones are required."""
+    """Keys by pattern, for the patterns that list their keys: as declared keys they cannot be given twice. Empty for
+    schemas that count keys, since llguidance counts only where all declared keys are required."""
     if "minProperties" in schema or "maxProperties" in schema:
         return {}
     found = {pattern: exact(pattern) for pattern in schema.get("patternProperties", ())}

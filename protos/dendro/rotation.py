@@ -21,7 +21,7 @@ GRPC_FORMS = ("dns:", "unix:", "unix-abstract:", "vsock:", "ipv4:", "ipv6:", "xd
 
 class Rotation:
     """Hands out addresses in turn, without those at which a call broke less than SHUNNED_S ago or was refused less than
-    FULL_S ago. Where that leaves none, the one whose time is over first."""
+    FULL_S ago. If no address is left, it hands out the one that would be available again first."""
 
     def __init__(self, addresses: str, clock: Clock = time.monotonic) -> None:
         """addresses: `host:port`, several separated by commas. Raises BadRequest where there is none, and for one in

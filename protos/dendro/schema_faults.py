@@ -1,5 +1,5 @@
-"""Finds the place in a structure of what llguidance refuses: of a JSON schema its message names what it is, not where,
-and of all it quotes the grammar, which for a schema or an expression is not the client's."""
+"""Finds the place in a structure of what llguidance refuses. For a JSON schema llguidance's message says what is wrong
+but not where. It also quotes the grammar, which for a schema or an expression was not written by the client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MESSAGE = re.compile(
     r"(?: while processing \S*#(?P<within>\S*))?(?: 1 \| %llguidance.*)?"
 )
 QUOTING = re.compile(r"(?P<head>.*?): (?:at )?(?P<line>\d+)\(\d+\): (?P<reason>.*?)(?: \d+ \| .*)?")
-"""A fault of a grammar, of which llguidance quotes the line and those around it."""
+"""Form of llguidance's message for a fault of a grammar, with the faulty line and the lines around it."""
 KINDS = {"null", "boolean", "number", "string", "array", "object"}
 OVERLAP = (
     "alternatives that may overlap, or whose constants are different numbers, arrays or objects, cannot be enforced; "

@@ -33,7 +33,7 @@ from dendro.schema_refs import (
 from dendro.written_numbers import WrittenNumber, number_of
 
 EXACT = 1 << 53
-"""Whole numbers up to it are numbers of float64, as which llguidance reads them."""
+"""Whole numbers up to this one are exact in float64, the type in which llguidance reads numbers."""
 LARGEST = 1 << 63
 NEAREST = Decimal("1e-9")
 """Least distance of a fraction from a whole number that is excluded as its bound."""
@@ -54,7 +54,7 @@ class SchemaError(ValueError):
         self._arguments = where, reason
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
-        """Unpickled as it was made, in another process."""
+        """Lets the error be unpickled with its arguments in another process."""
         return type(self), self._arguments
 
 
@@ -112,7 +112,8 @@ class _Rewriting:
         return made
 
     def _schema(self, schema: Schema, where: str, keys: Keys | None = None) -> Schema:
-        """The schema of an object, and all within it. keys: of the schemas of the same value around it"""
+        """Rewrite a schema and all schemas within it. keys: keys of the schemas around it that describe the same value;
+        None: this one is the outermost"""
         self._done.add(where)
         schema = self._references.counting(schema)
         keys = keys or shared_keys(schema, self._references)
@@ -199,7 +200,7 @@ class _Rewriting:
 
 
 def _above(place: str) -> Iterator[str]:
-    """A place and those that it is in, but for the whole."""
+    """Yields a place and all places that contain it, except the whole schema (the empty place)."""
     while place:
         yield place
         place = place.rpartition("/")[0]
@@ -309,8 +310,8 @@ def _bound(made: Schema, keyword: str) -> None:
 
 
 def _exclude(made: Schema, keyword: str) -> None:
-    """Move a whole number that is excluded as a bound of fractions inwards: between it and a fraction of the same
-    whole part, llguidance admits it."""
+    """Move an excluded bound of fractions inwards if it is a whole number: llguidance would admit the bound itself
+    where the other bound is a fraction with the same whole part."""
     plain, sign = keyword.removeprefix("exclusive").lower(), 1 if keyword.endswith("inimum") else -1
     if isinstance(made.get(keyword), bool):  # the form of draft 4
         excludes = made.pop(keyword)

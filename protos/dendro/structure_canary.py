@@ -138,7 +138,8 @@ class Canary:
 
 
 def _bound_memory(more_bytes: int) -> None:
-    """Allow this process so much address space beside what it has; where the system does not tell that, any."""
+    """Limit this process to `more_bytes` of address space beyond what it has now; no limit on systems that do not
+    report address space."""
     pages = Path("/proc/self/statm")
     if pages.exists():
         most = int(pages.read_text().split()[0]) * resource.getpagesize() + more_bytes

@@ -311,7 +311,7 @@ class Tokens:
         return _number(self._hash(len(self.ids) if length is None else length))
 
     def digest_with(self, tokens: Sequence[int]) -> int:
-        """Digest of all tokens and these after them."""
+        """Digest of this list continued by `tokens`."""
         running = self._hash(len(self.ids)).copy()
         running.update(packed_ids(tokens))
         return _number(running)

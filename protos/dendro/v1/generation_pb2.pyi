@@ -236,23 +236,23 @@ class GenerateRequest(_message.Message):
     keep_session: _builtins.bool
     """keep_session asks for a new session if `session` is empty; `complete` has its token."""
     min_new_tokens: _builtins.int
-    """min_new_tokens is the answer's least length: until it has so many tokens, end-of-text tokens (unless ignore_end) and
-    stop_ids are not drawn. Absent or zero: any length. More than max_new_tokens is refused.
+    """min_new_tokens is the answer's least length: until it has this many tokens, end-of-text tokens (unless ignore_end)
+    and stop_ids are not drawn. Absent or zero: any length. More than max_new_tokens is refused.
     """
     include_stop: _builtins.bool
     """include_stop ends the text after the stop string. Refused without `stop`."""
     logprobs: _builtins.int
     """logprobs asks for the log-probability of each token of the answer, and of this number of likeliest tokens at its
-    place, 0 to 20. They are those of the target's raw logits: before temperature, penalties, biases, removals and
+    place, 0 to 20. They are computed from the target's raw logits: before temperature, penalties, biases, removals and
     filters. Absent: none.
 
     A request with the request_id of a written turn gets those of the answer's rest by computing that rest again, as
     records have none. It is refused if the tokens differ, because the request has other parameters than that turn.
     """
     n: _builtins.int
-    """n asks for so many answers to the prompt, 1 to 16. Answer i is that of a request with the sample_index of this one,
-    or zero, plus i; without a seed all have the one that the server draws. The stream has the events of all answers,
-    and is complete when each is. Absent: 1.
+    """n asks for this number of answers to the prompt, 1 to 16. Answer i is the answer to a request whose sample_index is
+    this request's (zero if absent) plus i; without a seed all have the seed that the server draws. The
+    stream has the events of all answers, and is complete when each is. Absent: 1.
 
     More than 1 is refused with `session` or `keep_session`, as a session continues with one answer, and with `resume`:
     answer i of a broken stream is resumed by a request of its own, without n, with answer i's sample_index.
@@ -291,7 +291,7 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def resume(self) -> Global___Resume:
-        """resume continues an answer whose stream broke. It repeats the request's other fields."""
+        """resume continues an answer whose stream broke. The call repeats the other fields of the first call."""
 
     @_builtins.property
     def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -958,8 +958,8 @@ class RoundTree(_message.Message):
     missed: _builtins.bool
     """missed: a drafter was asked for the tree, and sent none in time."""
     draft_us: _builtins.int
-    """draft_us is the time in which the round was queued or computed at the drafter; verify_us and queue_us are those of
-    the verifier. In microseconds.
+    """draft_us is the time in which the round was queued or computed at the drafter, verify_us the time in which it was
+    computed at the verifier, queue_us the time in which it was queued there. In microseconds.
     """
     verify_us: _builtins.int
     queue_us: _builtins.int
@@ -1063,7 +1063,7 @@ class TokenLogprobs(_message.Message):
     TOP_IDS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     logprob: _builtins.float
-    """logprob is that of the token."""
+    """logprob is the log-probability of the token."""
     @_builtins.property
     def top_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """top_ids are the likeliest tokens, in order; of equally likely ones, the lower id first. As many as the request asks
@@ -1072,7 +1072,7 @@ class TokenLogprobs(_message.Message):
 
     @_builtins.property
     def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """top_logprobs are those of top_ids."""
+        """top_logprobs are the log-probabilities of top_ids."""
 
     def __init__(
         self,
@@ -1163,8 +1163,8 @@ class Usage(_message.Message):
     completion_tokens: _builtins.int
     """completion_tokens is the length of the answer, resumed tokens included."""
     accepted_prediction_tokens: _builtins.int
-    """accepted_prediction_tokens is the number of the answer's tokens that its prediction had next, with and without
-    speculation; rejected_prediction_tokens that of the prediction's others. Of alternatives, those of the best.
+    """accepted_prediction_tokens counts the answer's tokens that the prediction had next, with and without speculation;
+    rejected_prediction_tokens counts the prediction's other tokens. Of several predictions the best one counts.
     """
     rejected_prediction_tokens: _builtins.int
     def __init__(
@@ -1281,8 +1281,9 @@ class SpeculationStats(_message.Message):
     draft_us: _builtins.int
     """draft_us is the part of rounds_us in which rounds were queued or computed at drafters, or waited for late drafts."""
     verify_us: _builtins.int
-    """verify_us is the part in which the verifier was busy with them, queue_us the part in which they were queued there.
-    Unless the request fixes a shape, the first round runs in the step of the prompt's last rows: it has hardly any.
+    """verify_us is the part of rounds_us in which the verifier computed rounds, queue_us the part in which rounds were
+    queued there. Unless the request fixes a shape, the first round runs in the step of the prompt's last rows and adds
+    hardly anything to either.
     """
     queue_us: _builtins.int
     hop_us: _builtins.int
@@ -1292,15 +1293,15 @@ class SpeculationStats(_message.Message):
     opening_us: _builtins.int
     """opening_us is the remaining time of the first round: mostly waiting for the text to be opened."""
     decode_tokens: _builtins.int
-    """decode_tokens counts the tokens emitted after the first round; decode_us is the time from its end to the last
-    round's end, time between rounds included, in microseconds.
+    """decode_tokens counts the tokens emitted after the first round; decode_us is the time from the first round's end to
+    the last round's end, time between rounds included, in microseconds.
     """
     decode_us: _builtins.int
     verifier_moves: _builtins.int
     """verifier_moves counts the openings of the text at another verifier."""
     ahead_us: _builtins.int
-    """ahead_us is the time of steps before their rounds began, which no part of rounds_us has: a verifier may begin a
-    round without a tree when it has sent the verdict before it.
+    """ahead_us is the time of steps before their rounds began, which rounds_us does not include: a verifier may begin a
+    round without a tree as soon as it has sent the verdict of the round before.
     """
     ordered_trees: _builtins.int
     """ordered_trees counts the rounds whose tree went from the drafter straight to the verifier."""
@@ -1353,8 +1354,8 @@ Global___SpeculationStats: _TypeAlias = SpeculationStats  # noqa: Y015
 
 @_typing.final
 class DrafterStats(_message.Message):
-    """DrafterStats is one drafter's share of SpeculationStats. A round with its tree may have guesses of proposers, too, which
-    count as the others do. The sum of late_drafts is that of SpeculationStats.
+    """DrafterStats is one drafter's share of SpeculationStats. A round with a tree of the drafter may have guesses of
+    proposers, too. The late_drafts of all drafters sum to the late_drafts of SpeculationStats.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1368,16 +1369,20 @@ class DrafterStats(_message.Message):
     name: _builtins.str
     """name is the drafter's name in the server's configuration."""
     rounds: _builtins.int
-    """rounds counts the rounds that had its tree; late_drafts those for which it was asked and its tree did not come."""
+    """rounds counts the rounds with a tree of this drafter; late_drafts counts the rounds for which it was asked for a
+    tree that did not come.
+    """
     late_drafts: _builtins.int
     drafted_tokens: _builtins.int
-    """drafted_tokens counts its guesses, without the router's own proposals beside them, accepted_tokens those that became
-    part of the answer.
+    """drafted_tokens counts the drafter's guesses, without guesses of proposers alone; accepted_tokens counts those of
+    them that became part of the answer.
     """
     accepted_tokens: _builtins.int
     @_builtins.property
     def opening(self) -> Global___OpeningStats:
-        """opening is the cost of opening the text at it, the first time. Absent: it did not open the text."""
+        """opening is the cost of opening the text at the drafter for the first time. Absent: the drafter did not open the
+        text.
+        """
 
     def __init__(
         self,
@@ -1679,8 +1684,9 @@ class ExplainResponse(_message.Message):
     """cut: the later chunks were too many to be kept."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerateResponse]:
-        """events are the request's so far, without its prompt, and with the tree of each chunk. The sample of each is its
-        answer's sample_index. Those of an answer that was resumed at another router may begin at an offset, or have a gap.
+        """events are the events of the request so far, without its prompt, and with the tree of each chunk. The sample of an
+        event is its answer's sample_index. Events of an answer that was resumed at another router may begin at an offset, or
+        have a gap.
         """
 
     def __init__(

@@ -97,8 +97,8 @@ class DraftCall(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     PREPARED_FROM_FIELD_NUMBER: _builtins.int
     prepared_from: _builtins.float
-    """prepared_from is the least estimated chance of a verdict on the tree whose next tree the drafter sends before its
-    call. Zero: it sends none.
+    """prepared_from is a chance in (0, 1]: for each verdict on the tree with at least this estimated chance the drafter
+    may send the tree of the round after it before it is asked for that tree. Zero: it sends none.
     """
     @_builtins.property
     def shape(self) -> _tree_pb2.TreeShape:

@@ -58,8 +58,8 @@ class DraftTree(_message.Message):
 
     @_builtins.property
     def laws(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChildLaw]:
-        """laws are those from which the guesses were drawn, of each row with children, ascending. Empty: the guesses are not
-        draws, as in the modes "coupled", "greedy" and "naive".
+        """laws has, for each row with children, in ascending order of rows, the law from which its children were drawn.
+        Empty: the guesses are not draws, as in the modes "coupled", "greedy" and "naive".
         """
 
     def __init__(
@@ -99,7 +99,7 @@ class ChildLaw(_message.Message):
 
     @_builtins.property
     def probabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """probabilities are those of the ids, in [0, 1]; their sum is 1 up to 0.001. As many as ids."""
+        """probabilities has the probability of each of ids, in [0, 1]; the sum is 1 up to 0.001."""
 
     def __init__(
         self,
