@@ -60,7 +60,7 @@ class RankFigures(BaseModel):
 
     @property
     def first(self) -> float:
-        """The share of tokens that were the first choice."""
+        """Share of the target's tokens that were the drafter's first candidate."""
         return self.ranks[0] / max(sum(self.ranks), 1)
 
 

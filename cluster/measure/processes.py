@@ -66,7 +66,7 @@ class ContenderProcess:
     facts: Reply = field(default_factory=dict)  # facts that the process wrote when it had loaded
 
     async def answer(self, row: str, prompt: Sequence[int], temperature: float, seed: int, tokens: int) -> TimedAnswer:
-        """Time an answer in the other process. Raises EngineFailed as `call`."""
+        """Time an answer in the other process. Raises EngineFailed like `call`."""
         fields = {"prompt": list(prompt), "temperature": temperature, "seed": seed, "tokens": tokens}
         found = await self.call(row, **fields)
         return TimedAnswer(**found | {"tokens": tuple(found["tokens"])})
@@ -80,7 +80,8 @@ class ContenderProcess:
         return await self.reply(row)
 
     async def reply(self, who: str | None = None) -> Reply:
-        """The next line that the process writes. who: begins its error; None: the process"""
+        """The next line that the process writes. Raises EngineFailed. who: name that begins the error's message; None:
+        the process's own"""
         assert self.process.stdout
         line = await self.process.stdout.readline()
         if not line:
@@ -107,7 +108,8 @@ async def contender_process(
     """Start a module of ours that calls `serve_calls`, wait until it has loaded, and end it with the context. Raises
     EngineFailed, in a sentence, if it cannot be loaded.
 
-    name: begins the errors that concern no row   arguments: of its `load`, as JSON   environment: its whole environment
+    name: begins errors that concern no row   arguments: those of the module's `load`, sent as JSON
+    environment: the whole environment of the process
     keep_log: its standard error is kept for errors instead of shown
     """
     command = [sys.executable, "-m", module, json.dumps(arguments)]
