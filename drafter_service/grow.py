@@ -57,7 +57,7 @@ class Growth(ABC):
 
     @property
     def finished(self) -> bool:
-        """True if no row waits for candidates: those that have none are leaves."""
+        """True if no row waits for candidates. All rows that did not get any are then leaves."""
         return not self.frontier
 
     def extend(

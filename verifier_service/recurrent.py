@@ -175,7 +175,7 @@ class FoldOf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrentRows:
-    """A step's rows, or one text's of them, for a target with states."""
+    """Rows of a step, or of one text in a step, for a target with states."""
 
     columns: Ints  # [rows, 2 * block] slots of the inputs at positions from the row's checkpoint on; 0 where none is
     own: Ints  # [rows] column of the row's own input

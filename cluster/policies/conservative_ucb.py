@@ -362,7 +362,8 @@ class ConservativeUCB:
             if tree.missed and not tree.draft_us:
                 return
             self._openings[arm.maker] = 0
-        lengths = {} if self._excluded else self.lengths  # read first: they begin with what was known before this round
+        # Read before this round is learnt: new lengths begin with what earlier rounds taught.
+        lengths = {} if self._excluded else self.lengths
         if lengths and arm.drafted and ranked.ranks:
             self._replay(arm.maker, ranked)
         self.experience.learn(arm, tree, verdict)

@@ -225,7 +225,7 @@ class DraftPlane:
 class Costs:
     """Measured costs of rounds under one load class."""
 
-    hops: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # by kind (CALLS): a call's time beyond the peer's
+    hops: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # a call's time, by kind (CALLS)
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
     since_ahead: int = 0  # plain rounds since the last one that was begun ahead
     opening: Cost = field(default_factory=Cost)  # time that opening a text at a drafter adds to rounds meanwhile

@@ -136,7 +136,8 @@ def _given(module: Any, gated: bool, dtype: torch.dtype, device: torch.device) -
 
 
 def _over(function: Callable[..., Tensor], form: RowNorm, by_heads: bool) -> Forward:
-    """by_heads: a row's last two dimensions are heads and their numbers"""
+    """Make a norm's forward from the kernel. by_heads: True if a row's last two dimensions are heads and their
+    numbers"""
 
     def run(x: Tensor, *gate: Tensor, **named: Any) -> Tensor:
         if not by_heads:
