@@ -192,9 +192,7 @@ class VerifierText:
     ahead: PendingCall | None = None  # the entry of `asks` for a round that was begun before the router's call
     early: Verdict | None = None  # verdict of a round whose call has not arrived
     ordered: OrderedRound | None = None  # the next round, while its tree is awaited
-    latest: OrderedRound | None = (
-        None  # the round ordered last, which keeps the trees sent ahead for the round after it
-    )
+    latest: OrderedRound | None = None  # the round ordered last; it keeps trees sent ahead for the round after it
     way_s: float = 0.0  # smoothed time of an ordered tree's way, there and back; 0: none has come
     leaving: bool = False  # True once the text was closed, while its memory is being saved
     admitted: bool = False  # True once the text may hold pages; until then it waits
