@@ -12,7 +12,6 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -245,11 +244,11 @@ class RouterShell:
         if routers > 1:
             self._server.requests.at_all_routers = abort_at_all_routers
         collectors = (
-            RouterMetrics(served, self._server.stats, self._report),
+            RouterMetrics(served, self._server.stats, lambda: self._health.report),
             RedisMetrics(_breakers_of(sessions=sessions, priors=priors.blobs)),
         )
         self._status, self._status_port = await serve_status(
-            collectors, self._report, grpc.host, grpc.status_ports, "grpc.status_port"
+            collectors, lambda: self._health.report, grpc.host, grpc.status_ports, "grpc.status_port"
         )
         self._hosts = [node_address() if host in EVERY_ADDRESS else host for host in (grpc.host, http.host)]
         self._watching = asyncio.create_task(self._watch_health(peers, sessions))
@@ -262,9 +261,6 @@ class RouterShell:
             log.warning("%s", warning)
         await peers.wait_for_targets()
         await self._health.run()
-
-    def _report(self) -> HealthReport:
-        return self._health.report if self._server.healthy else replace(self._health.report, serving=False)
 
     async def addresses(self) -> dict[str, str]:
         """`clients`: the address that clients of gRPC call; `http`: that of clients of HTTP; `status`: that of this
@@ -291,6 +287,7 @@ class RouterShell:
     async def __del__(self) -> None:
         """Drain. Serve awaits it before it ends the process, and sees no calls of a router's clients."""
         self._watching.cancel()
+        self._health.drain()
         await asyncio.gather(self._server.stop(self._drain_s), self._http.stop(self._drain_s))
         await self._served.close()
         await self._status.cleanup()

@@ -58,6 +58,11 @@ class HealthWatch:
             await self.check()
             await asyncio.sleep(self._period_s)
 
+    def drain(self) -> None:
+        """Report that the router ends, without calling `changed`. No check may follow."""
+        faults = {**self.report.faults, "new requests": "none is taken: the router drains"}
+        self.report = HealthReport(False, faults)
+
     async def check(self) -> None:
         """Check all parts, at once."""
         store, *targets = await asyncio.gather(self._store(), *(probe() for probe in self._targets.values()))

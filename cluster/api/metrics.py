@@ -182,10 +182,14 @@ TURNS_NOT_KEPT = _counter(
     f"sum(increase({R}turns_not_kept_total[1h]))",
     "error",
 )
-SERVING = _gauge(f"{R}serving", "1 while the router serves; 0 before a target has a replica.", f"min({R}serving)")
+SERVING = _gauge(
+    f"{R}serving",
+    "1 while the router serves; 0 before a target has a replica, and while it drains.",
+    f"min({R}serving)",
+)
 FAULT = _gauge(
     f"{R}fault",
-    "1 for a part that does not work. part: redis, or target and its name.",
+    "1 for a part that does not work. part: redis; target and its name; or new requests, of a router that drains.",
     f"max by (part) ({R}fault)",
     "part",
 )

@@ -37,10 +37,10 @@ async def started(config: Config) -> Shell:
     return shell
 
 
-async def healthz_of(shell: Shell) -> int:
+async def healthz_of(shell: Shell) -> tuple[int, dict[str, str]]:
     address = (await shell.addresses())["status"]
     async with aiohttp.ClientSession() as session, session.get(f"http://{address}/healthz") as answer:
-        return answer.status
+        return answer.status, (await answer.json())["faults"]
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def _in_this_process(monkeypatch):
 
 
 @pytest.mark.usefixtures("_in_this_process")
-async def test_a_router_starts_while_one_of_the_same_configuration_drains():
+async def test_a_router_starts_while_one_of_the_same_configuration_drains_and_says_so():
     grpc, http, status = free_ports(3)
     config = toy_config(
         grpc={"port": grpc, "status_port": status},
@@ -67,7 +67,9 @@ async def test_a_router_starts_while_one_of_the_same_configuration_drains():
         new = await started(config)
         found = [await shell.addresses() for shell in (old, new)]
         assert not ending.done() and old.runs()
-        assert [await healthz_of(shell) for shell in (old, new)] == [503, 503], "each has a status port of its own"
+        (drains, its), (starts, faults) = [await healthz_of(shell) for shell in (old, new)]
+        assert drains == starts == 503 and its != faults, "each has a status port of its own"
+        assert "drains" in its["new requests"]
         assert found[0]["clients"] == found[1]["clients"] and found[0]["status"] != found[1]["status"]
         asked.cancel()
         await asyncio.wait({asked})
