@@ -102,7 +102,8 @@ def begin(tokenizer: LLTokenizer, lark: str, limits: StructureLimits) -> LLInter
 
 
 def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits, most_s: float) -> str:
-    """Compile a grammar and compute its first mask. Returns why it cannot be enforced; empty if it can.
+    """Compile a grammar and compute its first mask. Returns why it cannot be enforced, as long as llguidance writes it;
+    empty if it can.
 
     most_s: CPU seconds that `begin` may take
     """
@@ -110,7 +111,7 @@ def fault_of_grammar(tokenizer: LLTokenizer, lark: str, limits: StructureLimits,
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(lark, tokenizer, limits=limits.parser())
     if messages:
-        return f"{'does not compile' if failed else 'cannot be enforced'}: {shortened('; '.join(messages))}"
+        return f"{'does not compile' if failed else 'cannot be enforced'}: {'; '.join(messages)}"
     began_s = time.thread_time()
     try:
         begun = begin(tokenizer, lark, limits)
@@ -146,5 +147,10 @@ def fault_of(error: BaseException) -> str:
 
 
 def shortened(text: Any) -> str:
-    """Shorten a message of llguidance to one line."""
-    return " ".join(str(text).split())[:LONGEST_REASON]
+    """Shorten a message of llguidance to one line. One that quotes a long expression keeps the fault at its end."""
+    line = " ".join(str(text).split())
+    if len(line) <= LONGEST_REASON:
+        return line
+    _, word, fault = line.rpartition(" error: ")
+    end = f"…{word}{fault}" if word and len(fault) < LONGEST_REASON // 2 else ""
+    return line[: LONGEST_REASON - len(end)] + end

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dendro.failures import described
-from dendro.guidance import StructureLimits, TokenTexts, fault_of_grammar
+from dendro.guidance import StructureLimits, TokenTexts, fault_of_grammar, shortened
 from dendro.lark_forms import lark_of
 from dendro.schema_faults import located
 
@@ -160,7 +160,7 @@ def _compiled(tokenizer: LLTokenizer, message: dict[str, Any]) -> dict[str, str]
             found.append({"fault": str(error)})
             return
         fault = fault_of_grammar(tokenizer, lark, limits, held_s)
-        found.append({"fault": located(fault, form, texts[0]), "lark": lark})
+        found.append({"fault": shortened(located(" ".join(fault.split()), form, texts[0])), "lark": lark})
 
     def work_or_fault() -> None:
         try:

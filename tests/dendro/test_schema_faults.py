@@ -99,3 +99,25 @@ def test_a_fault_of_an_expression_is_told_without_the_grammar_around_it():
     with pytest.raises(BadRequest) as refused:
         asyncio.run(BYTES.compiled(Structure.regex("a[")))
     assert "unclosed" in str(refused.value) and "%llguidance" not in str(refused.value)
+
+
+LONG = "x" * 900
+
+
+@pytest.mark.parametrize(
+    ("structure", "begin"),
+    [
+        (Structure.regex(f"{LONG}("), "structure.regex: does not compile: invalid regex"),
+        (Structure.grammar(f"start: /{LONG}(/"), "structure.grammar: line 1: does not compile: invalid regex"),
+        (
+            Structure.json_schema({"properties": {"a": {"type": "string", "pattern": f"{LONG}("}}}),
+            "structure.json_schema: does not compile: /properties/a/pattern: regex parse error",
+        ),
+    ],
+    ids=["regex", "grammar", "schema"],
+)
+def test_a_fault_of_a_long_expression_is_told_with_its_reason(structure, begin):
+    with pytest.raises(BadRequest) as refused:
+        asyncio.run(BYTES.compiled(structure))
+    message = str(refused.value)
+    assert message.startswith(begin) and message.endswith("error: unclosed group") and len(message) < 500
