@@ -34,8 +34,8 @@ STOP_TIMEOUT_S = 5.0
 RESTART_S, LONGEST_RESTART_S = 0.5, 30.0
 """Seconds between the end of a server and the start of the next one: twice as many after each that did not become
 ready, up to the longest."""
-FOLDER, SOCKET = "dendro-redis-", "redis.sock"
-"""Begin of a folder's name, and the name of the socket in it."""
+FOLDER, SOCKET, LOG = "dendro-redis-", "redis.sock", "redis.log"
+"""Begin of a folder's name, and the names of the socket and the log in it."""
 
 # Requests a SIGTERM from Linux when the parent dies, then becomes redis-server. (A `preexec_fn` would run Python
 # between fork and exec in a process that may have threads.) On other systems only the exit handler ends the server.
@@ -67,17 +67,19 @@ def find_redis_server() -> Path:
 
 
 def remove_left_folders() -> None:
-    """Remove the folders of this user's servers that were killed together with their parents."""
+    """Remove the folders of this user's servers that ended together with their parents. One that was not killed has
+    removed its socket."""
     for folder in Path(tempfile.gettempdir()).glob(f"{FOLDER}*"):
         # An OSError: another user's folder, one that another process removes now, or one whose running parent locks it.
         with suppress(OSError), ExitStack() as opened:
-            if folder.stat().st_uid != os.getuid() or not (folder / SOCKET).is_socket():
+            started = (folder / SOCKET).is_socket() or (folder / LOG).exists()
+            if folder.stat().st_uid != os.getuid() or not started:
                 continue
             lock = os.open(folder, os.O_RDONLY)
             opened.callback(os.close, lock)
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             probe = opened.enter_context(socket.socket(socket.AF_UNIX))
-            if probe.connect_ex(str(folder / SOCKET)) == errno.ECONNREFUSED:
+            if probe.connect_ex(str(folder / SOCKET)) in (errno.ECONNREFUSED, errno.ENOENT):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -105,7 +107,7 @@ class RedisServer:
             "port": "0",
             "unixsocket": str(path),
             "dir": str(self._folder),
-            "logfile": str(self._folder / "redis.log"),
+            "logfile": str(self._folder / LOG),
             "save": "",
             "appendonly": "no",
             "maxmemory": f"{memory_mb}mb",
@@ -174,7 +176,7 @@ class RedisServer:
                     if self._process.poll() is None and time.monotonic() < deadline:
                         time.sleep(0.02)
                         continue
-                    written = self._folder / "redis.log"
+                    written = self._folder / LOG
                     tail = written.read_text()[-500:] if written.exists() else ""
                     raise EngineFailed(f"redis: the embedded redis-server did not start: {tail}") from error
         finally:

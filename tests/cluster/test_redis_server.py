@@ -37,18 +37,24 @@ def test_it_answers_on_a_private_socket_and_stops():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the parent's death")
-def test_it_ends_when_its_parent_is_killed():
+def test_it_ends_when_its_parent_is_killed_and_the_next_server_removes_its_folder(tmp_path, monkeypatch):
     code = (
         "import time; from cluster.redis_server import RedisServer as S; print(S(16).pid, flush=True); time.sleep(60)"
     )
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as parent:
+    command, root = [sys.executable, "-c", code], Path(__file__).parents[2]
+    named = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root, env=named) as parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         child = psutil.Process(pid)
         os.kill(parent.pid, signal.SIGKILL)
     gone, alive = psutil.wait_procs([child], timeout=10)
     assert not alive
+    (left,) = tmp_path.iterdir()
+    assert not (left / redis_server.SOCKET).exists(), "redis-server has removed it"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with RedisServer(memory_mb=16):
+        assert not left.exists()
 
 
 def test_without_a_binary_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
