@@ -41,14 +41,12 @@ from tree_layers.step_buffers import StepBuffers
 from triton.runtime.errors import OutOfResources
 
 from verifier_service.device_states import DeviceStates, folds_in_place
-from verifier_service.guarding import guarded
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import Logits
 from verifier_service.rows import StepOutcome, StepPlan
 from verifier_service.runner import StepRunner, accepted_rows
 from verifier_service.shards import Bounds, Crew
-from verifier_service.structure_masks import BegunMasks
-from verifier_service.walk import Draw, before_unusable, echo_logprobs, token_logprobs
+from verifier_service.walk import BegunMasks, Draw, before_unusable, echo_logprobs, guarded, token_logprobs
 
 log = logging.getLogger("dendro.verifier")
 

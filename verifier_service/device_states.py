@@ -14,8 +14,8 @@ from tree_kernels.tree_scan.triton import ITEM_ROWS, ScanTable
 from tree_layers.device_mixers import FoldRooms, TabledStep
 from tree_layers.tree_mixers import RecurrentMemory
 
-from verifier_service.recurrent import Arrangement, RecurrentRows, last_writers
-from verifier_service.rows import StepPlan
+from verifier_service.recurrent import Arrangement, last_writers
+from verifier_service.rows import RecurrentRows, StepPlan
 
 
 class DeviceStates:

@@ -58,7 +58,7 @@ from verifier_service.runner import StepRunner, buckets_up_to, with_few_rows
 from verifier_service.runners import runner_for
 from verifier_service.scheduler import StepScheduler
 from verifier_service.shards import Bounds, Crew, Starter, free_bytes
-from verifier_service.structure_masks import MasksPending
+from verifier_service.walk import MasksPending
 from verifier_service.worker import start_processes
 
 log = logging.getLogger("dendro.verifier")

@@ -23,10 +23,7 @@ from tree_kernels.row_slots import Homes, Ints, first_seen, path_slots
 from tree_kernels.tree_scan import BlockFold, Group, Paths
 from tree_layers.tree_mixers import RecurrentStep
 
-from verifier_service.paths import RowPaths, TextPart
-
-NOT_KEPT = -1
-"""Target of a checkpoint that only its own step needs."""
+from verifier_service.rows import NOT_KEPT, FoldOf, RecurrentRows, RowPaths, TextPart
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,26 +159,6 @@ class Arrangement:
         """The runner's own place, empty."""
         after = place_of(self.places, self.extent)
         return TextStates(self.whole, after.first_token, after.first_state)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class FoldOf:
-    """Computation of a checkpoint from the checkpoint one block earlier."""
-
-    source: int  # slot of the states; -1 - f for the result of the step's fold f
-    columns: Ints  # [block] slots of the block's inputs
-    target: int  # slot of the states, or NOT_KEPT
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RecurrentRows:
-    """Rows of a step, or of one text in a step, for a target with states."""
-
-    columns: Ints  # [rows, 2 * block] slots of the inputs at positions from the row's checkpoint on; 0 where none is
-    own: Ints  # [rows] column of the row's own input
-    homes: Ints  # [rows] slot of the row's position in its text's ring
-    sources: Ints  # [rows] checkpoint from which the row starts, numbered like `FoldOf.source`
-    folds: tuple[FoldOf, ...]
 
 
 def recurrent_rows(

@@ -22,15 +22,13 @@ from tree_layers.launching import on_its_device
 from tree_layers.memory import Pages
 from tree_layers.tree_mixers import Array, RecurrentMemory
 
-from verifier_service.guarding import guarded
 from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.recurrent import TextStates, last_writers, on_device, recurrent_rows, recurrent_step
 from verifier_service.row_check import RowTrace
 from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
-from verifier_service.structure_masks import BegunMasks, StepMasks
-from verifier_service.walk import Walker, echo_logprobs, walk_with_logprobs
+from verifier_service.walk import BegunMasks, StepMasks, Walker, echo_logprobs, guarded, walk_with_logprobs
 
 SMALL_BUCKETS = tuple(range(ROW_MULTIPLE, 65, ROW_MULTIPLE))
 

@@ -38,9 +38,7 @@ from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worth_waiting, worthwhile
-from verifier_service.guarding import guarded
 from verifier_service.memory import PageTable
-from verifier_service.paths import RowPaths, TextPart
 from verifier_service.recurrent import StatePool, recurrent_rows_of
 from verifier_service.requests import (
     Capacity,
@@ -55,9 +53,8 @@ from verifier_service.requests import (
     next_in_turn,
     texts_by_tenant,
 )
-from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, rows_of_texts
-from verifier_service.structure_masks import MasksPending
-from verifier_service.walk import Draw, Echo
+from verifier_service.rows import NO_ROWS, RowPaths, StepOutcome, StepPlan, TextPart, pack, rows_of_texts
+from verifier_service.walk import Draw, Echo, MasksPending, guarded
 
 log = logging.getLogger("dendro.verifier")
 

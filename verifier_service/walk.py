@@ -1,17 +1,24 @@
-"""Walks a step's trees, keeps the noise with which texts sample, and computes log-probabilities of emitted tokens."""
+"""Walks a step's trees, waits for the masks of structured answers, keeps the noise with which texts sample, and
+computes log-probabilities of emitted tokens. A fault in one text's part of a step ends that text alone, and a text
+whose masks take long is left out of the step."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from dendro.errors import BadRequest
-from dendro.grammars import GrammarText
+from dendro.daemon_threads import MaskThreads
+from dendro.errors import BadRequest, DendroError, EngineFailed
+from dendro.failures import described, log_failure
+from dendro.grammars import GrammarText, TreeMasks
 from dendro.logprobs import TokenLogprobs
 from dendro.modes import VerificationMode, draft_seed
 from dendro.text import Sampling
@@ -24,7 +31,9 @@ from tree_kernels.sampled_walk import Floats, NoiseCoins, SparseLaw, block, draw
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of, warp
 
-from verifier_service.structure_masks import BegunMasks
+log = logging.getLogger("dendro.verifier")
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,77 @@ class Echo:
     wanted: int  # place of the first of the rows in the step's logits; the others follow
     tokens: tuple[int, ...]  # [rows] the known token after each row
     top: int  # number of likeliest tokens with log-probabilities beside each token's
+
+
+def guarded(work: Callable[[], Found]) -> Found | DendroError:
+    """Run one text's part of a step. Returns its result, or the error that ends this text alone."""
+    try:
+        return work()
+    except DendroError as error:
+        return error
+    except BaseException as error:  # a panic of a native library is no Exception
+        log_failure(log, error, "verifier: a text's part of a step failed; the others go on")
+        return EngineFailed(f"verifier: {described(error)}")
+
+
+# Masks of structured answers. Finished ones are kept, so a text that is left out of a step draws the same tokens later.
+class MasksPending(DendroError):
+    """Raised if a text's masks are not ready: it is left out of the step, and takes part again once `work` is done."""
+
+    def __init__(self, work: Future[Any]) -> None:
+        super().__init__("structure: the masks are not ready")
+        self.work = work
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BegunMasks:
+    """Masks of one draw, computed by a thread. Until they are done, no other thread may use the text's structure."""
+
+    work: Future[TreeMasks]
+    text: GrammarText
+
+    def result(self) -> TreeMasks:
+        """The masks. Raises MasksPending if they are not ready, and any exception of the computation."""
+        if not self.work.done():
+            raise MasksPending(self.work)
+        return self.work.result()
+
+
+class StepMasks:
+    """Finds the tokens that structures allow after the rows of a step's trees, while the model's forward runs."""
+
+    def __init__(self) -> None:
+        self._threads = MaskThreads()
+
+    def begin(self, draws: Sequence[tuple[GrammarText | None, DraftTree]]) -> list[BegunMasks | None]:
+        """Begin to compute the masks of each draw's tree; None for a text without a structure."""
+        return [
+            BegunMasks(self._threads.begin(partial(text.masks, tree)), text) if text is not None else None
+            for text, tree in draws
+        ]
+
+    def wait(self, masks: Sequence[BegunMasks | None]) -> None:
+        """Wait a short time for masks to become ready."""
+        self._threads.wait([each.work for each in masks if each is not None])
+
+    def settled(
+        self, walks: Sequence[Walk | DendroError], masks: Sequence[BegunMasks | None]
+    ) -> list[Walk | DendroError]:
+        """Find what may follow the tokens of each walk, which decides whether they complete the answer. Returns the
+        walks, with MasksPending in place of a walk whose result is not ready, and the error in place of one that
+        failed."""
+        found = list(walks)
+        ahead: dict[int, Future[None]] = {}
+        for number, (walked, begun) in enumerate(zip(walks, masks, strict=True)):
+            if begun is not None and isinstance(walked, Walk):
+                ahead[number] = self._threads.begin(partial(begun.text.foresee, walked.tokens))
+        self._threads.wait(list(ahead.values()))
+        for number, work in ahead.items():
+            if not work.done():
+                found[number] = MasksPending(work)
+            elif isinstance(failed := guarded(work.result), DendroError):
+                found[number] = failed
+        return found
 
 
 class _UnusableRow(Exception):

@@ -7,8 +7,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 
-from verifier_service.recurrent import RecurrentRows
-from verifier_service.rows import TextRows
+from verifier_service.rows import RecurrentRows, TextRows
 
 
 def joined(parts: Sequence[TextRows]) -> TextRows:

@@ -31,15 +31,8 @@ from verifier_service.device_states import folds_in_place
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions
-from verifier_service.recurrent import (
-    NOT_KEPT,
-    Arrangement,
-    FoldOf,
-    RecurrentRows,
-    place_of,
-    recurrent_rows,
-)
-from verifier_service.rows import NO_ROWS, pack, text_rows
+from verifier_service.recurrent import Arrangement, place_of, recurrent_rows
+from verifier_service.rows import NO_ROWS, NOT_KEPT, FoldOf, RecurrentRows, pack, text_rows
 from verifier_service.shards import Bounds
 from verifier_service.walk import Draw
 

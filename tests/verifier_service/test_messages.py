@@ -16,8 +16,8 @@ import torch
 from verifier_service import shards
 from verifier_service.collectives import WorkerLost
 from verifier_service.messages import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, packed, unpacked
-from verifier_service.recurrent import Arrangement, FoldOf, RecurrentRows
-from verifier_service.rows import Far, StepPlan
+from verifier_service.recurrent import Arrangement
+from verifier_service.rows import Far, FoldOf, RecurrentRows, StepPlan
 from verifier_service.shards import (
     AcceptedSlots,
     Bounds,

@@ -10,9 +10,8 @@ from dendro.tree import DraftTree
 from tree_kernels.row_slots import cpu
 from tree_kernels.tree_attention import NEAR_CHOICES, PAGE
 
-from verifier_service.paths import RowPaths, TextPart
 from verifier_service.recurrent import Extent, place_of, recurrent_rows_of
-from verifier_service.rows import NO_ROWS, rows_of_texts
+from verifier_service.rows import NO_ROWS, RowPaths, TextPart, rows_of_texts
 
 LENGTHS = [1, 2, *(multiple + more for multiple in (16, 32, 64, 128, 192, 256) for more in (-1, 0, 1, 2)), 1000]
 DEPTH = 16
