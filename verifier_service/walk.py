@@ -193,6 +193,13 @@ class Walker:
         Raises BadRequest if the logits of the root are not finite; the walk ends before any other such row. In modes
         that do not keep the tokens of plain decoding, it is raised for any visited row.
         """
+        if self._row_draw is None or draw.history is not None or draw.warp.masks or not draw.sampling.keeps_tokens:
+            return self._walk_by_scores(draw, logits, masks)
+        pick = partial(_pick_in_one_pass, self._row_draw, draw, logits)
+        return before_unusable(walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick), draw.base)
+
+    def _walk_by_scores(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None) -> Walk:
+        """Walk a draw's tree by the scores of all tokens after each visited row. Arguments: those of `walk`."""
         paths = draw.paths() if draw.history is not None else []
 
         def scores(row: int) -> Tensor:
@@ -209,11 +216,7 @@ class Walker:
                 return walk_by_mode(draw.tree, draw.base, draw.warp, draw.sampling, scores)
             except _UnusableRow as found:
                 raise unusable_text(draw.base + int(draw.tree.depths[found.row])) from None
-        pick: Callable[[int], int]
-        if self._row_draw is not None and draw.history is None and not draw.warp.masks:
-            pick = partial(_pick_in_one_pass, self._row_draw, draw, logits)
-        else:
-            pick = self._pick_of_scores(draw, scores)
+        pick = self._pick_of_scores(draw, scores)
         return before_unusable(walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick), draw.base)
 
     def _pick_of_scores(self, draw: Draw, scores: Callable[[int], Tensor]) -> Callable[[int], int]:
