@@ -174,43 +174,62 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 more_s = self._order.wait_us / 1e6 if self._order is not None else 0.0
                 verdict = await self._limit.wait(opening.peer.verify(call), more_s)
                 _check_verdict(verdict, tree, text, opening.hello, self._order)
-            except NotFound as error:
+            except (DendroError, TimeoutError) as error:
+                forgotten += isinstance(error, NotFound)
+                if await self._recover(error, opening, call, text, forgotten, give_up_s):
+                    tree, refused = DraftTree.root_only(text.root), True
+                continue
+            self._faults = 0
+            if not verdict.cold and not tree.ordered:
+                self._pace.verified(self._clock() - began_s)
+            # A round begun ahead cannot be older than the call that announced it, nor can an ordered tree.
+            announced_s = began_s if self._announced_s is None else self._announced_s
+            limits_us = microseconds(began_s - announced_s), microseconds(self._clock() - announced_s)
+            self._order = tree.order
+            self._announced_s = began_s if tree.ahead or tree.order is not None else None
+            return _plausible(verdict, *limits_us, refused)
+
+    async def _recover(
+        self,
+        error: Exception,
+        opening: Opening[VerifierPeer],
+        call: VerifyCall,
+        text: Text,
+        forgotten: int,
+        give_up_s: float,
+    ) -> bool:
+        """Prepare to repeat a call that failed: open the text again or elsewhere, or wait. Returns True if the verifier
+        refused the tree, so that the next call has the root alone. Raises the error that ends the request.
+
+        error: a DendroError or TimeoutError   forgotten: times in this round that a verifier did not know the text
+        give_up_s: time after which the call is not repeated for a replica that is full, lost or at fault
+        """
+        match error:
+            case NotFound():
                 log.info("verifier: %s; the text is opened again", described(error))
                 self.reopened += 1
-                forgotten += 1
                 if forgotten > 2 * STRIKES:
                     raise EngineFailed(f"verifier: lost the text {forgotten} times in one round: {error}") from error
                 self._opening = None
                 self._begin(text, opening, same=forgotten == 1)
-            except BadRequest as error:
-                if not tree.guesses:
-                    raise
+            case BadRequest() if call.tree.guesses:
                 opening.unsent(call.update)
                 log.warning("verifier: refuses the tree: %s", described(error))
-                tree, refused = DraftTree.root_only(text.root), True
-            except Overloaded:
-                if self._clock() > give_up_s:
-                    raise
+                return True
+            case Overloaded() if self._clock() <= give_up_s:
                 await asyncio.sleep(FIRST_BACKOFF_S)
-            except (PeerLost, EngineFailed, TimeoutError) as error:
+            case PeerLost() | EngineFailed() | TimeoutError():
                 if self._is_last_fault(error):
-                    raise
+                    raise error
                 if self._clock() > give_up_s:
                     raise PeerLost(f"verifier: {str(error) or 'does not answer'}") from error
                 log.warning("verifier: %s; the text is opened at another", described(error))
                 self.moves += 1
                 self._opening = None
                 self._begin(text, opening, same=False)
-            else:
-                self._faults = 0
-                if not verdict.cold and not tree.ordered:
-                    self._pace.verified(self._clock() - began_s)
-                # A round begun ahead cannot be older than the call that announced it, nor can an ordered tree.
-                announced_s = began_s if self._announced_s is None else self._announced_s
-                limits_us = microseconds(began_s - announced_s), microseconds(self._clock() - announced_s)
-                self._order = tree.order
-                self._announced_s = began_s if tree.ahead or tree.order is not None else None
-                return _plausible(verdict, *limits_us, refused)
+            case _:
+                raise error
+        return False
 
     def _begin(self, text: Text, old: Opening[VerifierPeer], same: bool) -> None:
         leased = old.leased if same else None
