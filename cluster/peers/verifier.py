@@ -318,18 +318,30 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
 
     async def _first_open(self, opening: Opening[VerifierPeer], text: Text) -> tuple[Opening[VerifierPeer], Opened]:
         """Open the text and, where that takes long, also at another replica; returns the opening that is ready first.
-
-        The first attempt continues meanwhile: a long prompt or a queue is no fault. Where no other replica is
-        available, one is tried again after the same time. Raises the first opening's error when both have failed. The
-        caller must close `opening` where it is not returned.
-        """
+        Raises the first opening's error when both have failed. The caller must close `opening` where it is not
+        returned."""
         first = asyncio.ensure_future(opening.open(text))
-        second: asyncio.Task[tuple[Opening[VerifierPeer], Opened]] | None = None
         try:
-            while True:
-                running = [task for task in (first, second) if task is not None and not task.done()]
-                if not running:
-                    return opening, first.result()  # raises
+            await asyncio.wait({first}, timeout=SLOW_OPENING * self._patience_s)
+            if first.done():
+                return opening, first.result()
+            return await self._open_at_two(opening, first, text)
+        finally:
+            first.cancel()
+
+    async def _open_at_two(
+        self, opening: Opening[VerifierPeer], first: asyncio.Task[Opened], text: Text
+    ) -> tuple[Opening[VerifierPeer], Opened]:
+        """Open the text at another replica too (`_first_open`). The first attempt, of `opening`, continues meanwhile: a
+        long prompt or a queue is no fault. Where no other replica is available, one is tried again after some time."""
+        second: asyncio.Task[tuple[Opening[VerifierPeer], Opened]] | None = None
+        done: set[asyncio.Task[Any]] = set()
+        try:
+            while running := [task for task in (first, second) if task is not None and not task.done()]:
+                if not done and running == [first]:
+                    log.info("verifier: the text is not open yet; trying another replica too")
+                    second = asyncio.create_task(self._open_elsewhere(opening.leased.address, text))
+                    running.append(second)
                 done, _ = await asyncio.wait(
                     running, timeout=SLOW_OPENING * self._patience_s, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -338,11 +350,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if second is not None and second in done and second.exception() is None:
                     answer, second = second.result(), None
                     return answer
-                if not done and running == [first]:
-                    log.info("verifier: the text is not open yet; trying another replica too")
-                    second = asyncio.create_task(self._open_elsewhere(opening.leased.address, text))
+            return opening, first.result()  # raises
         finally:
-            first.cancel()
             if second is not None:
                 self._background.start(self._drop_second(second, text))
 
