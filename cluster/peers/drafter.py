@@ -204,29 +204,32 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         try:
             tree = work.result()
             self._check(tree, text, shape)
-        except (BadAnswer, BadRequest) as error:
-            log.warning("drafter %s: sends no valid tree: %s", self.name, described(error))
-            opening.unsent(call.update)
-            self.strike()
-            return self._root_alone(text, "malformed", wall_s)
-        except NotFound as error:
-            log.info("drafter %s: %s; the text is opened again", self.name, described(error))
-            self._opening = None
-            self._begin(text, opening)
-            return self._root_alone(text, "stale", wall_s)
-        except DendroError as error:
-            log.info("drafter %s: %s", self.name, described(error))
-            self._release(opening, text)
-            self._back_off()
-            return self._root_alone(text, "lost" if isinstance(error, PeerLost) else "failed", wall_s)
-        except Exception as error:  # an in-process engine's own fault; a remote one's is a DendroError
-            log_failure(log, error, "drafter %s: failed", self.name)
-            self._release(opening, text)
-            self._back_off()
-            return self._root_alone(text, "failed", wall_s)
+        except Exception as error:  # an in-process engine's own fault may be any
+            return self._root_alone(text, self._reason_after(error, opening, call, text), wall_s)
         self._pace.drafted(self.name, wall_s, _levels(tree, shape))
         self._pause_s = FIRST_BACKOFF_S
         return tree
+    def _reason_after(self, error: Exception, opening: Opening[DrafterPeer], call: DraftCall, text: Text) -> str:
+        """Open the text again, or release the drafter, after a call that failed; returns why the round has no tree."""
+        match error:
+            case BadAnswer() | BadRequest():
+                log.warning("drafter %s: sends no valid tree: %s", self.name, described(error))
+                opening.unsent(call.update)
+                self.strike()
+                return "malformed"
+            case NotFound():
+                log.info("drafter %s: %s; the text is opened again", self.name, described(error))
+                self._opening = None
+                self._begin(text, opening)
+                return "stale"
+            case DendroError():
+                log.info("drafter %s: %s", self.name, described(error))
+            case _:
+                log_failure(log, error, "drafter %s: failed", self.name)
+        self._release(opening, text)
+        self._back_off()
+        return "lost" if isinstance(error, PeerLost) else "failed"
+
 
     def _refusal(self, text: Text, shape: TreeShape) -> str:
         """Reason why no tree of this shape can be requested; empty if one can."""
