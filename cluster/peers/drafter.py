@@ -79,19 +79,18 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         longest_s: float = 0.5,
         adaptive: bool = True,
         facts: Facts | None = None,
-        vocabulary: int = 0,
-        tokenizer: str = "",
+        target_tokens: tuple[int, str] = (0, ""),
         clock: Clock = time.monotonic,
         orders: bool = True,
     ) -> None:
         """`name`: the maker of its arms. `longest_s` bounds every wait for a draft; a round that is not `adaptive`
         waits up to it. Trees must keep the verifier's limits. `facts`: of the drafter's checkpoint; replicas of another
-        one are not used. `vocabulary`, `tokenizer`: the target's by the router's facts, used until a verifier is
-        leased. `orders`: whether the verifier may be given orders of trees."""
+        one are not used. `target_tokens`: the target's vocabulary and tokenizer by the router's facts, used until a
+        verifier is leased. `orders`: whether the verifier may be given orders of trees."""
         super().__init__(pool, pace, clock)
         self.name = name
         self._facts = facts
-        self._target_tokens = vocabulary, tokenizer
+        self._target_tokens = target_tokens
         self.fallbacks: Counter[str] = Counter()  # rounds without the requested tree, by reason
         self.leases = 0
         self._verifier = verifier
@@ -209,6 +208,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._pace.drafted(self.name, wall_s, _levels(tree, shape))
         self._pause_s = FIRST_BACKOFF_S
         return tree
+
     def _reason_after(self, error: Exception, opening: Opening[DrafterPeer], call: DraftCall, text: Text) -> str:
         """Open the text again, or release the drafter, after a call that failed; returns why the round has no tree."""
         match error:
@@ -229,7 +229,6 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._release(opening, text)
         self._back_off()
         return "lost" if isinstance(error, PeerLost) else "failed"
-
 
     def _refusal(self, text: Text, shape: TreeShape) -> str:
         """Reason why no tree of this shape can be requested; empty if one can."""

@@ -221,14 +221,14 @@ class Peers:
         self._targets = targets
         self._drafters = drafters
         self._facts: ClusterFacts | None = None
-        self._tokenizers: dict[str, str] = {}  # fingerprints of the targets' tokenizers, whose hash takes a while
+        self._target_tokens: dict[str, tuple[int, str]] = {}  # by target: vocabulary and tokenizer, a hash
         self._paces = {target: Pace() for target in config.targets}
         self._verifiers: WeakKeyDictionary[Text, VerifierHandle] = WeakKeyDictionary()
 
     def expect(self, facts: ClusterFacts) -> None:
         """Use only replicas of these checkpoints from now on."""
         self._facts = facts
-        self._tokenizers = {name: target.tokenizer for name, target in facts.targets.items()}
+        self._target_tokens = {name: (each.vocabulary, each.tokenizer) for name, each in facts.targets.items()}
 
     def verifier(
         self, target: str, text: Text, beside: Text | None = None, plain_first: bool = False
@@ -253,7 +253,7 @@ class Peers:
         self, target: str, text: Text, gate: SpeculationGate, deadline_s: float = math.inf, adaptive: bool = True
     ) -> DrafterHandles:
         """The drafters for a text, each leased when its first tree is requested and `gate.speculates`. `verifier` must
-        have been called with the text before: trees keep that handle's limits. Arguments: as of
+        have been called with the text before: trees keep that handle's limits. Arguments: those of
         `PeersPort.drafters`."""
         verifier, facts = self._verifiers[text], self._facts
 
@@ -267,8 +267,7 @@ class Peers:
                 longest_s=min(self._config.router.draft_timeout_ms / 1e3, deadline_s),
                 adaptive=adaptive,
                 facts=facts.drafters[name] if facts is not None else None,
-                vocabulary=facts.targets[target].vocabulary if facts is not None else 0,
-                tokenizer=self._tokenizers.get(target, ""),
+                target_tokens=self._target_tokens.get(target, (0, "")),
                 clock=self._clock,
                 orders=self._config.router.ordered_trees,
             )
