@@ -99,18 +99,18 @@ def _fixed(mode: str, speculation: pb.Speculation, target: str, config: Config, 
 def _auto(
     speculation: pb.Speculation, target: str, config: Config, experience: Experience, sampling: Sampling, prior: Prior
 ) -> SpeculationPlan:
+    """The plan of a request whose policy chooses the arm of each round."""
     arms, rows = config.arms_of(target), MAX_ROWS
     if speculation.HasField("max_nodes"):
         arms = _bounded(arms, speculation.max_nodes)
         rows = min(1 + speculation.max_nodes, MAX_ROWS)
+    if listed := sampling.mode in LISTED_MODES:
+        arms = arms_in_mode(sampling, arms)
     name = speculation.policy or config.speculation.policy
-    arms = arms_in_mode(sampling, arms)
-    policy = make_policy(name, arms, experience, prior)
     bounded = speculation.HasField("max_nodes") or speculation.HasField("deadline_ms")
-    listed = sampling.mode in LISTED_MODES
     return SpeculationPlan(
         name,
-        policy,
+        make_policy(name, arms, experience, prior),
         name == config.speculation.policy and not bounded and not listed,
         1 if sampling.draws_guesses else rows,  # proposals are not drawn
         _deadline_s(speculation),
@@ -202,14 +202,16 @@ def check_arm(sampling: Sampling, arm: Arm) -> None:
 
 
 def arms_in_mode(sampling: Sampling, arms: Sequence[Arm]) -> tuple[Arm, ...]:
-    """The arms among which a policy chooses in the request's mode, with the chains and `off` that are added. Raises
-    BadRequest where no tree is left."""
+    """The arms among which a policy chooses in a mode of LISTED_MODES. Raises BadRequest where no tree is left.
+
+    Where guesses are drawn, each drafter's chain is added before arms that are too wide are left out: its depth is that
+    of the drafter's deepest arm, wide or not.
+    """
     mode = sampling.mode
     if sampling.draws_guesses:
-        arms = with_chain_and_off([arm for arm in arms if arm.shape.drawable])
         most = 1 if mode is VerificationMode.BLOCK else LAW_TOKENS
-        arms = [arm for arm in arms if arm.shape.width <= most]
-    arms = with_chain_and_off(arms)
-    if mode in LISTED_MODES and all(arm.off for arm in arms):
+        drawn = with_chain_and_off([arm for arm in arms if arm.shape.drawable])
+        arms = [arm for arm in drawn if arm.shape.width <= most]
+    if all(arm.off for arm in arms):
         raise BadRequest("speculation.mode", f"is AUTO, but no arm has trees of mode {mode}; use FIXED")
-    return arms
+    return tuple(arms)
