@@ -39,6 +39,7 @@ from dendro.guidance import LIMITS, PATIENCE, StructureLimits
 from dendro.measured import StepTotals
 from dendro.shelf import Arrays, Shelf
 from dendro.state import NoStates, StateStore
+from dendro.structure import Structure
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from tree_kernels import ARITHMETIC
@@ -245,17 +246,17 @@ class VerifierEngine:
         if self._shelf is not None and call.parameters.echo_from is None:
             length, arrays = await self._shelf.find(call)
             saved = Saved(length, len(arrays["dt.0"]), arrays) if arrays is not None else None
-        opened: Opened = await self._ask(call, saved, await self._structure_of(call))
+        wanted = call.parameters.structure
+        structure = None if wanted is None else await self._structure_of(wanted, call)
+        opened: Opened = await self._ask(call, saved, structure)
         return opened
 
-    async def _structure_of(self, call: OpenCall) -> GrammarText | None:
+    async def _structure_of(self, wanted: Structure, call: OpenCall) -> GrammarText:
         """The structure of an opened text's answer, after the tokens that it has. Compiled in a thread."""
         given, end_ids = call.parameters, self.scheduler.capacity.end_ids
-        if given.structure is None:
-            return None
         if self._grammars is None:
             raise BadRequest("structure", "this verifier was loaded without a tokenizer for structures")
-        grammar = await self._grammars.compiled(given.structure, given.tenant)
+        grammar = await self._grammars.compiled(wanted, given.tenant)
         text = grammar.text(given.prompt_length, () if given.limits.ignore_end else end_ids, given.limits.stop_ids)
         if call.update.base > given.prompt_length:
             await in_thread("structure-of-opening", lambda: text.follow(call.update.tokens))

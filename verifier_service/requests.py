@@ -257,17 +257,15 @@ class VerifierText:
             if self.structure.complete:
                 raise BadRequest("structure", "is complete: no token may follow the answer")
 
-    def before_stuck(self, walked: Walk) -> Walk:
+    def before_stuck(self, walked: Walk, structure: GrammarText) -> Walk:
         """Cut a walk before a row after which the structure allows no token. Raises BadRequest if that row is the root.
         The tokens before such a row, and the refusal, do not depend on the rest of the tree or on other trees."""
-        stuck = self.structure.stuck if self.structure is not None else frozenset()
-        kept = next((place for place, row in enumerate(walked.path) if row in stuck), len(walked.path))
+        kept = next((place for place, row in enumerate(walked.path) if row in structure.stuck), len(walked.path))
         if not kept:
-            assert self.structure is not None
             reason = (
                 f"cannot go on after the answer's first {len(self.text.ids) - self.parameters.prompt_length} tokens"
             )
-            raise BadRequest("structure", f"{reason}: {self.structure.why_stuck}")
+            raise BadRequest("structure", f"{reason}: {structure.why_stuck}")
         return Walk(walked.path[:kept], walked.tokens[:kept], walked.ranks[: kept - 1])
 
     def completed(self, verdict: Verdict) -> Verdict:

@@ -640,7 +640,8 @@ class StepScheduler:
         if isinstance(walked, DendroError):
             raise walked
         session = share.session
-        walked = session.before_stuck(walked)
+        if session.structure is not None:
+            walked = session.before_stuck(walked, session.structure)
         path, ranks = walked.path, walked.ranks
         if share.tree is not ask.call.tree:  # the step had a part of it
             path, ranks = path_in(ask.call.tree, walked.tokens[:-1])
