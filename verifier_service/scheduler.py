@@ -402,20 +402,22 @@ class StepScheduler:
         text.follow(update)
         self._free(update.opening)
         if len(self.sessions) >= capacity.max_sessions + capacity.max_waiting:
-            self.counters.refused += 1
-            full = Overloaded(
-                f"sessions: {capacity.max_sessions} texts are open and {len(self.sessions) - capacity.max_sessions} "
-                f"wait, the most allowed"
-            )
-            leaves = displaced_by(call.parameters.tenant, self.sessions)
-            if leaves is None:
-                raise full
-            self._free(leaves, full)
+            self._make_room(call.parameters.tenant)
         self._numbers += 1
         session = VerifierText.opened(self._numbers, ask, call, text, capacity)
         self.sessions[update.opening] = session
         if call.ahead:
             self._begin_ahead(session, update.opening)
+
+    def _make_room(self, tenant: str) -> None:
+        """End a waiting text, so that the tenant can open one more (`displaced_by`). Raises Overloaded if none ends."""
+        self.counters.refused += 1
+        places, waiting = self.capacity.max_sessions, len(self.sessions) - self.capacity.max_sessions
+        full = Overloaded(f"sessions: {places} texts are open and {waiting} wait, the most allowed")
+        leaves = displaced_by(tenant, self.sessions)
+        if leaves is None:
+            raise full
+        self._free(leaves, full)
 
     def _leave(self, session: VerifierText, ask: PendingCall, call: CloseCall) -> bool:
         """Queue a closed text's memory to be saved. False if the memory does not cover the text."""
