@@ -389,8 +389,13 @@ def count_of_answers(request: pb.GenerateRequest) -> int:
     for several where there can be only one."""
     if request.HasField("n"):
         OPTIONS["n"].check(request.n)
-    if request.n <= 1:
-        return 1
+    if request.n > 1:
+        _check_several(request)
+    return max(request.n, 1)
+
+
+def _check_several(request: pb.GenerateRequest) -> None:
+    """Raise BadRequest if a request that asks for several answers can have only one."""
     for name in ("session", "keep_session"):
         if getattr(request, name):
             raise BadRequest("n", f"is {request.n}, but a session continues with one answer; ask without {name}")
@@ -401,7 +406,6 @@ def count_of_answers(request: pb.GenerateRequest) -> int:
     first = request.sampling.sample_index
     if first + request.n > 1 << 32:
         raise BadRequest("sample_index", f"is {first}; {request.n} answers from there on exceed 32 bits")
-    return request.n
 
 
 def request_of_sample(request: pb.GenerateRequest, sample: int) -> pb.GenerateRequest:
