@@ -199,20 +199,22 @@ class CheckpointTokenizer:
             raise EngineFailed(f"the tokenizer's decoder cannot decode the text: {error}") from error
 
     def _decoded(self, ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out.
-
-        Where the decoder falls back to bytes, a run of byte tokens is decoded as UTF-8, and only its invalid bytes
-        become replacement characters. (The library's decoder replaces every byte of a run that is not valid UTF-8 as a
-        whole, so that a later byte would change characters that were sent already.)
-        """
+        """Text of token ids, special tokens left out."""
         if self._spelt:
-            parts = groupby(self.visible(ids), self._spelt.__contains__)
-            return "".join(
-                "".join(map(self._spelt.__getitem__, run)) if spelt else self._by_library(list(run))
-                for spelt, run in parts
-            )
-        if not self._bytes:
-            return self._by_library(list(ids))
+            return self._with_spelt(ids)
+        return self._with_bytes(ids) if self._bytes else self._by_library(list(ids))
+
+    def _with_spelt(self, ids: Sequence[int]) -> str:
+        """Text of token ids where some added tokens have texts of their own (`_spelt_tokens`)."""
+        parts = groupby(self.visible(ids), self._spelt.__contains__)
+        return "".join(
+            "".join(map(self._spelt.__getitem__, run)) if spelt else self._by_library(list(run)) for spelt, run in parts
+        )
+
+    def _with_bytes(self, ids: Sequence[int]) -> str:
+        """Text of token ids where the decoder falls back to bytes: a run of byte tokens is decoded as UTF-8, and only
+        its invalid bytes become replacement characters. (The library's decoder replaces every byte of a run that is not
+        valid UTF-8 as a whole, so that a later byte would change characters that were sent already.)"""
         tokens: list[str] = []
         for is_byte, run in groupby(self.visible(ids), self._bytes.__contains__):
             if is_byte:  # joined characters count as text, even if they spell the name of a byte token
