@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from cluster.config import Config
 from cluster.policies.classes import CLASS_TEMPERATURES
 from cluster.policies.prior import DEPTHS as PRIOR_DEPTHS
-from cluster.policies.prior import KEPT_ROUNDS, Prior
+from cluster.policies.prior import KEPT_ROUNDS, RankCounts
 from cluster.policies.sequoia import SURPLUS, expected_tokens
 
 log = logging.getLogger("dendro.router")
@@ -94,17 +94,14 @@ def figures_of(target: str, traces: Mapping[float, Sequence[Sequence[int]]]) -> 
     return DrafterFigures(target=target, by_temperature=tuple(found))
 
 
-def prior_of(cards: Mapping[str, DrafterFigures], temperature: str) -> Prior:
-    """The prior that drafters' figures give, by name, before any request was answered.
-
-    temperature: class of temperatures
-    """
-    ranks = {}
-    for name, card in cards.items():
-        accepted = np.array(card.at(CLASS_TEMPERATURES[temperature]).accepted)
+def rank_counts(card: DrafterFigures) -> dict[str, RankCounts]:
+    """The counts with which a drafter's figures begin the prior of requests, by class of temperatures."""
+    found = {}
+    for kind, temperature in CLASS_TEMPERATURES.items():
+        accepted = np.array(card.at(temperature).accepted)
         deeper = accepted[np.minimum(np.arange(PRIOR_DEPTHS), len(accepted) - 1)]
-        ranks[name] = KEPT_ROUNDS * np.column_stack([deeper, np.maximum(1 - deeper.sum(1), 0)])
-    return Prior(ranks=ranks)
+        found[kind] = KEPT_ROUNDS * np.column_stack([deeper, np.maximum(1 - deeper.sum(1), 0)])
+    return found
 
 
 def check_writable(folder: Path) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from itertools import islice
 from types import MappingProxyType
 
-from cluster.drafter_figures import DrafterFigures, prior_of
+from cluster.drafter_figures import DrafterFigures, rank_counts
 from cluster.policies.experience import Experience
 from cluster.policies.prior import Prior, PriorKey, PriorStore, pair_prior
 
@@ -32,7 +32,7 @@ class Priors:
     def __init__(self, store: PriorStore, cards: Mapping[str, DrafterFigures] = NO_CARDS) -> None:
         """cards: what the drafters' training measured, by drafter"""
         self._store = store
-        self._cards = cards
+        self._figures = {name: rank_counts(card) for name, card in cards.items()}
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
         self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # by kind: the rounds of its requests at this router
         self._stored: dict[PriorKey, Prior] = {}  # priors of all tenants as read from the store
@@ -100,8 +100,8 @@ class Priors:
     def _card(self, key: PriorKey) -> Prior:
         """The prior of a kind before any request, from its drafters' figures. Empty for LISTED_MODES: the figures were
         measured with the shared noise, which these modes do not have."""
-        cards = {name: self._cards[name] for name in key.drafters if name in self._cards and not key.mode}
-        return prior_of(cards, key.temperature)
+        figures = {} if key.mode else self._figures
+        return Prior(ranks={name: figures[name][key.temperature] for name in key.drafters if name in figures})
 
     def _write(self) -> None:
         for key in list(self._unwritten):
