@@ -234,7 +234,7 @@ class Admission:
         if request.bad_word_texts or request.logit_bias_texts:
             sampling = await with_words(sampling, request, served.tokenizer)
         stops = StopStrings.of(request.stop, request.include_stop)
-        structure = structure_from(request)
+        structure = structure_from(request.structure) if request.HasField("structure") else None
         if structure is not None:
             allowance.check_structure()
         logprobs = request.logprobs if request.HasField("logprobs") else None

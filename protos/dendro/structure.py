@@ -97,11 +97,8 @@ def fill_structure(message: generation_pb2.Structure, structure: Structure) -> N
         setattr(message, structure.form, structure.texts[0])
 
 
-def structure_from(request: generation_pb2.GenerateRequest) -> Structure | None:
-    """The structure of a client's request; None where it has none. Its size is checked before it is copied."""
-    if not request.HasField("structure"):
-        return None
-    message = request.structure
+def structure_from(message: generation_pb2.Structure) -> Structure:
+    """The structure of a client's message. Its size is checked before it is copied."""
     form = message.WhichOneof("form")
     if form is None:
         raise BadRequest("structure", f"is empty; give one of {', '.join(StructureForm)}")

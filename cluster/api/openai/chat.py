@@ -101,8 +101,7 @@ def _place(
 
 def _or_calls(asked: HttpRequest, calls: CallFormat, tools: Tools, tokenizer: Tokenizer) -> HttpRequest:
     """Let the answer be calls, or text of the request's structure. Raises BadRequest where no structure has both."""
-    structure = structure_from(asked.message)
-    assert structure is not None
+    structure = structure_from(asked.message.structure)
     named = renamed(structure.field, asked.names)
     with naming(asked.names):
         answer = rule_of(structure)
@@ -128,8 +127,7 @@ def _after_reasoning(
     """Let the structure of a request begin after the reasoning. Where it cannot, the answer has no reasoning."""
     if place is ReasoningPlace.ENDED:
         return place, asked
-    structure = structure_from(asked.message)
-    assert structure is not None
+    structure = structure_from(asked.message.structure)
     with naming(asked.names):
         after = markers.structure(structure, place is ReasoningPlace.BEGUN, tokenizer)
     if after is None:
