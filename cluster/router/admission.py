@@ -248,7 +248,8 @@ class Admission:
         earlier = record.tokens if record is not None else ()
         before = list(earlier[: written.start] if written is not None else earlier)
         described = record.tools if record is not None else ""
-        ids = await ids_of_prompt(request, served, self._config.router.max_prompt_bytes, before, described)
+        most_bytes = self._config.router.max_prompt_bytes
+        ids = await ids_of_prompt(request, served, most_bytes, before, described)
         prompt = before + ids if before else ids
         allowance.check_prompt(len(prompt))
         if request.echo:
@@ -307,7 +308,7 @@ class Admission:
             resume=_without_tokens(resume) if resume is not None else None,
             record=record,
             began_s=began_s,
-            prediction=await predicted_texts(request, served, self._config.router.max_prompt_bytes),
+            prediction=await predicted_texts(request.prediction, served, most_bytes) if request.prediction else [],
             written=written,
             tools=tools_digest(request.chat.tools) or described,
         )

@@ -57,11 +57,8 @@ async def ids_of_prompt(
     return await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
 
 
-async def predicted_texts(request: pb.GenerateRequest, served: Served, most_bytes: int) -> list[PredictedText]:
+async def predicted_texts(texts: Sequence[str], served: Served, most_bytes: int) -> list[PredictedText]:
     """The alternatives of a prediction, each no longer than a text may be. Raises BadRequest naming the field."""
-    texts = request.prediction
-    if not texts:
-        return []
     OPTIONS["prediction"].check_entries(texts)
     size = sum(_size("prediction", text, most_bytes) for text in texts)
     _check_size("prediction", size, most_bytes)
