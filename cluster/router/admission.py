@@ -145,6 +145,16 @@ def _check_written(
         raise BadRequest("resume.token_ids", "are not the first tokens of this request's answer")
 
 
+async def _held_by_client(resume: pb.Resume, served: Served) -> list[int]:
+    """The answer's tokens that the client has. Raises BadRequest for a resume without what `started` reported."""
+    held = await checked_ids("resume.token_ids", resume.token_ids, served)
+    if not resume.prompt_tokens:
+        raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
+    if not _TARGET.fullmatch(resume.target):
+        raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
+    return held
+
+
 def check_text_of_resume(resume: pb.Resume, prompt: Sequence[int]) -> None:
     """Raise Conflict where the text before the answer differs from the one that the answer was begun with."""
     text = Tokens()
@@ -154,6 +164,24 @@ def check_text_of_resume(resume: pb.Resume, prompt: Sequence[int]) -> None:
         if resume.prompt_tokens == len(prompt):
             differs = "prompt_digest differs; it has 64 bits, and JavaScript's numbers would round it"
         raise Conflict(f"resume: the text before the answer has changed: {differs}; {BEGIN_AGAIN}")
+
+
+async def _check_resumed(resume: pb.Resume, prompt: Sequence[int], in_session: bool) -> None:
+    """Check the text before a resumed answer (`check_text_of_resume`). in_session: the request names a session that has
+    no record; if the text differs, the session had earlier turns when the answer began, and NotFound is raised."""
+    try:
+        await off_loop(len(prompt), lambda: check_text_of_resume(resume, prompt))
+    except Conflict:
+        if in_session:
+            raise unknown_session() from None
+        raise
+
+
+def _sampling_of_written(sampling: Sampling, request: pb.GenerateRequest, turn: Turn) -> Sampling:
+    """The sampling of a request whose turn is written: with the turn's seed and, unless the request has one, the turn's
+    sample index."""
+    index = sampling.sample_index if request.sampling.HasField("sample_index") else turn.sample_index
+    return replace(sampling, seed=turn.seed, sample_index=index)
 
 
 def _check_target_of_resume(resume: pb.Resume | None, held: list[int], target: str) -> None:
@@ -222,14 +250,10 @@ class Admission:
         if not _REQUEST_ID.fullmatch(request_id):
             raise BadRequest("request_id", f"must be 1 to {MAX_REQUEST_ID} printable ASCII characters without a space")
         began_s, answers = self._clock(), count_of_answers(request)
-        record = await self._record(request, tenant)
+        record = await self._record(request, tenant) if request.session else None
         served = self._served_for(request, record)
         resume = request.resume if request.HasField("resume") else None
-        held = await checked_ids("resume.token_ids", resume.token_ids, served) if resume else []
-        if resume is not None and not resume.prompt_tokens:
-            raise BadRequest("resume.prompt_tokens", "is missing: it must be what `started` reported")
-        if resume is not None and not _TARGET.fullmatch(resume.target):
-            raise BadRequest("resume.target", f"must be what `started` reported, {2 * TARGET_BYTES} hexadecimal digits")
+        held = await _held_by_client(resume, served) if resume is not None else []
         sampling = _sampling(request, record)
         if request.bad_word_texts or request.logit_bias_texts:
             sampling = await with_words(sampling, request, served.tokenizer)
@@ -254,30 +278,21 @@ class Admission:
         allowance.check_prompt(len(prompt))
         if request.echo:
             check_echo("echo", len(prompt) - len(before), logprobs)
+        least = request.min_new_tokens
         if written is not None:
             _check_target_of_resume(resume, held, written.target)
             _check_written(written, earlier, prompt, held, sampling.mode)
-            index = sampling.sample_index if request.sampling.HasField("sample_index") else written.sample_index
-            sampling, end = replace(sampling, seed=written.seed, sample_index=index), written.end
-            # A stop string or the structure may have ended the turn before `min_new_tokens`.
-            least = min(request.min_new_tokens, end - len(prompt))
+            sampling, end = _sampling_of_written(sampling, request, written), written.end
+            least = min(least, end - len(prompt))  # a stop string or the structure may have ended the turn before
         else:
-            end, least = (
-                len(prompt) + self._new_tokens(request, served, prompt, held, allowance),
-                request.min_new_tokens,
-            )
+            end = len(prompt) + self._new_tokens(request, served, prompt, held, allowance)
         limits = _limits(request, len(prompt), end, least)
         check_choice(sampling, limits, served.vocabulary, served.end_ids, structure)
         if resume is not None:
-            try:
-                await off_loop(len(prompt), lambda: check_text_of_resume(resume, prompt))
-            except Conflict:
-                if record is None and request.session:  # the session had earlier turns when the answer began
-                    raise unknown_session() from None
-                raise
-        grammar = await _grammar_of(structure, tenant, served) if structure is not None else None
+            await _check_resumed(resume, prompt, in_session=record is None and bool(request.session))
         complete: bool | None = False
-        if grammar is not None:
+        if structure is not None:
+            grammar = await _grammar_of(structure, tenant, served)
             moved = resume is not None and self._targets.get(served.name, resume.target) != resume.target
             # An answer that goes on is checked against its verifier's target later, in `check_target`.
             goes_on = bool(held) and len(prompt) + len(held) < limits.max_length
@@ -321,10 +336,8 @@ class Admission:
         return (await self._sessions.read(session, tenant)).model
 
     async def _record(self, request: pb.GenerateRequest, tenant: str) -> Record | None:
-        """Record of the session so far; None if the request begins one. A resume of such a request names the session
-        that `started` reported, which has a record only if an earlier attempt completed the turn."""
-        if not request.session:
-            return None
+        """Record of the session that a request names. None for a resume of the request that began it: `started`
+        reported the session, which has a record only if an earlier attempt completed the turn."""
         try:
             return await self._sessions.read(request.session, tenant)
         except NotFound:
