@@ -127,8 +127,7 @@ def check_choice(
     end_ids: Collection[int],
     structure: Structure | None = None,
 ) -> None:
-    """Raise BadRequest for ids outside the target's vocabulary, and where there may be a row of which every token is
-    removed. As bad words remove tokens in some rows only, all of their last tokens count as removed."""
+    """Raise BadRequest for ids outside the target's vocabulary, and for removals that may leave no token to draw."""
     if structure is not None:
         _check_beside_structure(sampling, limits)
     words = [(f"bad_words[{index}]", word) for index, word in enumerate(sampling.bad_words)]
@@ -144,6 +143,13 @@ def check_choice(
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             bad = next(token for token in ids if not 0 <= token < vocabulary)
             raise BadRequest(field, f"{bad} is outside the vocabulary of {vocabulary}")
+    if sampling.banned_ids or sampling.allowed_ids or sampling.bad_words or limits.min_length:
+        _check_some_left(sampling, limits, vocabulary, end_ids)
+
+
+def _check_some_left(sampling: Sampling, limits: Limits, vocabulary: int, end_ids: Collection[int]) -> None:
+    """Raise BadRequest where all tokens may be removed from a row. Bad words remove tokens from some rows only; their
+    last tokens all count as removed."""
     removed = {*sampling.banned_ids, *(word[-1] for word in sampling.bad_words)}
     if limits.min_length:
         removed |= limits.ending(end_ids)
