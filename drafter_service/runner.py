@@ -251,17 +251,31 @@ class DraftRunner:
 
     def _run(self, plan: DraftPlan) -> DraftOutcome:
         """Run one forward. The plan and the outcome have the model's ids."""
-        rows, laws = plan.rows, [self._laws[session] for session in plan.sessions]
         compiled = self._compiled(plan)
-        if isinstance(rows, Levels) and self._trees is not None:
+        laws = [self._laws[session] for session in plan.sessions]
+        return self._run_by_parts(plan, laws) if compiled is None else self._run_in_one(compiled, plan, laws)
+
+    def _run_in_one(self, memory: FusedMemory, plan: DraftPlan, laws: list[DraftLaw]) -> DraftOutcome:
+        """Run one forward by a memory whose call ranks the tokens, too."""
+        rows = plan.rows
+        if isinstance(rows, Levels):
+            orders, width = _orders(laws, plan), _width(laws, plan)
+            return DraftOutcome(*memory.guesses_of_levels(rows, plan.depths, orders, width))
+        if isinstance(rows, Level):
+            return DraftOutcome(*memory.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
+        hidden = memory.chain(rows).flatten(0, 1)
+        if not plan.groups:
+            return NOTHING
+        hidden = self._scored(hidden, plan)
+        return DraftOutcome(*memory.guesses_of_hidden(hidden, *_ordered(laws, plan), _width(laws, plan)))
+
+    def _run_by_parts(self, plan: DraftPlan, laws: list[DraftLaw]) -> DraftOutcome:
+        """Run one forward by the model, and rank its tokens by kernels, where these have their orders, or in torch."""
+        rows = plan.rows
+        if isinstance(rows, Levels):
+            assert self._trees is not None
             order, width = self._orders[plan.sessions[0]], _width(laws[:1], plan)
             return DraftOutcome(*self._trees.guesses(rows, order, plan.positions, width))
-        if isinstance(rows, Levels):
-            assert compiled is not None
-            orders, width = _orders(laws, plan), _width(laws, plan)
-            return DraftOutcome(*compiled.guesses_of_levels(rows, plan.depths, orders, width))
-        if compiled is not None and isinstance(rows, Level):
-            return DraftOutcome(*compiled.guesses(rows, *_ordered(laws, plan), _width(laws, plan)))
         by_row = self._device_orders(plan)
         if by_row and self._on_device is not None and isinstance(rows, Level):
             whole = by_row if plan.scored is None else _scattered(by_row, plan.scored, rows.count)
@@ -274,13 +288,16 @@ class DraftRunner:
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self._level(rows)
         if not plan.groups:
             return NOTHING
-        if plan.scored is not None and len(plan.scored) < len(hidden):
-            hidden = hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
-        if compiled is not None:
-            return DraftOutcome(*compiled.guesses_of_hidden(hidden, *_ordered(laws, plan), _width(laws, plan)))
+        hidden = self._scored(hidden, plan)
         if by_row and self._on_device is not None:
             return DraftOutcome(*self._on_device.rank(hidden, by_row, _width(laws, plan)))
         return self._order(hidden, laws, plan)
+
+    def _scored(self, hidden: Tensor, plan: DraftPlan) -> Tensor:
+        """The rows [scored, d] of a forward's hidden rows [tokens, d] after which candidates are wanted."""
+        if plan.scored is None or len(plan.scored) == len(hidden):
+            return hidden
+        return hidden.index_select(0, torch.from_numpy(plan.scored).to(self.device))
 
     def _device_orders(self, plan: DraftPlan) -> list[RowOrder]:
         """The order of each scored row; empty if some row cannot be ranked by the accelerator's kernels."""
@@ -371,13 +388,16 @@ def _orders(laws: Sequence[DraftLaw], plan: DraftPlan) -> Orders:
 
 
 def _ordered(laws: Sequence[DraftLaw], plan: DraftPlan) -> tuple[Sequence[int], Sequence[int], Orders]:
-    """Sizes of a plan's groups, their depths, and the order of each group's candidates. In a plan with masks each
-    scored token becomes a group, since its mask removes candidates of its own."""
+    """Sizes of a plan's groups, their depths, and the order of each group's candidates."""
     orders = _orders(laws, plan)
-    if not plan.masks:
-        return plan.groups, plan.depths, orders
+    return _masked_orders(orders, plan) if plan.masks else (plan.groups, plan.depths, orders)
+
+
+def _masked_orders(orders: Orders, plan: DraftPlan) -> tuple[Sequence[int], Sequence[int], Orders]:
+    """`_ordered` for a plan with masks: each scored token becomes a group, since its mask removes candidates of
+    its own."""
     temperatures, noise, vocabularies, depths = [], list[Tensor | None](), [], []
-    for group, mask in zip(np.repeat(np.arange(len(laws)), plan.groups).tolist(), plan.masks, strict=True):
+    for group, mask in zip(np.repeat(np.arange(len(plan.groups)), plan.groups).tolist(), plan.masks, strict=True):
         added, vocabulary = orders.noise[group], orders.vocabularies[group]
         removed = removed_by(mask, vocabulary)
         if removed is not None:
