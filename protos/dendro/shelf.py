@@ -72,17 +72,9 @@ class Shelf:
             part = partial(self._name, call.parameters.tenant, ids[:length])
             name = await off_loop(length, part)
             blob = await self._store.load(name, most_blob_bytes(self._most_bytes(length)))
-            if blob is None:
-                continue
-            try:
-                arrays = await asyncio.to_thread(self._unpacked, blob, tokens, length)
-                self._check(arrays, length)
-            except (ValueError, TypeError, LookupError) as error:
-                self.counters.states_refused += 1
-                log.warning("a saved state of %d tokens is refused: %s", length, described(error))
-                continue
-            self.counters.states_restored += 1
-            return length, arrays
+            if blob is not None and (arrays := await self._read(blob, tokens, length)) is not None:
+                self.counters.states_restored += 1
+                return length, arrays
         self.counters.states_missed += 1
         return 0, None
 
@@ -94,6 +86,17 @@ class Shelf:
         kept = await self._store.save(await off_loop(len(ids), partial(self._name, tenant, ids)), blob)
         self.counters.states_saved += kept
         return len(ids) if kept else 0
+
+    async def _read(self, blob: bytes, tokens: Tokens, length: int) -> Arrays | None:
+        """The arrays of a stored state of these tokens; None, which is counted, if it is another state or damaged."""
+        try:
+            arrays = await asyncio.to_thread(self._unpacked, blob, tokens, length)
+            self._check(arrays, length)
+        except (ValueError, TypeError, LookupError) as error:
+            self.counters.states_refused += 1
+            log.warning("a saved state of %d tokens is refused: %s", length, described(error))
+            return None
+        return arrays
 
     def _unpacked(self, blob: bytes, tokens: Tokens, length: int) -> Arrays:
         return unpack_state(blob, self._header(length, tokens.digest(length)))
