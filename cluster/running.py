@@ -123,6 +123,7 @@ async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
 
     peers = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
     try:
+        await peers.start()
         ingress = Ingress(config, peers, MemorySessions())
         try:
             yield ingress

@@ -19,16 +19,12 @@ E = TypeVar("E", bound=Engine)
 
 
 class LocalPool(Generic[E]):
-    """One engine of this process, which can always be leased. The first lease starts it."""
+    """One engine of this process, which can always be leased."""
 
     def __init__(self, engine: E) -> None:
         self._engine = engine
-        self._starting: asyncio.Task[None] | None = None
 
     async def lease(self) -> Leased[E]:
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._engine.start())
-        await asyncio.shield(self._starting)
         return Leased(self._engine, await self._engine.hello(), "")
 
 
@@ -60,7 +56,7 @@ class LocalPeers(Peers):
 
     @classmethod
     def load(cls, config: Config, states: StateStore) -> Self:
-        """Load every checkpoint of a configuration; takes seconds. An engine starts with its first lease."""
+        """Load every checkpoint of a configuration; takes seconds. `start` precedes the first request."""
         from cluster.engines import load_drafter, load_verifier
 
         limits = config.structures.limits
@@ -72,6 +68,10 @@ class LocalPeers(Peers):
         for target in targets.values():
             target.link(LocalLinks(drafters))
         return cls(config, targets, drafters)
+
+    async def start(self) -> None:
+        """Start the engines."""
+        await asyncio.gather(*(engine.start() for engine in self.engines))
 
     async def close(self) -> None:
         """Stop the engines, and wait for their work in progress."""

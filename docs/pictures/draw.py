@@ -88,6 +88,7 @@ async def recorded() -> DrawnRound:
     prompt = demo_turns(config, QUESTION).first
     request = build_request(prompt, max_new_tokens=TOKENS, speculation=Speculation.parse(SHAPE, "", None, None))
     try:
+        await peers.start()
         events = [event async for event in LocalClient(Ingress(config, peers, MemorySessions())).send(request)]
     finally:
         await peers.close()

@@ -484,6 +484,7 @@ async def test_texts_that_run_together_with_ordered_trees_have_the_tokens_that_t
 async def test_engines_of_one_process_pass_trees_without_an_event_loop(config):
     peers = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
     try:
+        await peers.start()
         client, prompt = LocalClient(Ingress(config, peers, MemorySessions())), held_out_prompts(1, 64)[0].token_ids
         for seed in range(30):  # an answer may end before its drafter has opened the text
             options = {"temperature": 1.0, "seed": seed, "max_new_tokens": COUNT, "ignore_end": True}
@@ -500,6 +501,7 @@ async def test_engines_of_one_process_pass_trees_without_an_event_loop(config):
 async def test_engines_of_one_process_send_trees_before_their_verdicts(sends_ahead):
     peers = await asyncio.to_thread(LocalPeers.load, sends_ahead, MemoryStates())
     try:
+        await peers.start()
         client = LocalClient(Ingress(sends_ahead, peers, MemorySessions()))
         prompt = held_out_prompts(1, 64)[0].token_ids
         for seed in range(30):

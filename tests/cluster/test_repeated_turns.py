@@ -33,6 +33,7 @@ async def router(redis_url: str, tmp_path) -> AsyncIterator[Ingress]:
     tiny_models.make_checkpoint(tmp_path, "llama", 0)
     config = Config.of({"targets": {"demo": {"checkpoint": ".", "dtype": "float32"}}}, tmp_path)
     peers, sessions = LocalPeers.load(config, MemoryStates()), RedisSessions(redis_url, 600, budget_s=60)
+    await peers.start()
     yield Ingress(config, peers, sessions)
     await peers.close()
     await sessions.close()

@@ -86,6 +86,7 @@ async def present(before: Before) -> AsyncIterator[tuple[LocalClient, MemorySess
     name = check_token(token, "", sessions._secret)
     sessions._records[name] = (before.record_of(name), float("inf"))
     peers = LocalPeers.load(config, states)
+    await peers.start()
     yield LocalClient(Ingress(config, peers, sessions)), sessions, token
     await peers.close()
 

@@ -50,6 +50,7 @@ async def written(target: str, drafter: str, folder: Path) -> dict[str, object]:
     states, sessions = MemoryStates(), MemorySessions()
     config = config_of(target, drafter)
     peers = LocalPeers.load(config, states)
+    await peers.start()
     router = Ingress(config, peers, sessions)
     token, turns = "", list[dict[str, object]]()
     for number, prompt in enumerate(PROMPTS):
