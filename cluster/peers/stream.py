@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import grpc.aio
 from dendro import wire
@@ -41,16 +41,25 @@ CONNECT_S = 5.0
 """Seconds that a replica may take to answer the greeting."""
 MOST_ON_WAY = 1024
 """Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped."""
+UNANSWERED_S = 600.0
+"""Seconds after which a call without an answer fails. By default no caller waits so long; of a verifier, the
+calls for ordered trees that were late go on."""
+FEWEST_SWEPT = 64
+"""Calls without an answer among which none is looked for that nobody waits for."""
 
 Answer = TypeVar("Answer")
 
 
+class _SentCall(NamedTuple):
+    """A call whose answer has not come."""
+
+    future: asyncio.Future[Any]
+    result: Callable[[Any], Any]
+    made_s: float  # time at which it was made, by the loop's clock
+
+
 def _unchanged(answer: Answer) -> Answer:
     return answer
-
-
-_NOBODY = None, _unchanged
-"""Stands for the waiting call of an answer that belongs to none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +97,8 @@ class PeerStream:
         else:
             options = (*STREAM_OPTIONS, *role_options(kind.role))
             self._channel = grpc.aio.secure_channel(address, certificates.channel_credentials(), options=options)
-        self._waiting: dict[int, tuple[asyncio.Future[Any], Callable[[Any], Any]]] = {}
+        self._waiting: dict[int, _SentCall] = {}  # key: number of the call; the oldest first
+        self._sweep_at = FEWEST_SWEPT  # calls in `_waiting` at which those are dropped that nobody waits for
         self._take_prepared: Deliver | None = None
         self._room = 0  # prepared trees that the replica may send still
         self._outbox: list[Any] = []
@@ -174,15 +184,27 @@ class PeerStream:
         return number
 
     def _post(self, number: int, message: Any, result: Callable[[Any], Answer]) -> asyncio.Future[Answer]:
-        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
         if self._lost:
             future.set_exception(PeerLost(self._lost))
             return future
-        self._waiting[number] = future, result  # the entry stays until the answer, even if the caller leaves
+        if len(self._waiting) >= self._sweep_at:
+            self._sweep(loop.time())
+        self._waiting[number] = _SentCall(future, result, loop.time())
         self._outbox.append(message)
         self._filled.set()
         self.calls += 1
         return future
+
+    def _sweep(self, now_s: float) -> None:
+        """Forget calls whose callers have left, and fail old ones: a replica may never answer them."""
+        for number, sent in tuple(self._waiting.items()):
+            if not sent.future.done() and sent.made_s <= now_s - UNANSWERED_S:
+                sent.future.set_exception(PeerLost(f"{self.address}: does not answer a call"))
+            if sent.future.done():
+                del self._waiting[number]
+        self._sweep_at = max(2 * len(self._waiting), FEWEST_SWEPT)
 
     async def _write(self, call: Any) -> None:
         with self._losing():
@@ -203,12 +225,12 @@ class PeerStream:
                     if not answer.call:
                         self._prepared(answer)
                         continue
-                    future, result = self._waiting.pop(answer.call, _NOBODY)
-                    if future is not None and not future.done():
+                    sent = self._waiting.pop(answer.call, None)
+                    if sent is not None and not sent.future.done():
                         try:
-                            future.set_result(result(wire.answer_from(answer)))
+                            sent.future.set_result(sent.result(wire.answer_from(answer)))
                         except Exception as error:  # fails one call; the stream continues
-                            future.set_exception(error)
+                            sent.future.set_exception(error)
             raise PeerLost(f"{self.address}: the stream has ended")
 
     def _prepared(self, answer: Any) -> None:
@@ -232,9 +254,9 @@ class PeerStream:
             return
         self._lost = reason
         log.info("stream lost: %s", reason)
-        for future, _ in self._waiting.values():
-            if not future.done():
-                future.set_exception(PeerLost(reason))
+        for sent in self._waiting.values():
+            if not sent.future.done():
+                sent.future.set_exception(PeerLost(reason))
         self._waiting.clear()
         self._ending = asyncio.create_task(self._end())
 

@@ -8,18 +8,20 @@ import weakref
 from contextlib import aclosing
 from types import SimpleNamespace
 
-from dendro.errors import DendroError, Overloaded
-from dendro.shapes import NodeShape, child_counts
+from dendro.calls import DraftCall
+from dendro.errors import DendroError, Overloaded, PeerLost
+from dendro.shapes import NodeShape, TreeShape, child_counts
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.arms import Arm
-from cluster.peers.opening import Leased
+from cluster.peers.links import StreamLinks
+from cluster.peers.opening import Leased, Opening
 from cluster.peers.pools import Peers
 from cluster.peers.stream import DRAFTER, Streams
 from cluster.policies.experience import STOPPED_ARMS, Experience
 from cluster.sessions import MemorySessions
-from tests.support.fakes import FakeDrafter, FakeVerifier
+from tests.support.fakes import FakeDrafter, FakeVerifier, new_text
 from tests.support.sockets import drafter_at, until
 from tests.support.toy_cluster import toy_config, toy_ingress
 
@@ -120,3 +122,38 @@ async def test_streams_to_replicas_that_are_gone_are_dropped():
     finally:
         await streams.close()
     assert kept == 1
+
+
+async def test_calls_that_a_replica_does_not_answer_are_forgotten_once_their_callers_have_left():
+    drafter = FakeDrafter(pause_s=600)
+    async with drafter_at(drafter) as (_, pool):
+        leased, text = await pool.lease(), new_text()
+        opening, stream = Opening(leased, text), leased.peer.stream
+        await opening.open(text)
+        for _ in range(1000):
+            leased.peer.draft(DraftCall(opening.update(text), TreeShape.parse("(1,1)"))).cancel()
+        await until(lambda: drafter.calls == 1000)
+        assert len(stream._waiting) < 200
+
+
+async def test_a_verifiers_text_is_freed_though_its_drafter_never_answers(monkeypatch):
+    """The answer to an ordered tree's call refers to the text that the tree is for."""
+    monkeypatch.setattr("cluster.peers.stream.UNANSWERED_S", 0.0)
+    drafter, outcomes, texts = FakeDrafter(pause_s=600), [], []
+    async with drafter_at(drafter) as (replica, pool):
+        leased, text = await pool.lease(), new_text()
+        opening = Opening(leased, text)
+        await opening.open(text)
+        links = StreamLinks()
+        await links._streams.to(replica.address)
+        for _ in range(1000):
+            asked = new_text()
+            texts.append(weakref.ref(asked))
+            call = DraftCall(opening.update(text), TreeShape.parse("(1,1)"))
+            links.draft(replica.address, call, lambda outcome, asked=asked: outcomes.append(type(outcome)))
+        await until(lambda: drafter.calls == 1000)
+        del asked, call
+        gc.collect()
+        assert sum(each() is not None for each in texts) < 200
+        assert set(outcomes) == {PeerLost}
+        await links.close()
