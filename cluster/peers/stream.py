@@ -235,10 +235,12 @@ class PeerStream:
 
     def _prepared(self, answer: Any) -> None:
         """Pass a prepared tree on. More than were allowed, and malformed ones, are dropped."""
+        if not self._room or self._take_prepared is None:
+            return
+        self._room -= 1
         with contextlib.suppress(DendroError):
-            tree = wire.answer_from(answer) if self._room else None
-            if isinstance(tree, PreparedTree) and self._take_prepared is not None:
-                self._room -= 1
+            tree = wire.answer_from(answer)
+            if isinstance(tree, PreparedTree):
                 self._take_prepared(tree)
 
     @contextlib.contextmanager

@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import fields, is_dataclass, replace
 
 import grpc
 import numpy as np
 import pytest
 from dendro import wire
-from dendro.errors import DendroError, EngineFailed, PeerLost
-from dendro.internal.v1 import verifier_pb2
+from dendro.calls import MOST_PREPARED, DraftCall, TextUpdate, new_opening
+from dendro.errors import BadAnswer, DendroError, EngineFailed, PeerLost
+from dendro.internal.v1.drafter_pb2 import DrafterAnswer, TreeFrame
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA
+from dendro.shapes import TreeShape
 
 from cluster.peers.opening import Opening
 from cluster.policies.prior import unpack_prior
@@ -127,30 +131,59 @@ async def test_a_peer_that_reports_584_thousand_years_is_accounted_the_time_of_i
     assert getattr(account, field) <= account.rounds_us < 100e6
 
 
+@asynccontextmanager
+async def speaking(role: str, speak: Callable[[AsyncIterator[bytes]], AsyncIterator[bytes]]):
+    """A pool of a peer that greets as a replica does, and then sends what `speak` yields. It gets the frames of
+    calls."""
+    engine, kind = {"drafter": (FakeDrafter(), DRAFTER_REPLICA), "verifier": (FakeVerifier(), VERIFIER_REPLICA)}[role]
+    hello = wire.hello_message(await engine.hello())
+
+    async def rounds(frames, context):
+        await anext(aiter(frames))
+        yield kind.answers(hello=hello).SerializeToString()
+        async for each in speak(frames):
+            yield each
+
+    server = grpc.aio.server()
+    method = {"Rounds": grpc.stream_stream_rpc_method_handler(rounds)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(kind.service, method),))
+    pool = RemotePool(role, [f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"])
+    await server.start()
+    try:
+        yield pool
+    finally:
+        await pool.streams.close()
+        await server.stop(0)
+
+
 async def test_bytes_that_are_not_a_frame_end_the_stream_and_its_callers_get_peer_lost():
     """gRPC returns None for a message that it cannot parse; the call that it answers would wait without end."""
-    hello = wire.hello_message(await FakeVerifier().hello())
 
-    async def noise(frames, context):
-        async for _ in frames:
-            yield verifier_pb2.VerdictFrame(hello=hello).SerializeToString()
-            break
+    async def noise(frames):
         async for _ in frames:
             yield b"\xff" * 20
 
-    server = grpc.aio.server()
-    method = {"Rounds": grpc.stream_stream_rpc_method_handler(noise)}
-    server.add_generic_rpc_handlers(
-        (grpc.method_handlers_generic_handler("dendro.internal.v1.VerifierService", method),)
-    )
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
-    pool = RemotePool("verifier", [address])
-    try:
+    async with speaking("verifier", noise) as pool:
         leased, text = await pool.lease(), new_text()
         async with asyncio.timeout(20):  # an opening waits 120 s for its peer
             with pytest.raises(PeerLost, match="no frame"):
                 await Opening(leased, text).open(text)
-    finally:
-        await pool.streams.close()
-        await server.stop(0)
+
+
+async def test_of_trees_that_no_call_asked_for_no_more_are_read_than_a_call_allows(monkeypatch):
+    """Malformed ones, and answers of another kind, count as well."""
+    read, answer_from = [], wire.answer_from
+    monkeypatch.setattr(wire, "answer_from", lambda message: read.append(message) or answer_from(message))
+
+    async def flood(frames):
+        async for _ in frames:
+            cycle = DrafterAnswer(prepared={"opening": bytes(16), "tree": {"tokens": [1, 2, 3], "parents": [-1, 2, 1]}})
+            for each in (cycle, DrafterAnswer(closed={}), DrafterAnswer(call=1, closed={})):
+                yield TreeFrame(answers=500 * [each]).SerializeToString()
+
+    async with speaking("drafter", flood) as pool:
+        leased = await pool.lease()
+        call = DraftCall(TextUpdate.of(new_opening(), new_text(), 0), TreeShape.parse("(1,1)"), 0.5, lambda sent: None)
+        with pytest.raises(BadAnswer):
+            await leased.peer.draft(call)
+        assert len(read) <= MOST_PREPARED + 1
