@@ -40,7 +40,8 @@ EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 CONNECT_S = 5.0
 """Seconds that a replica may take to answer the greeting."""
 MOST_ON_WAY = 1024
-"""Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped."""
+"""Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped; a frame with
+so many answers more than calls wait ends its stream, as reading them would hold up other requests."""
 UNANSWERED_S = 600.0
 """Seconds after which a call without an answer fails. By default no caller waits so long; of a verifier, the
 calls for ordered trees that were late go on."""
@@ -221,6 +222,8 @@ class PeerStream:
             while (frame := await call.read()) is not EOF:
                 if frame is None:  # gRPC's result for bytes that are not a message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
+                if len(frame.answers) > len(self._waiting) + MOST_ON_WAY:
+                    raise PeerLost(f"{self.address}: sends {len(frame.answers)} answers to {len(self._waiting)} calls")
                 for answer in frame.answers:
                     if not answer.call:
                         self._prepared(answer)

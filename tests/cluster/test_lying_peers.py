@@ -187,3 +187,14 @@ async def test_of_trees_that_no_call_asked_for_no_more_are_read_than_a_call_allo
         with pytest.raises(BadAnswer):
             await leased.peer.draft(call)
         assert len(read) <= MOST_PREPARED + 1
+
+
+async def test_a_flood_of_answers_that_no_call_asked_for_ends_the_stream():
+    async def flood(frames):
+        yield TreeFrame(answers=50_000 * [DrafterAnswer(call=9)]).SerializeToString()
+        async for _ in frames:
+            return
+
+    async with speaking("drafter", flood) as pool:
+        stream = (await pool.lease()).peer.stream
+        await until(lambda: stream.lost)
