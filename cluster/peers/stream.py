@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
 CONNECT_S = 5.0
 """Seconds that a replica may take to answer the greeting."""
+WRITE_S = 30.0
+"""Seconds that a replica may take to read a frame before it counts as lost. gRPC answers pings also for a process that
+hangs, and what that process does not read is kept here."""
 MOST_ON_WAY = 1024
 """Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped; a frame with
 so many answers more than calls wait ends its stream, as reading them would hold up other requests."""
@@ -103,6 +107,7 @@ class PeerStream:
         self._take_prepared: Deliver | None = None
         self._room = 0  # prepared trees that the replica may send still
         self._outbox: list[Any] = []
+        self._writing_s = math.inf  # time since which a frame is written; infinite while none is
         self._filled = asyncio.Event()
         self._next = 1
         self._tasks: list[asyncio.Task[None]] = []
@@ -187,12 +192,15 @@ class PeerStream:
     def _post(self, number: int, message: Any, result: Callable[[Any], Answer]) -> asyncio.Future[Answer]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
+        now_s = loop.time()
+        if now_s - self._writing_s > WRITE_S:
+            self._lose(f"{self.address}: reads no calls")
         if self._lost:
             future.set_exception(PeerLost(self._lost))
             return future
         if len(self._waiting) >= self._sweep_at:
-            self._sweep(loop.time())
-        self._waiting[number] = _SentCall(future, result, loop.time())
+            self._sweep(now_s)
+        self._waiting[number] = _SentCall(future, result, now_s)
         self._outbox.append(message)
         self._filled.set()
         self.calls += 1
@@ -208,6 +216,7 @@ class PeerStream:
         self._sweep_at = max(2 * len(self._waiting), FEWEST_SWEPT)
 
     async def _write(self, call: Any) -> None:
+        loop = asyncio.get_running_loop()
         with self._losing():
             while True:
                 await self._filled.wait()
@@ -215,7 +224,9 @@ class PeerStream:
                 messages, self._outbox = self._outbox, []
                 for batch in wire.batched(messages, MAX_MESSAGE_BYTES // 2):
                     self.frames += 1
+                    self._writing_s = loop.time()
                     await call.write(self._kind.frame(None, batch))
+                    self._writing_s = math.inf
 
     async def _read(self, call: Any) -> None:
         with self._losing():
@@ -263,6 +274,7 @@ class PeerStream:
             if not sent.future.done():
                 sent.future.set_exception(PeerLost(reason))
         self._waiting.clear()
+        self._outbox.clear()
         self._ending = asyncio.create_task(self._end())
 
     async def _end(self) -> None:

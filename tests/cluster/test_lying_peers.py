@@ -198,3 +198,24 @@ async def test_a_flood_of_answers_that_no_call_asked_for_ends_the_stream():
     async with speaking("drafter", flood) as pool:
         stream = (await pool.lease()).peer.stream
         await until(lambda: stream.lost)
+
+
+async def test_a_peer_that_reads_no_calls_is_lost_and_none_are_kept_for_it(monkeypatch):
+    """Such a peer may answer pings, as gRPC does for a process whose event loop hangs."""
+    monkeypatch.setattr("cluster.peers.stream.WRITE_S", 0.2)
+
+    async def deaf(frames):
+        await asyncio.sleep(600)
+        yield b""
+
+    async with speaking("drafter", deaf) as pool:
+        leased, text = await pool.lease(), new_text(range(300_000))
+        opened = []
+        async with asyncio.timeout(20):
+            while not leased.peer.stream.lost:
+                opened.append(asyncio.create_task(Opening(leased, text).open(text)))
+                await asyncio.sleep(0.05)
+        for each in opened:
+            with pytest.raises(PeerLost, match="reads no calls"):
+                await each
+        assert not leased.peer.stream._outbox
