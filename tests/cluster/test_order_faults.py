@@ -1,19 +1,22 @@
-"""Faults amid ordered trees, with each router, drafter and verifier in a process of its own: the tokens are those of
-`off`, and no process that lives keeps anything of the answer."""
+"""Faults amid ordered and prepared trees, with each router, drafter and verifier in a process of its own: the tokens
+are those of `off`, and no process that lives keeps anything of the answer, nor a connection to one that is gone."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+import psutil
 import pytest
 from dendro.answer import Round, SpeculationStats
 from dendro.client import AsyncClient
 
-from tests.support.real_peers import PeerProcess, PeerProcesses, make_models, real_peers
+from tests.support.real_peers import SLOW_S, PeerProcess, PeerProcesses, make_models, real_peers
 
 PROMPT = [10, 20, 30, 40, 7, 8, 9, 200, 150, 151]
 COUNT = 300
@@ -38,39 +41,53 @@ class Cluster:
         self.routers = [parts.router(self.verifiers, pools, **options) for _ in range(2)]
         self.drafters = [part for pool in pools.values() for part in pool]
         self._speculation = f"{drafters[0]}:(1,1)" if len(drafters) == 1 else "auto"
+        self._early = "prepared" if "other" in drafters else "sent"  # what an answer had before a fault
         self._expected: list[int] = []
 
-    async def ordered(self) -> int:
-        """Trees that came of orders at the verifiers."""
-        found = [await part.ask("stats") for part in self.verifiers]
-        return sum(each["ordered"] - each["ordered_missed"] - each["ordered_dropped"] for each in found)
+    async def trees(self) -> Counter[str]:
+        """Trees of orders with which rounds began; those of them that were sent before their verdict; and answers of
+        drafters that were prepared before their call. A drafter behind a bridge sends none before its call."""
+        verifiers = [await part.ask("stats") for part in self.verifiers]
+        drafters = [await part.ask("stats") for part in self.drafters]
+        ordered = sum(each["ordered"] - each["ordered_missed"] - each["ordered_dropped"] for each in verifiers)
+        sent, prepared = (sum(each["prepared_used"] for each in stats) for stats in (verifiers, drafters))
+        return Counter(ordered=ordered, sent=sent, prepared=prepared)
 
     async def strike(self, fault: Callable[[], Awaitable[bool]]) -> SpeculationStats:
-        """Ask until the fault struck amid ordered rounds, in the first half of an answer: one may end before any tree
-        was ordered. Returns that answer's statistics.
+        """Ask until the fault struck amid ordered rounds of which some had prepared trees, in the first half of an
+        answer: one may end before it had such a tree. Returns that answer's statistics.
 
         fault: returns False if it did not strike"""
         async with AsyncClient(",".join(part.address for part in self.routers)) as client:
             if not self._expected:
                 self._expected = list((await client.generate_text(PROMPT, speculation="off", **ASKED)).token_ids)
             for _ in range(20):
-                before, struck, ids = await self.ordered(), False, []
+                before, struck, ids = await self.trees(), False, []
                 async for event in client.generate(PROMPT, speculation=self._speculation, **ASKED):
                     if isinstance(event, Round):
                         ids += event.token_ids
-                        if not struck and len(ids) < COUNT / 2 and await self.ordered() > before + 3:
-                            struck = await fault()
+                        if not struck and len(ids) < COUNT / 2:
+                            new = await self.trees() - before
+                            struck = new["ordered"] > 3 and new[self._early] > 0 and await fault()
                     else:
                         complete = event
                 assert ids == self._expected
                 if struck:
                     return complete.speculation
-        raise AssertionError("no tree was ordered")
+        raise AssertionError("no tree was ordered, or none was prepared")
 
     async def keeps_nothing(self, *parts: PeerProcess) -> None:
-        """Wait until the parts, by default all replicas, hold nothing of any text."""
-        for part in parts or (*self.verifiers, *self.drafters):
-            await reports(part, lambda stats: not held(stats), 30)
+        """Wait until the parts, by default all, hold nothing of any text, and have at most a connection to each part of
+        another kind."""
+        gc.collect()  # ends the connections of a client that was closed
+        kinds = self.verifiers, self.drafters, self.routers
+        for kind in kinds:
+            most = sum(map(len, kinds)) - len(kind)
+            for part in [each for each in kind if not parts or each in parts]:
+                await reports(part, lambda stats: not held(stats), 30)
+                async with asyncio.timeout(30):
+                    while connections(part) > most:  # noqa: ASYNC110  # another process makes it true
+                        await asyncio.sleep(0.02)
 
     async def goes_on(self) -> None:
         """The replicas hold nothing, and later answers have ordered trees."""
@@ -88,13 +105,28 @@ async def reports(part: PeerProcess, holds: Callable[[dict[str, Any]], bool], ti
 
 def held(stats: dict[str, Any]) -> dict[str, int]:
     """What a replica holds of texts."""
-    kept = ("sessions", "open_openings", "open_leases", "awaited", "pages_held", "bridged")
+    kept = ("sessions", "open_openings", "open_leases", "awaited", "pages_held", "bridged", "running")
     used = {
         free: stats[all_] - stats[free]
         for free, all_ in (("free_slots", "slots"), ("free_nodes", "nodes"))
         if free in stats
     }
     return {name: count for name, count in ({name: stats.get(name, 0) for name in kept} | used).items() if count}
+
+
+def connections(part: PeerProcess) -> int:
+    """Number of a process's connections, without those to its control port."""
+    control, found = int(part.control.rpartition(":")[2]), psutil.Process(part.pid).net_connections("tcp")
+    return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port != control for each in found)
+
+
+async def slowed(part: PeerProcess) -> None:
+    """Let a process stand still three times, for less time than others wait for it."""
+    for _ in range(3):
+        part.send(signal.SIGSTOP)
+        await asyncio.sleep(SLOW_S)
+        part.send(signal.SIGCONT)
+        await asyncio.sleep(SLOW_S / 4)
 
 
 async def nothing() -> bool:
@@ -148,6 +180,7 @@ async def test_a_fault_of_a_drafter_amid_ordered_trees_changes_no_token_and_leav
     [
         "killed",
         "stopped",
+        "slow",
         "lie",
         pytest.param("drained", marks=pytest.mark.long),
         pytest.param("lie to the drafter", marks=pytest.mark.long),
@@ -173,6 +206,8 @@ async def test_a_fault_of_a_verifier_amid_ordered_trees_changes_no_token_and_lea
         elif fault == "stopped":
             part.send(signal.SIGSTOP)
             later.append(asyncio.create_task(resumed(part)))
+        elif fault == "slow":
+            await slowed(part)
         elif fault == "drained":
             later.append(asyncio.create_task(part.ask("stop")))
         else:
@@ -180,8 +215,25 @@ async def test_a_fault_of_a_verifier_amid_ordered_trees_changes_no_token_and_lea
         return True
 
     stats = await cluster.strike(strike)
-    assert stats.late_drafts > 0 if fault == "lie to the drafter" else stats.verifier_moves > 0 or fault == "drained"
+    if fault == "lie to the drafter":
+        assert stats.late_drafts > 0
+    elif fault != "drained":
+        assert (stats.verifier_moves > 0) is (fault != "slow")
     await asyncio.gather(*later)
+    await cluster.goes_on()
+
+
+async def test_a_router_that_is_slow_amid_ordered_trees_changes_no_token_and_leaves_nothing(parts):
+    cluster = Cluster(parts)
+
+    async def strike() -> bool:
+        if (part := await busy(cluster.routers)) is None:
+            return False
+        await slowed(part)
+        return True
+
+    stats = await cluster.strike(strike)
+    assert stats.verifier_moves == 0
     await cluster.goes_on()
 
 
@@ -204,6 +256,7 @@ async def test_nothing_of_a_lost_router_stays_while_its_order_is_held_and_anothe
         else:
             router.send(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
             lost.append(router)
+            cluster.routers.remove(router)
             await cluster.keeps_nothing(*cluster.verifiers)
         finally:
             drafter.send(signal.SIGCONT)

@@ -42,6 +42,7 @@ from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 from tests.support import other_tokenizers, tiny_models
 from tests.support.fakes import RemotePool
+from verifier_service import scheduler as scheduler_module
 
 SLOW_S = 0.4
 """Delay of each draft of a slow drafter; longer than routers wait."""
@@ -177,6 +178,7 @@ async def serve_peer(kind: str, engine: Any) -> tuple[str, str]:
         links = StreamLinks()
         faults.lying_texts(links)
         engine.link(links)
+        scheduler_module.MESSAGE_S = 1e-12  # each prepared tree is sent before its verdict
         served = replace(VERIFIER_REPLICA, answer=faults.lying_verdicts)
     else:
         faults.slow(engine)
