@@ -183,8 +183,9 @@ class PeerHandle(Generic[P]):
 
 def checkpoint_mismatch(hello: Hello, facts: Facts | None) -> str:
     """Difference of a replica from the router's facts of its checkpoint; empty if there is none, or without facts. By
-    these facts it was decided at start whether a drafter's tokens fit its target's."""
-    if facts is None or hello.facts == facts.digest:
+    these facts it was decided at start whether a drafter's tokens fit its target's. A replica of the same facts may
+    have fewer tokens, where weights have fewer rows than the configuration says, but none that the router lacks."""
+    if facts is None or (hello.facts == facts.digest and hello.vocabulary <= facts.vocabulary):
         return ""
     compared = (
         ("tokenizer", hello.tokenizer, facts.tokenizer),

@@ -21,6 +21,7 @@ from dendro.calls import (
     PROTOCOL_VERSION,
     TARGET_FACTS,
     DraftCall,
+    Hello,
     OpenCall,
     TextUpdate,
     VerifyCall,
@@ -471,6 +472,22 @@ async def test_a_verifier_loaded_from_another_checkpoint_gets_no_text(caplog):
             await run(new_text(), *pools, facts=FACTS, patience_s=0.2)
     assert verifier.opens == 0
     assert "loaded from another checkpoint: its tokenizer is toy-tokens" in caplog.text
+
+
+async def test_a_verifier_that_names_more_tokens_than_the_routers_checkpoint_has_gets_no_text(caplog):
+    """It could emit tokens that the router cannot write."""
+
+    class NamesMoreTokens(FakeVerifier):
+        async def hello(self) -> Hello:
+            return replace(await super().hello(), vocabulary=VOCABULARY + 1)
+
+    caplog.set_level("INFO", "dendro.peers")
+    verifier = NamesMoreTokens(tokenizer=FACTS.tokenizer)
+    async with pair(FakeDrafter(), verifier) as pools:
+        with pytest.raises(PeerLost):
+            await run(new_text(), *pools, facts=FACTS, patience_s=0.2)
+    assert verifier.opens == 0
+    assert "loaded from another checkpoint: its vocabulary is 102, here 101" in caplog.text
 
 
 @virtual_time
