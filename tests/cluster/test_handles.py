@@ -878,7 +878,7 @@ async def test_corrupt_frames_end_neither_the_replica_nor_other_streams():
     verifier = FakeVerifier()
     rng = np.random.default_rng(3)
     good = verifier_pb2.VerifyFrame(
-        greeting=calls_pb2.Greeting(protocol=1),
+        greeting=calls_pb2.Greeting(protocol=PROTOCOL_VERSION),
         calls=[
             verifier_pb2.VerifierCall(call=1, update=calls_pb2.TextUpdate(opening=new_opening(), base=1, tokens=[3]))
         ],
