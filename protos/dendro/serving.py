@@ -1,8 +1,8 @@
 """A replica's side of the stream: leases, streams and health. Independent of models and of Ray.
 
-When a frame arrives, all of its calls are started at once. The answers that are ready when the writer is free are sent
-in one frame, or in as many as their bytes need. When a stream ends, every text opened on it is closed; a lease ends
-with its last text.
+When a frame arrives, its calls are started, CALLS_AT_ONCE in a turn of the event loop. The answers that are ready when
+the writer is free are sent in one frame, or in as many as their bytes need. When a stream ends, every text opened on it
+is closed; a lease ends with its last text.
 """
 
 from __future__ import annotations
@@ -54,6 +54,10 @@ CAP_S = 3600.0
 """The longest lifetime of a lease."""
 FAULT_POLL_S = 1.0
 """Interval of the health checks of a replica's engine."""
+CALLS_AT_ONCE = 256
+"""Calls of one stream that are started before other streams have a turn."""
+MOST_UNREAD = 4096
+"""Answers that a caller may leave unread while more of its calls are started."""
 DRAIN_S = 2.0
 """Seconds that a stopping server waits for its streams to end before it cuts them."""
 
@@ -255,7 +259,7 @@ class StreamServer:
         opens = not self._authenticated or has_role(context.auth_context(), "router")
         mine: set[bytes] = set()
         answers: list[Any] = []
-        ready = asyncio.Event()
+        ready, written = asyncio.Event(), asyncio.Event()
         tasks: set[asyncio.Task[None]] = set()
 
         loop = asyncio.get_running_loop()
@@ -299,12 +303,21 @@ class StreamServer:
                 for batch in batched(taken, MAX_MESSAGE_BYTES // 2):
                     self._stats.frames_out += 1
                     await context.write(self._kind.answers(answers=batch))
+                written.set()
+
+        async def pause() -> None:
+            await asyncio.sleep(0)
+            while len(answers) > MOST_UNREAD:
+                written.clear()
+                await written.wait()
 
         writer = asyncio.create_task(write())
         try:
             async for frame in frames:
                 self._stats.frames_in += 1
-                for message in frame.calls:
+                for number, message in enumerate(frame.calls, 1):
+                    if number % CALLS_AT_ONCE == 0 or len(answers) > MOST_UNREAD:
+                        await pause()
                     self._stats.calls += 1
                     task = self._answering.start(answer(message))
                     tasks.add(task)

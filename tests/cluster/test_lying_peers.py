@@ -12,15 +12,18 @@ import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import fields, is_dataclass, replace
+from types import SimpleNamespace
 
 import grpc
 import numpy as np
 import pytest
 from dendro import wire
-from dendro.calls import MOST_PREPARED, DraftCall, TextUpdate, new_opening
+from dendro.calls import MOST_PREPARED, PROTOCOL_VERSION, DraftCall, TextUpdate, new_opening
 from dendro.errors import BadAnswer, DendroError, EngineFailed, PeerLost
-from dendro.internal.v1.drafter_pb2 import DrafterAnswer, TreeFrame
+from dendro.internal.v1.calls_pb2 import Greeting
+from dendro.internal.v1.drafter_pb2 import DrafterAnswer, DrafterCall, DraftFrame, TreeFrame
 from dendro.servicer import DRAFTER_REPLICA, VERIFIER_REPLICA
+from dendro.serving import StreamServer
 from dendro.shapes import TreeShape
 
 from cluster.peers.opening import Opening
@@ -219,3 +222,61 @@ async def test_a_peer_that_reads_no_calls_is_lost_and_none_are_kept_for_it(monke
             with pytest.raises(PeerLost, match="reads no calls"):
                 await each
         assert not leased.peer.stream._outbox
+
+
+async def calling(frames: AsyncIterator[DraftFrame], write, kind=DRAFTER_REPLICA) -> None:
+    """Serve a stream of these frames of calls to a drafter."""
+    drafter = FakeDrafter()
+
+    async def greeted():
+        yield DraftFrame(greeting=Greeting(protocol=PROTOCOL_VERSION))
+        async for each in frames:
+            yield each
+
+    await StreamServer(drafter, kind, await drafter.hello()).run(greeted(), SimpleNamespace(write=write))
+
+
+async def test_a_frame_of_many_calls_lets_others_go_on_between_them():
+    turn, answered, done = 0, [], asyncio.Event()
+
+    def answer(number, outcome):
+        answered.append(turn)
+        if len(answered) == 5000:
+            done.set()
+        return DRAFTER_REPLICA.answer(number, outcome)
+
+    async def frames():
+        yield DraftFrame(calls=5000 * [DrafterCall(call=1)])
+        await done.wait()
+
+    async def write(frame):
+        return
+
+    async with asyncio.TaskGroup() as group:
+        serving = group.create_task(calling(frames(), write, replace(DRAFTER_REPLICA, answer=answer)))
+        while not serving.done():
+            turn += 1
+            await asyncio.sleep(0)
+    assert len(set(answered)) > 10
+
+
+async def test_calls_of_a_peer_that_reads_no_answers_are_not_read():
+    read, stuck = 0, asyncio.Event()
+
+    async def frames():
+        nonlocal read
+        for _ in range(1000):
+            read += 1
+            yield DraftFrame(calls=100 * [DrafterCall(call=1)])
+            await asyncio.sleep(0)
+
+    async def write(frame):
+        if frame.answers:
+            await stuck.wait()
+
+    serving = asyncio.create_task(calling(frames(), write))
+    for _ in range(5000):
+        await asyncio.sleep(0)
+    assert read < 100 and not serving.done()
+    serving.cancel()
+    await asyncio.wait({serving})
