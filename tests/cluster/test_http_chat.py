@@ -243,6 +243,12 @@ async def test_the_models_are_listed_and_found_by_name():
             await client.completions.create(model="other", prompt="a")
 
 
+async def test_a_model_is_listed_with_the_same_time_at_each_call():
+    async with calling() as client:
+        (listed,) = [model async for model in client.models.list()]
+        assert listed.created == (await client.models.retrieve("demo")).created == 0
+
+
 async def test_a_request_of_grpc_and_one_of_http_share_the_routers_places():
     peers = EdgePeers()
     peers.pause_s = 0.02

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
@@ -161,7 +160,7 @@ class HttpApi:
         return {
             "id": model.name,
             "object": "model",
-            "created": int(time.time()),
+            "created": 0,  # a checkpoint has no date
             "owned_by": "dendroaspis",
             "max_model_len": model.max_length,
             "vocabulary": model.vocabulary,
