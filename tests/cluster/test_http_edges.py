@@ -601,6 +601,15 @@ async def test_five_requests_at_once_on_a_connection_are_answered_in_their_order
         assert found.count(b"HTTP/1.1 200") == 5 and places == sorted(places)
 
 
+async def test_a_proposal_of_another_protocol_is_declined_without_a_warning(caplog):
+    """HTTP clients of Java, and curl with --http2, propose HTTP/2 in each request."""
+    asked = {"connection": "Upgrade, HTTP2-Settings", "upgrade": "h2c", "http2-settings": "AAMAAABkAAQAAP__"}
+    async with http_at() as (server, _):
+        status, _, answer = await post(server, COMPLETIONS, {"prompt": "a", "max_tokens": 2}, **asked)
+    assert status == 200 and answer["usage"]["completion_tokens"] == 2
+    assert not caplog.records
+
+
 async def test_the_values_of_a_long_body_are_counted_before_it_is_parsed():
     async with one_server() as server:
         status, _, body = await raw(

@@ -64,13 +64,13 @@ class _Requests(h11.Connection):
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = 0
-            if named := ORIGIN.match(event.target):
-                event = h11.Request(
-                    method=event.method,
-                    headers=event.headers,
-                    target=b"/" + event.target[named.end() :],
-                    http_version=event.http_version,
-                )
+            named = ORIGIN.match(event.target)
+            event = h11.Request(
+                method=event.method,
+                headers=[each for each in event.headers if each[0] != b"upgrade"],  # no other protocol is spoken
+                target=b"/" + event.target[named.end() :] if named else event.target,
+                http_version=event.http_version,
+            )
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             if self._chunks > MOST_CHUNKS:
