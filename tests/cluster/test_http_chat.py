@@ -117,6 +117,16 @@ async def test_a_clients_own_answer_can_be_sent_back():
     assert second.usage.prompt_tokens == len(sent)
 
 
+async def test_an_answer_to_which_litellms_proxy_added_its_fields_can_be_sent_back():
+    async with calling() as client:
+        first = await client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=5)
+        passed_on = first.choices[0].message.model_dump() | {"provider_specific_fields": {"refusal": None}}
+        messages = [*MESSAGES, passed_on, {"role": "user", "content": "and?"}]
+        second = await client.chat.completions.create(model="demo", messages=messages, max_tokens=5)
+    sent = [*PROMPT, *first.choices[0].message.content.encode(), END, *b"[user]and?", END, *b"[assistant]"]
+    assert second.usage.prompt_tokens == len(sent)
+
+
 async def test_a_session_goes_on_with_the_new_messages_and_a_repeated_turn_is_written_once():
     peers, sessions = EdgePeers(), MemorySessions()
     made = ingress(peers, sessions)

@@ -26,8 +26,9 @@ from cluster.router.tokenizer import Tokenizer
 
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """HTTP's names of our fields."""
-WITHOUT_EFFECT = ("name", "parsed")
-"""Keys of messages that are accepted without effect. OpenAI's client adds `parsed`, its own reading of the content."""
+WITHOUT_EFFECT = ("name", "parsed", "provider_specific_fields")
+"""Keys of messages that are accepted without effect. OpenAI's client adds `parsed`, its own reading of the content;
+LiteLLM's proxy adds `provider_specific_fields` to the answers that it passes on, and passes them back."""
 UNUSED = ("refusal", "annotations", "audio", "function_call")
 """Keys of messages as clients send them back, which must be null or empty."""
 
