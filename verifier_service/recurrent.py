@@ -69,6 +69,7 @@ class TextStates:
     folded: int = 0  # the newest valid checkpoint: the state after `folded` blocks
     lowest: int = 0  # the oldest checkpoint that was not overwritten
     written: int = 0  # tokens written to the ring so far
+    begins: int = 0  # position of the first token that was: of a restored text, the first after its checkpoint
 
     def token_slots(self, positions: Ints) -> Ints:
         """Ring slots of the inputs of committed tokens at these positions."""
@@ -90,7 +91,8 @@ class TextStates:
     def can_cut(self, length: int) -> bool:
         """True if the place still holds the checkpoint and inputs that a text of this length needs."""
         block = self.extent.oldest(length)
-        return (not block or block >= self.lowest) and block * self.extent.block >= self.written - self.extent.ring
+        held = max(self.begins, self.written - self.extent.ring)  # position of the first token whose inputs are held
+        return (not block or block >= self.lowest) and block * self.extent.block >= held
 
     def base_of(self, length: int) -> int:
         """Number, in blocks, of the checkpoint that is saved with a text of this length, together with the inputs of
@@ -101,7 +103,7 @@ class TextStates:
         """Record that the checkpoint after `block` blocks, and the inputs after it up to `length` tokens, are
         restored."""
         self.folded = self.lowest = block
-        self.written = length
+        self.begins, self.written = block * self.extent.block, length
 
     def cut(self, length: int) -> None:
         """Shorten the text to this length. Requires `can_cut`."""

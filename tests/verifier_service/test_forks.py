@@ -78,3 +78,14 @@ async def test_a_copy_that_fails_costs_time_and_no_token(models, monkeypatch: py
         assert (await second.open()).processed == len(PROMPT) - 1
         assert await second.go_on() == truth
         await first.close()
+
+
+async def test_a_text_that_ends_before_what_an_open_copy_was_made_of_has_the_tokens_that_it_has_alone(models):
+    """The second text copies a checkpoint after 16 tokens and the inputs since; the third needs inputs before these."""
+    async with started(bitwise_engine_of(models("mamba2")[0])) as engine:
+        truth = await RoundByRound(engine, PROMPT[:21]).finish()
+        first, second, third = (RoundByRound(engine, PROMPT[:length]) for length in (60, 41, 21))
+        assert [(await each.open()).restored for each in (first, second)] == [0, 40]
+        assert await third.finish() == truth
+        await first.close()
+        await second.close()
