@@ -499,7 +499,7 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
     kind = target.model.device.type  # and so does an accelerator
     arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
-    by_library = kind == "cpu" and (target.mixers or (target.layouts and not target.run.compiled))
+    by_library = kind == "cpu" and target.direct is None  # some of its scans, norms, activations or routers are torch's
     library = f"-{library_digest()}" if by_library else ""  # MKL and torch choose instructions by the processor
     return Hello(
         protocol=PROTOCOL_VERSION,

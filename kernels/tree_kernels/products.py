@@ -27,13 +27,15 @@ def bmm(left: Tensor, right: Tensor) -> Tensor:
 @cache
 def library_digest() -> str:
     """8 hex digits of a SHA-256 of results that this process's libraries compute from fixed numbers on a CPU: products,
-    sums and functions that scans and attention use. MKL and torch choose instructions by the processor, MKL_CBWR and
-    ATEN_CPU_CAPABILITY, and round accordingly."""
+    sums and functions that scans, attention, norms, activations and routers use. MKL and torch choose instructions by
+    the processor, MKL_CBWR and ATEN_CPU_CAPABILITY, and round accordingly."""
     digest = hashlib.sha256()
     with threads_of(1), torch.inference_mode():
         x = torch.arange(4 * 64 * 64).mul_(7919).remainder_(4093).float().div_(4093).sub_(0.5).view(4, 64, 64)
         made = [torch.bmm(x[:, :rows], x[:, :, :columns]) for rows, columns in ((16, 32), (64, 64), (1, 64))]
-        made += [x.sum(-1), x.cumsum(-1), x.exp(), x.exp2(), x.tanh(), F.softplus(x), F.silu(x)]
+        made += [x.sum(-1), x.cumsum(-1), x.exp(), x.exp2(), x.tanh(), F.softplus(x), F.silu(x), x.sigmoid()]
+        made += [x.softmax(-1), x.view(-1, 8).softmax(-1), F.layer_norm(x, x.shape[-1:]), x.square().mean(-1).rsqrt()]
+        made += [F.gelu(x), F.gelu(x, approximate="tanh")]
         for each in made:
             digest.update(each.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:8]

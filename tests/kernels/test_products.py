@@ -29,8 +29,21 @@ def test_an_item_has_the_same_bits_alone_as_in_a_batch(rows, inner, columns, sim
 @pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch multiplies without MKL")
 def test_the_librarys_digest_is_another_where_its_products_round_otherwise():
     code = "AUTO,STRICT" if os.environ["MKL_CBWR"] == "COMPATIBLE" else "COMPATIBLE"
-    script = f"import sys; sys.path[:0] = {sys.path!r}; from tree_kernels.products import library_digest as made"
-    run = [sys.executable, "-c", f"{script}; print(made())"]
-    environment = dict(os.environ, MKL_CBWR=code, OMP_WAIT_POLICY="passive")
-    found = subprocess.run(run, env=environment, capture_output=True, text=True, check=True).stdout.strip()
-    assert found != library_digest() and len(found) == len(library_digest()) == 8
+    assert _printed("made()", MKL_CBWR=code) != library_digest()
+    assert len(library_digest()) == 8
+
+
+def test_the_librarys_digest_is_another_where_a_routers_softmax_rounds_otherwise():
+    """Of 8 experts its bits with AVX2 are others than with AVX-512."""
+    softmax = "zlib.crc32(torch.linspace(-9, 9, 4096).sin().view(-1, 8).softmax(-1).numpy().tobytes())"
+    here, there = (_printed(f"made(), {softmax}", **each).split() for each in ({}, {"ATEN_CPU_CAPABILITY": "avx2"}))
+    assert (here[0] == there[0]) is (here[1] == there[1])
+
+
+def _printed(values: str, **environment: str) -> str:
+    """What a process with these variables prints. values: expressions; `made` is `library_digest`"""
+    begin = f"import sys, torch, zlib; sys.path[:0] = {sys.path!r}"
+    script = f"{begin}; from tree_kernels.products import library_digest as made; print({values})"
+    run = [sys.executable, "-c", script]
+    variables = os.environ | {"OMP_WAIT_POLICY": "passive"} | environment
+    return subprocess.run(run, env=variables, capture_output=True, text=True, check=True).stdout.strip()
