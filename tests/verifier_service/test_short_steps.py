@@ -49,10 +49,13 @@ def written(make):
     return write
 
 
-def mamba2(folder):
-    # in_proj has 2 * 256 + 2 * 2 * 16 + 64 outputs
-    config = tiny_mamba.tiny_config("mamba2", hidden_size=128, num_heads=64, head_dim=4, state_size=16)
-    tiny_mamba.make_checkpoint(folder, "mamba2", config=config)
+def mamba2(groups):
+    def write(folder):
+        # in_proj has 2 * 256 + 2 * 32 + 64 outputs
+        sizes = {"num_heads": 64, "head_dim": 4, "n_groups": groups, "state_size": 32 // groups}
+        tiny_mamba.make_checkpoint(folder, "mamba2", config=tiny_mamba.tiny_config("mamba2", hidden_size=128, **sizes))
+
+    return write
 
 
 MAKERS = {
@@ -61,7 +64,8 @@ MAKERS = {
     "neox": lambda folder: tiny_models.make_checkpoint(folder, "neox", hidden_size=128, intermediate_size=192),
     "mixtral": written(mixtral),
     "qwen3": written(qwen3),
-    "mamba2": mamba2,
+    "mamba2": mamba2(2),
+    "mamba2 of one group": mamba2(1),
 }
 
 

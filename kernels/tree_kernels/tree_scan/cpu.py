@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tree_kernels.products import bmm
 from tree_kernels.tree_scan.inputs import TokenInputs
 from tree_kernels.tree_scan.paths import BlockFold, Paths
 
@@ -41,7 +42,7 @@ def tree_scan(
     weight = since.exp_().mul_(dt.view_as(since)).view(rows, groups, readers // groups, members, columns)
     B = inputs.B.index_select(0, slots).view(-1, size).float()
     B = B.index_select(0, paths.gather(groups).view(-1)).view(rows * groups, columns, size)
-    alike = torch.bmm(B, C.reshape(rows * groups, readers // groups, size).transpose(1, 2))
+    alike = bmm(B, C.reshape(rows * groups, readers // groups, size).transpose(1, 2))
     alike = alike.view(rows, groups, columns, -1).transpose(2, 3)[:, :, :, None]
     seen = inputs.x.index_select(0, slots).view(-1, width).float()
     weight = weight.mul_(alike).view(rows * heads, columns)
