@@ -198,6 +198,7 @@ def test_off_is_the_only_arm_where_no_other_is_small_enough():
 
 def test_auto_adds_a_chain_that_fits_where_max_nodes_leaves_a_drafters_own_out():
     policy = planned(Speculation(max_nodes=4), speculation={"arms": ["(1,1,1,1,1)", "(2,1)"]}).policy
+    assert isinstance(policy, ConservativeUCB)
     assert [str(arm) for arm in policy.arms] == ["off", "mamba:(1,1)", "mamba:(2,1)"]
 
 
