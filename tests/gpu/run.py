@@ -6,7 +6,8 @@ a step failed. This file imports Python's standard library alone. The steps need
 pytest, which the machine must have. Other packages that it lacks, or has in an older version, are installed without a
 network from a folder of wheels into a temporary folder.
 
-With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes.
+With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes. The steps `certify`,
+`certify-states`, `large` and `pair` then serve targets in a CPU's own forms, which have other kernels.
 """
 
 from __future__ import annotations
