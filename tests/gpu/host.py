@@ -232,7 +232,8 @@ class DrafterHost:
         self.spent.watch(self.runner, "run", "arrays")
 
     def _run(self) -> None:
-        while (step := self.scheduler.next()).plan is not None:
+        """Run forwards until a call is answered."""
+        while not self.scheduler.answers and (step := self.scheduler.next()).plan is not None:
             if step.folds:
                 self.runner.fold(step.folds, step.plan)
             self.scheduler.apply(self.runner.run(step.plan))
