@@ -32,7 +32,7 @@ FIRST_LEVELS = 8.0
 """Weight of FIRST_ACCEPT, in levels."""
 MOST_BEHIND = 64
 """Number of plain rounds in a row, none of them begun ahead, after which `Costs.ahead` is unknown again."""
-CALLS = ("next", "proposed", "off", "first")
+CALLS = ("next", "off", "proposed", "first")
 """Kinds of rounds by the time of their calls. `next`: the drafter of the round's tree made that of the round before,
 too; `first`: it did not, so it also reads the tokens that came meanwhile, and the verifier has no order for its tree;
 `proposed`: the tree has proposals alone; `off`: there is no tree."""
