@@ -463,6 +463,7 @@ async def test_the_bytes_of_all_bodies_that_are_not_complete_are_bounded_and_kee
         (b"{}", {"content-type": "text/plain"}, 415),
         (b"{}", {"content-type": "application/x-www-form-urlencoded"}, 415),
         (b"{}", {"content-encoding": "gzip"}, 415),
+        (b"{}", {"content-encoding": "Identity"}, 400),
         (b"", {}, 400),
         (b"[]", {}, 400),
         (b"\xff", {}, 400),

@@ -52,7 +52,7 @@ class BodyReader:
         ClientDisconnect."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HttpRefused(415, "the content type must be application/json", "content-type")
-        if request.headers.get("content-encoding", "identity") != "identity":
+        if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise HttpRefused(415, "the body must not be compressed", "content-encoding")
         holder = caller.tenant or (network_of(request.client.host) if request.client is not None else "")
         held = 0
