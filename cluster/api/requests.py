@@ -122,7 +122,7 @@ class RunningRequests:
     def cut(self) -> None:
         """End all running requests with UNAVAILABLE, at which clients resume them elsewhere."""
         for task in list(self._running):
-            self._end(task, PeerLost("router: is stopped; resume the answer at another"))
+            self._end(task, PeerLost("router: is stopped; call another"))
 
     def _end(self, task: asyncio.Task[Any], reason: DendroError) -> None:
         if task not in self._ended:
