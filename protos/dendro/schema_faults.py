@@ -16,7 +16,7 @@ from dendro.schema_refs import Json, References, Schema, inner, pointer
 REFUSED = "failed to compile JSON schema: "
 MESSAGE = re.compile(
     rf"(?P<head>.*?): at \d+\(\d+\): {REFUSED}(?P<reason>.*?)"
-    r"(?: while processing \S*#(?P<within>\S*))?(?: 1 \| %llguidance.*)?"
+    r"(?: while processing [^\s#]*#(?P<within>\S*))?(?: 1 \| %llguidance.*)?"
 )
 QUOTING = re.compile(r"(?P<head>.*?): (?:at )?(?P<line>\d+)\(\d+\): (?P<reason>.*?)(?: \d+ \| .*)?")
 """Form of llguidance's message for a fault of a grammar, with the faulty line and the lines around it."""

@@ -101,6 +101,13 @@ def test_a_fault_of_an_expression_is_told_without_the_grammar_around_it():
     assert "unclosed" in str(refused.value) and "%llguidance" not in str(refused.value)
 
 
+def test_a_fault_that_quotes_a_long_format_is_told_in_bounded_time():
+    """Its place was looked for by an expression whose time grew with the square of the signs."""
+    structure = Structure.json_schema({"type": "string", "format": f" while processing {20_000 * '#'} x"})
+    with pytest.raises(BadRequest, match="does not compile: "):
+        asyncio.run(BYTES.compiled(structure))
+
+
 LONG = "x" * 900
 
 
