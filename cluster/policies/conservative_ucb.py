@@ -375,7 +375,7 @@ class ConservativeUCB:
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Add a round's loss, T - T_off * N microseconds, to `_lost_us`, and update tokens, promises and spacings."""
         self._tokens += verdict.length
-        before, self._maker = self._maker, arm.maker
+        before, self._maker = self._maker, "" if tree.missed else arm.maker
         for drafter in self._unranked:
             self._unranked[drafter] += verdict.length
         if arm.off:

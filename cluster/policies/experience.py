@@ -274,7 +274,7 @@ class Experience:
         """
         costs = self._by_load[self.concurrency.load]
         self._learn_opening(costs, arm, took_us, disturbed)
-        if _is_usual(costs, arm, verdict):
+        if _is_usual(costs, arm, verdict) and not tree.missed:
             hop = costs.hops[calls_of(arm, before)]
             hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)

@@ -177,7 +177,7 @@ class RequestSpeculation:
         if not first and self._plan.learns:  # the first round also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
             self._experience.learn_time(arm, tree, verdict, took_us, disturbed, self._plan.free, self._maker)
-        self._maker = arm.maker
+        self._maker = "" if tree.missed else arm.maker
         if self._stopping is not None:
             self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
         parts = self.account.learn(arm, tree, verdict, int(took_us), now_s)

@@ -733,6 +733,19 @@ def test_a_drafters_first_trees_after_plain_rounds_do_not_make_its_later_ones_se
     assert prices.spent_us(CHAIN, drafted, before="") == pytest.approx(16_600, rel=0.01)
 
 
+def test_rounds_whose_tree_is_missing_tell_nothing_of_the_calls_of_trees():
+    """A round that waited for no draft has one call. While a drafter opens the text, several such rounds come first."""
+    experience, drafted, before = Experience(), tree(4, draft_us=2_000), ""
+    missing = replace(tree(1), missed=True)
+    for sent, hop_us in ((missing, 150), (missing, 150), (drafted, 2_300), *((drafted, 300),) * 6):
+        experience.learn(CHAIN, sent, verdict(1, 10_000))
+        took_us = 10_000 + sent.draft_us + 2 * hop_us
+        experience.learn_time(CHAIN, sent, verdict(1, 10_000), took_us, before=before)
+        before = "" if sent.missed else CHAIN.maker
+    assert experience.costs.hop_us("next") == pytest.approx(300)
+    assert experience.costs.hop_us("first") == pytest.approx(2_300)
+
+
 def test_a_text_plays_no_tree_whose_first_round_costs_more_than_its_budget():
     played = []
     for hop_us in (300, 40_300):
