@@ -43,12 +43,14 @@ CONNECT_S = 5.0
 WRITE_S = 30.0
 """Seconds that a replica may take to read a frame before it counts as lost. gRPC answers pings also for a process that
 hangs, and what that process does not read is kept here."""
+WRITTEN_S = 1.0
+"""Seconds after WRITE_S in which a frame may still turn out to be written."""
 MOST_ON_WAY = 1024
 """Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped; a frame with
-so many answers more than calls wait ends its stream, as reading them would hold up other requests."""
+so many answers beyond one for each open call ends its stream, as reading them would hold up other requests."""
 UNANSWERED_S = 600.0
-"""Seconds after which a call without an answer fails. By default no caller waits so long; of a verifier, the
-calls for ordered trees that were late go on."""
+"""Seconds after which a round's call without an answer fails. By default no caller waits so long; of a verifier, the
+calls for ordered trees that were late go on. A text may wait to be opened for as long as its request may take."""
 FEWEST_SWEPT = 64
 """Calls without an answer among which none is looked for that nobody waits for."""
 
@@ -60,7 +62,7 @@ class _SentCall(NamedTuple):
 
     future: asyncio.Future[Any]
     result: Callable[[Any], Any]
-    made_s: float  # time at which it was made, by the loop's clock
+    made_s: float  # time at which it was made, by the loop's clock; infinite if it may take any time
 
 
 def _unchanged(answer: Answer) -> Answer:
@@ -116,6 +118,7 @@ class PeerStream:
         self._hello: Hello | None = None
         self.frames = 0  # written
         self.calls = 0
+        self._owed = 0  # calls made less answers read: open calls, also those whose callers have left
 
     @classmethod
     async def connect(cls, address: str, kind: PeerKind, certificates: CertificateFiles | None = None) -> PeerStream:
@@ -168,7 +171,7 @@ class PeerStream:
         message = await off_loop(len(ask.update.tokens), lambda: self._kind.call_message(number, ask))
         if message.ByteSize() > MAX_MESSAGE_BYTES // 2:
             raise BadRequest("prompt", f"makes a call of {message.ByteSize()} bytes")
-        return await self._post(number, message, _unchanged)
+        return await self._post(number, message, _unchanged, math.inf)
 
     def ask(
         self,
@@ -183,28 +186,37 @@ class PeerStream:
             self._take_prepared = take_prepared
             self._room = min(self._room + MOST_PREPARED, MOST_ON_WAY)
         number = self._new_number()
-        return self._post(number, self._kind.call_message(number, ask), result)
+        message = self._kind.call_message(number, ask)
+        return self._post(number, message, result, asyncio.get_running_loop().time())
 
     def _new_number(self) -> int:
         number, self._next = self._next, self._next + 1
         return number
 
-    def _post(self, number: int, message: Any, result: Callable[[Any], Answer]) -> asyncio.Future[Answer]:
+    def _post(
+        self, number: int, message: Any, result: Callable[[Any], Answer], made_s: float
+    ) -> asyncio.Future[Answer]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         now_s = loop.time()
-        if now_s - self._writing_s > WRITE_S:
-            self._lose(f"{self.address}: reads no calls")
+        if now_s - self._writing_s > WRITE_S:  # by chance this loop was held up itself, and the frame is written now
+            loop.call_later(WRITTEN_S, self._lose_unread, self._writing_s)
         if self._lost:
             future.set_exception(PeerLost(self._lost))
             return future
         if len(self._waiting) >= self._sweep_at:
             self._sweep(now_s)
-        self._waiting[number] = _SentCall(future, result, now_s)
+        self._waiting[number] = _SentCall(future, result, made_s)
         self._outbox.append(message)
         self._filled.set()
         self.calls += 1
+        self._owed += 1
         return future
+
+    def _lose_unread(self, writing_s: float) -> None:
+        """Lose the stream if the frame whose writing began then is not written yet."""
+        if self._writing_s == writing_s:
+            self._lose(f"{self.address}: reads no calls")
 
     def _sweep(self, now_s: float) -> None:
         """Forget calls whose callers have left, and fail old ones: a replica may never answer them."""
@@ -233,12 +245,13 @@ class PeerStream:
             while (frame := await call.read()) is not EOF:
                 if frame is None:  # gRPC's result for bytes that are not a message
                     raise PeerLost(f"{self.address}: sends bytes that are no frame")
-                if len(frame.answers) > len(self._waiting) + MOST_ON_WAY:
-                    raise PeerLost(f"{self.address}: sends {len(frame.answers)} answers to {len(self._waiting)} calls")
+                if len(frame.answers) > self._owed + MOST_ON_WAY:
+                    raise PeerLost(f"{self.address}: sends {len(frame.answers)} answers to {self._owed} calls")
                 for answer in frame.answers:
                     if not answer.call:
                         self._prepared(answer)
                         continue
+                    self._owed -= 1
                     sent = self._waiting.pop(answer.call, None)
                     if sent is not None and not sent.future.done():
                         try:

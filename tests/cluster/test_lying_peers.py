@@ -206,6 +206,7 @@ async def test_a_flood_of_answers_that_no_call_asked_for_ends_the_stream():
 async def test_a_peer_that_reads_no_calls_is_lost_and_none_are_kept_for_it(monkeypatch):
     """Such a peer may answer pings, as gRPC does for a process whose event loop hangs."""
     monkeypatch.setattr("cluster.peers.stream.WRITE_S", 0.2)
+    monkeypatch.setattr("cluster.peers.stream.WRITTEN_S", 0.1)
 
     async def deaf(frames):
         await asyncio.sleep(600)

@@ -136,6 +136,17 @@ async def test_calls_that_a_replica_does_not_answer_are_forgotten_once_their_cal
         assert len(stream._waiting) < 200
 
 
+async def test_a_text_may_wait_to_be_opened_for_longer_than_a_round_for_its_answer(monkeypatch):
+    """It waits for a place at a full verifier for as long as its request may take."""
+    monkeypatch.setattr("cluster.peers.stream.UNANSWERED_S", 0.0)
+    drafter = FakeDrafter()
+    drafter.open_pause_s = 0.5
+    async with drafter_at(drafter) as (_, pool):
+        leased, text = await pool.lease(), new_text()
+        texts = [text, *(new_text() for _ in range(100))]
+        await asyncio.gather(*(Opening(leased, each).open(each) for each in texts))
+
+
 async def test_a_verifiers_text_is_freed_though_its_drafter_never_answers(monkeypatch):
     """The answer to an ordered tree's call refers to the text that the tree is for."""
     monkeypatch.setattr("cluster.peers.stream.UNANSWERED_S", 0.0)
