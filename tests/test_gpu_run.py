@@ -8,9 +8,13 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from tests.support.device_engines import launch_one_at_a_time
 
 ROOT = Path(__file__).parents[1]
 
@@ -113,9 +117,41 @@ def test_without_an_accelerator_a_step_fails_without_a_result(gpu, tmp_path):
     assert "no accelerator" in (tmp_path / "log.txt").read_text()
 
 
+def test_a_dry_run_certifies_each_kind_and_a_gpu_the_demos(gpu):
+    def certified(dry):
+        return [step.arguments[0] for step in gpu.steps_of(dry) if step.script == "certify_quick.py"]
+
+    assert certified(dry=True) == ["llama", "neox", "mamba", "mamba2", "hybrid"]
+    assert certified(dry=False) == ["llama", "mamba2"]
+
+
+def test_a_run_without_steps_is_refused(gpu, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path / "results"), "--only", "certify-hybrid"])
+    assert "certify-hybrid" in capsys.readouterr().err and not (tmp_path / "results").exists()
+
+
+def test_interpreted_launches_of_two_threads_run_one_after_another(monkeypatch):
+    interpreter = pytest.importorskip("triton.runtime.interpreter", reason="triton is not installed")
+    running, most = [], []
+
+    def launch(self, number):
+        running.append(number)
+        time.sleep(0.02)
+        most.append(len(running))
+        running.remove(number)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
+    launch_one_at_a_time(monkeypatch)
+    kernel = object.__new__(interpreter.GridExecutor)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(kernel, range(8)))
+    assert most == [1] * 8
+
+
 @pytest.mark.long
-@pytest.mark.timeout(900)
-@pytest.mark.skipif("DENDRO_GPU_DRY" not in os.environ, reason="takes ten minutes; set DENDRO_GPU_DRY=1 to run it")
+@pytest.mark.timeout(3600)
+@pytest.mark.skipif("DENDRO_GPU_DRY" not in os.environ, reason="takes half an hour; set DENDRO_GPU_DRY=1 to run it")
 def test_the_dry_run_passes_every_step(gpu, tmp_path):
     ran = subprocess.run(
         [sys.executable, ROOT / "tests" / "gpu" / "run.py", "--dry", "--out", tmp_path / "dry"],

@@ -6,8 +6,10 @@ a step failed. This file imports Python's standard library alone. The steps need
 pytest, which the machine must have. Other packages that it lacks, or has in an older version, are installed without a
 network from a folder of wheels into a temporary folder.
 
-With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes. The steps `certify`,
-`certify-states`, `large` and `pair` then serve targets in a CPU's own forms, which have other kernels.
+With `--dry` the steps run on the CPU, the kernels in Triton's interpreter, with tiny sizes. The steps `certify-KIND`
+then serve a tiny pair of each kind with the forms of a GPU: `DeviceRunner` and the levels of drafters, steps as if
+recorded. A target with Mamba-1 mixers has no `DeviceRunner`. The steps `large` and `pair` serve targets in a CPU's own
+forms, which have other kernels.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ class GpuStep:
     tests: tuple[str, ...] = ()
     alone: bool = False  # it measures time: no other step runs beside it
     dry: tuple[str, ...] = ()  # more arguments for pytest in a dry run
+    dry_only: bool = False  # there is no such step on an accelerator
 
     def command(self, dry: bool, report: Path) -> list[str]:
         if self.script:
@@ -97,8 +100,11 @@ STEPS = (
     GpuStep("drafters", 120, tests=DRAFTER_TESTS, dry=("-k", "ranked or one_group or processor")),
     GpuStep("rows", 150, script="rows.py"),
     GpuStep("capture", 90, script="capture.py"),
-    GpuStep("certify", 240, script="certify_quick.py"),
-    GpuStep("certify-states", 240, script="certify_quick.py", arguments=("target_mamba2",)),
+    GpuStep("certify-llama", 240, script="certify_quick.py", arguments=("llama",)),
+    GpuStep("certify-neox", 240, script="certify_quick.py", arguments=("neox",), dry_only=True),
+    GpuStep("certify-mamba", 240, script="certify_quick.py", arguments=("mamba",), dry_only=True),
+    GpuStep("certify-mamba2", 240, script="certify_quick.py", arguments=("mamba2",)),
+    GpuStep("certify-hybrid", 240, script="certify_quick.py", arguments=("hybrid",), dry_only=True),
     GpuStep("large", 300, script="large.py", alone=True),
     GpuStep("levels", 200, script="levels.py", alone=True),
     GpuStep("scan", 60, script="scan.py", alone=True),
@@ -106,6 +112,11 @@ STEPS = (
     GpuStep("profile", 120, script="profile_steps.py", alone=True),
     GpuStep("pair", 240, script="pair.py", alone=True),
 )
+
+
+def steps_of(dry: bool) -> list[GpuStep]:
+    """The steps of a run."""
+    return [step for step in STEPS if dry or not step.dry_only]
 
 
 @dataclass(slots=True)
@@ -227,10 +238,10 @@ def commit() -> str:
 
 def summary(found: Sequence[Done], facts: dict[str, Any], logs: Path) -> str:
     lines = [f"{key}: {value}" for key, value in facts.items()]
-    lines += ["", f"{'step':<10} {'outcome':<10} {'seconds':>8}  result"]
+    lines += ["", f"{'step':<14} {'outcome':<10} {'seconds':>8}  result"]
     for each in found:
         lines.append(
-            f"{each.step:<10} {each.outcome:<10} {each.seconds:>8.1f}  {each.result.get('summary', '') or short(each)}"
+            f"{each.step:<14} {each.outcome:<10} {each.seconds:>8.1f}  {each.result.get('summary', '') or short(each)}"
         )
     for each in found:
         if each.outcome != "passed":
@@ -255,7 +266,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", action="append", default=[], help="of the step `large`, this one; may be repeated")
     given = parser.parse_args(arguments)
     models = tuple(f"--only={model}" for model in given.model)
-    steps = [replace(step, arguments=models) if step.name == "large" else step for step in STEPS]
+    steps = [replace(step, arguments=models) if step.name == "large" else step for step in steps_of(given.dry)]
+    steps = [step for step in steps if not given.only or step.name in given.only]
+    if not steps:
+        parser.error(f"{', '.join(given.only)}: only a dry run has such a step")
     logs = given.out / "logs"
     logs.mkdir(parents=True)
     began = time.monotonic()
@@ -270,7 +284,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "installed": installed,
         }
         env = environment(given.dry, Path(site))
-        for beside in groups([step for step in steps if not given.only or step.name in given.only], given.dry):
+        for beside in groups(steps, given.dry):
             print(f"{', '.join(step.name for step in beside)} ...", flush=True)
             left_s = (DRY_BUDGET_S if given.dry else BUDGET_S) - (time.monotonic() - began)
             with ThreadPoolExecutor(len(beside)) as threads:
