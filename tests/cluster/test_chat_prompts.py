@@ -158,7 +158,7 @@ def message_with(**fields: str) -> pb.GenerateRequest:
         (chat_of(("user", "a"), tools="["), "tools: is not JSON"),
         (chat_of(("user", "a"), tools="[1]"), "tools: must be a JSON array of objects"),
         (chat_of(("user", "a"), chat_template_kwargs="[]"), "chat_template_kwargs: must be a JSON object"),
-        (chat_of(("user", "a"), chat_template_kwargs="[" * 9999), "chat_template_kwargs: is not JSON: it has too many"),
+        (chat_of(("user", "a"), chat_template_kwargs="[" * 9999), "chat_template_kwargs: is not JSON: it nests"),
         (
             chat_of(("user", "a"), chat_template_kwargs='{"a": %s}' % ("9" * 5000)),
             "kwargs: is not JSON: a number has too",

@@ -77,10 +77,8 @@ def test_a_schema_of_a_body_that_is_nested_too_deeply_is_refused_by_its_field():
     deep: Any = {}
     for _ in range(3000):
         deep = {"items": deep}
-    with pytest.raises(BadRequest, match="^structure.json_schema: cannot be written as JSON: it has too many objects"):
+    with pytest.raises(BadRequest, match="^structure.json_schema: cannot be written as JSON: it nests objects"):
         Structure.json_schema(deep)
     function = {"type": "function", "function": {"name": "f", "parameters": deep}}
-    with pytest.raises(
-        BadRequest, match=r"^tools\[0\].function.parameters: cannot be written as JSON: it has too many"
-    ):
+    with pytest.raises(BadRequest, match=r"^tools\[0\].function.parameters: cannot be written as JSON: it nests"):
         read_tools(Fields({"tools": [function]}))

@@ -96,7 +96,7 @@ STEPS = [
     (StepRunner.keep, "pages", [AcceptedSlots(ROW, ROW, ROW, ROW)]),
     (DeviceRunner.run, "masks", [SimpleNamespace(draws=())]),
     (DeviceRunner.warm_up, "_warm", []),
-    (DraftRunner.run, "_laws", [SimpleNamespace(rows=(), sessions=[1])]),
+    (DraftRunner.run, "_compiled", [SimpleNamespace(rows=(), sessions=[1])]),
     (DraftRunner.fold, "memory", [()]),
     (DraftRunner.fold, "_recorded_folds", [()]),
     (DraftRunner.scores_are_finite, "memory", []),
