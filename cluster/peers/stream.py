@@ -199,7 +199,7 @@ class PeerStream:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         now_s = loop.time()
-        if now_s - self._writing_s > WRITE_S:  # by chance this loop was held up itself, and the frame is written now
+        if now_s - self._writing_s > WRITE_S:  # or this loop was held up itself: the frame may be written by now
             loop.call_later(WRITTEN_S, self._lose_unread, self._writing_s)
         if self._lost:
             future.set_exception(PeerLost(self._lost))
