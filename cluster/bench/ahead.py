@@ -296,7 +296,7 @@ def policy_over_off(
             path = tuple(range(length))
             verdict = Verdict((1,) * length, path, ranks, None, length, verify_us=round(verify_us), step_rows=arm.rows)
             policy.learn(arm, tree, verdict)
-            experience.learn_time(arm, tree, verdict, took_us, before=last.maker)
+            experience.learn_time(arm, tree, verdict, took_us, last_maker=last.maker)
             spent_us, emitted, last = spent_us + took_us, emitted + length, arm
     return emitted * off_us / spent_us
 

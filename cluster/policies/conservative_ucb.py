@@ -159,7 +159,7 @@ class ConservativeUCB:
         self._lost_us = 0.0  # D: microseconds that rounds with trees took beyond those of plain rounds for their tokens
         self._promised = self._came = 0.0  # tokens that played proposals promised; tokens accepted of them
         self._place = experience.concurrency.next_place()
-        self._maker = ""  # maker of the last round's tree, empty without a tree
+        self._last_maker = ""  # maker of the previous round's tree; empty without a tree
         self._charged = set[str]()  # drafters whose opening is counted in D
         self._openings = dict.fromkeys(self._unranked, OPENING_ROUNDS)  # by drafter: rounds left for its opening
         self._paused: dict[str, int] = {}  # by drafter: rounds for which it is not asked
@@ -317,7 +317,7 @@ class ConservativeUCB:
             gain = known.mean - each.us / plain_us
             first += min(max(EARNING * gain, 0.0), MOST_RISKED)
         budget_us = (BUDGET * self._tokens + first) * plain_us
-        lost_us = self._lost_us + self._charge_us(each, plain_us) + self._turning_us(each.arm)
+        lost_us = self._lost_us + self._charge_us(each, plain_us) + self._switching_us(each.arm)
         return lost_us + (HORIZON if loss_us < 0 else 1) * loss_us <= budget_us
 
     def _charge_us(self, each: ArmEstimate, plain_us: float) -> float:
@@ -327,10 +327,10 @@ class ConservativeUCB:
         known = each.arm in self._first and EARNING * (plain_us * each.tokens - each.us) >= opening_us
         return 0.0 if known else opening_us
 
-    def _turning_us(self, arm: Arm) -> float:
-        """Microseconds by which a round of this arm takes longer than predicted because the round before had no tree
+    def _switching_us(self, arm: Arm) -> float:
+        """Microseconds by which this round takes longer with this arm than predicted, as the previous round had no tree
         of its drafter."""
-        return 0.0 if arm.maker == self._maker else self.experience.prices().turning_us(arm)
+        return 0.0 if arm.maker == self._last_maker else self.experience.prices().switching_us(arm)
 
     def _opening_us(self, arm: Arm) -> float:
         """Microseconds that opening the text at the arm's drafter will cost; 0 if `_lost_us` includes them already."""
@@ -375,7 +375,7 @@ class ConservativeUCB:
     def _count(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         """Add a round's loss, T - T_off * N microseconds, to `_lost_us`, and update tokens, promises and spacings."""
         self._tokens += verdict.length
-        before, self._maker = self._maker, "" if tree.missed else arm.maker
+        last_maker, self._last_maker = self._last_maker, "" if tree.missed else arm.maker
         for drafter in self._unranked:
             self._unranked[drafter] += verdict.length
         if arm.off:
@@ -390,7 +390,7 @@ class ConservativeUCB:
         if arm.drafted and arm.maker not in self._charged:
             self._lost_us += self._charge_us(self.estimate(arm, prices), plain_us or 0.0)
             self._charged.add(arm.maker)
-        spent_us = prices.spent_us(arm, tree, before)
+        spent_us = prices.spent_us(arm, tree, last_maker)
         if plain_us is not None:
             self._lost_us += spent_us - plain_us * verdict.length
         if arm.drafted and not tree.missed:

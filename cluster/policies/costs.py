@@ -32,10 +32,10 @@ FIRST_LEVELS = 8.0
 """Weight of FIRST_ACCEPT, in levels."""
 MOST_BEHIND = 64
 """Number of plain rounds in a row, none of them begun ahead, after which `Costs.ahead` is unknown again."""
-CALLS = ("next", "off", "proposed", "first")
-"""Kinds of rounds by the time of their calls. `next`: the drafter of the round's tree made that of the round before,
-too; `first`: it did not, so it also reads the tokens that came meanwhile, and the verifier has no order for its tree;
-`proposed`: the tree has proposals alone; `off`: there is no tree."""
+ROUND_KINDS = ("next", "off", "proposed", "first")
+"""Kinds of rounds, whose calls to peers take different times. `next`: the tree's drafter also drafted the previous
+round's tree. `first`: it did not, so it first reads the tokens emitted since its last tree, and the verifier has no
+order for this one. `proposed`: the tree has proposals alone. `off`: there is no tree."""
 KEPT = 1 - 1 / 256
 """Factor by which the weight of earlier rounds decays with each round: loads and texts change."""
 
@@ -77,15 +77,16 @@ class Cost:
         self.us += step * (min(us, OUTLIER * self.us) - self.us)
 
 
-def calls_of(arm: Arm, before: str) -> str:
-    """Kind of a round of this arm (CALLS). before: maker of the tree of the text's round before, empty without a tree
+def round_kind(arm: Arm, last_maker: str) -> str:
+    """Kind of a round of this arm (ROUND_KINDS). last_maker: maker of the tree in the text's previous round; empty if
+    that round had no tree
 
     >>> chain, off = Arm.parse("mamba:(1,1)"), Arm.parse("off")
-    >>> calls_of(chain, "mamba"), calls_of(chain, ""), calls_of(off, "mamba")
+    >>> round_kind(chain, "mamba"), round_kind(chain, ""), round_kind(off, "mamba")
     ('next', 'first', 'off')
     """
     if arm.drafted:
-        return "next" if arm.maker == before else "first"
+        return "next" if arm.maker == last_maker else "first"
     return "off" if arm.off else "proposed"
 
 
@@ -225,7 +226,7 @@ class DraftPlane:
 class Costs:
     """Measured costs of rounds under one load class."""
 
-    hops: defaultdict[str, Cost] = field(default_factory=lambda: defaultdict(Cost))  # a call's time, by kind (CALLS)
+    hops: dict[str, Cost] = field(default_factory=dict)  # by kind of round: time of a call beyond the peer's own
     ahead: Cost = field(default_factory=Cost)  # part of a plain step that a round begun ahead does not wait for
     since_ahead: int = 0  # plain rounds since the last one that was begun ahead
     opening: Cost = field(default_factory=Cost)  # time that opening a text at a drafter adds to rounds meanwhile
@@ -239,9 +240,9 @@ class Costs:
     _planes: defaultdict[str, DraftPlane] = field(default_factory=lambda: defaultdict(DraftPlane))  # one per drafter
 
     def hop_us(self, kind: str) -> float:
-        """Microseconds of a call beyond the peer's own time, in a round of this kind (CALLS). Until such a round was
-        measured, the time of the first kind in CALLS that was is returned; 0 without any."""
-        measured = (self.hops[each].us for each in (kind, *CALLS) if each in self.hops)
+        """Microseconds of a call beyond the peer's own time in a round of this kind. Until such a round was measured:
+        that of the first measured kind in ROUND_KINDS, or 0."""
+        measured = (self.hops[each].us for each in (kind, *ROUND_KINDS) if each in self.hops)
         return next(measured, 0.0)
 
     def learn_ahead(self, us: float) -> None:
@@ -289,7 +290,7 @@ class Costs:
         weighs at most PRIOR_ROUNDS."""
         most = int(PRIOR_ROUNDS)
         return Costs(
-            hops=defaultdict(Cost, {kind: cost.at_most(most) for kind, cost in self.hops.items()}),
+            hops={kind: cost.at_most(most) for kind, cost in self.hops.items()},
             ahead=self.ahead.at_most(most),
             opening=self.opening.at_most(most),
             draft={arm: cost.at_most(most) for arm, cost in self.draft.items()},
@@ -321,9 +322,8 @@ def usual_costs(measured: Sequence[Costs], target: TargetSteps) -> Costs:
     """
     arms = dict.fromkeys(arm for costs in measured for arm in costs.draft)
     kinds = dict.fromkeys(kind for costs in measured for kind in costs.hops)
-    hops = {kind: _median(each.hops[kind] for each in measured if kind in each.hops) for kind in kinds}
     return Costs(
-        hops=defaultdict(Cost, hops),
+        hops={kind: _median(each.hops[kind] for each in measured if kind in each.hops) for kind in kinds},
         ahead=_median(each.ahead for each in measured),
         opening=_median(each.opening for each in measured),
         draft={arm: _median(each.draft[arm] for each in measured if arm in each.draft) for arm in arms},

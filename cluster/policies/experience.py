@@ -28,10 +28,11 @@ from cluster.policies.costs import (
     KEPT,
     LEAST_US,
     PRIOR_ROUNDS,
+    Cost,
     Costs,
     Rate,
     StoppedDrafts,
-    calls_of,
+    round_kind,
     usual_costs,
 )
 from cluster.policies.prices import Marginal, Prices, hops
@@ -263,19 +264,19 @@ class Experience:
         took_us: float,
         disturbed: bool = False,
         judged: bool = True,
-        before: str = "",
+        last_maker: str = "",
     ) -> None:
         """Record a round's whole time. The time that remains after draft, queue and step is that of the hops, divided
         by the texts of the step.
 
         took_us: the round's time with all waits   disturbed: True if a text was being opened meanwhile
-        judged: False for a request that guesses in no trial   before: maker of the tree of the text's round before,
-        empty without a tree
+        judged: False for a request that guesses in no trial
+        last_maker: maker of the tree in the text's previous round; empty if that round had no tree
         """
         costs = self._by_load[self.concurrency.load]
         self._learn_opening(costs, arm, took_us, disturbed)
         if _is_usual(costs, arm, verdict) and not tree.missed:
-            hop = costs.hops[calls_of(arm, before)]
+            hop = costs.hops.setdefault(round_kind(arm, last_maker), Cost())
             hop.learn(self._hops_us(tree, verdict, took_us) / hops(arm))
         costs.rate.learn(verdict.length, self.share_us(tree, verdict, took_us), KEPT)
         if arm.off:

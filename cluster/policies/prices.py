@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.costs import LEAST_US, Costs, calls_of
+from cluster.policies.costs import LEAST_US, Costs, round_kind
 from cluster.policies.step_time import TargetSteps
 
 
@@ -34,8 +34,9 @@ class Prices:
 
     A plain step of 10 ms, a draft of 2 ms, and calls of 0.1 ms beyond the peers' own time:
 
+    >>> from cluster.policies.costs import Cost
     >>> chain, costs = Arm.parse("mamba:(1,1)"), Costs()
-    >>> costs.hops["next"].learn(100.0)
+    >>> costs.hops["next"] = Cost(100.0, count=1)
     >>> costs.step.learn(1, 10_000.0, TargetSteps())
     >>> for us in (2_000.0, 2_000.0):  # the first one is cold
     ...     costs.learn_draft(chain, us)
@@ -55,7 +56,8 @@ class Prices:
         None until a step was measured and, for a drafted arm, a draft of its drafter (`StepTime`, `Costs.draft_us`).
         rows: rows of the tree, if known; the arm's usual number by default
         All texts of a step are assumed to choose this arm: if each relied on the others' trees being small, none would
-        be. A drafted arm is assumed to go on, as `next` of CALLS; its first round takes `turning_us` longer.
+        be. Drafted arms are priced as if the previous round's tree had the same drafter; otherwise a round takes
+        `switching_us` longer.
         """
         costs = self._costs
         if not costs.step.sizes:
@@ -67,19 +69,19 @@ class Prices:
             rows = self._rows(arm)
         verify_us = self.verify_us(rows)
         ahead_us = costs.ahead.us if arm.off else 0.0  # a text that stays `off` has its rounds begun ahead
-        return max(draft_us + verify_us + hops(arm) * costs.hop_us(calls_of(arm, arm.maker)) - ahead_us, LEAST_US)
+        return max(draft_us + verify_us + hops(arm) * costs.hop_us(round_kind(arm, arm.maker)) - ahead_us, LEAST_US)
 
-    def spent_us(self, arm: Arm, tree: DraftTree, before: str) -> float:
+    def spent_us(self, arm: Arm, tree: DraftTree, last_maker: str) -> float:
         """Microseconds of a round with this tree: the measured draft, plus predicted step and hops.
 
-        before: maker of the tree of the round before, empty without a tree
+        last_maker: maker of the tree in the previous round; empty if that round had no tree
         """
-        hop_us = self._costs.hop_us(calls_of(arm, before))
+        hop_us = self._costs.hop_us(round_kind(arm, last_maker))
         return tree.draft_us / tree.texts + self.verify_us(tree.rows) + hops(arm) * hop_us
 
-    def turning_us(self, arm: Arm) -> float:
-        """Microseconds by which a drafted arm's round after one without a tree of its drafter takes longer than
-        predicted."""
+    def switching_us(self, arm: Arm) -> float:
+        """Microseconds by which a round of a drafted arm takes longer than predicted if the previous round had no tree
+        of the arm's drafter."""
         costs = self._costs
         if not arm.drafted or "first" not in costs.hops:
             return 0.0

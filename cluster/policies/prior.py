@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
@@ -27,7 +27,7 @@ from dendro.wire import MAX_STEP_ROWS
 
 from cluster.arms import Arm
 from cluster.policies.classes import mode_class, temperature_class
-from cluster.policies.costs import CALLS, PRIOR_ROUNDS, Cost, Costs, EmittedLength
+from cluster.policies.costs import PRIOR_ROUNDS, ROUND_KINDS, Cost, Costs, EmittedLength
 from cluster.policies.replay import RankTrace, replayed
 from cluster.policies.sequoia import reached
 from cluster.policies.step_time import MOST_SIZES, StepTime
@@ -385,9 +385,9 @@ def _cost(us: Any, count: Any) -> Cost:
     return Cost(_number(us), int(_number(count)))
 
 
-def _calls(kind: str) -> str:
-    if kind not in CALLS:
-        raise ValueError(f"costs: {kind!r} is none of {CALLS}")
+def _round_kind(kind: str) -> str:
+    if kind not in ROUND_KINDS:
+        raise ValueError(f"costs: {kind!r} is none of {ROUND_KINDS}")
     return kind
 
 
@@ -415,7 +415,7 @@ def _costs(content: Mapping[str, Any]) -> Costs:
     if len(content["draft"]) > MAX_ARMS or len(content["tried"]) > MAX_ROWS or len(content["step"]) > MOST_SIZES:
         raise ValueError("costs: too many arms or numbers of rows")
     return Costs(
-        hops=defaultdict(Cost, {_calls(kind): _cost(*cost) for kind, cost in content["hops"].items()}),
+        hops={_round_kind(kind): _cost(*cost) for kind, cost in content["hops"].items()},
         ahead=_cost(*content["ahead"]),
         opening=_cost(*content["opening"]),
         draft={_drafted(text): _cost(*cost) for text, cost in content["draft"].items()},

@@ -65,7 +65,7 @@ class RequestSpeculation:
         self._disturbed = False  # True if a text was being opened when the current round began
         self._announced = False  # True if the verifier may have begun the next round, without a tree
         self._delayed: Arm | None = None  # an arm with a tree, chosen for a round that was announced without one
-        self._maker = ""  # maker of the last round's tree, empty without a tree
+        self._last_maker = ""  # maker of the previous round's tree; empty without a tree
         self._ordered: Arm | None = None  # arm of the tree that was ordered for the next round
         self._claims = False  # True if the current round has the tree that was ordered for it
         self._why = ""  # reason why the round's arm is `off`, or way of its tree (`metrics.WAYS`)
@@ -176,8 +176,8 @@ class RequestSpeculation:
         self._running.begun()
         if not first and self._plan.learns:  # the first round also waits for the text to be opened
             disturbed = self._disturbed or self._experience.concurrency.opening > 0
-            self._experience.learn_time(arm, tree, verdict, took_us, disturbed, self._plan.free, self._maker)
-        self._maker = "" if tree.missed else arm.maker
+            self._experience.learn_time(arm, tree, verdict, took_us, disturbed, self._plan.free, self._last_maker)
+        self._last_maker = "" if tree.missed else arm.maker
         if self._stopping is not None:
             self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
         parts = self.account.learn(arm, tree, verdict, int(took_us), now_s)

@@ -725,12 +725,12 @@ def test_a_drafters_first_trees_after_plain_rounds_do_not_make_its_later_ones_se
             found = verdict(1, 10_000)
             experience.learn(arm, sent, found)
             took_us = 10_000 + sent.draft_us + (2 if arm.drafted else 1) * hop_us
-            experience.learn_time(arm, sent, found, took_us, before=before)
+            experience.learn_time(arm, sent, found, took_us, last_maker=before)
             before = arm.maker
     prices = experience.prices()
     assert prices.predicted_us(CHAIN) == pytest.approx(12_600, rel=0.01)
-    assert prices.turning_us(CHAIN) == pytest.approx(4_000, rel=0.01)
-    assert prices.spent_us(CHAIN, drafted, before="") == pytest.approx(16_600, rel=0.01)
+    assert prices.switching_us(CHAIN) == pytest.approx(4_000, rel=0.01)
+    assert prices.spent_us(CHAIN, drafted, last_maker="") == pytest.approx(16_600, rel=0.01)
 
 
 def test_rounds_whose_tree_is_missing_tell_nothing_of_the_calls_of_trees():
@@ -740,7 +740,7 @@ def test_rounds_whose_tree_is_missing_tell_nothing_of_the_calls_of_trees():
     for sent, hop_us in ((missing, 150), (missing, 150), (drafted, 2_300), *((drafted, 300),) * 6):
         experience.learn(CHAIN, sent, verdict(1, 10_000))
         took_us = 10_000 + sent.draft_us + 2 * hop_us
-        experience.learn_time(CHAIN, sent, verdict(1, 10_000), took_us, before=before)
+        experience.learn_time(CHAIN, sent, verdict(1, 10_000), took_us, last_maker=before)
         before = "" if sent.missed else CHAIN.maker
     assert experience.costs.hop_us("next") == pytest.approx(300)
     assert experience.costs.hop_us("first") == pytest.approx(2_300)

@@ -21,7 +21,7 @@ from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.drafter_figures import DrafterFigures, RankFigures
 from cluster.policies import ConservativeUCB, Experience, make_policy, with_chain_and_off
-from cluster.policies.costs import CALLS, Cost, DraftPlane, EmittedLength
+from cluster.policies.costs import ROUND_KINDS, Cost, DraftPlane, EmittedLength
 from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.step_time import TargetSteps
 from cluster.redis_server import RedisServer
@@ -248,7 +248,7 @@ def test_a_stored_prior_has_every_cost_with_which_a_request_begins():
     _, experience = answer(3, 20)
     for count, each in enumerate(("ahead", "opening"), start=1):
         setattr(experience.costs, each, Cost(100.0 * count, count))
-    for count, each in enumerate(CALLS, start=3):
+    for count, each in enumerate(ROUND_KINDS, start=3):
         experience.costs.hops[each] = Cost(100.0 * count, count)
     hints = experience.hints()
     assert unpack_prior(pack_prior(Prior(costs=hints))).costs == hints
