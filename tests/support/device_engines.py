@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 
 from tests.support.device_forms import load_as_on_a_gpu
 from tests.support.opened_drafters import wait_for_openings
-from tests.support.quick_interpreter import look_once
 from tests.support.recordings import RunAgain
 
 LEAST_ROWS = 8
@@ -30,8 +29,8 @@ class Made:
 
 
 def serve_as_on_a_gpu(monkeypatch):
-    """Targets and drafters that are loaded from here on run as on a GPU; returns what records them. Drafters must have
-    the form `eager`."""
+    """Make targets and drafters that are loaded later run as on a GPU. Returns what records their steps and levels.
+    Drafters must have the form `eager`."""
     from tree_kernels.rows_product import triton as products
     from triton.runtime.interpreter import interpreter_builder
 
@@ -72,8 +71,8 @@ def serve_as_on_a_gpu(monkeypatch):
 
 
 def wait_for_interpreted_engines(monkeypatch):
-    """Rounds wait for drafts and verdicts as long as the interpreter takes. Drafts are otherwise late, or a peer is
-    taken for hung."""
+    """Make rounds wait for drafts and verdicts as long as the interpreter takes. Otherwise drafts would be late, and
+    peers would be taken for hung."""
     from cluster.peers import drafter, opening, verifier
 
     limit = verifier.CallLimit
@@ -83,9 +82,31 @@ def wait_for_interpreted_engines(monkeypatch):
     monkeypatch.setattr(verifier, "CallLimit", lambda step_s: limit(LONGEST_S))
 
 
+def look_once(monkeypatch):
+    """Make the interpreter look for functions to replace once. At each call of a function inside a kernel, such as
+    `tl.sum`, it otherwise looks through the whole language, which triples a kernel's time."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    parts = {}  # key: a function; the parts of the language that it names
+
+    def call(self, *args, **named):
+        if self.fn not in parts:
+            names = self.fn.__globals__.values()
+            parts[self.fn] = [part for part in (tl, tl.core) if any(part is each for each in names)]
+        if any(tl.core.is_builtin(part.load) for part in parts[self.fn]):
+            interpreter._patch_lang(self.fn)
+        try:
+            return self.rewrite()(*args, **named)
+        except Exception as error:
+            raise interpreter.InterpreterError(repr(error)) from error
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+
+
 def launch_one_at_a_time(monkeypatch):
-    """Launches of several threads run one after another: the interpreter replaces functions of the language for the
-    time of a launch, and has one place for the number of the program that runs."""
+    """Make launches of several threads run one after another. The interpreter replaces functions of the language for
+    the time of a launch, and has one place for the number of the program that runs."""
     from triton.runtime.interpreter import GridExecutor
 
     library, lock = GridExecutor.__call__, threading.RLock()
