@@ -44,7 +44,7 @@ WRITE_S = 30.0
 """Seconds that a replica may take to read a frame before it counts as lost. gRPC answers pings also for a process that
 hangs, and what that process does not read is kept here."""
 WRITTEN_S = 1.0
-"""Seconds after WRITE_S in which a frame may still turn out to be written."""
+"""Seconds after WRITE_S after which the stream of a frame that is not written counts as lost."""
 MOST_ON_WAY = 1024
 """Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped; a frame with
 so many answers beyond one for each open call ends its stream, as reading them would hold up other requests."""
@@ -199,7 +199,8 @@ class PeerStream:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         now_s = loop.time()
-        if now_s - self._writing_s > WRITE_S:  # or this loop was held up itself: the frame may be written by now
+        # If this process itself stood still, the frame may have been written meanwhile: it is looked at again later.
+        if now_s - self._writing_s > WRITE_S:
             loop.call_later(WRITTEN_S, self._lose_unread, self._writing_s)
         if self._lost:
             future.set_exception(PeerLost(self._lost))
@@ -214,7 +215,7 @@ class PeerStream:
         return future
 
     def _lose_unread(self, writing_s: float) -> None:
-        """Lose the stream if the frame whose writing began then is not written yet."""
+        """Lose the stream if the frame whose writing began at this time is not written yet."""
         if self._writing_s == writing_s:
             self._lose(f"{self.address}: reads no calls")
 
