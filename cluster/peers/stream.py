@@ -1,4 +1,5 @@
-"""The gRPC streams to peers: one per replica, shared by all requests of this process."""
+"""The streams to peers: one per replica, shared by all requests of this process. gRPC carries their frames, or a Unix
+socket where the replica is on the same machine (`dendro.local_stream`)."""
 
 from __future__ import annotations
 
@@ -29,14 +30,13 @@ from dendro.certificates import CertificateFiles, role_options
 from dendro.clock import Clock, microseconds
 from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from dendro.local_stream import EOF, FrameSocket, join
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
 from dendro.tasks import off_loop
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.peers.opening import log
-
-EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
 CONNECT_S = 5.0
 """Seconds that a replica may take to answer the greeting."""
@@ -76,6 +76,7 @@ class PeerKind:
     role: str
     rounds: Callable[[grpc.aio.Channel], Any]  # begins a stream
     frame: Callable[[calls_pb2.Greeting | None, list[Any]], Any]
+    answers: type[Any]  # the message of a frame with answers
     call_message: Callable[[int, Any], Any]
 
 
@@ -83,12 +84,14 @@ DRAFTER = PeerKind(
     role="drafter",
     rounds=lambda channel: cast(Any, drafter_pb2_grpc.DrafterServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: drafter_pb2.DraftFrame(greeting=greeting, calls=calls),
+    answers=drafter_pb2.TreeFrame,
     call_message=wire.drafter_call_message,
 )
 VERIFIER = PeerKind(
     role="verifier",
     rounds=lambda channel: cast(Any, verifier_pb2_grpc.VerifierServiceStub(channel)).Rounds(),
     frame=lambda greeting, calls: verifier_pb2.VerifyFrame(greeting=greeting, calls=calls),
+    answers=verifier_pb2.VerdictFrame,
     call_message=wire.verifier_call_message,
 )
 
@@ -116,6 +119,7 @@ class PeerStream:
         self._lost = ""  # why; empty while the stream works
         self._ending: asyncio.Task[None] | None = None
         self._hello: Hello | None = None
+        self._local: FrameSocket | None = None  # carries the frames if the replica is on this machine
         self.frames = 0  # written
         self.calls = 0
         self._owed = 0  # calls made less answers read: open calls, also those whose callers have left
@@ -151,7 +155,12 @@ class PeerStream:
             raise PeerLost(f"{self.address}: its hello is malformed: {error}") from None
         if self._hello.protocol != PROTOCOL_VERSION:
             raise PeerLost(f"{self.address}: has protocol version {self._hello.protocol}, not {PROTOCOL_VERSION}")
-        self._tasks = [asyncio.create_task(self._read(call)), asyncio.create_task(self._write(call))]
+        local = first.hello.local
+        self._local = await join(local.name, local.ticket, self._kind.answers, MAX_MESSAGE_BYTES)
+        way = call if self._local is None else self._local
+        self._tasks = [asyncio.create_task(self._read(way)), asyncio.create_task(self._write(way))]
+        if self._local is not None:
+            self._tasks.append(asyncio.create_task(self._read(call)))
 
     @property
     def hello(self) -> Hello:
@@ -162,6 +171,11 @@ class PeerStream:
     @property
     def lost(self) -> bool:
         return bool(self._lost)
+
+    @property
+    def local(self) -> bool:
+        """True if the replica is on this machine, and a Unix socket carries the frames."""
+        return self._local is not None
 
     async def call(self, ask: Any) -> Any:
         """Make a call of any length and return its answer. Raises what the peer raised, and PeerLost when the stream
@@ -294,6 +308,8 @@ class PeerStream:
     async def _end(self) -> None:
         for task in self._tasks:
             task.cancel()
+        if self._local is not None:
+            self._local.close()
         await self._channel.close(None)
 
     async def close(self) -> None:

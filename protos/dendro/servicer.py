@@ -14,7 +14,8 @@ from dendro.calls import DraftCall, Peer
 from dendro.certificates import CertificateFiles
 from dendro.destinations import address_of
 from dendro.internal.v1 import drafter_pb2, verifier_pb2
-from dendro.serving import SERVER_OPTIONS, BeginSpan, Leases, Replica, ReplicaKind, StreamServer
+from dendro.local_stream import LocalListener
+from dendro.serving import MAX_MESSAGE_BYTES, SERVER_OPTIONS, BeginSpan, Leases, Replica, ReplicaKind, StreamServer
 
 DRAFTER_REPLICA = ReplicaKind(
     service=drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name,
@@ -51,7 +52,8 @@ async def serve_engine(
     fault: called once a second; why the engine cannot serve now, empty if it can. A fault makes the health NOT_SERVING
     """
     hello, secured = await engine.hello(), certificates is not None
-    streams = StreamServer(engine, kind, hello, leases, authenticated=secured, begin_span=begin_span)
+    local = await LocalListener.listen(kind.calls, MAX_MESSAGE_BYTES)
+    streams = StreamServer(engine, kind, hello, leases, authenticated=secured, begin_span=begin_span, local=local)
     rounds = grpc.stream_stream_rpc_method_handler(
         streams.run, request_deserializer=kind.calls.FromString, response_serializer=methodcaller("SerializeToString")
     )
@@ -66,7 +68,7 @@ async def serve_engine(
         bound = server.add_secure_port(address, certificates.server_credentials())
     await server.start()
     await status.set("", health_pb2.HealthCheckResponse.SERVING)
-    replica = Replica(streams, server, status, address_of(host, bound))
+    replica = Replica(streams, server, status, address_of(host, bound), local)
     if fault is not None:
         replica.watch(fault)
     return replica

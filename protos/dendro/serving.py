@@ -23,6 +23,8 @@ from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Hello, OpenCall, O
 from dendro.certificates import has_role
 from dendro.errors import NO_FAULTS, BadRequest, DendroError, EngineFailed, NotFound, PeerLost
 from dendro.failures import described, log_failure
+from dendro.internal.v1 import calls_pb2
+from dendro.local_stream import FrameSocket, LocalListener
 from dendro.tasks import BackgroundTasks, end_task
 from dendro.wire import batched, hello_message
 
@@ -200,10 +202,12 @@ class StreamServer:
         leases: Leases | None = None,
         authenticated: bool = False,
         begin_span: BeginSpan | None = None,
+        local: LocalListener | None = None,
     ) -> None:
         """leases: None if openings need no lease; authenticated: whether callers need the certificate of a router, or
         of a verifier for calls that this kind of replica answers to one; begin_span: for openings whose answers are
-        sampled; None: there are no traces"""
+        sampled; None: there are no traces; local: where callers of this machine join; None: nowhere"""
+        self._local = local
         self._authenticated = authenticated
         self._begin_span = begin_span
         self._engine = engine
@@ -253,7 +257,18 @@ class StreamServer:
 
     async def run(self, frames: AsyncIterator[Any], context: Any) -> None:
         """Serve one stream, from its greeting to its end."""
-        await self._greet(frames, context)
+        if self._local is None:
+            await self._greet(frames, context)
+            await self._serve(frames, context, None)
+            return
+        with self._local.expect() as (ticket, joined):
+            await self._greet(frames, context, calls_pb2.LocalStream(name=self._local.name, ticket=ticket))
+            await self._serve(frames, context, joined)
+
+    async def _serve(
+        self, frames: AsyncIterator[Any], context: Any, joined: asyncio.Future[FrameSocket] | None
+    ) -> None:
+        """Serve one stream after its greeting. joined: its socket, once the caller has joined there"""
         self._stats.streams += 1
         # A verifier knows the names of openings from routers: 128 random bits. It opens and closes none itself.
         opens = not self._authenticated or has_role(context.auth_context(), "router")
@@ -261,6 +276,7 @@ class StreamServer:
         answers: list[Any] = []
         ready, written = asyncio.Event(), asyncio.Event()
         tasks: set[asyncio.Task[None]] = set()
+        way: Any = context  # where answers are sent: that of the last frame
 
         loop = asyncio.get_running_loop()
 
@@ -302,7 +318,7 @@ class StreamServer:
                 taken, answers[:] = answers[:], []
                 for batch in batched(taken, MAX_MESSAGE_BYTES // 2):
                     self._stats.frames_out += 1
-                    await context.write(self._kind.answers(answers=batch))
+                    await way.write(self._kind.answers(answers=batch))
                 written.set()
 
         async def pause() -> None:
@@ -311,9 +327,10 @@ class StreamServer:
                 written.clear()
                 await written.wait()
 
-        writer = asyncio.create_task(write())
-        try:
+        async def take(frames: AsyncIterator[Any], back: Any) -> None:
+            nonlocal way
             async for frame in frames:
+                way = back
                 self._stats.frames_in += 1
                 for number, message in enumerate(frame.calls, 1):
                     if number % CALLS_AT_ONCE == 0 or len(answers) > MOST_UNREAD:
@@ -322,14 +339,28 @@ class StreamServer:
                     task = self._answering.start(answer(message))
                     tasks.add(task)
                     task.add_done_callback(tasks.discard)
+
+        async def take_local(joined: asyncio.Future[FrameSocket]) -> None:
+            local = await joined
+            with contextlib.suppress(PeerLost):  # the caller loses the socket, too, and ends the stream
+                await take(local, local)
+
+        writer = asyncio.create_task(write())
+        local = None if joined is None else asyncio.create_task(take_local(joined))
+        try:
+            await take(frames, context)
         finally:
             writer.cancel()
+            if local is not None:
+                local.cancel()
             for task in tasks:
                 task.cancel()
             # Shielded: gRPC cancels the handler of a broken stream, but its openings must still be closed.
             await asyncio.shield(asyncio.gather(*(self._free(opening) for opening in mine)))
 
-    async def _greet(self, frames: AsyncIterator[Any], context: Any) -> None:
+    async def _greet(
+        self, frames: AsyncIterator[Any], context: Any, local: calls_pb2.LocalStream | None = None
+    ) -> None:
         roles = ("router", "verifier") if self._kind.ordered is not None else ("router",)
         if self._authenticated and not any(has_role(context.auth_context(), role) for role in roles):
             needed = " or a ".join(roles)
@@ -340,7 +371,10 @@ class StreamServer:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, f"greeting.protocol: is {protocol}; this is {PROTOCOL_VERSION}"
             )
-        await context.write(self._kind.answers(hello=self._hello))
+        answer = self._kind.answers(hello=self._hello)
+        if local is not None:
+            answer.hello.local.CopyFrom(local)
+        await context.write(answer)
 
     async def _answer(self, message: Any, mine: set[bytes], opens: bool, take_prepared: Callable[[Any], None]) -> Any:
         if self._fault:
@@ -440,8 +474,10 @@ class Replica:
         server: grpc.aio.Server,
         status: Any,  # health.aio.HealthServicer, which the stubs lack
         address: str,
+        local: LocalListener | None = None,
     ) -> None:
         self._streams = streams
+        self._local = local
         self._server = server
         self._health = status
         self.address = address
@@ -488,4 +524,6 @@ class Replica:
         if self._watching is not None:
             self._watching.cancel()
         await self.drain()
+        if self._local is not None:
+            self._local.close()
         await self._server.stop(DRAIN_S)

@@ -63,6 +63,7 @@ class Hello(_message.Message):
     STEP_SIZES_FIELD_NUMBER: _builtins.int
     ORDERS_FIELD_NUMBER: _builtins.int
     TIMED_STEPS_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
     """protocol is the replica's protocol version."""
     model: _builtins.str
@@ -109,6 +110,10 @@ class Hello(_message.Message):
         much longer a step of more rows takes. Empty: none was timed, or this is a drafter.
         """
 
+    @_builtins.property
+    def local(self) -> Global___LocalStream:
+        """local is where a caller on the replica's machine may join this stream. Absent: nowhere."""
+
     def __init__(
         self,
         *,
@@ -129,14 +134,41 @@ class Hello(_message.Message):
         step_sizes: _abc.Iterable[_builtins.int] | None = ...,
         orders: _builtins.bool = ...,
         timed_steps: _abc.Iterable[Global___TimedStep] | None = ...,
+        local: Global___LocalStream | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "orders", b"orders", "pid", b"pid", "protocol", b"protocol", "step_sizes", b"step_sizes", "timed_steps", b"timed_steps", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attends", b"attends", "dtype", b"dtype", "end_ids", b"end_ids", "exactness", b"exactness", "facts", b"facts", "fingerprint", b"fingerprint", "local", b"local", "max_depth", b"max_depth", "max_length", b"max_length", "max_rows", b"max_rows", "model", b"model", "orders", b"orders", "pid", b"pid", "protocol", b"protocol", "step_sizes", b"step_sizes", "timed_steps", b"timed_steps", "tokenizer", b"tokenizer", "vocabulary", b"vocabulary"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class LocalStream(_message.Message):
+    """A Unix socket that carries the frames of a stream after its greeting and hello."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    TICKET_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is the socket's abstract name, without the zero byte before it."""
+    ticket: _builtins.bytes
+    """ticket is 16 random bytes of this stream alone. The caller sends them first; they are answered by a byte of 1."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        ticket: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "ticket", b"ticket"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalStream: _TypeAlias = LocalStream  # noqa: Y015
 
 @_typing.final
 class TimedStep(_message.Message):

@@ -1,0 +1,293 @@
+"""Frames of a peers' stream over a Unix socket, between two processes of one machine.
+
+A caller greets a replica over gRPC (`dendro.serving`), whose connection authenticates it and shows whether the other
+process is gone or stands still. The hello names a socket and a ticket. A caller of the same machine and user that
+presents the ticket there gets all later frames of the stream over the socket; elsewhere the name is unknown, and gRPC
+carries them. A call and its answer then take less than half of the processor time and of the way
+(docs/design/states.md#streams-between-peers).
+
+The name is an abstract one of unix(7): it is no file, and it ends with its process. A connection begins with a ticket,
+which is answered by ACCEPTED. A frame is the length of its message as 4 bytes, the least first, and the message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import socket
+import struct
+import sys
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Self, cast
+
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from dendro.errors import PeerLost
+
+EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
+
+TICKET_BYTES = 16
+ACCEPTED = b"\x01"
+"""The replica's answer to a ticket that it expects."""
+JOIN_S = 2.0
+"""Seconds that a ticket and its answer may take. Without the answer, gRPC carries the frames."""
+LENGTH_BYTES = 4
+MOST_FRAMES = 64
+"""Frames that wait to be read while more bytes are taken from the socket."""
+MOST_NAME_BYTES = 64
+_CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end of a socket
+
+
+class FrameSocket(asyncio.Protocol):
+    """One end of a connection that carries frames. `read` and `write` are those of a gRPC call."""
+
+    def __init__(self, frame: type[Any], most_bytes: int) -> None:
+        """frame: message of the frames that come   most_bytes: of a message that comes"""
+        self._frame = frame
+        self._most_bytes = most_bytes
+        self._received = bytearray()
+        self._messages: deque[bytes] = deque()
+        self._reading: asyncio.Future[None] | None = None
+        self._flows = asyncio.Event()  # set while the transport takes more bytes
+        self._flows.set()
+        self._fault = ""  # why the connection was ended here; empty if it was not
+        self._ended = False
+        self._transport: asyncio.Transport | None = None
+
+    # called by the event loop
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        start = 0
+        while len(self._received) >= (begin := start + LENGTH_BYTES):
+            size = int.from_bytes(self._received[start:begin], "little")
+            if size > self._most_bytes:
+                self._fault = f"sends a frame of {size} bytes"
+                self.close()
+                break
+            if len(self._received) < begin + size:
+                break
+            self._messages.append(bytes(self._received[begin : begin + size]))
+            start = begin + size
+        del self._received[:start]
+        if len(self._messages) > MOST_FRAMES and self._transport is not None:
+            self._transport.pause_reading()
+        self._wake()
+
+    def pause_writing(self) -> None:
+        self._flows.clear()
+
+    def resume_writing(self) -> None:
+        self._flows.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended = True
+        self._flows.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reading is not None and not self._reading.done():
+            self._reading.set_result(None)
+
+    # called by the stream
+    async def read(self) -> Any:
+        """The next frame; EOF once the connection has ended. Raises PeerLost for bytes that are no frame."""
+        while not self._messages:
+            if self._fault:
+                raise PeerLost(self._fault)
+            if self._ended:
+                return EOF
+            self._reading = asyncio.get_running_loop().create_future()
+            await self._reading
+        message = self._messages.popleft()
+        if not self._messages and self._transport is not None:
+            self._transport.resume_reading()
+        try:
+            return self._frame.FromString(message)
+        except DecodeError:
+            self.close()
+            raise PeerLost("sends bytes that are no frame") from None
+
+    async def write(self, frame: Any) -> None:
+        """Send a frame. Returns when the socket takes more. Raises PeerLost once the connection has ended."""
+        if self._transport is None or self._transport.is_closing():
+            raise PeerLost("the socket has ended")
+        message = frame.SerializeToString()
+        self._transport.write(len(message).to_bytes(LENGTH_BYTES, "little") + message)
+        if not self._flows.is_set():
+            await self._flows.wait()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        frame = await self.read()
+        if frame is EOF:
+            raise StopAsyncIteration
+        return frame
+
+    def close(self) -> None:
+        """End the connection. May be called again."""
+        if self._transport is not None:
+            self._transport.abort()
+
+
+class _Joining(asyncio.Protocol):
+    """A connection to a listener whose ticket has not come."""
+
+    def __init__(self, listener: LocalListener) -> None:
+        self._listener = listener
+        self._received = b""
+        self._late: asyncio.TimerHandle | None = None
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        if _user_of(transport.get_extra_info("socket").fileno()) != os.getuid():
+            self._transport.abort()
+            return
+        self._late = asyncio.get_running_loop().call_later(JOIN_S, self._transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._transport is None or len(self._received) < TICKET_BYTES:
+            return
+        ticket, rest = self._received[:TICKET_BYTES], self._received[TICKET_BYTES:]
+        joined = self._listener.join(ticket)
+        if joined is None:
+            self._transport.abort()
+            return
+        self._transport.set_protocol(joined)
+        joined.connection_made(self._transport)
+        self._transport.write(ACCEPTED)
+        if rest:
+            joined.data_received(rest)
+        self._end_wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_wait()
+
+    def _end_wait(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+
+
+class LocalListener:
+    """A replica's socket, where callers of its machine join the streams that they have begun over gRPC."""
+
+    def __init__(self, frame: type[Any], most_bytes: int) -> None:
+        """As of FrameSocket"""
+        self.name = f"dendro-{secrets.token_hex(16)}"
+        self._frame = frame
+        self._most_bytes = most_bytes
+        self._expected: dict[bytes, asyncio.Future[FrameSocket]] = {}  # by ticket
+        self._server: asyncio.Server | None = None
+
+    @classmethod
+    async def listen(cls, frame: type[Any], most_bytes: int) -> LocalListener | None:
+        """Listen. None if the system has no abstract names."""
+        if sys.platform != "linux":
+            return None
+        listener = cls(frame, most_bytes)
+        own = socket.socket(socket.AF_UNIX)
+        own.bind(_address(listener.name))
+        loop = asyncio.get_running_loop()
+        listener._server = await loop.create_unix_server(lambda: _Joining(listener), sock=own)
+        return listener
+
+    @contextlib.contextmanager
+    def expect(self) -> Iterator[tuple[bytes, asyncio.Future[FrameSocket]]]:
+        """A new ticket, and the connection that presents it. Leaving the context ends both."""
+        ticket, joined = secrets.token_bytes(TICKET_BYTES), asyncio.get_running_loop().create_future()
+        self._expected[ticket] = joined
+        try:
+            yield ticket, joined
+        finally:
+            self._expected.pop(ticket, None)
+            if joined.done() and not joined.cancelled():
+                joined.result().close()
+            joined.cancel()
+
+    def join(self, ticket: bytes) -> FrameSocket | None:
+        """The stream of a ticket, which counts once; None if none is expected."""
+        expected = self._expected.pop(ticket, None)
+        if expected is None or expected.done():
+            return None
+        joined = FrameSocket(self._frame, self._most_bytes)
+        expected.set_result(joined)
+        return joined
+
+    def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+
+class _Waiting(asyncio.Protocol):
+    """A caller's connection until its ticket is accepted."""
+
+    def __init__(self, joined: FrameSocket) -> None:
+        self._joined = joined
+        self.accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None, "bytes come after the connection was made"
+        if data != ACCEPTED or self.accepted.done():  # nothing else comes before the first call
+            self._transport.abort()
+            return
+        self._transport.set_protocol(self._joined)
+        self._joined.connection_made(self._transport)
+        self.accepted.set_result(True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.accepted.done():
+            self.accepted.set_result(False)
+
+
+async def join(name: str, ticket: bytes, frame: type[Any], most_bytes: int) -> FrameSocket | None:
+    """Connect to the listener of this name, with a ticket. None if it is not on this machine, or refuses.
+
+    frame, most_bytes: as of FrameSocket
+    """
+    if sys.platform != "linux" or not name or len(name.encode()) > MOST_NAME_BYTES or len(ticket) != TICKET_BYTES:
+        return None
+    own = socket.socket(socket.AF_UNIX)
+    own.setblocking(False)
+    joined = FrameSocket(frame, most_bytes)
+    try:
+        own.connect(_address(name))
+        transport, waiting = await asyncio.get_running_loop().create_unix_connection(lambda: _Waiting(joined), sock=own)
+    except OSError:
+        own.close()
+        return None
+    transport.write(ticket)
+    try:
+        async with asyncio.timeout(JOIN_S):
+            accepted = await waiting.accepted
+    except BaseException as error:
+        transport.abort()
+        if isinstance(error, TimeoutError):
+            return None
+        raise
+    return joined if accepted else None
+
+
+def _address(name: str) -> str:
+    return "\0" + name
+
+
+def _user_of(file: int) -> int:
+    """The user of the process at the other end of a Unix socket. file: its descriptor"""
+    with socket.socket(fileno=os.dup(file)) as own:
+        packed = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    user: int = _CREDENTIALS.unpack(packed)[1]
+    return user

@@ -1,0 +1,167 @@
+"""Frames over a Unix socket, and callers that join one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from types import SimpleNamespace
+
+import pytest
+import uvloop
+from dendro import local_stream
+from dendro.errors import PeerLost
+from dendro.internal.v1 import calls_pb2, verifier_pb2
+from dendro.local_stream import EOF, FrameSocket, LocalListener, join
+from hypothesis import given
+from hypothesis import strategies as st
+
+MOST = 1 << 16
+
+
+def frame(number: int, size: int = 0) -> verifier_pb2.VerifyFrame:
+    calls = [verifier_pb2.VerifierCall(call=number, update=calls_pb2.TextUpdate(opening=b"x" * size))]
+    return verifier_pb2.VerifyFrame(calls=calls)
+
+
+def bytes_of(message) -> bytes:
+    data = message.SerializeToString()
+    return len(data).to_bytes(4, "little") + data
+
+
+@contextlib.asynccontextmanager
+async def joined(most_bytes: int = MOST):
+    """Both ends of a stream: the caller's and the replica's."""
+    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, most_bytes)
+    with listener.expect() as (ticket, other):
+        caller = await join(listener.name, ticket, verifier_pb2.VerifyFrame, most_bytes)
+        assert caller is not None
+        try:
+            yield caller, await other
+        finally:
+            caller.close()
+            listener.close()
+
+
+async def read_all(stream: FrameSocket) -> list[int]:
+    return [one.calls[0].call async for one in stream]
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8), st.data())
+def test_frames_are_read_whole_wherever_their_bytes_are_cut(sizes, data):
+    sent = b"".join(bytes_of(frame(number, size)) for number, size in enumerate(sizes, 1))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(sent)), max_size=12)))
+
+    async def received() -> list[int]:
+        stream = FrameSocket(verifier_pb2.VerifyFrame, MOST)
+        for start, end in zip([0, *cuts], [*cuts, len(sent)], strict=True):
+            stream.data_received(sent[start:end])
+        stream.connection_lost(None)
+        return await read_all(stream)
+
+    assert asyncio.run(received()) == list(range(1, len(sizes) + 1))
+
+
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run], ids=["asyncio", "uvloop, as in Serve"])
+def test_frames_go_both_ways_and_the_end_of_one_side_ends_the_other(run):
+    async def there_and_back() -> None:
+        async with joined() as (caller, replica):
+            await caller.write(frame(1))
+            assert (await replica.read()).calls[0].call == 1
+            await replica.write(frame(2, 5000))
+            assert (await caller.read()).calls[0].call == 2
+            caller.close()
+            assert await replica.read() is EOF
+            with pytest.raises(PeerLost):
+                await replica.write(frame(3))
+
+    run(there_and_back())
+
+
+async def test_a_ticket_counts_once_and_others_are_refused():
+    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, MOST)
+    with listener.expect() as (ticket, other):
+        assert await join(listener.name, bytes(16), verifier_pb2.VerifyFrame, MOST) is None
+        first = await join(listener.name, ticket, verifier_pb2.VerifyFrame, MOST)
+        assert first is not None and other.done()
+        assert await join(listener.name, ticket, verifier_pb2.VerifyFrame, MOST) is None
+        await first.write(frame(1))
+        assert (await other.result().read()).calls[0].call == 1
+    assert await first.read() is EOF, "the socket ends with its stream"
+    with listener.expect() as (ticket, _):
+        pass
+    assert await join(listener.name, ticket, verifier_pb2.VerifyFrame, MOST) is None, "the stream has ended"
+    listener.close()
+
+
+@pytest.mark.parametrize("name", ["", "dendro-of-another-machine", "n" * 200])
+async def test_a_socket_that_is_not_here_is_not_joined(name):
+    assert await join(name, bytes(16), verifier_pb2.VerifyFrame, MOST) is None
+
+
+async def test_another_user_cannot_join(monkeypatch):
+    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, MOST)
+    with listener.expect() as (ticket, other):
+        monkeypatch.setattr(local_stream, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1, dup=os.dup))
+        assert await join(listener.name, ticket, verifier_pb2.VerifyFrame, MOST) is None
+        assert not other.done()
+    listener.close()
+
+
+async def test_a_caller_without_a_ticket_is_cut(monkeypatch):
+    monkeypatch.setattr(local_stream, "JOIN_S", 0.05)
+    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, MOST)
+    with socket.socket(socket.AF_UNIX) as own:
+        own.setblocking(False)
+        own.connect("\0" + listener.name)
+        assert await asyncio.get_running_loop().sock_recv(own, 1) == b""
+    listener.close()
+
+
+async def test_a_ticket_without_an_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(local_stream, "JOIN_S", 0.05)
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind("\0dendro-silent")
+        silent.listen()
+        assert await join("dendro-silent", bytes(16), verifier_pb2.VerifyFrame, MOST) is None
+
+
+async def test_a_frame_that_is_too_long_ends_the_stream():
+    async with joined(most_bytes=100) as (caller, replica):
+        await caller.write(frame(1))
+        await caller.write(frame(2, 101))
+        assert (await replica.read()).calls[0].call == 1
+        with pytest.raises(PeerLost, match="a frame of 1"):
+            await replica.read()
+        assert await caller.read() is EOF
+
+
+async def test_bytes_that_are_no_frame_end_the_stream():
+    async with joined() as (caller, replica):
+        await caller.write(SimpleNamespace(SerializeToString=lambda: b"\xff\xff\xff"))
+        with pytest.raises(PeerLost, match="no frame"):
+            await replica.read()
+        assert await caller.read() is EOF
+
+
+async def test_a_writer_waits_while_the_other_side_does_not_read():
+    async with joined() as (caller, replica):
+        sent = 0
+
+        async def write() -> None:
+            nonlocal sent
+            for number in range(2000):
+                await caller.write(frame(number + 1, 1000))
+                sent += 1
+
+        writing = asyncio.create_task(write())
+        while True:
+            before = sent
+            await asyncio.sleep(0.05)
+            if before == sent:
+                break
+        assert 0 < sent < 2000
+        for number in range(2000):
+            assert (await replica.read()).calls[0].call == number + 1
+        await writing
