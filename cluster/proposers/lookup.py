@@ -71,6 +71,16 @@ class Lookup:
         for position, token in enumerate(more, start):
             self._later.setdefault(token, []).append(position)
 
+    def matched(self, text: Text) -> int:
+        """2 if the text's last two tokens occurred before, 1 if only the last one did, else 0."""
+        earlier = self._few(text.root)
+        if earlier is None:
+            earlier = self._earlier(text.root)
+        if not len(earlier):
+            return 0
+        before = self._ids[LONGEST + np.asarray(earlier) - 1]  # -1 before the first token
+        return 2 if (before == self._ids[LONGEST + self._length - 2]).any() else 1
+
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
         for rank, (end, matched) in enumerate(self._matches(text.ids)):

@@ -129,6 +129,11 @@ class PredictedOutput:
         for alignment in self._alignments:
             alignment.append(more)
 
+    def matched(self, text: Text) -> int:
+        if self._length < len(text):
+            return 0
+        return max((place.matched for each in self._alignments for place in each.places), default=0)
+
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         proposal = Proposal(text.root)
         if self._length < len(text):

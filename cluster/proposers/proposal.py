@@ -55,6 +55,11 @@ class Proposer(Protocol):
         """Called before `propose`. Processes the tokens appended to the text since the last call."""
         ...
 
+    def matched(self, text: Text) -> int:
+        """Called after `grow`, in less time than `propose` takes. Returns the length of the longest match, in tokens of
+        the text's end; a proposer may return 2 for any longer match."""
+        ...
+
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
         """Called once per round. Returns guesses for the text at the last `grow`: at most `max_rows` rows, root
         included. Changes no state."""

@@ -155,7 +155,6 @@ class Proposals:
 
     def __init__(self, proposers: Sequence[Proposer], chances: Chances, max_rows: int, max_depth: int) -> None:
         self._proposers = proposers
-        self._suffix = next((each for each in proposers if isinstance(each, Suffix)), None)
         self._chances = chances
         self._max_rows = max_rows
         self._max_depth = max_depth
@@ -172,11 +171,9 @@ class Proposals:
         Above zero, `least` also excludes guesses after a match of a single token: most tokens occurred before, and few
         are followed by the same one again. Deeper guesses are then made only if a first guess has that chance.
         """
-        if least and self._suffix is not None:
-            self._suffix.grow(text)
-            if self._suffix.matched(text) < 2:  # no proposer finds a longer match
-                return DraftTree.root_only(text.root)
         if least:
+            if not self._matches(text):
+                return DraftTree.root_only(text.root)
             self._propose(text, 1)
             if not self._promises(least):
                 return DraftTree.root_only(text.root)
@@ -186,6 +183,12 @@ class Proposals:
         if len(self._trees) == 1:
             return self._trees[0]
         return merge([DraftTree.root_only(text.root), *self._trees], self._max_rows, self._max_depth)
+
+    def _matches(self, text: Text) -> bool:
+        """True if a proposer matches at least two of the text's last tokens."""
+        for proposer in self._proposers:
+            proposer.grow(text)
+        return any(proposer.matched(text) > 1 for proposer in self._proposers)
 
     def propose(self, text: Text) -> None:
         """Learn from the last proposals and make new proposals, once per length of the text."""

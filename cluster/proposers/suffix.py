@@ -209,7 +209,6 @@ class Suffix:
             chance, matched = -less, matched + 1
 
     def matched(self, text: Text) -> int:
-        """Number of the text's last tokens that occurred before, at the last `grow`."""
         return self._longest(text)[2]
 
     def end(self, text: Text) -> None:

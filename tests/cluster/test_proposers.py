@@ -20,6 +20,7 @@ from cluster.policies.experience import Concurrency
 from cluster.policies.step_time import TargetSteps
 from cluster.proposers import lookup, suffix
 from cluster.proposers.lookup import Lookup
+from cluster.proposers.prediction import PredictedOutput, PredictedText
 from cluster.proposers.proposal import LEAST, Proposal
 from cluster.proposers.proposals import TENANTS, Chances, ProposalLibrary, Proposals, merge
 from cluster.proposers.suffix import END, Automaton, Outputs, Recent, Suffix
@@ -470,6 +471,28 @@ async def test_an_offer_below_the_wanted_chance_is_not_made():
         ([1, 2, 3, 4, 5], 0.5, False),
     ):
         assert bool(library.of("", MAX_ROWS, 0.0).offer(a_text(ids), least).guesses) == offered
+
+
+@pytest.mark.parametrize("names", [("lookup",), ("suffix",), ("lookup", "suffix")])
+def test_an_offer_of_a_wanted_chance_has_no_guess_after_a_match_of_a_single_token(names):
+    text = a_text([1, 2, 3, 4, 2])
+    assert ProposalLibrary(names, 64, 16).of("", MAX_ROWS, 0.0).offer(text).guesses
+    assert not ProposalLibrary(names, 64, 16).of("", MAX_ROWS, 0.0).offer(text, 0.1).guesses
+
+
+def test_an_offer_of_a_wanted_chance_has_the_prediction_where_the_text_repeats_nothing():
+    predicted = PredictedOutput([PredictedText.of([5, 6, 7, 8, 9])], begins=4)
+    proposals = ProposalLibrary(("lookup", "suffix"), 64, 16).of("", MAX_ROWS, 0.0, predicted)
+    assert proposals.offer(a_text([1, 2, 3, 4, 5, 6, 7]), 0.5).tokens.tolist() == [7, 8, 9]
+
+
+@given(STRINGS)
+def test_a_lookup_knows_whether_it_matches_two_tokens_before_it_proposes(ids):
+    for cut in (ids, ids * 9):  # few and many earlier occurrences
+        lookup, text = Lookup(), a_text(cut)
+        lookup.grow(text)
+        longest = max(lookup.propose(text, 64, 1).matched)  # 0 is the root's
+        assert min(longest, 2) == lookup.matched(text)
 
 
 class NotedLookup(Lookup):
