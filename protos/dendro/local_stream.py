@@ -58,7 +58,7 @@ class FrameSocket(asyncio.Protocol):
         self._ended = False
         self._transport: asyncio.Transport | None = None
 
-    # called by the event loop
+    # The event loop calls these.
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
@@ -95,7 +95,7 @@ class FrameSocket(asyncio.Protocol):
         if self._reading is not None and not self._reading.done():
             self._reading.set_result(None)
 
-    # called by the stream
+    # A stream calls these.
     async def read(self) -> Any:
         """The next frame; EOF once the connection has ended. Raises PeerLost for bytes that are no frame."""
         while not self._messages:
@@ -182,11 +182,11 @@ class LocalListener:
     """A replica's socket, where callers of its machine join the streams that they have begun over gRPC."""
 
     def __init__(self, frame: type[Any], most_bytes: int) -> None:
-        """As of FrameSocket"""
+        """frame, most_bytes: those of every FrameSocket"""
         self.name = f"dendro-{secrets.token_hex(16)}"
         self._frame = frame
         self._most_bytes = most_bytes
-        self._expected: dict[bytes, asyncio.Future[FrameSocket]] = {}  # by ticket
+        self._expected: dict[bytes, asyncio.Future[FrameSocket]] = {}  # key: ticket
         self._server: asyncio.Server | None = None
 
     @classmethod
@@ -256,7 +256,7 @@ class _Waiting(asyncio.Protocol):
 async def join(name: str, ticket: bytes, frame: type[Any], most_bytes: int) -> FrameSocket | None:
     """Connect to the listener of this name, with a ticket. None if it is not on this machine, or refuses.
 
-    frame, most_bytes: as of FrameSocket
+    frame, most_bytes: those of the FrameSocket
     """
     if sys.platform != "linux" or not name or len(name.encode()) > MOST_NAME_BYTES or len(ticket) != TICKET_BYTES:
         return None
