@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from dendro.tree import DraftTree
 
-from cluster.arms import Arm
+from cluster.arms import OFF_ARM, Arm
 from cluster.policies.costs import LEAST_US, Costs, round_kind
 from cluster.policies.step_time import TargetSteps
 
@@ -72,12 +72,14 @@ class Prices:
         return max(draft_us + verify_us + hops(arm) * costs.hop_us(round_kind(arm, arm.maker)) - ahead_us, LEAST_US)
 
     def spent_us(self, arm: Arm, tree: DraftTree, last_maker: str) -> float:
-        """Microseconds of a round with this tree: the measured draft, plus predicted step and hops.
+        """Microseconds of a round with this tree: the measured draft, plus predicted step and hops. A missing tree took
+        the time waited for it, and its round has the verifier's call alone.
 
         last_maker: maker of the tree in the previous round; empty if that round had no tree
         """
-        hop_us = self._costs.hop_us(round_kind(arm, last_maker))
-        return tree.draft_us / tree.texts + self.verify_us(tree.rows) + hops(arm) * hop_us
+        called = OFF_ARM if tree.missed else arm
+        hop_us = self._costs.hop_us(round_kind(called, last_maker))
+        return tree.draft_us / tree.texts + self.verify_us(tree.rows) + hops(called) * hop_us
 
     def switching_us(self, arm: Arm) -> float:
         """Microseconds by which a round of a drafted arm takes longer than predicted if the previous round had no tree

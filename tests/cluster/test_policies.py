@@ -746,6 +746,19 @@ def test_rounds_whose_tree_is_missing_tell_nothing_of_the_calls_of_trees():
     assert experience.costs.hop_us("first") == pytest.approx(2_300)
 
 
+def test_a_round_whose_tree_is_missing_is_charged_the_wait_for_it_and_the_verifiers_call_alone():
+    """Else a text whose drafter opens it slowly would lose the calls of a first tree in each round without one."""
+    experience, drafted = Experience(), tree(4, draft_us=2_000)
+    for _ in range(6):
+        for arm, sent, hop_us in ((OFF, tree(1), 300), (CHAIN, drafted, 2_300)):
+            experience.learn(arm, sent, verdict(1, 10_000))
+            took_us = 10_000 + sent.draft_us + (2 if arm.drafted else 1) * hop_us
+            experience.learn_time(arm, sent, verdict(1, 10_000), took_us)
+    for waited_us in (0, 1_500):
+        missing = replace(tree(1, waited_us), missed=True)
+        assert experience.prices().spent_us(CHAIN, missing, "") == pytest.approx(10_300 + waited_us, rel=0.01)
+
+
 def test_a_text_plays_no_tree_whose_first_round_costs_more_than_its_budget():
     played = []
     for hop_us in (300, 40_300):
