@@ -217,11 +217,12 @@ async def test_a_client_that_leaves_ends_its_work_within_a_round(stream):
         assert peers.rounds <= ended + 1 < 100
 
 
-async def test_a_client_that_has_sent_more_requests_and_leaves_ends_its_work_within_a_round():
+@pytest.mark.parametrize("proposed", [{}, {"connection": "Upgrade", "upgrade": "h2c"}], ids=["alone", "upgrade"])
+async def test_a_client_that_has_sent_more_requests_and_leaves_ends_its_work_within_a_round(proposed):
     """What it sends after the running request comes in several parts, each of which is kept for later."""
     peers = EdgePeers(0.01)
     async with http_at(peers) as (server, requests):
-        asked = request_of(CHAT, json.dumps({"messages": HELLO, "max_tokens": 400}).encode())
+        asked = request_of(CHAT, json.dumps({"messages": HELLO, "max_tokens": 400}).encode(), **proposed)
         host, _, port = server.address.rpartition(":")
         _, writer = await asyncio.open_connection(host, int(port))
         for part in (asked, asked, asked[:50]):

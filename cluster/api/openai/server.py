@@ -113,7 +113,10 @@ class _Connection(H11Protocol):
             self._waiting = self.loop.call_later(self._request_s, self.abort)
             if {name for name, _ in self.headers} >= ENDS:  # what follows may be a body's rest to a proxy before us
                 self.shutdown()  # it ends the connection after the answer
-        if self.conn.their_state is h11.DONE and len(self.conn.trailing_data[0]) < MOST_AHEAD:
+        # h11 keeps a request that proposed another protocol in the second state until it is answered.
+        ends = h11.DONE, h11.MIGHT_SWITCH_PROTOCOL  # type: ignore[attr-defined]  # h11's list of exports lacks it
+        ended = self.conn.their_state in ends
+        if ended and len(self.conn.trailing_data[0]) < MOST_AHEAD:
             self.flow.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
