@@ -50,7 +50,7 @@ MOST_ON_WAY = 1024
 so many answers beyond one for each open call ends its stream, as reading them would hold up other requests."""
 UNANSWERED_S = 600.0
 """Seconds after which a round's call without an answer fails. By default no caller waits so long; of a verifier, the
-calls for ordered trees that were late go on. A text may wait to be opened for as long as its request may take."""
+calls for ordered trees that were late go on. Callers that open or close a text set limits of their own (`Opening`)."""
 FEWEST_SWEPT = 64
 """Calls without an answer among which none is looked for that nobody waits for."""
 
@@ -62,7 +62,7 @@ class _SentCall(NamedTuple):
 
     future: asyncio.Future[Any]
     result: Callable[[Any], Any]
-    made_s: float  # time at which it was made, by the loop's clock; infinite if it may take any time
+    made_s: float  # time at which it was made, by the loop's clock; infinite if its caller limits its time
 
 
 def _unchanged(answer: Answer) -> Answer:
