@@ -18,7 +18,7 @@ from dendro.tasks import TenantTurns
 
 from cluster.api.keys import KEY, ApiKey, digest_of, read_keys
 from cluster.config import Config
-from cluster.router.allowance import NO_LIMITS, Allowance
+from cluster.router.allowance import Allowance
 from cluster.router.traces import TRACEPARENT
 
 log = logging.getLogger("dendro.keys")
@@ -35,7 +35,7 @@ class CallerIdentity:
     """A call's tenant, and what it may use."""
 
     tenant: str = ""
-    allowance: Allowance = NO_LIMITS
+    allowance: Allowance | None = None  # None: the call has no key
     traceparent: str = ""  # the caller's span, as the call names it
 
 
@@ -43,6 +43,7 @@ class CallerIdentity:
 class _HeldKey:
     entry: ApiKey
     caller: CallerIdentity
+    allowance: Allowance  # what the caller may use
 
 
 class KeyRing:
@@ -95,9 +96,9 @@ class KeyRing:
             if last is None:
                 allowance = Allowance(limits, self._clock)
             else:
-                allowance = last.caller.allowance
+                allowance = last.allowance
                 allowance.limits = limits
-            self._held[key.id] = _HeldKey(key, CallerIdentity(key.tenant, allowance))
+            self._held[key.id] = _HeldKey(key, CallerIdentity(key.tenant, allowance), allowance)
 
     def _stamp(self) -> tuple[int, int, int] | None:
         """A value that changes when the file changes; None if there is no file."""
@@ -148,7 +149,8 @@ class Callers:
             raise Unauthenticated("authorization: must be `Bearer` and a valid key")
         if any(each and each != caller.tenant for each in tenants):
             raise BadRequest(TENANT_KEY, "is refused: the key decides the tenant")
-        caller.allowance.take_request()
+        if caller.allowance is not None:
+            caller.allowance.take_request()
         return replace(caller, traceparent=traceparent) if traceparent else caller
 
     async def watch(self) -> None:

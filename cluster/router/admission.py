@@ -26,7 +26,7 @@ from cluster.config import Config
 from cluster.policies import Experience, Experiences
 from cluster.policies.prior import PriorKey
 from cluster.proposers.prediction import PredictedText
-from cluster.router.allowance import NO_LIMITS, Allowance
+from cluster.router.allowance import Allowance
 from cluster.router.priors import Priors
 from cluster.router.prompts import checked_ids, ids_of_prompt, predicted_texts, special_tokens_of, tools_digest
 from cluster.router.served import Served
@@ -242,7 +242,7 @@ class Admission:
         self._targets[name] = target
 
     async def admit(
-        self, request: pb.GenerateRequest, request_id: str, tenant: str, allowance: Allowance = NO_LIMITS
+        self, request: pb.GenerateRequest, request_id: str, tenant: str, allowance: Allowance | None = None
     ) -> Job:
         """Check a request, once for all of its answers. Returns the job of the first answer. Raises BadRequest naming
         the field, NotFound for an unknown session, Conflict for a resume of another target's answer, and PeerLost where
@@ -259,7 +259,7 @@ class Admission:
             sampling = await with_words(sampling, request, served.tokenizer)
         stops = StopStrings.of(request.stop, request.include_stop)
         structure = structure_from(request.structure) if request.HasField("structure") else None
-        if structure is not None:
+        if structure is not None and allowance is not None:
             allowance.check_structure()
         logprobs = request.logprobs if request.HasField("logprobs") else None
         check_logprobs(logprobs)
@@ -275,7 +275,8 @@ class Admission:
         most_bytes = self._config.router.max_prompt_bytes
         ids = await ids_of_prompt(request, served, most_bytes, before, described)
         prompt = before + ids if before else ids
-        allowance.check_prompt(len(prompt))
+        if allowance is not None:
+            allowance.check_prompt(len(prompt))
         if request.echo:
             check_echo("echo", len(prompt) - len(before), logprobs)
         least = request.min_new_tokens
@@ -358,7 +359,12 @@ class Admission:
         return served
 
     def _new_tokens(
-        self, request: pb.GenerateRequest, served: Served, prompt: list[int], held: list[int], allowance: Allowance
+        self,
+        request: pb.GenerateRequest,
+        served: Served,
+        prompt: list[int],
+        held: list[int],
+        allowance: Allowance | None,
     ) -> int:
         """The answer's maximum length. The default is cut to the limits and to the room left; a requested number that
         exceeds them is refused."""
@@ -368,9 +374,10 @@ class Admission:
             fault = f"makes a text of {len(prompt)} tokens; at most {served.max_length - 1}{context}"
             raise BadRequest("prompt", fault, too_long=True)
         most = self._config.router.max_new_tokens
-        limit = allowance.most_new_tokens(most)
-        default = min(self._config.router.default_new_tokens, limit, room)
-        count = allowance.within_minute(default, len(prompt), count_of_answers(request))
+        limit = most if allowance is None else allowance.most_new_tokens(most)
+        count = min(self._config.router.default_new_tokens, limit, room)
+        if allowance is not None:
+            count = allowance.within_minute(count, len(prompt), count_of_answers(request))
         if request.HasField("max_new_tokens"):
             count = request.max_new_tokens
             scores = request.echo and not request.session and not request.keep_session

@@ -185,7 +185,3 @@ class RequestShare:
     def end(self) -> None:
         self._allowance.leave_answers(self._answers)
         self._allowance.give_back_tokens(self._unused, self._second)
-
-
-NO_LIMITS = Allowance(KeyLimits())
-"""The allowance of calls without a key."""

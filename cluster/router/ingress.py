@@ -14,7 +14,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -35,7 +35,7 @@ from cluster.proposers.prediction import PredictedOutput, predicted_tokens
 from cluster.proposers.proposals import ProposalLibrary
 from cluster.router.account import AcceptanceWatch
 from cluster.router.admission import Admission, Job, check_target, check_written_tokens
-from cluster.router.allowance import NO_LIMITS, Allowance
+from cluster.router.allowance import Allowance, RequestShare
 from cluster.router.echo import echo_of
 from cluster.router.explained import ExplainedRequests
 from cluster.router.ports import HandlePort, PeersPort, VerifierPort
@@ -186,23 +186,28 @@ class Ingress:
         return pb.DetokenizeResponse(text=await off_loop(len(ids), lambda: tokenizer.decode(ids)))
 
     async def generate(
-        self, request: pb.GenerateRequest, tenant: str = "", allowance: Allowance = NO_LIMITS, traceparent: str = ""
+        self, request: pb.GenerateRequest, tenant: str = "", allowance: Allowance | None = None, traceparent: str = ""
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Stream the answer, or as many as the request asks for: started, a chunk per round, complete. Raises the
         family in dendro.errors.
 
-        allowance: what the caller's key has left; answers and tokens are taken from it, the request was counted before
+        allowance: what the caller's key has left; answers and tokens are taken from it, the request was counted before.
+            None: the call has no key
         traceparent: the caller's span (W3C Trace Context); empty: none
         Leaving the iteration, or cancelling the task, ends the work within a round and releases the leases.
         """
         request_id = request.request_id or secrets.token_hex(16)
         began_s = self._clock()
-        with allowance.request() as share:
+        limited: AbstractContextManager[RequestShare | None]
+        limited = allowance.request() if allowance is not None else nullcontext()
+        with limited as share:
             try:
-                share.take_answers(count_of_answers(request))
+                if share is not None:
+                    share.take_answers(count_of_answers(request))
                 job = await self._admission.admit(request, request_id, tenant, allowance)
                 answer = await off_loop(_work_of_held(job), lambda: _text_of_held(job))
-                share.take_tokens(len(job.prompt), job.answers * (job.answer_length - len(job.held)))
+                if share is not None:
+                    share.take_tokens(len(job.prompt), job.answers * (job.answer_length - len(job.held)))
             except BaseException as error:
                 outcome = type(error).__name__ if isinstance(error, DendroError) else REFUSED
                 self._log_end(request_id, tenant, began_s, Ending(outcome))
@@ -216,7 +221,8 @@ class Ingress:
             try:
                 async with aclosing(self._answers(job, answer, traceparent)) as answers:
                     async for response in answers:
-                        share.use(len(response.chunk.token_ids))
+                        if share is not None:
+                            share.use(len(response.chunk.token_ids))
                         yield response if explained is None else explained.take(response, trees)
             except BaseException as error:
                 self.totals.failed(error)
