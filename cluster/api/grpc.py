@@ -27,6 +27,7 @@ from dendro.errors import (
     one_line,
 )
 from dendro.failures import log_failure
+from dendro.options import MAX_REQUEST_ID
 from dendro.serving import KEEPALIVE_OPTIONS
 from dendro.tasks import TenantLock
 from dendro.v1 import generation_pb2 as pb
@@ -37,7 +38,6 @@ from cluster.api.callers import CallerIdentity, Callers
 from cluster.api.keyless import KeylessStreams
 from cluster.api.reading import SHORT_BYTES, Request, read_request
 from cluster.api.requests import CUT_S, RunningRequests, identified
-from cluster.router.admission import MAX_REQUEST_ID
 from cluster.router.ingress import Ingress, log
 
 Response = TypeVar("Response")

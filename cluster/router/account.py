@@ -1,24 +1,34 @@
-"""Statistics of requests' rounds, and a warning of a drafter none of whose guesses is accepted."""
+"""The account of an answer: its rounds, how it ended, its line in the log; and a warning of a drafter none of whose
+guesses is accepted."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from dendro.calls import Opened
+from dendro.errors import one_line
+from dendro.options import MAX_REQUEST_ID
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.arms import Arm
+from cluster.router.totals import ROUND_PARTS, TargetTotals
+from cluster.router.traces import AnswerSpan
 
 log = logging.getLogger("dendro.router")
+answer_log = logging.getLogger("dendro.requests")
+"""The log of answers: at the end of each one line, a JSON object, without prompt, answer or the tenant's name."""
 
-ROUND_PARTS = ("draft", "verify", "queue", "hop", "opening")
-"""Parts of a round's time. `SpeculationStats` has a field of microseconds for each, `draft_us` for `draft`."""
-
+REFUSED, LEFT = "refused", "left"
+"""Outcomes in the log for an answer that did not begin, and for one whose client went away."""
+TENANT_CHARACTERS = 8
+"""Length of a tenant's mark in the log: the beginning of its name's SHA-256."""
 UNACCEPTED = 1000
 """Number of guesses from a router's start, none of them accepted, after which it warns."""
 
@@ -76,57 +86,70 @@ class _Counts:
             self.decode_us = decoded_us
 
 
-class RoundAccount:
-    """Counts and times a request's rounds."""
+class AnswerAccount:
+    """Counts and times of one answer, and how it ended. They go into its `complete`, its line in the log and its span;
+    those of a computed answer are added to its target's totals, too."""
 
-    def __init__(self, policy: str, names_drafters: bool = False) -> None:
-        """policy: name of the policy   names_drafters: True if arms are named with their drafters"""
-        self._step_sizes: Sequence[int] = ()
+    def __init__(self, policy: str = "", names_drafters: bool = False, span: AnswerSpan | None = None) -> None:
+        """policy: name of the policy   names_drafters: True if arms are named with their drafters   span: the answer's
+        span; None: it is not sampled"""
+        self.outcome = REFUSED
         self._policy = policy
         self._names_drafters = names_drafters
+        self._span = span
+        self._totals: TargetTotals | None = None  # None: the answer is not computed, or not counted
+        self._prompt_tokens, self._resumed = 0, False
+        self._began_s = self._last_s = 0.0  # times of the request's arrival and of the last round's end
+        self._first_s: float | None = None  # time at which the first round ended
+        self._step_sizes: Sequence[int] = ()
         self._counts = _Counts()
         self._part_us = dict.fromkeys(ROUND_PARTS, 0)
         self._by_arm = defaultdict[Arm, int](int)  # rounds
         self._by_tokens = defaultdict[int, int](int)  # rounds, by number of their tokens
         self._drafters: dict[str, pb.DrafterStats] = {}  # key: name; in the order of first rounds
-        self._first_s = 0.0  # time at which the first round ended
+
+    def begin(self, totals: TargetTotals, began_s: float, prompt_tokens: int = 0, resumed: bool = False) -> None:
+        """Count a computed answer. began_s: time of the request's arrival, on the clock of `learn`   resumed: True if
+        the client goes on with an answer after a broken stream"""
+        self._totals = totals
+        self._began_s = began_s
+        self._prompt_tokens, self._resumed = prompt_tokens, resumed
+        totals.begun(prompt_tokens, resumed)
 
     @property
     def rounds(self) -> int:
         return self._counts.rounds
 
+    def ended(self, outcome: str) -> None:
+        self.outcome = outcome
+
     def learn_target(self, step_sizes: Sequence[int]) -> None:
         """step_sizes: numbers of rows that the target's steps are padded to"""
         self._step_sizes = step_sizes
 
-    @property
-    def stats(self) -> pb.SpeculationStats:
-        """The statistics of the rounds so far."""
-        counts = {each.name: getattr(self._counts, each.name) for each in fields(self._counts)}
-        stats = pb.SpeculationStats(policy=self._policy, step_sizes=self._step_sizes, **counts)
-        for arm, count in self._by_arm.items():
-            stats.rounds_by_shape[arm.name(self._names_drafters)] += count
-        stats.rounds_by_tokens.update(self._by_tokens)
-        for part, us in self._part_us.items():
-            setattr(stats, f"{part}_us", us)
-        return stats
-
-    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float) -> Mapping[str, int]:
-        """Record a round. Returns the microseconds of its parts. took_us: time of the round, from the choice of its arm
-        to its verdict   now_s: time at which it ended"""
-        first = self._counts.rounds == 0
-        parts = round_parts(tree, verdict, took_us, first)
-        if first:
-            self._first_s = now_s
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, took_us: int, now_s: float, why: str) -> None:
+        """Count a round. took_us: time of the round, from the choice of its arm to its verdict   now_s: time at which
+        it ended   why: reason why the arm is `off`, or the way of a drafted arm's tree"""
+        first_s = self._first_s
+        parts = round_parts(tree, verdict, took_us, first_s is None)
         self._counts.count(tree, verdict)
-        self._counts.time(sum(parts.values()), verdict, None if first else int(1e6 * (now_s - self._first_s)))
+        self._counts.time(sum(parts.values()), verdict, None if first_s is None else int(1e6 * (now_s - first_s)))
         for part, us in parts.items():
             self._part_us[part] += us
         self._by_arm[arm] += 1
         self._by_tokens[len(verdict.tokens)] += 1
         if arm.drafted:
             self._count_drafter(arm, tree, verdict)
-        return parts
+        if self._totals is not None:
+            self._totals.learn(arm, tree, verdict, parts, why)
+            if first_s is None:
+                self._totals.first_token_s.observe(now_s - self._began_s)
+            else:
+                tokens = len(verdict.tokens)
+                self._totals.between_tokens_s.observe((now_s - self._last_s) / max(tokens, 1), tokens)
+        if self._span is not None:
+            self._span.round(arm, tree, verdict)
+        self._first_s, self._last_s = now_s if first_s is None else first_s, now_s
 
     def _count_drafter(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         drafter = self._drafters.setdefault(arm.maker, pb.DrafterStats(name=arm.maker))
@@ -142,8 +165,14 @@ class RoundAccount:
     ) -> None:
         """Set the statistics of `complete`. openings: opening at each drafter that opened the text, by name
         target: opening at the verifier   moves: number of moves to other verifiers"""
-        complete.speculation.CopyFrom(self.stats)
-        complete.speculation.verifier_moves = moves
+        counts = {each.name: getattr(self._counts, each.name) for each in fields(self._counts)}
+        counts |= {f"{part}_us": us for part, us in self._part_us.items()}
+        counts |= {"verifier_moves": moves}
+        stats = pb.SpeculationStats(policy=self._policy, step_sizes=self._step_sizes, **counts)
+        for arm, count in self._by_arm.items():
+            stats.rounds_by_shape[arm.name(self._names_drafters)] += count
+        stats.rounds_by_tokens.update(self._by_tokens)
+        complete.speculation.CopyFrom(stats)
         complete.drafters.extend(self._drafters.values())
         opened = [each for each in complete.drafters if each.name in openings]
         for each in opened:
@@ -152,6 +181,34 @@ class RoundAccount:
             complete.drafter.CopyFrom(max(opened, key=lambda each: each.rounds).opening)
         if target is not None:
             complete.target.CopyFrom(_opening_message(target))
+
+    def log(self, request_id: str, tenant: str, target: str, seconds: float) -> None:
+        """Log the end of the answer, and end its span. request_id: as the client sees it   target: empty if the request
+        named none"""
+        counts, first_s = self._counts, self._first_s
+        line: dict[str, str | int | float | bool | None] = {
+            "request_id": one_line(request_id, MAX_REQUEST_ID),
+            "tenant": hashlib.sha256(tenant.encode()).hexdigest()[:TENANT_CHARACTERS],
+            "target": target,
+            "outcome": self.outcome,
+            "prompt_tokens": self._prompt_tokens,
+            "tokens": counts.emitted_tokens,
+            "rounds": counts.rounds,
+            "guesses": counts.drafted_tokens,
+            "accepted": counts.accepted_tokens,
+            "late_drafts": counts.late_drafts,
+            "resumed": self._resumed,
+            "first_token_s": None if first_s is None else first_s - self._began_s,
+            "seconds": round(seconds, 4),
+        }
+        answer_log.info("%s", json.dumps(line))
+        if self._span is not None:
+            facts: dict[str, str | int | float | bool] = {
+                f"dendro.{name}": value for name, value in line.items() if value is not None and name != "tenant"
+            }
+            facts |= {"gen_ai.usage.input_tokens": self._prompt_tokens}
+            facts |= {"gen_ai.usage.output_tokens": counts.emitted_tokens}
+            self._span.end(facts, self.outcome[:1].isupper())
 
 
 def _accepted_of_drafter(tree: DraftTree, verdict: Verdict) -> int:

@@ -16,6 +16,7 @@ from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
 from dendro.grammars import Grammar, GrammarText
 from dendro.logprobs import check_echo, check_logprobs
 from dendro.modes import VerificationMode
+from dendro.options import MAX_REQUEST_ID
 from dendro.structure import Structure, structure_from
 from dendro.tasks import PART, in_turn, off_loop
 from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
@@ -35,7 +36,6 @@ from cluster.router.tokenizer import Tokenizer
 from cluster.router.words import with_words
 from cluster.sessions import Record, Sessions, Turn, unknown_session
 
-MAX_REQUEST_ID = 128
 _REQUEST_ID = re.compile(f"[!-~]{{1,{MAX_REQUEST_ID}}}")  # safe in a log line, a key and a header
 _TARGET = re.compile(f"[0-9a-f]{{{2 * TARGET_BYTES}}}")  # `Hello.target`, as stored in records
 FOLLOWING = "structure-of-resume"

@@ -33,7 +33,7 @@ from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import NoPriors, PriorStore
 from cluster.proposers.prediction import PredictedOutput, predicted_tokens
 from cluster.proposers.proposals import ProposalLibrary
-from cluster.router.account import AcceptanceWatch
+from cluster.router.account import LEFT, AcceptanceWatch, AnswerAccount
 from cluster.router.admission import Admission, Job, check_target, check_written_tokens
 from cluster.router.allowance import Allowance, RequestShare
 from cluster.router.echo import echo_of
@@ -41,7 +41,6 @@ from cluster.router.explained import ExplainedRequests
 from cluster.router.ports import HandlePort, PeersPort, VerifierPort
 from cluster.router.priors import Priors
 from cluster.router.prompts import checked_ids, ids_of_prompt
-from cluster.router.request_log import LEFT, REFUSED, Ending, log_request
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.round_trees import TreeRecorder
 from cluster.router.rounds import rounds
@@ -50,7 +49,7 @@ from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText
 from cluster.router.token_texts import VocabularyTexts
 from cluster.router.tokenizer import Tokenizer
-from cluster.router.totals import AnswerMeter, RouterTotals
+from cluster.router.totals import RouterTotals
 from cluster.router.traces import LAST_SPANS_S, Tracer, close_within, tracer_of
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn
@@ -209,8 +208,10 @@ class Ingress:
                 if share is not None:
                     share.take_tokens(len(job.prompt), job.answers * (job.answer_length - len(job.held)))
             except BaseException as error:
-                outcome = type(error).__name__ if isinstance(error, DendroError) else REFUSED
-                self._log_end(request_id, tenant, began_s, Ending(outcome))
+                account = AnswerAccount()
+                if isinstance(error, DendroError):
+                    account.ended(type(error).__name__)
+                self._log_end(request_id, tenant, began_s, account)
                 self.totals.failed(error)
                 raise
             del request  # frees the request's memory: it may be large, and an answer may take long
@@ -253,31 +254,31 @@ class Ingress:
         """Stream one answer. answer: the text of the tokens that the client has   prompt: None for a request of one
         answer"""
         span = self._tracer.begin(traceparent, job.served.name) if self._tracer is not None else None
-        ending = Ending(span=span)
+        account = AnswerAccount(job.plan.name, job.plan.names_drafters, span)
         try:
             text = _text_of(job, answer)
             if span is not None:
                 text.traceparent = span.traceparent
             await off_loop(len(text), lambda: text.digest(len(text)))  # later digests begin from this one
-            ending.ended(LEFT)
+            account.ended(LEFT)
             finish = self._finish_of_held(job, answer) if job.held else None
             if job.written is not None and not job.computed_again:
-                responses = self._written_answer(job, job.written, text, answer, ending)
+                responses = self._written_answer(job, job.written, text, answer, account)
             elif finish is not None:
-                responses = self._held_answer(job, text, answer, finish, ending)
+                responses = self._held_answer(job, text, answer, finish, account)
             else:
-                responses = self._computed_answer(job, text, answer, prompt, ending)
+                responses = self._computed_answer(job, text, answer, prompt, account)
             async with aclosing(responses):
                 async for response in responses:
                     yield response
         except DendroError as error:
-            ending.ended(type(error).__name__)
+            account.ended(type(error).__name__)
             raise
         finally:
-            self._log_end(job.request_id, job.tenant, job.began_s, ending, job.served.name)
+            self._log_end(job.request_id, job.tenant, job.began_s, account, job.served.name)
 
     async def _written_answer(
-        self, job: Job, turn: Turn, text: Text, answer: AnswerText, ending: Ending
+        self, job: Job, turn: Turn, text: Text, answer: AnswerText, account: AnswerAccount
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """An answer that is in the session's record already: an earlier attempt of the request wrote it."""
         rest = await self._rest_of_written(job, turn, answer)
@@ -287,33 +288,27 @@ class Ingress:
                 yield part
         for event in rest:
             yield event
-        ending.ended("written")
+        account.ended("written")
 
     async def _held_answer(
-        self, job: Job, text: Text, answer: AnswerText, finish: Finish, ending: Ending
+        self, job: Job, text: Text, answer: AnswerText, finish: Finish, account: AnswerAccount
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """An answer of which the client has all tokens, and which it resumes for `complete`."""
         assert job.resume is not None
         yield _started(job, text, job.resume.target)
-        yield await self._completed(job, text, answer, finish, job.resume.target, pb.GenerateComplete(), ending)
+        yield await self._completed(job, text, answer, finish, job.resume.target, pb.GenerateComplete(), account)
 
     async def _computed_answer(
-        self, job: Job, text: Text, answer: AnswerText, prompt: SharedPrompt | None, ending: Ending
+        self, job: Job, text: Text, answer: AnswerText, prompt: SharedPrompt | None, account: AnswerAccount
     ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """An answer that the target computes, beginning after the tokens that the client has."""
         complete, plan, concurrency = pb.GenerateComplete(), job.plan, job.experience.concurrency
         with concurrency.running(fixed=not plan.free and not plan.off, off=plan.off) as running:
             beside = prompt.first if prompt is not None else None
             verifier = self._peers.verifier(job.served.name, text, beside, plan.plain_first and not job.scores)
-            meter = AnswerMeter(
-                self.totals.targets[job.served.name],
-                job.began_s,
-                len(job.prompt),
-                resumed=job.resume is not None,
-                span=ending.span,
-            )
-            speculation = self._speculation(job, text, running, meter)
-            ending.counted_by(speculation.account, meter)
+            totals = self.totals.targets[job.served.name]
+            account.begin(totals, job.began_s, len(job.prompt), job.resume is not None)
+            speculation = self._speculation(job, text, running, account)
             if prompt is not None:
                 prompt.share(text)
             try:
@@ -322,22 +317,22 @@ class Ingress:
                     async for each in done:
                         yield each if isinstance(each, pb.GenerateResponse) else each.message(answer)
             finally:
-                meter.left(speculation.fallbacks, verifier.moves, verifier.reopened)
+                totals.left(speculation.fallbacks, verifier.moves, verifier.reopened)
                 if plan.learns:
                     self._priors.learn(job.kind, speculation.notes, job.experience)
         finish = text.finish if job.answer_length else Finish.LENGTH
         assert finish is not None and verifier.hello is not None
-        completed = await self._completed(job, text, answer, finish, verifier.hello.target, complete, ending)
-        meter.completed(self._clock())
+        completed = await self._completed(job, text, answer, finish, verifier.hello.target, complete, account)
+        totals.answer_s.observe(self._clock() - job.began_s)
         yield completed
 
-    def _speculation(self, job: Job, text: Text, running: RunningRequest, meter: AnswerMeter) -> RequestSpeculation:
+    def _speculation(self, job: Job, text: Text, running: RunningRequest, account: AnswerAccount) -> RequestSpeculation:
         """Make the text's speculation. The verifier's handle must exist."""
         name, plan = job.served.name, job.plan
         drafters = self._peers.drafters(name, text, running, plan.deadline_s, plan.adaptive)
         predicted = PredictedOutput(job.prediction, len(job.prompt)) if job.prediction else None
         proposals = self._libraries[name].of(job.tenant, plan.proposed_rows, job.sampling.temperature, predicted)
-        return RequestSpeculation(plan, job.experience, running, text, drafters, proposals, self._clock, meter)
+        return RequestSpeculation(plan, job.experience, running, text, drafters, proposals, self._clock, account)
 
     async def _completed(
         self,
@@ -347,7 +342,7 @@ class Ingress:
         finish: Finish,
         target: str,
         complete: pb.GenerateComplete,
-        ending: Ending,
+        account: AnswerAccount,
     ) -> pb.GenerateResponse:
         """The last response, once the session's record is written. target: as in `Started`"""
         complete.finish_reason, complete.stop_string = FINISH_REASONS[finish], answer.found
@@ -356,12 +351,12 @@ class Ingress:
             complete.session = job.session
         elif job.session:
             complete.session = await self.turns.keep(job, text, finish, target)
-        ending.ended(str(finish))
+        account.ended(str(finish))
         return pb.GenerateResponse(complete=complete)
 
-    def _log_end(self, request_id: str, tenant: str, began_s: float, ending: Ending, target: str = "") -> None:
-        self.totals.outcomes[target, ending.outcome] += 1
-        log_request(ending, request_id, tenant, target, self._clock() - began_s)
+    def _log_end(self, request_id: str, tenant: str, began_s: float, account: AnswerAccount, target: str = "") -> None:
+        self.totals.outcomes[target, account.outcome] += 1
+        account.log(request_id, tenant, target, self._clock() - began_s)
 
     async def _run(
         self,

@@ -18,10 +18,9 @@ from cluster.policies.prior import Prior
 from cluster.policies.step_time import TargetSteps
 from cluster.policies.stopping import StopRule
 from cluster.proposers.proposals import Proposals
-from cluster.router.account import RoundAccount
+from cluster.router.account import AnswerAccount
 from cluster.router.ports import DrafterPort
 from cluster.router.speculation import SpeculationPlan
-from cluster.router.totals import AnswerMeter
 
 ORDERED = "ordered"
 """Name of the way of a tree that the drafter sends straight to the verifier."""
@@ -40,11 +39,11 @@ class RequestSpeculation:
         drafters: DrafterPort,
         proposals: Proposals | None = None,
         clock: Clock = time.monotonic,
-        meter: AnswerMeter | None = None,
+        account: AnswerAccount | None = None,
     ) -> None:
-        """clock: returns seconds   meter: counts the rounds in the router's totals"""
+        """clock: returns seconds   account: of the answer; by default one of this request's rounds alone"""
         self.notes = Prior()  # statistics of this request's rounds, for later requests of its kind
-        self.account = RoundAccount(plan.name, plan.names_drafters)
+        self.account = account or AnswerAccount(plan.name, plan.names_drafters)
         self._plan = plan
         self._experience = experience
         self._running = running
@@ -58,7 +57,6 @@ class RequestSpeculation:
         uses_costs = plan.learns and (plan.adaptive or plan.stops)
         self._teaches = uses_costs and not isinstance(plan.policy, ConservativeUCB)
         self._clock = clock
-        self._meter = meter
         self._hello: Hello | None = None
         self._arm: Arm = OFF_ARM  # the current round's arm
         self._began_s = 0.0  # time at which the current round began
@@ -180,9 +178,7 @@ class RequestSpeculation:
         self._last_maker = "" if tree.missed else arm.maker
         if self._stopping is not None:
             self._stopping.learn(verdict, None if first else self._experience.share_us(tree, verdict, took_us))
-        parts = self.account.learn(arm, tree, verdict, int(took_us), now_s)
-        if self._meter is not None:
-            self._meter.round(arm, tree, verdict, parts, now_s, self._why)
+        self.account.learn(arm, tree, verdict, int(took_us), now_s, self._why)
 
     @property
     def fallbacks(self) -> Mapping[tuple[str, str], int]:

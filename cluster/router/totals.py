@@ -17,9 +17,9 @@ from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.config import Config
-from cluster.router.account import ROUND_PARTS
-from cluster.router.traces import AnswerSpan
 
+ROUND_PARTS = ("draft", "verify", "queue", "hop", "opening")
+"""Parts of a round's time. `SpeculationStats` has a field of microseconds for each, `draft_us` for `draft`."""
 OTHER = "other"
 """Label of arms and makers that are not configured: shapes that requests name."""
 
@@ -76,8 +76,20 @@ class TargetTotals:
         self.prompt_tokens += prompt_tokens
         self.resumed += resumed
 
+    def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict, parts: Mapping[str, int], why: str) -> None:
+        """Count a round. parts: microseconds by part (`round_parts`)   why: reason why the arm is `off`, or the way of
+        a drafted arm's tree"""
+        self.arm(arm).learn(tree, verdict)
+        if arm.off:
+            self.without_tree["", why] += 1
+        elif arm.drafted:
+            self.ways[why] += 1
+        for part, us in parts.items():
+            self.round_s[part] += us / 1e6
+
     def left(self, fallbacks: Mapping[tuple[str, str], int], moves: int, reopened: int) -> None:
-        """Count what an answer's peers did."""
+        """Count what an answer's peers did. fallbacks: rounds without the tree that was asked for, by drafter and
+        reason"""
         self.without_tree.update(fallbacks)
         self.moves += moves
         self.reopened += reopened
@@ -86,58 +98,6 @@ class TargetTotals:
         """The totals to which an arm's rounds are added; all arms of a maker that are not configured share one."""
         found = self.arms.get(arm)
         return found if found is not None else self.others.get(arm.maker, self.others[OTHER])
-
-
-class AnswerMeter:
-    """Measures one answer."""
-
-    def __init__(
-        self,
-        totals: TargetTotals,
-        began_s: float,
-        prompt_tokens: int = 0,
-        resumed: bool = False,
-        span: AnswerSpan | None = None,
-    ) -> None:
-        """began_s: time of the request's arrival, on the clock of `round`   resumed: True if the client goes on with an
-        answer after a broken stream   span: the answer's span; None: it is not sampled"""
-        self.prompt_tokens, self.resumed = prompt_tokens, resumed
-        self.first_token_s: float | None = None  # time from the request's arrival to the first round; None before
-        self._span = span
-        self._totals = totals
-        totals.begun(prompt_tokens, resumed)
-        self._began_s = self._last_s = began_s
-
-    def round(
-        self, arm: Arm, tree: DraftTree, verdict: Verdict, parts: Mapping[str, int], now_s: float, why: str
-    ) -> None:
-        """Count a round that ended at `now_s`. parts: microseconds by part (`round_parts`)   why: reason why the arm is
-        `off`, or the way of a drafted arm's tree"""
-        totals, tokens = self._totals, len(verdict.tokens)
-        totals.arm(arm).learn(tree, verdict)
-        if arm.off:
-            totals.without_tree["", why] += 1
-        elif arm.drafted:
-            totals.ways[why] += 1
-        for part, us in parts.items():
-            totals.round_s[part] += us / 1e6
-        if self.first_token_s is not None:
-            totals.between_tokens_s.observe((now_s - self._last_s) / max(tokens, 1), tokens)
-        else:
-            self.first_token_s = now_s - self._began_s
-            totals.first_token_s.observe(self.first_token_s)
-        self._last_s = now_s
-        if self._span is not None:
-            self._span.round(arm, tree, verdict)
-
-    def left(self, fallbacks: Mapping[tuple[str, str], int], moves: int, reopened: int) -> None:
-        """Count what the answer's peers did. Called once, however the answer ends. fallbacks: rounds without the tree
-        that was asked for, by drafter and reason"""
-        self._totals.left(fallbacks, moves, reopened)
-
-    def completed(self, now_s: float) -> None:
-        """Count an answer that is whole."""
-        self._totals.answer_s.observe(now_s - self._began_s)
 
 
 class RouterTotals:

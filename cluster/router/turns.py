@@ -9,9 +9,10 @@ from typing import Any
 from weakref import WeakSet
 
 from dendro.errors import Conflict, DendroError, NotFound, PeerLost, one_line
+from dendro.options import MAX_REQUEST_ID
 from dendro.text import Finish, Text
 
-from cluster.router.admission import MAX_REQUEST_ID, Job
+from cluster.router.admission import Job
 from cluster.sessions import KEPT_TURNS, Record, Sessions, Turn
 
 log = logging.getLogger("dendro.router")

@@ -46,6 +46,8 @@ MAX_PREDICTIONS = 4
 """The most alternatives of a request's prediction."""
 MAX_SAMPLES = 16
 """The most answers that a request may ask for."""
+MAX_REQUEST_ID = 128
+"""The most characters of a request's id."""
 SHIFT = NumberBounds(-LARGEST_SHIFT, LARGEST_SHIFT)
 ANY = NumberBounds(0, math.inf, "[)", words="must be at least 0 (0 keeps all)")
 TEMPERATURE = NumberBounds(

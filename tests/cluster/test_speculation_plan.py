@@ -22,11 +22,11 @@ from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.pools import Peers
 from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, RunningRequest, Static
-from cluster.router.account import ROUND_PARTS
+from cluster.router.account import AnswerAccount
 from cluster.router.ingress import Ingress
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan, plan_speculation
-from cluster.router.totals import AnswerMeter, TargetTotals
+from cluster.router.totals import ROUND_PARTS, TargetTotals
 from cluster.sessions import MemorySessions
 from tests.support import fakes
 from tests.support.edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
@@ -377,13 +377,13 @@ def speculation_of(
     arms: list[Arm],
     stays: bool = False,
     clock: Clock = monotonic,
-    meter: AnswerMeter | None = None,
+    account: AnswerAccount | None = None,
 ) -> RequestSpeculation:
     """Of a text without drafters, whose policy chooses these arms."""
     policy, text = ScriptedPolicy(arms), Text((1, 2, 3), Sampling(), Limits(64))
     policy.next_arm = OFF_ARM if stays else None
     plan = SpeculationPlan("fixed", policy)
-    return RequestSpeculation(plan, experience, running, text, NoDrafter(), clock=clock, meter=meter)
+    return RequestSpeculation(plan, experience, running, text, NoDrafter(), clock=clock, account=account)
 
 
 async def announces(speculation: RequestSpeculation, arm: Arm) -> bool:
@@ -435,7 +435,8 @@ def test_the_account_of_a_hand_example():
     """Five rounds with their times in milliseconds, and all fields of their account; the router's totals have its parts
     too, without the time between rounds."""
     clock, experience, totals = SetClock(), Experience(), TargetTotals.of(config(), "demo")
-    meter = AnswerMeter(totals, clock())
+    account = AnswerAccount("fixed")
+    account.begin(totals, clock())
     rounds = [  # arm, tree, verdict, wall in ms
         (CHAIN, drafted(3, 2000), verdict(4, 4, 5000, 1000), 50.0),  # the first: 42 ms of it are its opening
         (CHAIN, drafted(3, 2000), verdict(2, 2, 5000, 0, trimmed=1), 9.0),
@@ -444,13 +445,15 @@ def test_the_account_of_a_hand_example():
         (CHAIN, drafted(3, 2000), verdict(2, 4, 5000, 0), 8.0),  # cut: the third accepted token and the target's
     ]
     with experience.concurrency.running() as running:
-        speculation = speculation_of(experience, running, [arm for arm, *_ in rounds], clock=clock, meter=meter)
+        speculation = speculation_of(experience, running, [arm for arm, *_ in rounds], clock=clock, account=account)
         for arm, tree, found, wall_ms in rounds:
             clock.now_s += 0.25  # between rounds: the client is slow
             assert speculation.choose() == arm
             clock.now_s += (wall_ms + 0.0005) / 1e3
             speculation.learn(arm, tree, found)
-    stats = speculation.account.stats
+    complete = pb.GenerateComplete()
+    speculation.fill(complete, None, 0)
+    stats = complete.speculation
     assert stats == pb.SpeculationStats(
         policy="fixed",
         rounds=5,
