@@ -215,13 +215,16 @@ class Ingress:
                 self.totals.failed(error)
                 raise
             del request  # frees the request's memory: it may be large, and an answer may take long
-            explained = self._explained.begin(tenant, request_id, job.sampling.sample_index)
+            explained = None
             trees = job.trees
-            if explained is not None:
-                job = replace(job, trees=True)
+            if self.config.router.explained_share:
+                explained = self._explained.begin(tenant, request_id, job.sampling.sample_index)
+                job = replace(job, trees=trees or explained is not None)
+            given = job, answer, traceparent
+            responses = self._answer(*given) if job.answers == 1 else self._several(*given)
             try:
-                async with aclosing(self._answers(job, answer, traceparent)) as answers:
-                    async for response in answers:
+                async with aclosing(responses):
+                    async for response in responses:
                         if share is not None:
                             share.use(len(response.chunk.token_ids))
                         yield response if explained is None else explained.take(response, trees)
@@ -229,10 +232,8 @@ class Ingress:
                 self.totals.failed(error)
                 raise
 
-    def _answers(self, job: Job, answer: AnswerText, traceparent: str) -> AsyncGenerator[pb.GenerateResponse, None]:
-        """Stream all answers of a request. answer: the text of the tokens that the client has"""
-        if job.answers == 1:
-            return self._answer(job, answer, traceparent)
+    def _several(self, job: Job, answer: AnswerText, traceparent: str) -> AsyncGenerator[pb.GenerateResponse, None]:
+        """Stream all answers of a request for more than one. answer: the text of the tokens that the client has"""
         prompt = SharedPrompt()
         rest = [
             self._answer_beside(job.of_sample(sample), answer, traceparent, prompt) for sample in range(1, job.answers)
