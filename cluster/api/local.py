@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
-from dendro.answer import Event
+from dendro.answer import Event, count_of_answers
 from dendro.client import Asking
-from dendro.progress import RequestProgress
+from dendro.progress import AnswerProgress
 from dendro.v1 import generation_pb2 as pb
 
 from cluster.router.ingress import Ingress
@@ -22,9 +23,9 @@ class LocalClient(Asking):
         self._tenant = tenant
 
     async def send(self, request: pb.GenerateRequest) -> AsyncGenerator[Event, None]:
-        answer = RequestProgress(request, timeout_s=self._ingress.config.router.request_timeout_s)
+        answers = [AnswerProgress(request, sample) for sample in range(count_of_answers(request))]
         async with aclosing(self._ingress.generate(request, self._tenant)) as responses:
             async for response in responses:
-                event = answer.take(response)
+                event = answers[response.sample].take(response)
                 if event is not None:
-                    yield event
+                    yield replace(event, sample=response.sample) if response.sample else event
