@@ -277,7 +277,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 first = self.opened is None
                 self._pending = Opening(leased, text, ahead=self._plain_first and first, echoes=first)
                 opening, opened = await self._first_open(self._pending, text)
-                self._check_echo(opened, text, opening.hello)
+                if text.echo_from is not None or opened.logprobs is not NOT_ECHOED:
+                    self._check_echo(opened, text, opening.hello)
             except (DendroError, TimeoutError) as error:
                 self._close_pending(text)
                 if error in full.values():
@@ -435,7 +436,8 @@ def _check_verdict(verdict: Verdict, tree: DraftTree, text: Text, hello: Hello, 
             raise BadAnswer(f"verifier: its verdict's path {verdict.path} is not in the tree")
     if max(verdict.tokens) >= hello.vocabulary:
         raise BadAnswer(f"verifier: emits {max(verdict.tokens)}; its vocabulary is {hello.vocabulary}")
-    if not fit(verdict.logprobs, len(verdict.tokens), text.logprobs, hello.vocabulary):
+    asked = text.logprobs is not None
+    if (asked or verdict.logprobs) and not fit(verdict.logprobs, len(verdict.tokens), text.logprobs, hello.vocabulary):
         raise BadAnswer(f"verifier: its log-probabilities of {len(verdict.tokens)} tokens are not those asked for")
     room, ended = text.limits.max_length - len(text) - len(verdict.tokens), verdict.finish
     if (

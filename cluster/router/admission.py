@@ -262,7 +262,8 @@ class Admission:
         if structure is not None and allowance is not None:
             allowance.check_structure()
         logprobs = request.logprobs if request.HasField("logprobs") else None
-        check_logprobs(logprobs)
+        if logprobs is not None:
+            check_logprobs(logprobs)
         experience = self._experience[served.name].of(tenant, sampling.mode)
         drafters = self._config.drafters_of(served.name)
         kind = PriorKey.of(served.name, drafters, sampling.temperature, tenant, sampling.mode)

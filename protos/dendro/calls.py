@@ -50,7 +50,8 @@ class RequestParameters:
     structure: Structure | None = None  # structure of the answer's text; a drafter only guesses what it allows
 
     def __post_init__(self) -> None:
-        check_logprobs(self.logprobs)
+        if self.logprobs is not None:
+            check_logprobs(self.logprobs)
         if self.echo_from is not None and (self.logprobs is None or self.echo_from < 1):
             raise BadRequest("echo_from", f"is {self.echo_from}; must be at least 1, and needs logprobs")
 

@@ -106,11 +106,9 @@ NOT_ECHOED = EchoedLogprobs.of(())
 """Result for a text whose log-probabilities were not asked for."""
 
 
-def check_logprobs(top: int | None) -> None:
-    """Raise BadRequest for a number of likeliest tokens that no request may ask for. None: it asks for no
-    log-probabilities."""
-    if top is not None:
-        OPTIONS["logprobs"].check(top)
+def check_logprobs(top: int) -> None:
+    """Raise BadRequest for a number of likeliest tokens that no request may ask for."""
+    OPTIONS["logprobs"].check(top)
 
 
 def check_echo(field: str, tokens: int, top: int | None) -> None:

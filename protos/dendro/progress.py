@@ -84,7 +84,8 @@ class AnswerProgress:
                 raise EngineFailed(f"chunk at offset {chunk.offset}, expected {len(self.token_ids)}")
             self.token_ids.extend(chunk.token_ids)
             tree = tree_from(chunk.tree) if chunk.HasField("tree") else None
-            logprobs = self._logprobs_of(chunk)
+            asked = self.request.HasField("logprobs")
+            logprobs = self._logprobs_of(chunk) if asked or chunk.logprobs else ()
             return Round(chunk.offset, tuple(chunk.token_ids), chunk.text, chunk.shape, logprobs, tree=tree)
         if kind == "complete":
             complete = complete_from(response.complete)
