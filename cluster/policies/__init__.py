@@ -32,6 +32,7 @@ __all__ = [
     "RunningRequest",
     "Static",
     "make_policy",
+    "policy_named",
     "unknown_policy",
     "with_chain_and_off",
 ]
@@ -57,7 +58,11 @@ def make_policy(
     """
     if not arms:
         raise BadRequest("speculation.arms", "is empty: name at least one shape")
-    arms = with_chain_and_off(arms)
+    return policy_named(name, with_chain_and_off(arms), experience, prior)
+
+
+def policy_named(name: str, arms: Sequence[Arm], experience: Experience, prior: Prior = NO_PRIOR) -> InformedPolicy:
+    """The policy of this name, which chooses among these arms alone. Raises BadRequest for an unknown name."""
     match name:
         case "conservative_ucb":
             return ConservativeUCB(arms, experience, prior)

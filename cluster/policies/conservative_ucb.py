@@ -42,9 +42,10 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
 
@@ -54,7 +55,7 @@ from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
 from cluster.policies.prices import Prices
 from cluster.policies.prior import NO_PRIOR, Prior, promised_tokens
-from cluster.policies.replay import Ranked, RankTrace, Replay, replayed
+from cluster.policies.replay import Ranked, RankTrace, Replay, replayed, step_tables
 
 BETA = 0.2
 """Factor of the bonus b_k."""
@@ -126,6 +127,25 @@ class ArmEstimate:
         return max(self.tokens - self.bonus, 1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyArms:
+    """Arms among which a policy chooses, and what the policies of all requests with these arms have in common."""
+
+    trees: tuple[Arm, ...]  # all but `off`
+    drafters: tuple[str, ...]
+    replayed: tuple[Arm, ...]  # arms whose emitted tokens ranks determine
+    shapes: Mapping[str, tuple[TreeShape, ...]]  # by drafter: shapes of its replayed arms
+
+    @classmethod
+    @functools.lru_cache(maxsize=64)
+    def of(cls, arms: tuple[Arm, ...]) -> PolicyArms:
+        drafters, found = drafters_of(arms), tuple(arm for arm in arms if replayed(arm.shape))
+        shapes = {name: tuple(arm.shape for arm in found if arm.maker == name) for name in drafters}
+        for each in shapes.values():
+            step_tables(each)  # kept there, so that no request computes them
+        return cls(tuple(arm for arm in arms if not arm.off), drafters, found, shapes)
+
+
 class ConservativeUCB:
     """Chooses the arms of one request's rounds.
 
@@ -147,12 +167,12 @@ class ConservativeUCB:
         self.arms = tuple(arms)
         self.experience = experience
         self._prior = prior
-        self._trees = tuple(arm for arm in self.arms if not arm.off)
+        common = PolicyArms.of(self.arms)
+        self._trees, self._replayed = common.trees, common.replayed
         self._may_be_off = OFF_ARM in self.arms
         self._proposes = any(arm.proposed for arm in self.arms)
-        self._replayed = [arm for arm in self.arms if replayed(arm.shape)]
         self._trace = RankTrace()
-        self._unranked = dict.fromkeys(drafters_of(self.arms), 0)  # by drafter: tokens since its last tree
+        self._unranked = dict.fromkeys(common.drafters, 0)  # by drafter: tokens since its last tree
         self._exploring = False  # True if the current round's arm likely does not pay
         self._spacing = dict.fromkeys(self._unranked, 0.0)  # by drafter: tokens between trees that likely do not pay
         self._tokens = 0  # tokens emitted by the text's rounds so far
@@ -194,9 +214,7 @@ class ConservativeUCB:
 
     @functools.cached_property
     def _replays(self) -> dict[str, Replay]:
-        return {
-            drafter: Replay([arm.shape for arm in self._replayed if arm.maker == drafter]) for drafter in self._unranked
-        }
+        return {drafter: Replay(shapes) for drafter, shapes in PolicyArms.of(self.arms).shapes.items()}
 
     def estimate(self, arm: Arm, prices: Prices) -> ArmEstimate:
         """Predict an arm's next round. An arm without any data gets 1 token and a bonus of its whole depth."""

@@ -129,7 +129,7 @@ class Replay:
         self.positions = 0  # ranked tokens so far
         self.tokens = np.zeros(len(self.shapes), np.int64)  # by shape: tokens of rounds that ended within the window
         self.rounds = np.zeros(len(self.shapes), np.int64)  # by shape: number of rounds that ended within the window
-        self._roots, self._next, self._emitted = _steps(self.shapes)
+        self._roots, self._next, self._emitted = step_tables(self.shapes)
         self._rows = self._roots.copy()  # by shape: the row that the unfinished round has reached
         self._ended = np.zeros((window, len(self.shapes)), np.int64)  # tokens of the round that ended here, else 0
 
@@ -151,8 +151,9 @@ class Replay:
         self._rows = self._roots.copy()
 
 
-def _steps(shapes: Sequence[TreeShape]) -> tuple[IntArray, IntArray, IntArray]:
-    """Tables over the rows of all shapes, one shape after the other:
+@functools.lru_cache(maxsize=64)  # requests with the same arms share them
+def step_tables(shapes: tuple[TreeShape, ...]) -> tuple[IntArray, IntArray, IntArray]:
+    """Tables over the rows of all shapes, one shape after the other; read-only:
 
     roots [shapes]                 each shape's root
     following [RANKED + 1, rows]   the row to which a token of this rank leads; the shape's root if it ends the round
@@ -167,4 +168,7 @@ def _steps(shapes: Sequence[TreeShape]) -> tuple[IntArray, IntArray, IntArray]:
             following[:, root + row], emitted[:, root + row] = root, depths[row] + 1
             following[:count, root + row], emitted[:count, root + row] = range(root + first, root + first + count), 0
             depths += [depths[row] + 1] * count
-    return roots[:-1], following, emitted
+    tables = roots[:-1], following, emitted
+    for table in tables:
+        table.flags.writeable = False
+    return tables

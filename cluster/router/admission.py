@@ -31,7 +31,7 @@ from cluster.router.allowance import Allowance
 from cluster.router.priors import Priors
 from cluster.router.prompts import checked_ids, ids_of_prompt, predicted_texts, special_tokens_of, tools_digest
 from cluster.router.served import Served
-from cluster.router.speculation import SpeculationPlan, plan_speculation
+from cluster.router.speculation import SpeculationPlan, TargetArms, plan_speculation
 from cluster.router.tokenizer import Tokenizer
 from cluster.router.words import with_words
 from cluster.sessions import Record, Sessions, Turn, unknown_session
@@ -235,6 +235,8 @@ class Admission:
         self._priors = priors
         self._experience = experience
         self._clock = clock
+        self._arms = {name: TargetArms.of(config, name) for name in config.targets}
+        self._first = config.target_named("")
         self._targets: dict[str, str] = {}  # `Hello.target` of the last verifier, by the target's name
 
     def learn_target(self, name: str, target: str) -> None:
@@ -265,10 +267,10 @@ class Admission:
         if logprobs is not None:
             check_logprobs(logprobs)
         experience = self._experience[served.name].of(tenant, sampling.mode)
-        drafters = self._config.drafters_of(served.name)
-        kind = PriorKey.of(served.name, drafters, sampling.temperature, tenant, sampling.mode)
+        arms = self._arms[served.name]
+        kind = PriorKey.of(served.name, arms.drafters, sampling.temperature, tenant, sampling.mode)
         prior = await self._priors.of(kind, experience)
-        plan = plan_speculation(request.speculation, served.name, self._config, experience, sampling, prior)
+        plan = plan_speculation(request.speculation, arms, experience, sampling, prior)
         written = record.turn_of(request_id) if record is not None else None
         earlier = record.tokens if record is not None else ()
         before = list(earlier[: written.start] if written is not None else earlier)
@@ -349,7 +351,7 @@ class Admission:
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:
-            return self._served[self._config.target_named(request.model)]
+            return self._served[self._config.target_named(request.model) if request.model else self._first]
         if request.model and request.model != record.model:
             raise BadRequest("model", f"is {request.model!r}, but the session is of {record.model!r}")
         served = self._served[self._config.target_named(record.model)]

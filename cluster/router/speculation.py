@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 from dendro.errors import BadRequest
 from dendro.modes import LISTED_MODES, VerificationMode
@@ -21,7 +22,8 @@ from dendro.v1 import generation_pb2 as pb
 
 from cluster.arms import OFF_ARM, Arm, maker_and_shape
 from cluster.config import Config
-from cluster.policies import Experience, InformedPolicy, Static, make_policy, with_chain_and_off
+from cluster.policies import Experience, InformedPolicy, Static, make_policy, policy_named, with_chain_and_off
+from cluster.policies.conservative_ucb import PolicyArms
 from cluster.policies.prior import NO_PRIOR, Prior
 
 MODES = {
@@ -30,6 +32,25 @@ MODES = {
     pb.Speculation.MODE_OFF: "off",
     pb.Speculation.MODE_FIXED: "fixed",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class TargetArms:
+    """What a configuration says of one target's arms. It is read once, while the router loads."""
+
+    config: Config
+    target: str
+    drafters: tuple[str, ...]
+    names_drafters: bool  # True if statistics name the drafter beside the shape: the target has several
+    configured: tuple[Arm, ...]
+    completed: tuple[Arm, ...]  # arms among which policies choose, unless a request has bounds: with chains and `off`
+
+    @classmethod
+    def of(cls, config: Config, target: str) -> Self:
+        arms = config.arms_of(target)
+        completed = with_chain_and_off(arms)
+        PolicyArms.of(completed)  # kept there, so that no request computes it
+        return cls(config, target, config.drafters_of(target), config.names_drafters(target), arms, completed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +76,7 @@ class SpeculationPlan:
 
 def plan_speculation(
     speculation: pb.Speculation,
-    target: str,
-    config: Config,
+    arms: TargetArms,
     experience: Experience,
     sampling: Sampling,
     prior: Prior = NO_PRIOR,
@@ -69,15 +89,15 @@ def plan_speculation(
         raise BadRequest("speculation.shape", f"is {speculation.shape!r}, but the mode is {mode.upper()}; use FIXED")
     if speculation.policy and mode != "auto":
         raise BadRequest("speculation.policy", f"has no effect in mode {mode.upper()}; use AUTO")
-    check_mode(sampling, speculation, config)
+    check_mode(sampling, speculation, arms.config)
     if mode == "auto":
-        return _auto(speculation, target, config, experience, sampling, prior)
-    return _fixed(mode, speculation, target, config, sampling)
+        return _auto(speculation, arms, experience, sampling, prior)
+    return _fixed(mode, speculation, arms, sampling)
 
 
-def _fixed(mode: str, speculation: pb.Speculation, target: str, config: Config, sampling: Sampling) -> SpeculationPlan:
+def _fixed(mode: str, speculation: pb.Speculation, arms: TargetArms, sampling: Sampling) -> SpeculationPlan:
     """The plan of a request whose rounds all have the same arm: `off`, or that of its shape."""
-    arm = _fixed_arm(speculation, target, config) if mode == "fixed" else OFF_ARM
+    arm = _fixed_arm(speculation, arms.target, arms.config) if mode == "fixed" else OFF_ARM
     check_arm(sampling, arm)
     if arm.off and speculation.HasField("max_nodes"):
         raise BadRequest("speculation.max_nodes", "has no effect without trees")
@@ -92,31 +112,33 @@ def _fixed(mode: str, speculation: pb.Speculation, target: str, config: Config, 
         adaptive=False,
         plain_first=arm.off,
         learns=sampling.mode not in LISTED_MODES,
-        names_drafters=config.names_drafters(target),
+        names_drafters=arms.names_drafters,
     )
 
 
 def _auto(
-    speculation: pb.Speculation, target: str, config: Config, experience: Experience, sampling: Sampling, prior: Prior
+    speculation: pb.Speculation, target: TargetArms, experience: Experience, sampling: Sampling, prior: Prior
 ) -> SpeculationPlan:
     """The plan of a request whose policy chooses the arm of each round."""
-    arms, rows = config.arms_of(target), MAX_ROWS
-    if speculation.HasField("max_nodes"):
+    configured = target.config.speculation.policy
+    name, listed = speculation.policy or configured, sampling.mode in LISTED_MODES
+    bounded, arms, rows = speculation.HasField("max_nodes"), target.configured, MAX_ROWS
+    if bounded:
         arms = _bounded(arms, speculation.max_nodes)
         rows = min(1 + speculation.max_nodes, MAX_ROWS)
-    if listed := sampling.mode in LISTED_MODES:
+    if listed:
         arms = arms_in_mode(sampling, arms)
-    name = speculation.policy or config.speculation.policy
-    bounded = speculation.HasField("max_nodes") or speculation.HasField("deadline_ms")
     return SpeculationPlan(
         name,
-        make_policy(name, arms, experience, prior),
-        name == config.speculation.policy and not bounded and not listed,
+        make_policy(name, arms, experience, prior)
+        if bounded or listed
+        else policy_named(name, target.completed, experience, prior),
+        name == configured and not (bounded or listed or speculation.HasField("deadline_ms")),
         1 if sampling.draws_guesses else rows,  # proposals are not drawn
         _deadline_s(speculation),
         stops=any(isinstance(arm.shape, MarginalShape) for arm in arms),
         plain_first=not sampling.draws_guesses,
-        names_drafters=config.names_drafters(target),
+        names_drafters=target.names_drafters,
     )
 
 

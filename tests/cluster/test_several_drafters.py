@@ -218,7 +218,7 @@ async def completed(
 ) -> Complete:
     """The end of an answer of which the rounds but the first play these arms in turn; the first has no tree, whatever
     its policy chooses."""
-    monkeypatch.setattr("cluster.router.speculation.make_policy", lambda *_: Script([arms[-1], *arms]))
+    monkeypatch.setattr("cluster.router.speculation.policy_named", lambda *_: Script([arms[-1], *arms]))
     settings = config(
         drafters={"mamba": {"checkpoint": "mamba"}, "small": {"checkpoint": "small"}},
         speculation={"arms": ["off", "(1,1,1)"], "proposers": proposers},

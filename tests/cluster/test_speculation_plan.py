@@ -25,7 +25,7 @@ from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, Runni
 from cluster.router.account import AnswerAccount
 from cluster.router.ingress import Ingress
 from cluster.router.request_speculation import RequestSpeculation
-from cluster.router.speculation import SpeculationPlan, plan_speculation
+from cluster.router.speculation import SpeculationPlan, TargetArms, plan_speculation
 from cluster.router.totals import ROUND_PARTS, TargetTotals
 from cluster.sessions import MemorySessions
 from tests.support import fakes
@@ -40,7 +40,7 @@ CHAIN = Arm.parse("mamba:(1,1,1)")
 
 def planned(requested: Speculation | str, **sections: object) -> SpeculationPlan:
     message = build_request(PROMPT, speculation=requested).speculation
-    return plan_speculation(message, "demo", config(**sections), Experience(), Sampling())
+    return plan_speculation(message, TargetArms.of(config(**sections), "demo"), Experience(), Sampling())
 
 
 # Requests
@@ -134,7 +134,7 @@ def test_the_first_round_has_no_tree_unless_the_client_fixes_one_or_its_guesses_
     message = build_request("p", speculation=speculation).speculation
     sampling = Sampling(temperature=1.0, mode=VerificationMode(mode))
     settings = config(verification_modes=["multi-step"])
-    assert plan_speculation(message, "demo", settings, Experience(), sampling).plain_first is plain
+    assert plan_speculation(message, TargetArms.of(settings, "demo"), Experience(), sampling).plain_first is plain
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_the_first_round_has_no_tree_unless_the_client_fixes_one_or_its_guesses_
 async def test_a_request_tells_its_verifier_of_a_first_round_without_a_tree_and_prepares_its_drafter(
     speculation: str, plain: bool, first: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("cluster.router.speculation.make_policy", lambda *_: Static(CHAIN))
+    monkeypatch.setattr("cluster.router.speculation.policy_named", lambda *_: Static(CHAIN))
     peers = EdgePeers()
     request = build_request("walk", speculation=speculation, max_new_tokens=20)
     events = [event async for event in ingress(peers).generate(request)]
@@ -160,7 +160,7 @@ def test_off_means_no_trees_and_auto_the_configured_policy_and_arms():
     assert isinstance(off.policy, Static) and off.policy.arm == OFF_ARM and off.name == "off"
     assert isinstance(auto.policy, ConservativeUCB) and auto.name == "conservative_ucb"
     assert [str(arm) for arm in auto.policy.arms] == ["off", "mamba:(1,1,1)", "mamba:(2,1)"]
-    absent = plan_speculation(pb.Speculation(), "demo", config(), Experience(), Sampling())
+    absent = plan_speculation(pb.Speculation(), TargetArms.of(config(), "demo"), Experience(), Sampling())
     assert absent.name == "conservative_ucb" and absent.free
 
 
@@ -267,7 +267,7 @@ def test_contradictory_fields_are_refused_by_name(field: str, speculation: Specu
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(BadRequest) as refused:
-        plan_speculation(pb.Speculation(mode=9), "demo", config(), Experience(), Sampling())
+        plan_speculation(pb.Speculation(mode=9), TargetArms.of(config(), "demo"), Experience(), Sampling())
     assert refused.value.field == "speculation.mode"
 
 

@@ -25,7 +25,7 @@ from cluster.config import Config
 from cluster.peers import drafter
 from cluster.policies import ConservativeUCB, Experience, Experiences
 from cluster.policies.prior import PriorKey
-from cluster.router.speculation import plan_speculation
+from cluster.router.speculation import TargetArms, plan_speculation
 from cluster.running import local_ingress
 from drafter_service.sampled import DrawnGrowth, GuessDraws
 from tests.support import tiny_models
@@ -290,7 +290,7 @@ def test_a_policy_chooses_among_the_arms_that_its_mode_can_have(mode: str, expec
     """Nothing is proposed where guesses are drawn, and the request does not take part in speculation trials."""
     settings = config(speculation={"arms": ["(2,1)", "dynamic(2,2,3)", "beam(2,2)", "proposed(3)"]}, **LISTED)
     sampling = Sampling(1.0, mode=VerificationMode(mode))
-    plan = plan_speculation(pb.Speculation(), "demo", settings, Experience(), sampling)
+    plan = plan_speculation(pb.Speculation(), TargetArms.of(settings, "demo"), Experience(), sampling)
     assert isinstance(plan.policy, ConservativeUCB) and not plan.free
     assert [str(arm.shape) for arm in plan.policy.arms] == expected
     assert (plan.proposed_rows == 1) == sampling.draws_guesses

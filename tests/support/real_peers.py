@@ -233,7 +233,7 @@ async def serve_ingress(folder: Path, places: dict[str, list[list[str]]], option
     """options: draft_timeout_ms, and `step_s`, after which a verifier that does not answer is left"""
     config = config_of(folder, options.get("draft_timeout_ms", 300))
     drafter_module.FROZEN_S, opening_module.CLOSE_S = 0.5, 1.0
-    patch("cluster.router.speculation.make_policy", lambda *given: Alternating()).start()
+    patch("cluster.router.speculation.policy_named", lambda *given: Alternating()).start()
     if "step_s" in options:
         patch("cluster.peers.verifier.CallLimit", lambda limit_s: CallLimit(options["step_s"])).start()
 
