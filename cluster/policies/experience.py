@@ -381,8 +381,10 @@ class Experiences:
         key = tenant, mode_class(mode)
         self._requests += 1
         if key not in self._by_tenant:
-            self._by_tenant[key] = Experience(self.concurrency)
-            self._by_tenant[key].take(self._usual_costs(key[1]))
+            begun = Experience(self.concurrency)
+            if self._by_tenant:
+                begun.take(self._usual_costs(key[1]))
+            self._by_tenant[key] = begun
         experience = self._by_tenant[key]
         self._by_tenant.move_to_end(key)
         if len(self._by_tenant) > TENANTS:

@@ -287,7 +287,7 @@ class ProposalLibrary:
 
     def _past(self, tenant: str) -> TenantHistory:
         if tenant not in self._pasts:
-            self._pasts[tenant] = self._begun()
+            self._pasts[tenant] = self._begun() if self._pasts else TenantHistory()
         past = self._pasts[tenant]
         self._pasts.move_to_end(tenant)
         if len(self._pasts) > TENANTS:
