@@ -19,9 +19,8 @@ from dendro.modes import VerificationMode
 from dendro.options import MAX_REQUEST_ID
 from dendro.structure import Structure, structure_from
 from dendro.tasks import PART, in_turn, off_loop
-from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice
+from dendro.text import Limits, Sampling, StopStrings, Text, Tokens, check_choice, stop_ids_from
 from dendro.v1 import generation_pb2 as pb
-from dendro.wire import edits_from, mode_from, numbers_from, stop_ids_from
 
 from cluster.config import Config
 from cluster.policies import Experience, Experiences
@@ -448,8 +447,7 @@ def _sampling(request: pb.GenerateRequest, record: Record | None) -> Sampling:
     else:
         seed = record.seed if record else secrets.randbits(DRAWN_SEED_BITS)
     index = fields.sample_index if fields.HasField("sample_index") else (record.sample_index if record else 0)
-    numbers = numbers_from(fields) | {"seed": seed, "sample_index": index}
-    return Sampling(**numbers, **edits_from(fields), **mode_from(fields))
+    return Sampling.read(fields, seed=seed, sample_index=index)
 
 
 def _limits(request: pb.GenerateRequest, prompt: int, end: int, least: int) -> Limits:

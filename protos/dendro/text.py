@@ -9,15 +9,26 @@ from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
+
+from google.protobuf.message import Message
 
 from dendro.declared import check_count
 from dendro.errors import BadRequest
+from dendro.internal.v1 import calls_pb2
 from dendro.logprobs import TokenLogprobs
 from dendro.modes import DRAWING_MODES, LISTED_MODES, VerificationMode, draft_seed
-from dendro.options import MAX_BAD_WORD_TOKENS, MAX_STOP_BYTES, MAX_STOP_STRINGS, OPTIONS, SamplingNumbers
+from dendro.options import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    OPTIONS,
+    SAMPLING_NUMBERS,
+    SamplingNumbers,
+)
 from dendro.structure import Structure
 from dendro.tree import DraftTree
+from dendro.v1 import generation_pb2
 
 
 class Finish(StrEnum):
@@ -60,6 +71,33 @@ class Sampling(SamplingNumbers):
             if not word:
                 raise BadRequest(f"bad_words[{index}]", "is empty; it needs at least one token")
 
+    @classmethod
+    def read(cls, message: calls_pb2.Sampling | generation_pb2.Sampling, **others: int) -> Self:
+        """The parameters of a peer's message or a client's. Absent numbers have their defaults. The lengths of lists are
+        checked before they are copied. others: numbers in
+        place of the message's"""
+        whole: Message = message
+        declared = whole.DESCRIPTOR.fields_by_name
+        given = (name for name in SAMPLING_NUMBERS if not declared[name].has_presence or whole.HasField(name))
+        numbers: dict[str, Any] = {name: getattr(message, name) for name in given}
+        for name in EDITS:
+            OPTIONS[name].check_entries(getattr(message, name))
+        words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
+        for index, word in enumerate(words):
+            check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
+        mode = message.mode or VerificationMode.COUPLED
+        if mode not in tuple(VerificationMode):
+            raise BadRequest("mode", f"{mode[:32]!r} is not one of {', '.join(VerificationMode)}")
+        return cls(
+            **numbers | others,
+            logit_bias=tuple(sorted(message.logit_bias.items())),
+            banned_ids=tuple(message.banned_ids),
+            allowed_ids=tuple(message.allowed_ids),
+            bad_words=tuple(tuple(word.ids) for word in words),
+            mode=VerificationMode(mode),
+            lenience=message.lenience if message.HasField("lenience") else 1.0,
+        )
+
     def _check_mode(self) -> None:
         greedy, mode = self.temperature == 0, self.mode
         if mode is VerificationMode.GREEDY and not greedy:
@@ -100,6 +138,10 @@ class Sampling(SamplingNumbers):
         return replace(self, seed=draft_seed(self.seed)) if self.mode in LISTED_MODES else self
 
 
+EDITS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
+"""The fields of a Sampling that are lists of tokens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """An answer ends at `max_length` tokens of text, or at an end-of-text or stop token, none of which is drawn while
@@ -118,6 +160,12 @@ class Limits:
     def ending(self, end_ids: Collection[int]) -> frozenset[int]:
         """The tokens that end an answer; end_ids: the target's end-of-text tokens."""
         return frozenset(self.stop_ids) if self.ignore_end else frozenset((*end_ids, *self.stop_ids))
+
+
+def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:
+    """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
+    OPTIONS["stop_ids"].check_entries(message.stop_ids)
+    return tuple(message.stop_ids)
 
 
 def check_choice(

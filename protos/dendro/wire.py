@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import grpc
 import numpy as np
-from google.protobuf.message import Message
 
 from dendro.calls import (
     OPENING_BYTES,
@@ -29,19 +28,16 @@ from dendro.calls import (
     VerifierCall,
     VerifyCall,
 )
-from dendro.declared import check_count
 from dendro.errors import BadAnswer, BadRequest, DendroError, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, tree_pb2, verifier_pb2
 from dendro.logprobs import echoed_from, echoed_message, fill_logprobs, logprobs_from
-from dendro.modes import VerificationMode
-from dendro.options import MAX_BAD_WORD_TOKENS, OPTIONS, SAMPLING_NUMBERS
+from dendro.options import SAMPLING_NUMBERS
 from dendro.order import LONGEST_WAIT_US, Missed, Order
 from dendro.shapes import MAX_ROWS, BeamShape, DynamicShape, LevelShape, NodeShape, TreeShape, UntilShape
 from dendro.structure import structure_message, structure_of_call
 from dendro.tasks import PART
-from dendro.text import Finish, Limits, Sampling, Verdict
+from dendro.text import EDITS, Finish, Limits, Sampling, Verdict, stop_ids_from
 from dendro.tree import LAW_TOKENS, LONGEST_TRACE, ChildLaw, DraftTree
-from dendro.v1 import generation_pb2
 
 _FINISH_MESSAGE = {
     None: verifier_pb2.FINISH_UNSPECIFIED,
@@ -70,45 +66,6 @@ MAX_STEP_SIZES = 128
 
 Answer = Opened | DraftTree | PreparedTree | Verdict | Closed
 CallMessage = TypeVar("CallMessage", drafter_pb2.DrafterCall, verifier_pb2.VerifierCall)
-_EDITS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
-
-
-# Lists of tokens and the verification mode, in a client's message or a router's to its peers
-def numbers_from(message: Message) -> dict[str, Any]:
-    """The numbers that a peer's Sampling or a client's has. Absent ones are left out."""
-    declared = message.DESCRIPTOR.fields_by_name
-    given = (name for name in SAMPLING_NUMBERS if not declared[name].has_presence or message.HasField(name))
-    return {name: getattr(message, name) for name in given}
-
-
-def edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
-    """The fields of a Sampling that are lists of tokens, of a peer's message or a client's. Their lengths are checked
-    before they are copied."""
-    for name in _EDITS:
-        OPTIONS[name].check_entries(getattr(message, name))
-    words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
-    for index, word in enumerate(words):
-        check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
-    return {
-        "logit_bias": tuple(sorted(message.logit_bias.items())),
-        "banned_ids": tuple(message.banned_ids),
-        "allowed_ids": tuple(message.allowed_ids),
-        "bad_words": tuple(tuple(word.ids) for word in words),
-    }
-
-
-def mode_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
-    """The fields of a Sampling that are about its verification mode."""
-    mode = message.mode or VerificationMode.COUPLED
-    if mode not in tuple(VerificationMode):
-        raise BadRequest("mode", f"{mode[:32]!r} is not one of {', '.join(VerificationMode)}")
-    return {"mode": VerificationMode(mode), "lenience": message.lenience if message.HasField("lenience") else 1.0}
-
-
-def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:
-    """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
-    OPTIONS["stop_ids"].check_entries(message.stop_ids)
-    return tuple(message.stop_ids)
 
 
 class ListMessages:
@@ -121,7 +78,7 @@ class ListMessages:
     def message_of(self, sampling: Sampling) -> calls_pb2.Sampling:
         """A message with these lists alone; do not modify. From any thread."""
         last, message = self._last
-        if all(getattr(last, name) is getattr(sampling, name) for name in _EDITS):
+        if all(getattr(last, name) is getattr(sampling, name) for name in EDITS):
             return message
         message = calls_pb2.Sampling(
             logit_bias=dict(sampling.logit_bias),
@@ -277,7 +234,7 @@ def _open_from(update: TextUpdate, message: calls_pb2.OpenCall) -> OpenCall:
         raise BadRequest("vocabulary", f"is {message.vocabulary}; at most {_MAX_COUNT}")
     if message.prompt_tokens > update.base:
         raise BadRequest("prompt_tokens", f"is {message.prompt_tokens} for a text of {update.base} tokens")
-    sampling = Sampling(**numbers_from(raw), **edits_from(raw), **mode_from(raw))
+    sampling = Sampling.read(raw)
     limits = Limits(message.max_length, message.ignore_end, message.min_length, stop_ids_from(message))
     parameters = RequestParameters(
         sampling=sampling,
