@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 from dendro.modes import VerificationMode
-from dendro.shapes import MAX_ROWS, TreeShape
+from dendro.shapes import MAX_ROWS
 from dendro.text import Verdict
 from dendro.tree import RANKED, DraftTree
 from dendro.wire import MAX_STEP_ROWS
@@ -28,8 +28,7 @@ from dendro.wire import MAX_STEP_ROWS
 from cluster.arms import Arm
 from cluster.policies.classes import mode_class, temperature_class
 from cluster.policies.costs import PRIOR_ROUNDS, ROUND_KINDS, Cost, Costs, EmittedLength
-from cluster.policies.replay import RankTrace, replayed
-from cluster.policies.sequoia import reached
+from cluster.policies.replay import RankTrace, mean_emitted, replayed
 from cluster.policies.step_time import MOST_SIZES, StepTime
 
 KEPT_ROUNDS = 64.0
@@ -223,7 +222,7 @@ class Prior:
             if ranks is not None and known < min(rounds, PRIOR_ROUNDS):
                 if arm.maker not in chances:
                     chances[arm.maker] = _chances(ranks)
-                found[arm] = EmittedLength(_expected(arm.shape, chances[arm.maker]), min(rounds, PRIOR_ROUNDS))
+                found[arm] = EmittedLength(mean_emitted(arm.shape, chances[arm.maker]), min(rounds, PRIOR_ROUNDS))
             elif played is not None:
                 found[arm] = played.at_most(PRIOR_ROUNDS)
         return found
@@ -303,12 +302,6 @@ def _chances(ranks: RankCounts) -> RankCounts:
         counts = ranks[depth]
         chances[depth] = (counts + BACK_OFF * chances[depth - 1]) / (counts.sum() + BACK_OFF)
     return chances
-
-
-def _expected(shape: TreeShape, chances: RankCounts) -> float:
-    """E[N] of a round: the sum over the tree's rows of the chance to reach them, 1 for the root
-    (docs/design/policies.md#priors)."""
-    return sum(chance for chance, _ in reached(shape, chances))
 
 
 def pack_prior(prior: Prior) -> bytes:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 
 import numpy as np
+import numpy.typing as npt
 from dendro.shapes import LevelShape, NodeShape, TreeShape, child_counts
 from dendro.text import Verdict
 from dendro.tree import LONGEST_TRACE, RANKED, DraftTree, IntArray
@@ -64,6 +65,17 @@ def round_lengths(shape: TreeShape, ranks: Sequence[int]) -> list[int]:
         lengths.append(len(static_path(shape, ranks[position : position + shape.depth])))
         position += lengths[-1]
     return lengths
+
+
+def mean_emitted(shape: TreeShape, chances: npt.NDArray[np.float64]) -> float:
+    """E[N] of a round with a tree of fixed form: the sum over its rows of the chance to reach them, 1 for the root
+    (docs/design/policies.md#priors). chances: [depths, children] that a child of an accepted row has the text's token;
+    those of the last depth count for all greater ones, too"""
+    reached, depths = [1.0], [0]
+    for row, count in enumerate(child_counts(shape)):
+        reached += (reached[row] * chances[min(depths[row], len(chances) - 1), :count]).tolist()
+        depths += [depths[row] + 1] * count
+    return sum(reached)
 
 
 @dataclass(frozen=True, slots=True)

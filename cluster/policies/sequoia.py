@@ -32,6 +32,8 @@ import numpy as np
 import numpy.typing as npt
 from dendro.shapes import MAX_ROWS, NodeShape, TreeShape, child_counts
 
+from cluster.policies.replay import mean_emitted
+
 Accept = Sequence[float] | Sequence[Sequence[float]] | npt.NDArray[np.float64]
 """Acceptance chances a[j], or a[d][j] with the last row also for all greater depths: the chance that the j-th child of
 an accepted row of depth d is accepted."""
@@ -86,16 +88,7 @@ def expected_tokens(shape: TreeShape, accept: Accept) -> float:
     table = chances(accept, max(shape.depth, 1))
     if shape.width > table.shape[1]:
         raise ValueError(f"accept: has chances of {table.shape[1]} siblings, but {shape} has up to {shape.width}")
-    return sum(chance for chance, _ in reached(shape, table))
-
-
-def reached(shape: TreeShape, table: npt.NDArray[np.float64]) -> list[tuple[float, int]]:
-    """Chance to be reached and depth of each row of a tree of fixed form. table: a[d][j], as in Accept"""
-    rows = [(1.0, 0)]
-    for row, count in enumerate(child_counts(shape)):
-        chance, depth = rows[row]
-        rows += [(chance * each, depth + 1) for each in table[min(depth, len(table) - 1), :count].tolist()]
-    return rows
+    return mean_emitted(shape, table)
 
 
 def draft_and_step_us(shape: TreeShape, level_us: TimeOf, step_us: TimeOf) -> float:
