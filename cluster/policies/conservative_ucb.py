@@ -50,10 +50,9 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm, drafters_of
-from cluster.policies.costs import EmittedLength
+from cluster.policies.costs import EmittedLength, Prices
 from cluster.policies.experience import Experience
 from cluster.policies.offers import Offer
-from cluster.policies.prices import Prices
 from cluster.policies.prior import NO_PRIOR, Prior, promised_tokens
 from cluster.policies.replay import Ranked, RankTrace, Replay, replayed, step_tables
 

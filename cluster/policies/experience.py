@@ -30,12 +30,14 @@ from cluster.policies.costs import (
     PRIOR_ROUNDS,
     Cost,
     Costs,
+    Marginal,
+    Prices,
     Rate,
     StoppedDrafts,
+    hops,
     round_kind,
     usual_costs,
 )
-from cluster.policies.prices import Marginal, Prices, hops
 from cluster.policies.step_time import TargetSteps
 from cluster.policies.trial import LEAST_PILOTS, SpeculationTrial, pilot_share
 

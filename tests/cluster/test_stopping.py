@@ -13,9 +13,8 @@ from dendro.tree import DraftTree
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies import Experience, Static
-from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Rate, StoppedDrafts
+from cluster.policies.costs import FIRST_ACCEPT, KEPT, PRIOR_ROUNDS, Marginal, Rate, StoppedDrafts
 from cluster.policies.experience import Concurrency
-from cluster.policies.prices import Marginal
 from cluster.policies.step_time import TargetSteps
 from cluster.policies.stopping import FIRST_H, StopRule
 from cluster.router.request_speculation import RequestSpeculation
