@@ -272,16 +272,6 @@ class PriorStore(Protocol):
         ...
 
 
-class NoPriors:
-    """The store of a router that shares no priors with others. The router still keeps its own in memory."""
-
-    async def load(self, key: PriorKey) -> Prior | None:
-        return None
-
-    async def save(self, key: PriorKey, prior: Prior) -> bool:
-        return False
-
-
 def _pooled(one: EmittedLength, other: EmittedLength) -> EmittedLength:
     """Mean over the rounds of both."""
     rounds = one.rounds + other.rounds

@@ -30,7 +30,7 @@ from cluster.checkpoints import check_pairs, read_cluster
 from cluster.config import Config
 from cluster.drafter_figures import DrafterFigures, figures_of_drafters
 from cluster.policies import Experiences, RunningRequest
-from cluster.policies.prior import NoPriors, PriorStore
+from cluster.policies.prior import PriorStore
 from cluster.proposers.prediction import PredictedOutput, predicted_tokens
 from cluster.proposers.proposals import ProposalLibrary
 from cluster.router.account import LEFT, AcceptanceWatch, AnswerAccount
@@ -117,7 +117,7 @@ class Ingress:
             name: ProposalLibrary(config.speculation.proposers, target.max_rows, target.max_depth)
             for name, target in config.targets.items()
         }
-        self._priors = Priors(priors or NoPriors(), cards)
+        self._priors = Priors(priors, cards)
         self.experience = {name: Experiences() for name in config.targets}
         self._admission = Admission(config, served, sessions, self._priors, self.experience, clock)
         self._acceptance = AcceptanceWatch()

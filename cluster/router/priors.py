@@ -29,13 +29,15 @@ class Priors:
     """A router's priors. Not thread-safe: bound to one event loop. No call raises; `of` waits at most WAIT_S, while a
     prior is read."""
 
-    def __init__(self, store: PriorStore, cards: Mapping[str, DrafterFigures] = NO_CARDS) -> None:
-        """cards: what the drafters' training measured, by drafter"""
+    def __init__(self, store: PriorStore | None = None, cards: Mapping[str, DrafterFigures] = NO_CARDS) -> None:
+        """store: None: priors are shared with no other router   cards: what the drafters' training measured, by
+        drafter"""
         self._store = store
         self._figures = {name: rank_counts(card) for name, card in cards.items()}
         self._known: OrderedDict[PriorKey, Prior] = OrderedDict()
         self._noted: OrderedDict[PriorKey, Prior] = OrderedDict()  # by kind: the rounds of its requests at this router
         self._stored: dict[PriorKey, Prior] = {}  # priors of all tenants as read from the store
+        self._outdated: set[PriorKey] = set()  # cached priors of all tenants that lack the last requests' rounds
         self._reading: dict[PriorKey, asyncio.Task[None]] = {}
         self._writing: dict[PriorKey, asyncio.Task[bool]] = {}
         self._unwritten: dict[PriorKey, None] = {}  # kinds with changes that are not in the store, in order
@@ -65,11 +67,12 @@ class Priors:
         prior.measured(experience.hints(), gains)
         self._unwritten[key] = None
         if key not in self._reading:
-            usual, pair = pair_prior(self._tenants(key)), self._remember(_pair_key(key))
-            pair.replace_rounds(usual)
-            pair.measured(prior.costs, gains)
-            self._unwritten[_pair_key(key)] = None
-        self._write()
+            pair_key = _pair_key(key)
+            self._remember(pair_key).measured(prior.costs, gains)
+            self._outdated.add(pair_key)
+            self._unwritten[pair_key] = None
+        if self._store is not None:
+            self._write(self._store)
 
     async def settled(self) -> None:
         """Wait until no read or write is in flight."""
@@ -77,12 +80,13 @@ class Priors:
             await asyncio.wait(tasks)
 
     async def _read(self, key: PriorKey, experience: Experience) -> None:
+        store, pair_key = self._store, _pair_key(key)
         try:
-            found = await self._store.load(key)
-            pair = self._known.get(_pair_key(key))
+            found = await store.load(key) if store is not None else None
             if found is None:
-                if pair is None and (pair := await self._store.load(_pair_key(key))) is not None:
-                    self._stored[_pair_key(key)] = pair
+                pair = self._up_to_date(pair_key) if pair_key in self._known else None
+                if pair is None and store is not None and (pair := await store.load(pair_key)) is not None:
+                    self._stored[pair_key] = pair
                 if pair is None and (card := self._card(key)).guessed:
                     pair = card
                 found = pair and pair.begun()
@@ -95,7 +99,8 @@ class Priors:
                 prior.costs = experience.hints()
         finally:
             del self._reading[key]
-            self._write()
+            if store is not None:
+                self._write(store)
 
     def _card(self, key: PriorKey) -> Prior:
         """The prior of a kind before any request, from its drafters' figures. Empty for LISTED_MODES: the figures were
@@ -103,19 +108,27 @@ class Priors:
         figures = {} if key.mode else self._figures
         return Prior(ranks={name: figures[name][key.temperature] for name in key.drafters if name in figures})
 
-    def _write(self) -> None:
+    def _write(self, store: PriorStore) -> None:
         for key in list(self._unwritten):
             if len(self._writing) >= WRITES:
                 return
             if key in self._reading or key in self._writing:
                 continue
             del self._unwritten[key]
-            self._writing[key] = task = asyncio.create_task(self._store.save(key, self._known[key]))
-            task.add_done_callback(partial(self._written, key))
+            self._writing[key] = task = asyncio.create_task(store.save(key, self._up_to_date(key)))
+            task.add_done_callback(partial(self._written, store, key))
 
-    def _written(self, key: PriorKey, task: asyncio.Task[bool]) -> None:
+    def _written(self, store: PriorStore, key: PriorKey, task: asyncio.Task[bool]) -> None:
         del self._writing[key]
-        self._write()
+        self._write(store)
+
+    def _up_to_date(self, key: PriorKey) -> Prior:
+        """A cached prior. That of all tenants is computed here, as most requests end without a need of it."""
+        prior = self._known[key]
+        if key in self._outdated:
+            self._outdated.discard(key)
+            prior.replace_rounds(pair_prior(self._tenants(key)))
+        return prior
 
     def _remember(self, key: PriorKey) -> Prior:
         prior = self._known.setdefault(key, Prior())
@@ -123,6 +136,7 @@ class Priors:
         while len(self._known) > KINDS:
             forgotten, _ = self._known.popitem(last=False)
             self._unwritten.pop(forgotten, None)
+            self._outdated.discard(forgotten)
         return prior
 
     def _note(self, key: PriorKey, notes: Prior) -> None:

@@ -70,8 +70,9 @@ async def test_shapes_that_a_policy_chose_are_kept():
     edge = ingress(EdgePeers())
     request = pb.GenerateRequest(text="walk", max_new_tokens=60)
     assert [event async for event in edge.generate(request)]
-    prior, pair = edge._priors._known.values()
-    assert prior.lengths and set(prior.lengths) == set(pair.lengths)
+    (key, prior), _ = edge._priors._known.items()
+    stranger = await edge._priors.of(replace(key, tenant="stranger"), Experience())
+    assert prior.lengths and set(prior.lengths) == set(stranger.lengths)
     assert set(prior.lengths) <= set(edge.config.arms_of("demo")) | set(ARMS)
 
 

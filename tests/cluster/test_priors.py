@@ -22,7 +22,7 @@ from cluster.arms import OFF_ARM, Arm
 from cluster.drafter_figures import DrafterFigures, RankFigures
 from cluster.policies import ConservativeUCB, Experience, make_policy, with_chain_and_off
 from cluster.policies.costs import ROUND_KINDS, Cost, DraftPlane, EmittedLength
-from cluster.policies.prior import FORMAT, NoPriors, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
+from cluster.policies.prior import FORMAT, Prior, PriorKey, no_ranks, pack_prior, tenant_tag, unpack_prior
 from cluster.policies.step_time import TargetSteps
 from cluster.redis_server import RedisServer
 from cluster.router.priors import KINDS, WAIT_S, WRITES, Priors
@@ -378,7 +378,7 @@ async def test_a_new_router_begins_where_another_ended(store: RedisPriors):
 
 
 async def test_a_tenant_whose_experience_was_dropped_begins_with_the_costs_of_its_prior():
-    priors = Priors(NoPriors())
+    priors = Priors()
     await priors.of(KEY, Experience())
     priors.learn(KEY, *answer(2, 20))
     dropped = Experience()
@@ -587,7 +587,7 @@ def card(*first: float) -> DrafterFigures:
 @pytest.mark.parametrize(("temperature", "mean"), [(0.0, 1 + 0.5 + 0.25), (1.0, 1 + 0.25 + 0.0625)])
 async def test_a_router_without_experience_begins_with_its_drafters_figures(temperature, mean):
     chain, key = Arm.parse("mamba:(1,1)"), PriorKey.of("target", ("mamba", "other"), temperature, "stranger")
-    priors = Priors(NoPriors(), {"mamba": card(0.5, 0.25)})
+    priors = Priors(None, {"mamba": card(0.5, 0.25)})
     await priors.of(key, Experience())
     await priors.settled()
     found = (await priors.of(key, Experience())).lengths_of([chain, Arm.parse("other:(1,1)")])
@@ -596,14 +596,14 @@ async def test_a_router_without_experience_begins_with_its_drafters_figures(temp
 
 async def test_drafters_figures_say_nothing_of_modes_that_list_their_guesses():
     key = replace(KEY, mode="lenient")
-    priors = Priors(NoPriors(), {"mamba": card(0.5)})
+    priors = Priors(None, {"mamba": card(0.5)})
     await priors.of(key, Experience())
     await priors.settled()
     assert not (await priors.of(key, Experience())).guessed
 
 
 async def test_drafters_figures_count_as_one_tenant_among_those_that_came():
-    priors = Priors(NoPriors(), {"mamba": card(0.9)})
+    priors = Priors(None, {"mamba": card(0.9)})
     for number, right in enumerate((10, 20, 30)):
         key, notes = replace(KEY, tenant=tenant_tag(f"tenant {number}")), Prior(ranks={"mamba": no_ranks()})
         notes.ranks["mamba"][0, 0], notes.ranks["mamba"][0, RANKED] = right, 100 - right

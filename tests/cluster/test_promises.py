@@ -10,7 +10,7 @@ from dendro.tree import DraftTree
 
 from cluster.arms import Arm
 from cluster.policies import Experience
-from cluster.policies.prior import NoPriors, Prior, PriorKey, Promises, pack_prior, pair_prior, unpack_prior
+from cluster.policies.prior import Prior, PriorKey, Promises, pack_prior, pair_prior, unpack_prior
 from cluster.router.priors import Priors
 
 PROPOSED, CHAIN = Arm.parse("lookup:proposed(3)"), Arm.parse("mamba:(1,1)")
@@ -41,7 +41,7 @@ def test_promises_are_those_of_proposals_alone_and_are_kept_in_the_store() -> No
 
 
 async def test_tenants_who_only_began_with_others_figures_do_not_vote_for_them() -> None:
-    priors = Priors(NoPriors())
+    priors = Priors()
     for number, emitted in enumerate([1, 4, 4, 4, 4]):
         for name, notes in (("asks", notes_of(PROPOSED, emitted)), ("idle", notes_of(CHAIN, 2))):
             key = PriorKey.of("t", ("mamba",), 1.0, f"{name} {number}")
