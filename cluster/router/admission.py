@@ -105,12 +105,10 @@ class Job:
         return self.served.tokenizer if self.shown == frozenset() else self.served.tokenizer.showing(self.shown)
 
     def before_answer(self) -> Sequence[int]:
-        """The tokens that the answer's text continues: the prompt. If the prompt has no text and the answer has a
-        structure, the tokens of ANCHOR: decoders change the first bytes of a text, and a structure must hold for the
-        bytes of the tokens."""
-        if self.structure is None or any(
-            self.decoder.visible(self.prompt[start : start + PART]) for start in range(0, len(self.prompt), PART)
-        ):
+        """The tokens that a structured answer's text continues: the prompt. If the prompt has no text, the tokens of
+        ANCHOR: decoders change the first bytes of a text, and a structure must hold for the bytes of the tokens."""
+        parts = (self.prompt[start : start + PART] for start in range(0, len(self.prompt), PART))
+        if any(map(self.decoder.visible, parts)):
             return self.prompt
         return self.served.tokenizer.encode(ANCHOR, begins=False)
 
@@ -258,7 +256,9 @@ class Admission:
         sampling = _sampling(request, record)
         if request.bad_word_texts or request.logit_bias_texts:
             sampling = await with_words(sampling, request, served.tokenizer)
-        stops = StopStrings.of(request.stop, request.include_stop)
+        stops = StopStrings()
+        if request.stop or request.include_stop:
+            stops = StopStrings.of(request.stop, request.include_stop)
         structure = structure_from(request.structure) if request.HasField("structure") else None
         if structure is not None and allowance is not None:
             allowance.check_structure()
@@ -300,6 +300,9 @@ class Admission:
             # An answer that goes on is checked against its verifier's target later, in `check_target`.
             goes_on = bool(held) and len(prompt) + len(held) < limits.max_length
             complete = None if moved and goes_on else await _completes(grammar, held, limits, served)
+        shown: frozenset[int] | None = None if request.show_special_tokens else frozenset()
+        if shown is not None and request.chat.shown_tokens:
+            shown = special_tokens_of(request.chat, served.tokenizer)
         session = request.session
         if request.keep_session and not session:
             session = await self._sessions.new_token(tenant)
@@ -317,7 +320,7 @@ class Admission:
             complete=complete,
             logprobs=logprobs,
             echo_start=len(before) if request.echo and not held else None,
-            shown=None if request.show_special_tokens else special_tokens_of(request.chat, served.tokenizer),
+            shown=shown,
             trees=request.trees,
             plan=plan,
             kind=kind,

@@ -28,9 +28,9 @@ async def echo_of(job: Job, logprobs: EchoedLogprobs = NOT_ECHOED) -> AsyncItera
 
 def _part(job: Job, offset: int, stream: TextStream, logprobs: EchoedLogprobs) -> pb.GenerateResponse:
     tokens = job.prompt[offset : offset + ECHO_PART]
-    text = stream.push(tokens)
+    text = stream.append(tokens)
     if offset + len(tokens) == len(job.prompt):
-        text += stream.flush()
+        text += stream.finish()
     part = pb.GeneratePrompt(offset=offset, token_ids=tokens, text=text)
     if (first := job.echo_from) is not None:
         fill_echoed(part.logprobs, logprobs[max(offset, 1) - first : offset + len(tokens) - first])

@@ -46,9 +46,9 @@ from cluster.router.round_trees import TreeRecorder
 from cluster.router.rounds import rounds
 from cluster.router.samples import SharedPrompt, merged
 from cluster.router.served import Served
-from cluster.router.stop_strings import AnswerText
+from cluster.router.stop_strings import AnswerText, StoppedText
 from cluster.router.token_texts import VocabularyTexts
-from cluster.router.tokenizer import Tokenizer
+from cluster.router.tokenizer import TextStream, Tokenizer
 from cluster.router.totals import RouterTotals
 from cluster.router.traces import LAST_SPANS_S, Tracer, close_within, tracer_of
 from cluster.router.turns import TurnWriter
@@ -513,7 +513,9 @@ def _work_of_held(job: Job) -> int:
 
 def _text_of_held(job: Job) -> AnswerText:
     """The text of the tokens that the client has. Raises BadRequest where they go on after a stop string."""
-    answer = AnswerText(job.decoder, job.stops, job.before_answer())
+    before = job.prompt if job.structure is None else job.before_answer()
+    answer: AnswerText
+    answer = StoppedText(job.decoder, job.stops, before) if job.stops.strings else TextStream(job.decoder, before)
     answer.append(job.held)
     if answer.length < len(job.held):
         raise BadRequest("resume.token_ids", f"go on after the stop string that their token {answer.length} completes")
@@ -529,7 +531,7 @@ def _text_of(job: Job, answer: AnswerText) -> Text:
         replace(job.limits, max_length=max(job.limits.max_length, len(job.prompt) + len(job.held) + 1)),
         tenant=job.tenant,
         marks=job.marks,
-        stopping=answer if job.stops.strings else None,
+        stopping=answer if isinstance(answer, StoppedText) else None,
         held=len(job.held),
         logprobs=job.logprobs,
         echo_from=job.echo_from,

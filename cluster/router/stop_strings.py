@@ -98,21 +98,18 @@ class StopSearch:
         return text
 
 
-class AnswerText:
-    """The text of an answer, by round, and where a stop string ends it.
-
-    Without stop strings a round is decoded when its text is asked for, after the next round's call was sent. With them
-    it is decoded in `cut`, before the next round, as there is none after the stop string.
-    """
+class StoppedText:
+    """The text of an answer that a stop string may end. A round is decoded in `cut`, before the next one, as there is
+    none after the stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stops: StopStrings, before: Sequence[int] = ()) -> None:
         """before: the text that the answer continues"""
         self.length = 0  # tokens of the answer that were appended, up to the one that completes the stop string
         self._stream = TextStream(tokenizer, before)
-        self._search = StopSearch(StopAutomaton(stops.strings), stops.included) if stops.strings else None
+        self._search = StopSearch(StopAutomaton(stops.strings), stops.included)
         self._decoded: deque[str] = deque()  # texts of the rounds after which `text_of` was not called yet
 
-    def copy(self) -> AnswerText:
+    def copy(self) -> StoppedText:
         """A copy that continues independently from here, with the same automaton. Called before `cut`."""
         other = copy.copy(self)
         other._stream, other._search, other._decoded = self._stream.copy(), copy.copy(self._search), deque()
@@ -121,29 +118,26 @@ class AnswerText:
     @property
     def found(self) -> str:
         """The stop string that ended the answer; empty where none did."""
-        return self._search.found if self._search is not None else ""
+        return self._search.found
 
     def append(self, tokens: Sequence[int]) -> str:
         """The text that these tokens add to what may be sent. Tokens after a stop string are ignored."""
-        if self._search is None:
-            self.length += len(tokens)
-            return self._stream.push(tokens)
         parts = []
         for start in range(0, len(tokens), PART_TOKENS):
             if self.found:
                 break
-            parts.append(self._searched(self._search, tokens[start : start + PART_TOKENS]))
+            parts.append(self._searched(tokens[start : start + PART_TOKENS]))
         return "".join(parts)
 
-    def _searched(self, search: StopSearch, tokens: Sequence[int]) -> str:
-        stream, again = self._stream.copy(), copy.copy(search)
-        text = search.push(self._stream.push(tokens))
-        if not search.found:
+    def _searched(self, tokens: Sequence[int]) -> str:
+        stream, again = self._stream.copy(), copy.copy(self._search)
+        text = self._search.push(self._stream.append(tokens))
+        if not self.found:
             self.length += len(tokens)
             return text
         for token in tokens:  # find the token that completes the stop string
             self.length += 1
-            again.push(stream.push([token]))
+            again.push(stream.append([token]))
             if again.found:
                 break
         return text
@@ -151,8 +145,7 @@ class AnswerText:
     def finish(self) -> str:
         """Return the text that was held back. Called after the last token. A stop string may end in it: the replacement
         characters of an incomplete character are part of the text."""
-        rest = self._stream.flush()
-        return rest if self._search is None else self._search.push(rest) + self._search.flush()
+        return self._search.push(self._stream.finish()) + self._search.flush()
 
     def cut(self, verdict: Verdict) -> Verdict:
         """The round's verdict, up to the token that completes a stop string. Called once a round, in order."""
@@ -163,7 +156,8 @@ class AnswerText:
 
     def text_of(self, verdict: Verdict) -> str:
         """The text that a round's chunk adds. Called once a round, in order."""
-        if self._search is not None:
-            return self._decoded.popleft()
-        text = self.append(verdict.tokens)
-        return text + self.finish() if verdict.finished else text
+        return self._decoded.popleft()
+
+
+AnswerText = TextStream | StoppedText
+"""The text of an answer: without stop strings, or with some."""

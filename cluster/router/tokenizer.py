@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dendro.errors import NO_FAULTS, BadRequest, EngineFailed
+from dendro.text import Verdict
 from tree_layers.token_bytes import BYTE_TOKEN, bytes_of_text, falls_back_to_bytes, form_of, unknown_token
 from tree_layers.tokenizer_forms import BARE, continuing, literal, splits_words
 
@@ -410,6 +411,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._window, whole = _end_of(tokenizer, before)  # the last tokens, special ones left out
         self._given = _stable(whole)  # number of the window's characters already returned
+        self.length = 0  # tokens of the answer that were appended
         self._owned = len(whole) - self._given
         """Replacement characters that are still dropped: those of an incomplete character before the answer."""
 
@@ -419,10 +421,16 @@ class TextStream:
         other._window = self._window.copy()
         return other
 
-    def push(self, ids: Sequence[int]) -> str:
+    @property
+    def found(self) -> str:
+        """The stop string that ended the answer: none is looked for."""
+        return ""
+
+    def append(self, ids: Sequence[int]) -> str:
         """Append tokens. Returns the text that they add, without an incomplete character at its end."""
         if self._tokenizer.rewrites and len(ids) > 1:
-            return "".join(self.push([token]) for token in ids)
+            return "".join(self.append([token]) for token in ids)
+        self.length += len(ids)
         visible = self._tokenizer.visible(ids)
         if not visible:
             return ""
@@ -453,11 +461,16 @@ class TextStream:
                 self._window, self._given = self._window[start:], self._given - dropped
                 return
 
-    def flush(self) -> str:
+    def finish(self) -> str:
         """Return the text that was held back. Called after the last token."""
         whole = self._tokenizer.decode(self._window)
         text, self._given = self._own(whole[self._given :]), len(whole)
         return text
+
+    def text_of(self, verdict: Verdict) -> str:
+        """The text that a round's chunk adds. Called once a round, in order, after the next round's call was sent."""
+        text = self.append(verdict.tokens)
+        return text + self.finish() if verdict.finished else text
 
 
 def _stable(text: str) -> int:

@@ -33,7 +33,7 @@ from cluster.certify.twin import (
     top_k_as_if_sampled,
 )
 from cluster.config import Config
-from cluster.router.stop_strings import AnswerText, StopSearch
+from cluster.router.stop_strings import StoppedText, StopSearch
 from cluster.running import running
 from tests.parameters import PARAMETERS
 from tests.support import edge, tiny_models
@@ -272,13 +272,13 @@ def stop_string_sent(self, text):
     return plain_push(self, text)
 
 
-plain_cut, plain_push = AnswerText.cut, StopSearch.push
+plain_cut, plain_push = StoppedText.cut, StopSearch.push
 
 
 @pytest.mark.parametrize("fault", [None, "tokens", "text"])
 async def test_a_router_that_cuts_at_another_place_breaks_the_promise_of_stop_strings(monkeypatch, fault):
     if fault == "tokens":
-        monkeypatch.setattr(AnswerText, "cut", one_token_more)
+        monkeypatch.setattr(StoppedText, "cut", one_token_more)
     if fault == "text":
         monkeypatch.setattr(StopSearch, "push", stop_string_sent)
     client, ways = LocalClient(edge.ingress(edge.EdgePeers())), ["off", "(1,1,1)", "(2,1)"]

@@ -20,7 +20,7 @@ from tokenizers import AddedToken, pre_tokenizers
 from cluster.api.local import LocalClient
 from cluster.router.ingress import Ingress
 from cluster.router.served import Served
-from cluster.router.stop_strings import AnswerText
+from cluster.router.stop_strings import StoppedText
 from cluster.router.token_texts import TokenOffsets, VocabularyTexts
 from cluster.router.tokenizer import CheckpointTokenizer, TextStream
 from cluster.sessions import MemorySessions
@@ -38,7 +38,7 @@ def style(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def answer_text(tokenizer: CheckpointTokenizer, prompt: Sequence[int], answer: Sequence[int]) -> str:
     stream = TextStream(tokenizer, prompt)
-    return "".join([*(stream.push([token]) for token in answer), stream.flush()])
+    return "".join([*(stream.append([token]) for token in answer), stream.finish()])
 
 
 # Decoding
@@ -78,11 +78,11 @@ def test_the_text_of_prompt_and_answer_is_the_prompts_and_then_the_answers(
     stream, parts, place = TextStream(style, ids[:cut]), [], cut
     while place < len(ids):
         end = place + random.randint(1, 9)
-        parts.append(stream.push(ids[place:end]))
+        parts.append(stream.append(ids[place:end]))
         resumed = TextStream(style, ids[:cut])
-        assert resumed.push(ids[cut:end]) == "".join(parts), "does not depend on how tokens are divided"
+        assert resumed.append(ids[cut:end]) == "".join(parts), "does not depend on how tokens are divided"
         place = end
-    text = "".join([*parts, stream.flush()])
+    text = "".join([*parts, stream.finish()])
     kept = len(whole) - len(text)
     assert whole.endswith(text) and whole[:kept] == before[:kept]
     assert len(before) - kept <= 3 and set(before[kept:]) <= {"\N{REPLACEMENT CHARACTER}"}
@@ -109,7 +109,7 @@ def test_each_tokens_bytes_are_its_text(style: CheckpointTokenizer):
 def test_a_stop_string_that_begins_with_a_space_ends_the_answer_at_its_own_token(style: CheckpointTokenizer):
     prompt, answer = style.encode("the cat", begins=True), style.encode(" sat on the mat", begins=False)
     first = len(style.encode(" sat", begins=False))
-    text = AnswerText(style, StopStrings.of([" sat"], True), prompt)
+    text = StoppedText(style, StopStrings.of([" sat"], True), prompt)
     assert text.append(answer) == " sat" and (text.found, text.length) == (" sat", first)
 
 
@@ -244,7 +244,7 @@ def test_any_ids_of_it_are_the_bytes_that_a_structure_reads(accented: Checkpoint
 
 
 def test_a_stop_string_is_found_in_an_added_token(accented: CheckpointTokenizer):
-    text = AnswerText(accented, StopStrings.of(["ča"], False))
+    text = StoppedText(accented, StopStrings.of(["ča"], False))
     assert text.append(accented.encode("a časb", begins=False)) == "a " and text.found == "ča"
 
 
@@ -321,7 +321,7 @@ async def test_a_resumed_answer_continues_at_the_same_character(cat):
         )
         events = [event async for event in router.generate(request)]
         rest = "".join(event.chunk.text for event in events)
-        assert TextStream(tokenizer, prompt).push(answer[:held]) + rest == " sat on the mat"
+        assert TextStream(tokenizer, prompt).append(answer[:held]) + rest == " sat on the mat"
 
 
 # Training data

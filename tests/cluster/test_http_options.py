@@ -18,7 +18,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.api.local import LocalClient
 from cluster.api.openai.answers import ChatForm, Choice, CompletionForm, ObjectWriter
 from cluster.config import DEMO_MODELS, Config
-from cluster.router.stop_strings import AnswerText
+from cluster.router.stop_strings import StoppedText
 from cluster.router.token_texts import VocabularyTexts
 from cluster.running import local_ingress
 from tests.support.edge import END, ByteTokenizer, EdgePeers, ingress, plain_answer, plain_logprobs
@@ -177,7 +177,7 @@ OFFSET_TEXT = "aé🎉 END of ENDS \ufffd."
 def test_a_tokens_offset_is_its_place_in_the_whole_text_however_rounds_and_stop_strings_divide_it(cuts):
     """Rounds are divided by what was guessed, and text that could begin a stop string comes later than its tokens."""
     tokens = [*OFFSET_TEXT.encode()[:-1], END, *b"."]
-    texts, answer = VocabularyTexts(ByteTokenizer()), AnswerText(ByteTokenizer(), StopStrings(("END!", "ENDS!")))
+    texts, answer = VocabularyTexts(ByteTokenizer()), StoppedText(ByteTokenizer(), StopStrings(("END!", "ENDS!")))
     writer, found, text = ObjectWriter(CompletionForm(), texts, False, True), [], ""
     for start, end in pairwise([0, *(cut for cut in cuts if cut < len(tokens)), len(tokens)]):
         part = tokens[start:end]

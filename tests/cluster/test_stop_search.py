@@ -13,7 +13,7 @@ from dendro.text import Finish, StopStrings, Verdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.router.stop_strings import PART_TOKENS, AnswerText, StopAutomaton, StopSearch
+from cluster.router.stop_strings import PART_TOKENS, StopAutomaton, StoppedText, StopSearch
 from tests.support.edge import ByteTokenizer
 from tests.support.stop_oracle import ended, first_stop, sendable
 
@@ -89,7 +89,7 @@ def verdict(tokens: Sequence[int], finish: Finish | None = None) -> Verdict:
     return Verdict(tuple(tokens), tuple(range(len(tokens))), (0,) * (len(tokens) - 1), finish, len(tokens))
 
 
-def run(answer: AnswerText, ids: Sequence[int], ends: Sequence[int]) -> tuple[int, str, Verdict]:
+def run(answer: StoppedText, ids: Sequence[int], ends: Sequence[int]) -> tuple[int, str, Verdict]:
     """Commit an answer's rounds until one is finished. Returns the tokens kept, the text and the last verdict."""
     start, kept, text = 0, 0, ""
     for end in ends:
@@ -113,7 +113,7 @@ def test_the_answer_ends_with_the_token_that_completes_a_stop_string_however_tok
         for ids in product(range(len(tokenizer.pieces)), repeat=length):
             count, text, stop = ended(tokenizer, ids, stops, included)
             for ends in splits(length):
-                answer = AnswerText(tokenizer, StopStrings.of(stops, included))
+                answer = StoppedText(tokenizer, StopStrings.of(stops, included))
                 kept, sent, last = run(answer, ids, ends)
                 assert (kept, sent, answer.found) == (count, text, stop), (stops, ids, ends)
                 assert answer.length == count
@@ -137,7 +137,7 @@ def test_stop_strings_of_any_characters_end_the_answer_at_the_token_with_their_l
     stops = data.draw(st.lists(st.one_of(inside, any_text) if text else any_text, min_size=1, max_size=3))
     ends = sorted({*data.draw(st.lists(st.integers(1, len(ids)))), len(ids)})
     included = data.draw(st.booleans())
-    answer = AnswerText(tokenizer, StopStrings.of(stops, included))
+    answer = StoppedText(tokenizer, StopStrings.of(stops, included))
     kept, sent, _ = run(answer, ids, ends)
     assert (kept, sent, answer.found) == ended(tokenizer, ids, stops, included)
 
@@ -145,11 +145,11 @@ def test_stop_strings_of_any_characters_end_the_answer_at_the_token_with_their_l
 def test_a_resumed_answer_continues_at_the_character_after_the_sent_ones():
     tokenizer, ids = ByteTokenizer(), list("a snake €𝛼 stops at the end".encode())
     for stops in (["stop!", "snap"], ["€𝛼 st"], ["the tree"], ["en", "end"]):
-        whole = AnswerText(tokenizer, StopStrings.of(stops, False))
+        whole = StoppedText(tokenizer, StopStrings.of(stops, False))
         texts = [whole.append([token]) for token in ids]
         rest = "".join(texts) + whole.finish()
         for held in range(whole.length + 1):
-            again = AnswerText(tokenizer, StopStrings.of(stops, False))
+            again = StoppedText(tokenizer, StopStrings.of(stops, False))
             again.append(ids[:held])
             assert again.length == held
             assert "".join(texts[:held]) + again.append(ids[held:]) + again.finish() == rest
@@ -159,7 +159,7 @@ def test_a_resumed_answer_continues_at_the_character_after_the_sent_ones():
 @pytest.mark.parametrize("place", [0, 1, PART_TOKENS - 1, PART_TOKENS, 5 * PART_TOKENS + 3])
 def test_a_stop_string_is_found_at_its_token_in_a_long_resumed_answer(place: int):
     ids = [*b"x" * place, *b"!", *b"x" * 200]
-    answer = AnswerText(ByteTokenizer(), StopStrings.of(["!"], False))
+    answer = StoppedText(ByteTokenizer(), StopStrings.of(["!"], False))
     assert answer.append(ids) == "x" * place
     assert (answer.length, answer.found) == (place + 1, "!")
 

@@ -32,9 +32,9 @@ TOKENS = st.one_of(
 def test_the_pieces_together_are_the_decoding_of_all_tokens(ids: list[int], cuts: list[int]):
     stream, parts, rest = TextStream(ByteTokenizer()), [], ids
     for cut in cuts:
-        parts.append(stream.push(rest[:cut]))
+        parts.append(stream.append(rest[:cut]))
         rest = rest[cut:]
-    parts += [stream.push(rest), stream.flush()]
+    parts += [stream.append(rest), stream.finish()]
     assert "".join(parts) == ByteTokenizer().decode(ids)
 
 
@@ -43,8 +43,8 @@ def test_the_pieces_together_are_the_decoding_of_all_tokens(ids: list[int], cuts
 def test_the_text_so_far_depends_only_on_the_tokens_so_far(ids: list[int], cut: int):
     """So a resumed answer, whose first tokens are pushed at once, continues at the same character."""
     one, many = TextStream(ByteTokenizer()), TextStream(ByteTokenizer())
-    assert one.push(ids[:cut]) == "".join(many.push([token]) for token in ids[:cut])
-    assert one.push(ids[cut:]) + one.flush() == many.push(ids[cut:]) + many.flush()
+    assert one.append(ids[:cut]) == "".join(many.append([token]) for token in ids[:cut])
+    assert one.append(ids[cut:]) + one.finish() == many.append(ids[cut:]) + many.finish()
 
 
 @pytest.mark.parametrize("replaced", ["ab", Regex("a ?b")], ids=["text", "pattern"])
@@ -55,15 +55,15 @@ def test_the_text_of_a_decoder_that_changes_earlier_characters_does_not_depend_o
     ids, texts = [0, 1, 2, 0, 1], set()
     for cut in range(len(ids)):
         stream = TextStream(CheckpointTokenizer(tmp_path, ""))
-        texts.add(stream.push(ids[:cut]) + stream.push(ids[cut:]) + stream.flush())
+        texts.add(stream.append(ids[:cut]) + stream.append(ids[cut:]) + stream.finish())
     assert len(texts) == 1
 
 
 def test_a_character_is_returned_with_its_last_byte():
     stream = TextStream(ByteTokenizer())
     euro = list("€".encode())
-    assert [stream.push([byte]) for byte in euro] == ["", "", "€"]
-    assert stream.push(euro[:2]) == "" and stream.flush() == "\N{REPLACEMENT CHARACTER}"
+    assert [stream.append([byte]) for byte in euro] == ["", "", "€"]
+    assert stream.append(euro[:2]) == "" and stream.finish() == "\N{REPLACEMENT CHARACTER}"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> CheckpointTokenizer:
 def test_a_checkpoints_tokenizer_streams_back_the_encoded_text(loaded: CheckpointTokenizer, text: str):
     ids = loaded.encode(text, begins=True)
     stream = TextStream(loaded)
-    assert "".join([*(stream.push([token]) for token in ids), stream.flush()]) == loaded.decode(ids) == text
+    assert "".join([*(stream.append([token]) for token in ids), stream.finish()]) == loaded.decode(ids) == text
 
 
 def test_other_threads_run_while_a_long_literal_prompt_is_encoded(loaded: CheckpointTokenizer):
@@ -198,7 +198,7 @@ def test_the_bytes_of_tokens_are_those_of_the_streamed_text_or_refused_by_name(t
     assert ours.form
     stream = TextStream(loaded, [3])
     ids = [0, 1, 2, 3, 0, *found]
-    text = "".join([*(stream.push([token]) for token in ids), stream.flush()])
+    text = "".join([*(stream.append([token]) for token in ids), stream.finish()])
     assert text.encode() == b"".join(map(found.__getitem__, ids))
 
 
@@ -207,10 +207,10 @@ def test_a_panic_of_the_librarys_decoder_is_an_error_of_the_answer(tmp_path: Pat
     tokenizer.decoder = decoders.Strip(" ", 0, 1)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     loaded = CheckpointTokenizer(tmp_path, "")
-    for broken in (lambda: TextStream(loaded, [0, 1]), lambda: TextStream(loaded).push([1])):
+    for broken in (lambda: TextStream(loaded, [0, 1]), lambda: TextStream(loaded).append([1])):
         with pytest.raises(EngineFailed, match="decoder cannot decode the text: index out of bounds"):
             broken()
-    assert TextStream(loaded).push([0]) == "a"
+    assert TextStream(loaded).append([0]) == "a"
 
 
 # Every kind of decoder, with any tokens and cuts
@@ -334,11 +334,11 @@ def test_the_pieces_of_every_decoder_together_are_the_decoding_of_all_tokens(
     )
     one, many, parts, place = TextStream(style), TextStream(style), [], 0
     for cut in data.draw(st.lists(st.integers(1, 40), max_size=100)):
-        parts.append(many.push(ids[place : place + cut]))
+        parts.append(many.append(ids[place : place + cut]))
         place += cut
         if len(parts) == 5:
-            assert one.push(ids[:place]) == "".join(parts)
-    parts += [many.push(ids[place:]), many.flush()]
+            assert one.append(ids[:place]) == "".join(parts)
+    parts += [many.append(ids[place:]), many.finish()]
     assert "".join(parts) == style.decode(ids)
     assert len(many._window) <= WINDOW_TOKENS + 40 or len(parts) < 5
 
@@ -358,9 +358,9 @@ def test_a_character_in_a_long_run_of_bytes_is_returned_with_its_last_byte(style
     ids, stream, out = style.encode(text, begins=False), TextStream(style), ""
     assert len(ids) > 10 * WINDOW_TOKENS or not style._bytes
     for length, token in enumerate(ids, 1):
-        out += stream.push([token])
+        out += stream.append([token])
         assert out == style.decode(ids[:length]).rstrip("\N{REPLACEMENT CHARACTER}"), length
-    assert (out + stream.flush()).strip() == text
+    assert (out + stream.finish()).strip() == text
 
 
 @pytest.mark.parametrize("style", ["llama", "gemma", "unigram"], indirect=True)
