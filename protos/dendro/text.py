@@ -59,6 +59,10 @@ class Sampling(SamplingNumbers):
     def __post_init__(self) -> None:
         self._check_mode()
         self.check_numbers()
+        if any(getattr(self, name) for name in EDITS):
+            self._check_edits()
+
+    def _check_edits(self) -> None:
         OPTIONS["logit_bias"].check_entries(self.logit_bias)
         for token, bias in self.logit_bias:
             OPTIONS["logit_bias"].check(bias, f"[{token}]")
@@ -73,27 +77,18 @@ class Sampling(SamplingNumbers):
 
     @classmethod
     def read(cls, message: calls_pb2.Sampling | generation_pb2.Sampling, **others: int) -> Self:
-        """The parameters of a peer's message or a client's. Absent numbers have their defaults. The lengths of lists are
-        checked before they are copied. others: numbers in
+        """The parameters of a peer's message or a client's. Absent numbers have their defaults. others: numbers in
         place of the message's"""
         whole: Message = message
         declared = whole.DESCRIPTOR.fields_by_name
         given = (name for name in SAMPLING_NUMBERS if not declared[name].has_presence or whole.HasField(name))
         numbers: dict[str, Any] = {name: getattr(message, name) for name in given}
-        for name in EDITS:
-            OPTIONS[name].check_entries(getattr(message, name))
-        words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
-        for index, word in enumerate(words):
-            check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
+        edits = _edits_from(message) if any(getattr(message, name) for name in EDITS) else {}
         mode = message.mode or VerificationMode.COUPLED
         if mode not in tuple(VerificationMode):
             raise BadRequest("mode", f"{mode[:32]!r} is not one of {', '.join(VerificationMode)}")
         return cls(
-            **numbers | others,
-            logit_bias=tuple(sorted(message.logit_bias.items())),
-            banned_ids=tuple(message.banned_ids),
-            allowed_ids=tuple(message.allowed_ids),
-            bad_words=tuple(tuple(word.ids) for word in words),
+            **numbers | edits | others,
             mode=VerificationMode(mode),
             lenience=message.lenience if message.HasField("lenience") else 1.0,
         )
@@ -142,6 +137,21 @@ EDITS = ("logit_bias", "banned_ids", "allowed_ids", "bad_words")
 """The fields of a Sampling that are lists of tokens."""
 
 
+def _edits_from(message: calls_pb2.Sampling | generation_pb2.Sampling) -> dict[str, Any]:
+    """The lists of tokens of a message. Their lengths are checked before they are copied."""
+    for name in EDITS:
+        OPTIONS[name].check_entries(getattr(message, name))
+    words: Sequence[calls_pb2.TokenIds | generation_pb2.TokenIds] = message.bad_words
+    for index, word in enumerate(words):
+        check_count(f"bad_words[{index}]", word.ids, MAX_BAD_WORD_TOKENS)
+    return {
+        "logit_bias": tuple(sorted(message.logit_bias.items())),
+        "banned_ids": tuple(message.banned_ids),
+        "allowed_ids": tuple(message.allowed_ids),
+        "bad_words": tuple(tuple(word.ids) for word in words),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """An answer ends at `max_length` tokens of text, or at an end-of-text or stop token, none of which is drawn while
@@ -155,7 +165,8 @@ class Limits:
     def __post_init__(self) -> None:
         if not 0 <= self.min_length <= self.max_length:
             raise BadRequest("min_length", f"is {self.min_length}; must lie in 0 to max_length, {self.max_length}")
-        OPTIONS["stop_ids"].check_entries(self.stop_ids)
+        if self.stop_ids:
+            OPTIONS["stop_ids"].check_entries(self.stop_ids)
 
     def ending(self, end_ids: Collection[int]) -> frozenset[int]:
         """The tokens that end an answer; end_ids: the target's end-of-text tokens."""
@@ -164,7 +175,8 @@ class Limits:
 
 def stop_ids_from(message: calls_pb2.OpenCall | generation_pb2.GenerateRequest) -> tuple[int, ...]:
     """The stop tokens of a peer's message or a client's. Their number is checked before they are copied."""
-    OPTIONS["stop_ids"].check_entries(message.stop_ids)
+    if message.stop_ids:
+        OPTIONS["stop_ids"].check_entries(message.stop_ids)
     return tuple(message.stop_ids)
 
 
@@ -178,6 +190,14 @@ def check_choice(
     """Raise BadRequest for ids outside the target's vocabulary, and for removals that may leave no token to draw."""
     if structure is not None:
         _check_beside_structure(sampling, limits)
+    if limits.stop_ids or any(getattr(sampling, name) for name in EDITS):
+        _check_known(sampling, limits, vocabulary)
+    if sampling.banned_ids or sampling.allowed_ids or sampling.bad_words or limits.min_length:
+        _check_some_left(sampling, limits, vocabulary, end_ids)
+
+
+def _check_known(sampling: Sampling, limits: Limits, vocabulary: int) -> None:
+    """Raise BadRequest for ids outside the vocabulary."""
     words = [(f"bad_words[{index}]", word) for index, word in enumerate(sampling.bad_words)]
     biased = tuple(token for token, _ in sampling.logit_bias)
     listed = (
@@ -191,8 +211,6 @@ def check_choice(
         if ids and not 0 <= min(ids) <= max(ids) < vocabulary:
             bad = next(token for token in ids if not 0 <= token < vocabulary)
             raise BadRequest(field, f"{bad} is outside the vocabulary of {vocabulary}")
-    if sampling.banned_ids or sampling.allowed_ids or sampling.bad_words or limits.min_length:
-        _check_some_left(sampling, limits, vocabulary, end_ids)
 
 
 def _check_some_left(sampling: Sampling, limits: Limits, vocabulary: int, end_ids: Collection[int]) -> None:
