@@ -270,7 +270,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         while True:
             try:
                 if leased is None:
-                    leased = await self._lease_but(full)
+                    leased = await (self._lease_but(full) if full else self._pool.lease())
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()
