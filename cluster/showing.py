@@ -6,7 +6,7 @@ import json
 import statistics
 import sys
 import unicodedata
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Protocol, TextIO
@@ -20,7 +20,7 @@ from dendro.answer import (
     OpeningStats,
     Round,
     SpeculationStats,
-    collect_stream,
+    collect,
 )
 from dendro.client import Asking
 from dendro.logprobs import TokenLogprobs
@@ -93,18 +93,18 @@ class RoundsPrinter:
         self._write(text, self._styles[self._count % len(self._styles)])
         self._count += 1
 
-    async def _showing_prompt(self, events: AsyncIterator[Event]) -> AsyncGenerator[Event, None]:
-        async for event in events:
-            if isinstance(event, EchoedPrompt):
-                self._write(event.text, "dim")
-            yield event
-
     async def show_all(self, events: AsyncGenerator[Event, None]) -> Completion:
         """Print a stream's rounds as they come; end the stream where that fails. Returns the whole answer."""
-        async with aclosing(events), aclosing(self._showing_prompt(events)) as shown:
-            done = await collect_stream(shown, self.show)
+        received: list[Event] = []
+        async with aclosing(events):
+            async for event in events:
+                received.append(event)
+                if isinstance(event, Round):
+                    self.show(event)
+                elif isinstance(event, EchoedPrompt):
+                    self._write(event.text, "dim")
         self._write("\n", "")
-        return done
+        return collect(received)
 
 
 def as_json(done: Completion) -> str:
