@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
 
 import typer
-from dendro.declared import JsonType, Option, OptionGroup
 from dendro.errors import BadRequest
-from dendro.options import OPTIONS, Options
+from dendro.options import OPTIONS, JsonType, Option, OptionGroup, Options
 from dendro.speculation import Speculation
 from dendro.structure import Structure
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from dendro.arguments import shown
-from dendro.declared import check_count
 from dendro.errors import BadRequest
-from dendro.options import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_WORD_BYTES, SHIFT
+from dendro.options import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_IDS, MAX_WORD_BYTES, SHIFT, check_count
 from dendro.tasks import off_loop
 from dendro.text import Sampling
 from dendro.v1 import generation_pb2 as pb

@@ -10,10 +10,9 @@ from typing import Any, Unpack, cast
 
 from dendro.arguments import fill_number, ids_of, items_of, pairs_of, shown, switch_of, text_of, texts_of
 from dendro.chat import Chat, fill_chat
-from dendro.declared import JsonType, Option
 from dendro.errors import BadRequest, EngineFailed
 from dendro.logprobs import TokenLogprobs
-from dendro.options import OPTIONS, Options
+from dendro.options import OPTIONS, JsonType, Option, Options
 from dendro.speculation import Mode, Speculation
 from dendro.structure import Structure, fill_structure
 from dendro.text import Finish, StopStrings

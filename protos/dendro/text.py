@@ -13,7 +13,6 @@ from typing import Any, Protocol, Self
 
 from google.protobuf.message import Message
 
-from dendro.declared import check_count
 from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
 from dendro.logprobs import TokenLogprobs
@@ -25,6 +24,7 @@ from dendro.options import (
     OPTIONS,
     SAMPLING_NUMBERS,
     SamplingNumbers,
+    check_count,
 )
 from dendro.structure import Structure
 from dendro.tree import DraftTree

@@ -15,8 +15,7 @@ from contextlib import asynccontextmanager
 import psutil
 import pytest
 from dendro.answer import SpeculationStats
-from dendro.declared import OptionGroup
-from dendro.options import OPTIONS
+from dendro.options import OPTIONS, OptionGroup
 from dendro.text import Sampling
 from typer.testing import CliRunner, Result
 

@@ -12,10 +12,9 @@ from typing import get_args, get_origin, get_type_hints
 
 import pytest
 from dendro.answer import build_request
-from dendro.declared import JsonType, NumberBounds
 from dendro.errors import BadRequest
 from dendro.internal.v1 import calls_pb2
-from dendro.options import OPTIONS, SAMPLING_NUMBERS, Options, SamplingNumbers
+from dendro.options import OPTIONS, SAMPLING_NUMBERS, JsonType, NumberBounds, Options, SamplingNumbers
 from dendro.speculation import Speculation
 from dendro.structure import Structure
 from dendro.text import Sampling

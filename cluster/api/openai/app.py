@@ -9,8 +9,8 @@ from typing import Any
 
 from dendro.arguments import ids_of, shown, text_of
 from dendro.chat import fill_chat
-from dendro.declared import JsonType
 from dendro.errors import NO_FAULTS, BadRequest
+from dendro.options import JsonType
 from dendro.tasks import LONG, off_loop
 from dendro.v1 import generation_pb2 as pb
 from starlette.applications import Starlette

@@ -9,8 +9,8 @@ from typing import Any
 from dendro.arguments import shown
 from dendro.chat import Chat
 from dendro.client import MAX_MESSAGE_BYTES
-from dendro.declared import JsonType
 from dendro.errors import BadRequest
+from dendro.options import JsonType
 from dendro.structure import fill_structure, structure_from
 from dendro.v1 import generation_pb2 as pb
 

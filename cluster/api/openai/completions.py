@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dendro.declared import JsonType
 from dendro.errors import BadRequest
+from dendro.options import JsonType
 
 from cluster.api.openai.answers import AnswerForm, CompletionForm
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed

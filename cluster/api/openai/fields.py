@@ -13,9 +13,8 @@ from typing import Any
 
 from dendro.answer import Prompt, build_request
 from dendro.arguments import shown
-from dendro.declared import JsonType
 from dendro.errors import BadRequest
-from dendro.options import OPTIONS, SEED_BITS
+from dendro.options import OPTIONS, SEED_BITS, JsonType
 from dendro.speculation import Speculation
 from dendro.structure import Structure, StructureForm
 from dendro.v1 import generation_pb2 as pb

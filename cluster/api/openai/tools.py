@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dendro.arguments import shown
-from dendro.declared import JsonType
 from dendro.errors import BadRequest
+from dendro.options import JsonType
 from dendro.written_numbers import json_text
 
 from cluster.api.openai.bodies import values_of
