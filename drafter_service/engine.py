@@ -24,8 +24,7 @@ from dendro.grammars import TokenBytes
 from dendro.guidance import LIMITS, StructureLimits
 from dendro.measured import StepTotals, totals_by_size
 from dendro.shapes import MAX_ROWS
-from dendro.shelf import Arrays, Shelf
-from dendro.state import StateStore
+from dendro.state import Arrays, Shelf, StateStore
 from dendro.tree import DraftTree, IntArray
 from tree_layers.launching import device_fault
 from tree_layers.states import SlotPool

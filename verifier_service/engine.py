@@ -37,8 +37,7 @@ from dendro.failures import described, log_failure
 from dendro.grammars import Grammars, GrammarText, TokenBytes
 from dendro.guidance import LIMITS, PATIENCE, StructureLimits
 from dendro.measured import StepTotals
-from dendro.shelf import Arrays, Shelf
-from dendro.state import NoStates, StateStore
+from dendro.state import Arrays, NoStates, Shelf, StateStore
 from dendro.structure import Structure
 from dendro.text import Verdict
 from dendro.tree import DraftTree

@@ -12,8 +12,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 from dendro.calls import Hello
-from dendro.shelf import Arrays
-from dendro.state import MemoryStates
+from dendro.state import Arrays, MemoryStates
 from dendro.tree import DraftTree
 from torch import Tensor
 

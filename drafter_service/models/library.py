@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from dendro.shapes import MAX_ROWS
-from dendro.shelf import Arrays
+from dendro.state import Arrays
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from dendro.shapes import MAX_ROWS
-from dendro.shelf import Arrays
+from dendro.state import Arrays
 from torch import Tensor
 from tree_layers.checkpoint import MAMBA_CONFIG, whole
 from tree_layers.errors import CheckpointError

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from dendro.shelf import Arrays
+from dendro.state import Arrays
 from torch import Tensor
 from tree_kernels.acceptance_head.cpu import Chances, HeadCalls
 from tree_kernels.ranking import Orders

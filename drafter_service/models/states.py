@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from dendro.shelf import Arrays
+from dendro.state import Arrays
 from dendro.tree import IntArray
 from torch import Tensor
 from tree_kernels.state_step import Slots

@@ -9,8 +9,7 @@ import struct
 import numpy as np
 import pytest
 from dendro.calls import OpenCall, RequestParameters, TextUpdate, new_opening
-from dendro.shelf import Shelf
-from dendro.state import BadState, MemoryStates, StateHeader, most_blob_bytes, pack_state, unpack_state
+from dendro.state import BadState, MemoryStates, Shelf, StateHeader, most_blob_bytes, pack_state, unpack_state
 from dendro.text import Limits, Sampling, Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
