@@ -17,7 +17,7 @@ from dendro.tree import RANKED
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from cluster.config import Config
-from cluster.policies.classes import CLASS_TEMPERATURES
+from cluster.policies.costs import CLASS_TEMPERATURES
 from cluster.policies.prior import DEPTHS as PRIOR_DEPTHS
 from cluster.policies.prior import KEPT_ROUNDS, RankCounts
 from cluster.policies.sequoia import SURPLUS, expected_tokens

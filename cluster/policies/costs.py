@@ -1,5 +1,5 @@
-"""Costs and emitted tokens of rounds, learned from measurements; the round times of arms that they predict; and the
-marginal rule, which sets the h and least of `until(auto,...)` shapes from them and the current rate
+"""Costs and emitted tokens of rounds, learned by classes of temperature, rows and load; the round times that they
+predict; and the marginal rule, which sets the h and least of `until(auto,...)` shapes from them and the current rate
 (docs/design/stopping.md#the-marginal-rule).
 
 A microsecond is worth `rate` tokens, since other rounds emit that many in it. Another level is drafted, and a guess
@@ -16,6 +16,8 @@ The rule maximises E[N] / E[T] over the rounds if `rate` equals that ratio (Dink
 
 from __future__ import annotations
 
+import functools
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +25,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from dendro.measured import OUTLIER
+from dendro.modes import LISTED_MODES, VerificationMode
 from dendro.shapes import TreeShape
 from dendro.text import Verdict
 from dendro.tree import DraftTree
+from tree_kernels import ROW_MULTIPLE
 
 from cluster.arms import OFF_ARM, Arm
 from cluster.policies.step_time import StepTime, TargetSteps, nonnegative_fit, usual_step_time
@@ -52,6 +56,36 @@ round's tree. `first`: it did not, so it first reads the tokens emitted since it
 order for this one. `proposed`: the tree has proposals alone. `off`: there is no tree."""
 KEPT = 1 - 1 / 256
 """Factor by which the weight of earlier rounds decays with each round: loads and texts change."""
+CLASS_TEMPERATURES = {"greedy": 0.0, "cool": 0.7, "warm": 1.0}
+"""A usual temperature of each class."""
+
+
+def temperature_class(temperature: float) -> str:
+    """Class of requests with similar acceptance rates: greedy (0), cool (below 0.85) or warm."""
+    if temperature == 0:
+        return "greedy"
+    return "cool" if temperature < 0.85 else "warm"
+
+
+def mode_class(mode: VerificationMode) -> str:
+    """Class of verification modes with similar acceptance rates: a mode of LISTED_MODES is its own class; the others,
+    whose drafters rank by the target's noise, are one class, named by the empty text."""
+    return str(mode) if mode in LISTED_MODES else ""
+
+
+def row_class(rows: int) -> int:
+    """Class of trees that cost a step about as much: the tree's rows, rounded up to a multiple of ROW_MULTIPLE."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+@functools.lru_cache(maxsize=4096)  # cached: called several times a round
+def load_class(requests: int) -> int:
+    """Class of running requests with similar costs: 1 request, 2, 3 to 5, 6 to 11, 12 to 22, and so on.
+
+    >>> [load_class(requests) for requests in (1, 2, 3, 5, 6, 11, 12)]
+    [0, 1, 2, 2, 3, 3, 4]
+    """
+    return round(math.log2(max(requests, 1)))
 
 
 @dataclass(slots=True)

@@ -22,7 +22,6 @@ from dendro.text import Verdict
 from dendro.tree import DraftTree
 
 from cluster.arms import Arm
-from cluster.policies.classes import load_class, mode_class, row_class
 from cluster.policies.costs import (
     COST_STEP,
     KEPT,
@@ -35,7 +34,10 @@ from cluster.policies.costs import (
     Rate,
     StoppedDrafts,
     hops,
+    load_class,
+    mode_class,
     round_kind,
+    row_class,
     usual_costs,
 )
 from cluster.policies.step_time import TargetSteps

@@ -26,8 +26,7 @@ from dendro.tree import RANKED, DraftTree
 from dendro.wire import MAX_STEP_ROWS
 
 from cluster.arms import Arm
-from cluster.policies.classes import mode_class, temperature_class
-from cluster.policies.costs import PRIOR_ROUNDS, ROUND_KINDS, Cost, Costs, EmittedLength
+from cluster.policies.costs import PRIOR_ROUNDS, ROUND_KINDS, Cost, Costs, EmittedLength, mode_class, temperature_class
 from cluster.policies.replay import RankTrace, mean_emitted, replayed
 from cluster.policies.step_time import MOST_SIZES, StepTime
 

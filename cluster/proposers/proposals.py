@@ -22,7 +22,7 @@ import numpy as np
 from dendro.text import Text
 from dendro.tree import DraftTree
 
-from cluster.policies.classes import temperature_class
+from cluster.policies.costs import temperature_class
 from cluster.proposers.lookup import Lookup
 from cluster.proposers.prediction import PredictedOutput
 from cluster.proposers.proposal import LEAST, Proposal, Proposer
