@@ -119,7 +119,7 @@ async def local_ingress(config: Config) -> AsyncIterator[Ingress]:
     """Yields an ingress with the engines in this process: no Ray, no sockets, no Redis."""
     config = await asyncio.to_thread(_ready, config, True)
     os.environ.setdefault("TQDM_DISABLE", "1")  # hides transformers' progress bar, as loading takes a moment
-    from cluster.peers.local import LocalPeers
+    from cluster.peers.pools import LocalPeers
 
     peers = await asyncio.to_thread(LocalPeers.load, config, MemoryStates())
     try:

@@ -1,7 +1,7 @@
-"""Makes the handles of peers, and leases replicas of Ray Serve for them.
+"""Makes the handles of peers, and leases replicas of Ray Serve, or engines of this process, for them.
 
 Only this module, app.py and deploy.py use Serve's interfaces. Serve chooses the replica and counts a lease as one
-ongoing request; rounds do not pass through it.
+ongoing request; rounds do not pass through it. Engines of this process need neither Ray nor sockets.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 from weakref import WeakKeyDictionary
 
-from dendro.calls import DrafterPeer, Peer, VerifierPeer
+from dendro.calls import Deliver, DraftCall, DrafterPeer, Peer, VerifierPeer
 from dendro.clock import Clock
+from dendro.engine import Engine, LocalDrafter, LocalVerifier
 from dendro.errors import Overloaded, PeerLost, one_line
+from dendro.order import Missed
+from dendro.state import StateStore
 from dendro.tasks import BackgroundTasks
 from dendro.text import Text
 
@@ -45,6 +48,7 @@ REPLICA_POLL_S = 0.5
 """Seconds of pause after a call that found no replica."""
 
 P = TypeVar("P", bound=Peer)
+E = TypeVar("E", bound=Engine)
 
 
 class ServePool(Generic[P]):
@@ -314,3 +318,63 @@ class ServePeers(Peers):
 
 async def _no_fault() -> str:
     return ""
+
+
+class LocalPool(Generic[E]):
+    """One engine of this process, which can always be leased."""
+
+    def __init__(self, engine: E) -> None:
+        self._engine = engine
+
+    async def lease(self) -> Leased[E]:
+        return Leased(self._engine, await self._engine.hello(), "")
+
+
+class LocalLinks:
+    """Ways from verifiers to drafters of the same process: from thread to thread, without an event loop."""
+
+    def __init__(self, drafters: Mapping[str, LocalDrafter]) -> None:
+        self._drafters = drafters
+
+    def draft(self, drafter: str, call: DraftCall, deliver: Deliver) -> None:
+        if (engine := self._drafters.get(drafter)) is None:
+            deliver(Missed.UNLINKED)
+        else:
+            engine.draft_for(call, deliver)
+
+
+class LocalPeers(Peers):
+    """Peers that are engines of this process: no Ray, no sockets."""
+
+    def __init__(
+        self, config: Config, targets: Mapping[str, LocalVerifier], drafters: Mapping[str, LocalDrafter]
+    ) -> None:
+        self.engines: list[Engine] = [*targets.values(), *drafters.values()]
+        super().__init__(
+            config,
+            {name: LocalPool(engine) for name, engine in targets.items()},
+            {name: LocalPool(engine) for name, engine in drafters.items()},
+        )
+
+    @classmethod
+    def load(cls, config: Config, states: StateStore) -> Self:
+        """Load every checkpoint of a configuration; takes seconds. `start` precedes the first request."""
+        from cluster.engines import load_drafter, load_verifier
+
+        limits = config.structures.limits
+        targets = {name: load_verifier(name, target, states, limits) for name, target in config.targets.items()}
+        drafters = {
+            name: load_drafter(name, drafter, states, config.targets, limits)
+            for name, drafter in config.drafters.items()
+        }
+        for target in targets.values():
+            target.link(LocalLinks(drafters))
+        return cls(config, targets, drafters)
+
+    async def start(self) -> None:
+        """Start the engines."""
+        await asyncio.gather(*(engine.start() for engine in self.engines))
+
+    async def close(self) -> None:
+        """Stop the engines, and wait for their work in progress."""
+        await asyncio.gather(*(engine.stop() for engine in self.engines))

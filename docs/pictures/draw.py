@@ -73,7 +73,7 @@ async def recorded() -> DrawnRound:
     from cluster.demo.real_pair import real_config
     from cluster.demo.turns import demo_turns
     from cluster.hub import fetched_model, pinned
-    from cluster.peers.local import LocalPeers
+    from cluster.peers.pools import LocalPeers
     from cluster.router.ingress import Ingress
     from cluster.router.tokenizer import CheckpointTokenizer
     from cluster.sessions import MemorySessions

@@ -19,7 +19,7 @@ from tree_layers.checkpoint import read_facts
 
 from cluster.api.local import LocalClient
 from cluster.config import Config
-from cluster.peers.local import LocalPeers
+from cluster.peers.pools import LocalPeers
 from cluster.router.ingress import Ingress
 from cluster.router.served import Served
 from cluster.router.tokenizer import CheckpointTokenizer

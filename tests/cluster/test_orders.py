@@ -31,9 +31,8 @@ from cluster.engines import load_drafter, load_verifier
 from cluster.peers import verifier as verifier_module
 from cluster.peers.drafter import DrafterHandle
 from cluster.peers.links import StreamLinks
-from cluster.peers.local import LocalPeers
 from cluster.peers.opening import Pace
-from cluster.peers.pools import Peers
+from cluster.peers.pools import LocalPeers, Peers
 from cluster.peers.stream import DRAFTER, PeerStream, RemoteDrafter
 from cluster.peers.verifier import CallLimit
 from cluster.router.ingress import Ingress

@@ -26,7 +26,7 @@ def noted(module):
 kernel_cache.load_kernels = noted
 from dendro.state import MemoryStates
 from cluster.config import demo_config
-from cluster.peers.local import LocalPeers
+from cluster.peers.pools import LocalPeers
 LocalPeers.load(demo_config(), MemoryStates())
 print(*sorted({*names}))
 """

@@ -18,7 +18,7 @@ from dendro.v1 import generation_pb2 as pb
 from cluster.certify.parameters import random_options
 from cluster.certify.stop_strings import drawn_stops
 from cluster.config import Config
-from cluster.peers.local import LocalPeers
+from cluster.peers.pools import LocalPeers
 from cluster.router.ingress import Ingress
 from cluster.sessions import KEPT_TURNS, RedisSessions
 from tests.support import tiny_models

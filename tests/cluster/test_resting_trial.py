@@ -9,8 +9,7 @@ import pytest
 from dendro import wire
 from dendro.v1 import generation_pb2 as pb
 
-from cluster.peers.local import LocalPool
-from cluster.peers.pools import Peers
+from cluster.peers.pools import LocalPool, Peers
 from cluster.policies import Experience
 from cluster.policies.prior import Prior
 from cluster.policies.step_time import StepTime

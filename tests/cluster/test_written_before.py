@@ -18,7 +18,7 @@ from dendro.state import MemoryStates, StateHeader, unpack_state
 
 from cluster.api.local import LocalClient
 from cluster.config import DEMO_MODELS, Config
-from cluster.peers.local import LocalPeers
+from cluster.peers.pools import LocalPeers
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions, check_token, pack_record, unpack_record
 

@@ -24,7 +24,7 @@ from dendro.answer import build_request
 from dendro.state import MemoryStates
 
 from cluster.config import DEMO_MODELS, Config
-from cluster.peers.local import LocalPeers
+from cluster.peers.pools import LocalPeers
 from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 
