@@ -18,7 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from cluster.router.totals import ROUND_PARTS
+from cluster.router.account import ROUND_PARTS
 from cluster.showing import visible
 from cluster.tables import folding_table
 

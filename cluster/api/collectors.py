@@ -12,8 +12,8 @@ from prometheus_client.core import Metric
 from cluster.api import metrics
 from cluster.api.health import HealthReport
 from cluster.api.metrics import MetricFamily, Sample
+from cluster.router.account import OTHER, ArmTotals, TargetTotals
 from cluster.router.ingress import Ingress
-from cluster.router.totals import OTHER, ArmTotals, TargetTotals
 from cluster.router.turns import WRITE_ERRORS
 from cluster.state_store import CircuitBreaker
 

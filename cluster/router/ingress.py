@@ -33,7 +33,7 @@ from cluster.policies import Experiences, RunningRequest
 from cluster.policies.prior import PriorStore
 from cluster.proposers.prediction import PredictedOutput, predicted_tokens
 from cluster.proposers.proposals import ProposalLibrary
-from cluster.router.account import LEFT, AcceptanceWatch, AnswerAccount
+from cluster.router.account import LEFT, AcceptanceWatch, AnswerAccount, RouterTotals
 from cluster.router.admission import Admission, Job, check_target, check_written_tokens
 from cluster.router.allowance import Allowance, RequestShare
 from cluster.router.echo import echo_of
@@ -49,7 +49,6 @@ from cluster.router.served import Served
 from cluster.router.stop_strings import AnswerText, StoppedText
 from cluster.router.token_texts import VocabularyTexts
 from cluster.router.tokenizer import TextStream, Tokenizer
-from cluster.router.totals import RouterTotals
 from cluster.router.traces import LAST_SPANS_S, Tracer, close_within, tracer_of
 from cluster.router.turns import TurnWriter
 from cluster.sessions import Sessions, Turn

@@ -25,8 +25,8 @@ from cluster.api.openai.chat import chat_of
 from cluster.api.openai.errors import renamed
 from cluster.api.requests import RunningRequests
 from cluster.config import Config
+from cluster.router.account import RouterTotals
 from cluster.router.allowance import KeyLimits
-from cluster.router.totals import RouterTotals
 from tests.support.edge import EdgePeers, ingress
 from tests.support.edge import config as edge_config
 from tests.support.fakes import FakeDrafter, FakeVerifier

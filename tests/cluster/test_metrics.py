@@ -23,7 +23,7 @@ from cluster.api.health import HealthReport
 from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.redis_server import RedisServer
-from cluster.router.totals import ArmTotals, TargetTotals
+from cluster.router.account import ArmTotals, TargetTotals
 from cluster.sessions import MemorySessions, RedisSessions
 from cluster.state_store import CircuitBreaker, RedisStates
 from drafter_service.engine import DrafterEngine

@@ -22,11 +22,10 @@ from cluster.api.local import LocalClient
 from cluster.arms import OFF_ARM, Arm
 from cluster.peers.pools import Peers
 from cluster.policies import ConservativeUCB, Experience, Offer, PaperUCB, RunningRequest, Static
-from cluster.router.account import AnswerAccount
+from cluster.router.account import ROUND_PARTS, AnswerAccount, TargetTotals
 from cluster.router.ingress import Ingress
 from cluster.router.request_speculation import RequestSpeculation
 from cluster.router.speculation import SpeculationPlan, TargetArms, plan_speculation
-from cluster.router.totals import ROUND_PARTS, TargetTotals
 from cluster.sessions import MemorySessions
 from tests.support import fakes
 from tests.support.edge import END, SERVED, EdgePeers, config, ingress, plain_answer, resume_of
