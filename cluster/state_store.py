@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from dendro.clock import Clock, microseconds
+from dendro.clock import Clock
+from dendro.measured import microseconds
 from dendro.state import MAX_BLOB_BYTES
 from dendro.tasks import BackgroundTasks
 

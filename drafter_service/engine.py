@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 from dendro.calls import PROTOCOL_VERSION, CloseCall, Closed, Deliver, DraftCall, Hello, OpenCall, Opened, TextUpdate
-from dendro.clock import Clock, microseconds
+from dendro.clock import Clock
 from dendro.engine import EngineThread, Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed
 from dendro.failures import described, log_failure
 from dendro.grammars import TokenBytes
 from dendro.guidance import LIMITS, StructureLimits
-from dendro.measured import StepTotals, totals_by_size
+from dendro.measured import StepTotals, microseconds, totals_by_size
 from dendro.shapes import MAX_ROWS
 from dendro.state import Arrays, Shelf, StateStore
 from dendro.tree import DraftTree, IntArray

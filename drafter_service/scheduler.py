@@ -22,11 +22,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from dendro.calls import CloseCall, DraftCall, OpenCall, TextUpdate
-from dendro.clock import Clock, microseconds
+from dendro.clock import Clock
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, EngineFailed, NotFound, Overloaded
 from dendro.failures import described, log_failure
 from dendro.grammars import Bits
+from dendro.measured import microseconds
 from dendro.shapes import TreeShape
 from dendro.tree import DraftTree
 from tree_layers.states import SlotPool

@@ -26,12 +26,12 @@ from functools import partial
 
 import numpy as np
 from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, PeerText, PreparedTree, TextUpdate, VerifyCall
-from dendro.clock import Clock, microseconds
+from dendro.clock import Clock
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
 from dendro.failures import described, log_failure
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs
-from dendro.measured import smoothed, totals_by_size
+from dendro.measured import microseconds, smoothed, totals_by_size
 from dendro.order import Missed, Order, missed_by
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree

@@ -27,10 +27,11 @@ from dendro.calls import (
     VerifyCall,
 )
 from dendro.certificates import CertificateFiles, role_options
-from dendro.clock import Clock, microseconds
+from dendro.clock import Clock
 from dendro.errors import BadAnswer, BadRequest, DendroError, PeerLost, error_for, one_line
 from dendro.internal.v1 import calls_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 from dendro.local_stream import EOF, FrameSocket, join
+from dendro.measured import microseconds
 from dendro.serving import MAX_MESSAGE_BYTES, STREAM_OPTIONS
 from dendro.tasks import off_loop
 from dendro.text import Verdict

@@ -9,10 +9,11 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from dendro.calls import TARGET_FACTS, Hello, Opened, VerifierPeer, VerifyCall
-from dendro.clock import Clock, microseconds
+from dendro.clock import Clock
 from dendro.errors import BadAnswer, BadRequest, DendroError, EngineFailed, NotFound, Overloaded, PeerLost
 from dendro.failures import described
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs, fit
+from dendro.measured import microseconds
 from dendro.order import Order
 from dendro.tasks import end_task, first_of
 from dendro.text import Finish, Text, Verdict, finish_at

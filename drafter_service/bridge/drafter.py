@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dendro.calls import CloseCall, Closed, Deliver, DraftCall, Hello, OpenCall, Opened, PeerText, TextUpdate
-from dendro.clock import Clock, microseconds
+from dendro.clock import Clock
 from dendro.errors import BadRequest, DendroError, NotFound
-from dendro.measured import StepTotals
+from dendro.measured import StepTotals, microseconds
 from dendro.tasks import off_loop
 from dendro.tree import DraftTree
 

@@ -1,4 +1,4 @@
-"""Measured durations: plain counts, which a process keeps and its status port exports, and smoothing."""
+"""Measured durations: plain counts, which a process keeps and its status port exports, smoothing, and rounding."""
 
 from __future__ import annotations
 
@@ -56,3 +56,8 @@ OUTLIER = 3.0
 def smoothed(usual: float, newest: float) -> float:
     """The next smoothed value. `usual` 0 means that nothing was measured yet; the result is then `newest`."""
     return newest if not usual else usual + SMOOTHING * (newest - usual)
+
+
+def microseconds(seconds: float) -> int:
+    """A duration in whole microseconds, rounded down; 0 for a negative one."""
+    return max(int(1e6 * seconds), 0)
