@@ -40,6 +40,9 @@ from cluster.peers.verifier import VerifierHandle
 FROZEN_S = 5.0
 """Seconds that a late draft may take longer before its drafter counts as hung and another is leased."""
 
+TEXT_LENGTH = "update.base"
+"""The field that a drafter names where it refuses a text for its length."""
+
 
 ORDERS_APART, MOST_APART = 4, 64
 """Trees that the router asks for itself after an ordered one did not come; after each that follows twice as many, up to
@@ -145,6 +148,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
             return "missed"
         if reason := self._refusal(text, arm.shape):
             return reason
+        if len(text) + target.max_depth + 1 > opening.hello.max_length:  # the drafter may refuse the next round's text
+            return "limits"
         deadline_s = self._longest_s  # may be infinite
         if self._adaptive:
             deadline_s = self._pace.deadline_s(self.name, arm.shape.depth, self._longest_s)
@@ -212,6 +217,11 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     def _reason_after(self, error: Exception, opening: Opening[DrafterPeer], call: DraftCall, text: Text) -> str:
         """Open the text again, or release the drafter, after a call that failed; returns why the round has no tree."""
         match error:
+            case BadRequest() if error.field == TEXT_LENGTH:
+                log.info("drafter %s: drafts no more for this text: %s", self.name, described(error))
+                self._given_up = "limits"
+                self._release(opening, text)
+                return "limits"
             case BadAnswer() | BadRequest():
                 log.warning("drafter %s: sends no valid tree: %s", self.name, described(error))
                 opening.unsent(call.update)
@@ -333,7 +343,11 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters)
                 opened = await opening.open(text)
             except (DendroError, TimeoutError) as error:
-                log.info("drafter %s: %s; trying again later", self.name, described(error))
+                if isinstance(error, BadRequest) and error.field == TEXT_LENGTH:
+                    log.info("drafter %s: drafts not for this text: %s", self.name, described(error))
+                    self._given_up = "limits"
+                else:
+                    log.info("drafter %s: %s; trying again later", self.name, described(error))
                 self._back_off()
                 self._close_pending(text)
             else:

@@ -364,6 +364,41 @@ async def test_after_three_malformed_trees_a_request_asks_for_no_more_drafts(spo
     assert ran.drafter.fallbacks["struck"] == ran.asked - 3
 
 
+class FewPositions(FakeDrafter):
+    """Takes texts of up to MOST tokens, like a drafter with so many positions."""
+
+    MOST = 20
+    refused = 0
+
+    def _check(self, call: OpenCall | DraftCall) -> None:
+        if call.update.base > self.MOST:
+            self.refused += 1
+            raise BadRequest("update.base", f"is {call.update.base} tokens; this drafter allows at most {self.MOST}")
+
+    async def hello(self) -> Hello:
+        return replace(await super().hello(), max_length=self.MOST)
+
+    async def open(self, call: OpenCall):
+        self._check(call)
+        return await super().open(call)
+
+    async def draft(self, call: DraftCall):
+        self._check(call)
+        return await super().draft(call)
+
+
+@pytest.mark.parametrize("prompt", [10, 30])
+async def test_a_text_that_is_or_becomes_too_long_for_its_drafter_is_refused_by_it_once(prompt):
+    drafter = FewPositions()
+    async with pair(drafter, FakeVerifier()) as pools:
+        ran = await run(new_text(range(prompt), count=400), *pools, drafting=PATIENT)
+        assert is_plain(ran)
+        await until(lambda: not drafter.held)
+    assert drafter.refused == 1
+    assert ran.drafter.fallbacks["limits"] > 100
+    assert not {"malformed", "struck"} & ran.drafter.fallbacks.keys()
+
+
 async def test_a_message_that_is_not_a_tree_counts_as_a_malformed_tree(monkeypatch):
     spoil = wire.answer_from
 
