@@ -40,6 +40,8 @@ from cluster.peers.verifier import VerifierHandle
 FROZEN_S = 5.0
 """Seconds that a late draft may take longer before its drafter counts as hung and another is leased."""
 
+OPEN_S = 120.0
+"""Seconds that a drafter may take to open a text. A verifier may take as long as the request."""
 TEXT_LENGTH = "update.base"
 """The field that a drafter names where it refuses a text for its length."""
 
@@ -341,7 +343,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                 target = self._verifier.hello
                 tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
                 opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters)
-                opened = await opening.open(text)
+                async with asyncio.timeout(OPEN_S):
+                    opened = await opening.open(text)
             except (DendroError, TimeoutError) as error:
                 if isinstance(error, BadRequest) and error.field == TEXT_LENGTH:
                     log.info("drafter %s: drafts not for this text: %s", self.name, described(error))

@@ -18,8 +18,6 @@ from tree_layers.checkpoint import Facts
 
 log = logging.getLogger("dendro.peers")
 
-OPEN_S = 120.0
-"""Seconds that a peer may take to open a text."""
 CLOSE_S = 5.0
 """Seconds that a peer may take to save a state and close the opening."""
 FIRST_BACKOFF_S = 0.1
@@ -117,8 +115,7 @@ class Opening(Generic[P]):
 
     async def open(self, text: Text) -> Opened:
         call = OpenCall(self.update(text), self._parameters, self.leased.token, self._ahead, text.traceparent)
-        async with asyncio.timeout(OPEN_S):
-            return await self.peer.open(call)
+        return await self.peer.open(call)
 
     def update(self, text: Text) -> TextUpdate:
         """The tokens that the peer was not sent yet. They count as sent from here on: a stream keeps the order of its

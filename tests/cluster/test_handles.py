@@ -745,6 +745,15 @@ async def test_a_second_failed_round_ends_the_request_and_frees_both_peers():
     assert "internal detail" not in str(failed.value)
 
 
+@virtual_time
+async def test_a_text_may_take_as_long_to_open_as_its_request_may_take():
+    """A prompt of 16,000 tokens takes a large target on a processor many minutes; so may the wait for a place."""
+    verifier = FakeVerifier()
+    verifier.open_pause_s = 500.0
+    assert is_plain(await run(new_text(), FakePool(FakeDrafter()), FakePool(verifier)))
+    assert verifier.opens == 1
+
+
 class FailingToOpen(FakeVerifier):
     """Fails in every opening."""
 

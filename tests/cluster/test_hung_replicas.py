@@ -50,7 +50,7 @@ PROMPT = [(7 * at * at + 3 * at) % 256 for at in range(20)]
 COUNT = 12
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 DEADLINE_S = 20.0
-"""Timeout of these tests; below those of a round's verdict (30 s) and of an opening (120 s)."""
+"""Timeout of these tests; below that of a round's verdict (30 s). An opening has none."""
 
 
 class Blocked:
