@@ -107,6 +107,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         self._here = 0  # trees that this handle asks for itself before the next order
         self._apart = ORDERS_APART  # what `_here` will be after an ordered tree that does not come
         self._held = 0  # tokens of the text before the last ordered round
+        self._saved_at = 0  # length of the text when a released drafter saved its state; 0: none did
         self._strikes = 0
         self._given_up = ""  # why this request uses no drafter any more; empty while it does
         self._late_draft: asyncio.Task[None] | None = None
@@ -313,7 +314,11 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
     def _release(self, opening: Opening[DrafterPeer], text: Text) -> None:
         if self._opening is opening:
             self._opening = None
-        self._background.start(opening.close(text))
+        self._background.start(self._close_released(opening, text))
+
+    async def _close_released(self, opening: Opening[DrafterPeer], text: Text) -> None:
+        if await opening.close(text):
+            self._saved_at = opening.sent
 
     def _begin(self, text: Text, old: Opening[DrafterPeer] | None = None) -> None:
         """Open in the background, unless an opening runs or the last failure is too recent. `old` is replaced under its
@@ -342,7 +347,8 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                     return
                 target = self._verifier.hello
                 tokens = (target.vocabulary, target.tokenizer) if target is not None else self._target_tokens
-                opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters)
+                marks = (self._saved_at,) if self._saved_at else ()
+                opening = self._pending = Opening(leased, text, *tokens, text.sampling.of_drafters, marks=marks)
                 async with asyncio.timeout(OPEN_S):
                     opened = await opening.open(text)
             except (DendroError, TimeoutError) as error:

@@ -90,10 +90,12 @@ class Opening(Generic[P]):
         sampling: Sampling | None = None,
         ahead: bool = False,
         echoes: bool = False,
+        marks: tuple[int, ...] = (),
     ) -> None:
         """vocabulary, tokenizer: the target's, if the peer is a drafter   sampling: the peer's, if it differs from the
         text's   ahead: announces a first round of the root alone   echoes: True if the peer reports the
-        log-probabilities of the text's tokens from `Text.echo_from` on"""
+        log-probabilities of the text's tokens from `Text.echo_from` on   marks: lengths of the text, beside those of
+        `Text.marks`, at which a state may have been saved"""
         self.peer = leased.peer
         self.hello = leased.hello
         self.leased = leased
@@ -104,7 +106,7 @@ class Opening(Generic[P]):
             sampling or text.sampling,
             text.limits,
             text.tenant,
-            text.marks,
+            text.marks + marks,
             vocabulary,
             tokenizer,
             text.prompt_length,

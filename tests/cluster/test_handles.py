@@ -525,18 +525,19 @@ async def test_a_verifier_that_names_more_tokens_than_the_routers_checkpoint_has
     assert "loaded from another checkpoint: its vocabulary is 102, here 101" in caplog.text
 
 
+class Pauses(Static):
+    """Chooses `off` until the lease is released, then a chain again."""
+
+    def __init__(self) -> None:
+        self.round = 0
+
+    def choose(self, offer: object = None) -> Arm:
+        self.round += 1
+        return OFF_ARM if 2 < self.round < 40 else CHAIN
+
+
 @virtual_time
 async def test_an_idle_drafter_is_released_and_leased_again_when_a_tree_is_chosen():
-    class Pauses(Static):
-        """Chooses `off` until the lease is released, then a chain again."""
-
-        def __init__(self) -> None:
-            self.round = 0
-
-        def choose(self, offer: object = None) -> Arm:
-            self.round += 1
-            return OFF_ARM if 2 < self.round < 40 else CHAIN
-
     drafter = FakeDrafter()
     held: list[int] = []
 
@@ -549,6 +550,27 @@ async def test_an_idle_drafter_is_released_and_leased_again_when_a_tree_is_chose
     released = 2 + IDLE_ROUNDS
     assert held == [1] * (released - 1) + [0] * (39 - released + 1) + [1] * (len(held) - 39)
     assert max(ran.lengths[-10:]) > 1
+
+
+@virtual_time
+async def test_a_drafter_that_is_leased_again_is_told_of_the_state_that_it_saved_when_it_was_released():
+    """It then processes the tokens since, and not the whole text."""
+
+    class KeepsMarks(FakeDrafter):
+        marks: tuple[tuple[int, ...], ...] = ()
+
+        async def open(self, call: OpenCall):
+            self.marks = (*self.marks, call.parameters.marks)
+            return await super().open(call)
+
+    drafter = KeepsMarks()
+
+    async def look(number: int) -> None:
+        await asyncio.sleep(0.002)
+
+    ran = await run(new_text(count=150), FakePool(drafter), FakePool(FakeVerifier()), policy=Pauses(), each=look)
+    assert is_plain(ran) and ran.drafter.leases == 2
+    assert drafter.marks == ((), (drafter.closed_with[0],))
 
 
 class LateChain(Static):
