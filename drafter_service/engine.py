@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from tree_layers.states import SlotPool
 from drafter_service.acceptance_head import check_head, read_head
 from drafter_service.grow import most_processed
 from drafter_service.models import described_form, load_model
+from drafter_service.models.memory import DrafterMemory
 from drafter_service.options import DrafterOptions
 from drafter_service.plan import DraftPlan, DraftStep
 from drafter_service.prepared import PreparedCounters
@@ -42,6 +43,9 @@ from drafter_service.texts import Answer, MemoryComplete, Prefilled
 
 log = logging.getLogger("dendro.drafter")
 
+MOST_FORKED = 16 << 20
+"""Most bytes by which a text's memory may have grown where a tree is prepared: a prepared text is a copy of it. A call
+that comes meanwhile waits for the copy, some 2 ms."""
 TREES = 8
 """Number of full trees for which there are node slots, kept trees of idle sessions included."""
 
@@ -216,7 +220,7 @@ class DrafterEngine:
             self._clock,
             self._runner.one_forward,
             wake=lambda: self._thread.post(lambda ticket: None),
-            longest_prepared=self._hello.max_length if options.draft_ahead else 0,
+            longest_prepared=longest_forked(self._runner.memory, self._hello.max_length) if options.draft_ahead else 0,
             counters=self._prepared,
         )
 
@@ -419,6 +423,13 @@ class DrafterEngine:
                 log_failure(log, error, "noise could not be computed ahead")
             del wanted[session]
         return waits
+
+
+def longest_forked(memory: DrafterMemory, longest: int) -> int:
+    """Most tokens of a text whose memory is copied for prepared trees, up to `longest`. States do not grow with a text;
+    keys and values do."""
+    most = memory.text_bytes(1) + MOST_FORKED
+    return bisect_right(range(1, longest + 1), most, key=memory.text_bytes)
 
 
 def text_slots(max_sessions: int) -> int:

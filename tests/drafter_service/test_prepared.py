@@ -273,6 +273,21 @@ async def test_a_tree_is_prepared_again_with_the_chances_that_other_texts_have_t
                 await text.close()
 
 
+async def test_no_tree_is_prepared_for_a_text_whose_keys_take_long_to_copy(tmp_path, monkeypatch):
+    """A prepared text is a fork: where a drafter attends, the keys of the whole text are copied for each."""
+    make_drafter(tmp_path, "llama")
+    monkeypatch.setattr("drafter_service.engine.MOST_FORKED", 100 * 256)  # the keys of 100 tokens
+    async with drafter_of(tmp_path, draft_ahead=True) as engine:
+        idle = Idle(engine)
+        for length in (12, 200):
+            text = OpenedText(engine, prompt_of(length, 0))
+            await text.open()
+            await text.draft(CHAIN)
+            await idle()
+            assert bool(outcomes_of(engine, text)) is (length == 12)
+            await text.close()
+
+
 async def test_a_prepared_forward_that_fails_ends_no_text_and_leaves_nothing(paths, monkeypatch):
     async with drafter_of(paths["mamba2"], draft_ahead=True) as engine:
         idle, text = Idle(engine), OpenedText(engine, prompt_of(9, 1))
