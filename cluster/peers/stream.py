@@ -51,7 +51,7 @@ MOST_ON_WAY = 1024
 so many answers beyond one for each open call ends its stream, as reading them would hold up other requests."""
 UNANSWERED_S = 600.0
 """Seconds after which a round's call without an answer fails. By default no caller waits so long; of a verifier, the
-calls for ordered trees that were late go on. Callers that open or close a text set limits of their own (`Opening`)."""
+calls for ordered trees that were late go on. Callers that open or close a text set limits of their own."""
 FEWEST_SWEPT = 64
 """Calls without an answer among which none is looked for that nobody waits for."""
 
