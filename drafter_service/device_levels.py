@@ -79,18 +79,14 @@ class LevelLayers(Protocol):
         ...
 
     def pattern(self, rows: Level, size: DeviceLevelSize, count: int) -> dict[str, IntArray]:
-        """Called once for each level of a tree's form of `count` nodes, with a tree whose node slots are 1, 2, ...
-        Returns arrays of the level's shapes, whose entries are indices of the list that `numbers` returns for a
-        tree."""
+        """Called once for each level of a tree's form of `count` nodes, with a tree whose node slots are 1, 2, ... and
+        whose text slot is 0 or 1, the first or the second one of `numbers`. Returns arrays of the level's shapes, whose
+        entries are indices of the list that `numbers` returns for a tree."""
         ...
 
-    def numbers(self, slots: Sequence[int], text: int, scratch: int) -> list[int]:
-        """Called once for each tree, with the slots of its nodes and text. Returns the numbers of which the arrays of
-        its levels consist (`pattern`)."""
-        ...
-
-    def record(self, slots: IntArray, taps: IntArray) -> None:
-        """Called for new nodes of trees whose levels have an array `taps` [rows, W], with their taps."""
+    def numbers(self, slots: Sequence[int], texts: Sequence[int], scratch: int) -> list[int]:
+        """Called once for each tree, with the slots of its nodes and its two text slots. Returns the numbers of which
+        the arrays of its levels consist (`pattern`)."""
         ...
 
     def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
@@ -126,33 +122,29 @@ class Mamba2Layers:
         places = np.concatenate([tree * size.new + np.arange(count) for tree, count in enumerate(rows.counts)])
         slots, texts = np.full(size.rows, scratch), np.zeros(size.trees, np.int64)
         slots[places], texts[: len(rows.texts)] = rows.slots, rows.texts
-        own = self._nodes.hang(rows.slots, rows.text_of_rows, rows.parents)
-        taps = np.zeros((size.rows, own.shape[1]), np.int64)
+        taps = np.zeros((size.rows, self._nodes.back + 1), np.int64)
         taps[:, -1] = self._nodes.first + slots
-        taps[places] = own
+        taps[places] = self._nodes.taps(rows.slots, rows.text_of_rows, rows.ancestors(self._nodes.back))
         above = np.zeros((size.rows, size.above), np.int64)
-        above[places] = ancestors_of(rows, size.above)
+        above[places] = rows.ancestors(size.above)
         return {"slots": slots, "taps": taps, "above": above, "texts": texts}, places
 
     def pattern(self, rows: Level, size: DeviceLevelSize, count: int) -> dict[str, IntArray]:
-        scratch, text, back = 2 * count + 1, 2 * count + 3, self._nodes.back
+        scratch, texts, back, (text,) = 2 * count + 1, 2 * count + 3, self._nodes.back, rows.texts
         slots, above = np.full(size.rows, scratch), np.zeros((size.rows, size.above), np.int64)
         taps = np.zeros((size.rows, back + 1), np.int64)
-        slots[: rows.count], above[: rows.count] = rows.slots, ancestors_of(rows, size.above)
-        near = ancestors_of(rows, back)
-        of_text = text + 1 + np.arange(back) + (near != NO_NODE).sum(1)[:, None]
+        slots[: rows.count], above[: rows.count] = rows.slots, rows.ancestors(size.above)
+        near = rows.ancestors(back)
+        of_text = texts + 2 + back * text + np.arange(back) + (near != NO_NODE).sum(1)[:, None]
         taps[: rows.count, :-1] = np.where(near == NO_NODE, of_text, count + near)
         taps[:, -1] = scratch + 1
         taps[: rows.count, -1] = count + rows.slots
-        return {"slots": slots, "taps": taps, "above": above, "texts": np.array([text])}
+        return {"slots": slots, "taps": taps, "above": above, "texts": np.array([texts + text])}
 
-    def numbers(self, slots: Sequence[int], text: int, scratch: int) -> list[int]:
-        first, back = self._nodes.first, self._nodes.back
-        raw = [first + slot for slot in slots]
-        return [NO_NODE, *slots, *raw, scratch, first + scratch, text, *range(back * text, back * text + back)]
-
-    def record(self, slots: IntArray, taps: IntArray) -> None:
-        self._nodes.record(slots, taps)
+    def numbers(self, slots: Sequence[int], texts: Sequence[int], scratch: int) -> list[int]:
+        first = self._nodes.first
+        tails = [place for text in texts for place in self._nodes.tail(text)]
+        return [NO_NODE, *slots, *[first + slot for slot in slots], scratch, first + scratch, *texts, *tails]
 
     def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         from tree_kernels.level_scan.triton import LevelTable, mix_level
@@ -197,16 +189,13 @@ class Mamba1Layers:
 
     def pattern(self, rows: Level, size: DeviceLevelSize, count: int) -> dict[str, IntArray]:
         source, target = np.zeros(size.rows, np.int64), np.full(size.rows, count + 1)
-        source[: rows.count] = np.where(rows.parents == NO_NODE, count + 2, rows.parents)
+        source[: rows.count] = np.where(rows.parents == NO_NODE, count + 2 + rows.texts[0], rows.parents)
         target[: rows.count] = rows.slots
         return {"source": source, "target": target}
 
-    def numbers(self, slots: Sequence[int], text: int, scratch: int) -> list[int]:
+    def numbers(self, slots: Sequence[int], texts: Sequence[int], scratch: int) -> list[int]:
         first = self._first_node
-        return [0, *(first + slot for slot in slots), first + scratch, text]
-
-    def record(self, slots: IntArray, taps: IntArray) -> None:
-        raise AssertionError("levels have no taps")
+        return [0, *[first + slot for slot in slots], first + scratch, *texts]
 
     def run(self, given: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
         from tree_kernels.rows_product.triton import rows_product
@@ -231,9 +220,8 @@ def layers_of(model: object, memory: object) -> LevelLayers | None:
     return None
 
 
-Guesses = Callable[[Level, Sequence[RowOrder], int], tuple[IntArray, np.ndarray]]
-"""Runs a level. Arguments: the level, the order of each row, and the number of guesses of a row. Returns the tokens and
-the scores of each row's best guesses."""
+Fold = Callable[[Sequence[TextFold]], None]
+"""Writes paths of nodes into their texts."""
 
 
 class DeviceLevels:
@@ -248,7 +236,7 @@ class DeviceLevels:
         self.model = model
         self.layers = layers
         self.scratch = scratch
-        self._end = scratch + 1 + CHAIN_NODES
+        self.chain_nodes = range(scratch + 1, scratch + 1 + CHAIN_NODES)
         self._head: RowsWeight = RowsWeight.of(model.head, None, model.norm, model.eps)
         ids = model.draft_ids
         self._ids = None if ids is None else torch.from_numpy(ids.guessed).to(model.device)
@@ -268,19 +256,9 @@ class DeviceLevels:
         found, places = self._run(rows, orders, width)
         return ranked_of(found.cpu().numpy()[places])
 
-    def chain(
-        self,
-        rows: Chains,
-        orders: Sequence[RowOrder],
-        width: int,
-        fold: Callable[[Sequence[TextFold]], None],
-        guesses: Guesses,
-    ) -> tuple[IntArray, np.ndarray]:
+    def chain(self, rows: Chains, orders: Sequence[RowOrder], width: int, fold: Fold) -> tuple[IntArray, np.ndarray]:
         """Put the tokens of chains without roots into their texts: as paths of nodes, level after level, then folded.
-        Returns the best guesses after each token, chain after chain.
-
-        orders: one per token   fold: writes paths of nodes into their texts   guesses: runs a level
-        """
+        Returns the best guesses after each token, chain after chain. orders: one per token"""
         lengths, starts = rows.lengths.tolist(), rows.starts.tolist()
         source, target = rows.source.tolist(), rows.target.tolist()
         first = list(accumulate(lengths, initial=0))
@@ -290,7 +268,7 @@ class DeviceLevels:
         together = max(CHAIN_NODES // longest, 1)
         for begin in range(0, len(lengths), together):
             chains = range(begin, min(begin + together, len(lengths)))
-            own = {row: range(self.scratch + 1 + longest * (row - begin), self._end)[:longest] for row in chains}
+            own = {row: self.chain_nodes[longest * (row - begin) :][:longest] for row in chains}
             for depth in range(max(lengths[row] for row in chains)):
                 going = [row for row in chains if lengths[row] > depth]
                 paths = [Nodes(own[row][: depth + 1], range(-1, depth)) for row in going]
@@ -298,7 +276,7 @@ class DeviceLevels:
                 ones, depths = [1] * len(going), [depth] * len(going)
                 level = Level(rows.tokens[going, depth], ones, *of_texts, depths, paths)
                 places = [first[row] + depth for row in going]
-                ids[places], scores[places] = guesses(level, [orders[place] for place in places], width)
+                ids[places], scores[places] = self.guesses(level, [orders[place] for place in places], width)
             fold([TextFold(starts[row], source[row], target[row], tuple(own[row][: lengths[row]])) for row in chains])
         return ids, scores
 
@@ -313,7 +291,7 @@ class DeviceLevels:
         size = self.layers.size_of(rows, width)
         arrays, places = self.layers.arrays(rows, size, self.scratch)
         tokens = np.zeros(size.rows, np.int64)
-        tokens[places] = token_read(rows.tokens, self.model)
+        tokens[places] = np.where(rows.tokens < len(self.model.embedding), rows.tokens, FOREIGN)
         arrays["tokens"] = tokens
         if width:
             arrays["orders"] = np.zeros((5, size.rows), np.int64)
@@ -346,29 +324,6 @@ class DeviceLevels:
             buffers.host[name][:] = array
         buffers.upload()
         return buffers.device
-
-
-def token_read(tokens: IntArray, model: Backbone[Mamba1Mixer] | Backbone[Mamba2Mixer]) -> IntArray:
-    """The ids whose embeddings the drafter reads: FOREIGN in place of ids past the embedding."""
-    return np.where(tokens < len(model.embedding), tokens, FOREIGN)
-
-
-def ancestors_of(rows: Level, count: int) -> IntArray:
-    """Node slots of each row's ancestors in order of depth, [rows, count], those nearest to the row last; NO_NODE
-    before the root."""
-    slots, above, at = list[int](), list[int](), list[int]()
-    first = 0
-    for nodes, new in zip(rows.trees, rows.counts, strict=True):
-        slots += nodes.slots
-        above += [first + each if each >= 0 else -1 for each in nodes.above]
-        first += len(nodes.slots)
-        at += above[-new:]
-    of_slots, of_above = np.array([*slots, NO_NODE], np.int64), np.array([*above, -1], np.int64)  # -1 is the last
-    found, place = np.empty((len(at), count), np.int64), np.array(at, np.int64)
-    for back in range(count):
-        found[:, count - 1 - back] = of_slots[place]
-        place = of_above[place]
-    return found
 
 
 def numbers_of(orders: Sequence[RowOrder]) -> IntArray:

@@ -2,7 +2,8 @@
 
 A row's token is its parent's guess of the row's rank, which the device looks up. All else that the levels read is known
 before the first one runs: each entry of their arrays is one of a tree's few numbers (slots, positions, order), and the
-form alone decides which one.
+form alone decides which one. Tokens of the text that come before the root are levels of one node, which are folded into
+the text before the root's level.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch import Tensor
 from tree_layers.graphs import Graphs, Recordings
 from tree_layers.step_buffers import StepBuffers
 
-from drafter_service.device_levels import ALIGNED, DeviceLevels, DeviceLevelSize, RowOrder, token_read
+from drafter_service.device_levels import ALIGNED, DeviceLevels, DeviceLevelSize, Fold, RowOrder
 from drafter_service.models.backbone import FOREIGN
-from drafter_service.plan import Level, Levels, Nodes
+from drafter_service.plan import Level, Levels, Nodes, TextFold
 
 log = logging.getLogger("dendro.drafter")
 
@@ -34,9 +35,10 @@ MOST_FORMS = 1024
 
 @dataclass(frozen=True, slots=True)
 class DeviceTreeSize:
-    """The sizes to which the levels of a tree are padded."""
+    """The sizes to which the levels of a tree are padded, after those of the tokens before its root."""
 
     levels: tuple[DeviceLevelSize, ...]
+    before: int  # tokens before the root
 
     @property
     def rows(self) -> int:
@@ -75,15 +77,16 @@ class TreeTable:
     pattern: IntArray  # index in `numbers` of each entry of the arrays
     numbers: IntArray  # the numbers of one tree, overwritten for each; the last ones are 0, 1, ... for all trees
     rows: IntArray  # [rows] place of each row among the padded ones
-    taps: IntArray | None  # [rows, W] index in `numbers` of each row's taps; None: levels have no taps
 
 
 class DeviceTrees:
     """The trees of one drafter, recorded by the sizes of their levels."""
 
-    def __init__(self, levels: DeviceLevels, graphs: Graphs) -> None:
+    def __init__(self, levels: DeviceLevels, graphs: Graphs, fold: Fold) -> None:
         self._levels = levels
+        self._fold = fold
         self._device = levels.model.device
+        self._embedded = len(levels.model.embedding)
         self._tables: dict[tuple[object, ...], TreeTable] = {}
         self._memory: dict[DeviceTreeSize, TreeMemory] = {}
         self.recordings = Recordings[DeviceTreeLevel, Tensor](graphs, "drafter: levels of trees", log)
@@ -92,30 +95,28 @@ class DeviceTrees:
     def guesses(
         self, rows: Levels, order: RowOrder, positions: Sequence[int], width: int
     ) -> tuple[IntArray, np.ndarray]:
-        """Run levels of new nodes. Returns the tokens and the scores of each row's best guesses, [rows, width] each;
-        writes the nodes' slots.
+        """Put the tokens before a root into their text, and run levels of new nodes. Returns the tokens and the scores
+        of the best guesses after each token and row, [rows.count, width] each; writes the nodes' slots.
 
-        order: the order of all rows, with any position   positions: position of the token to be guessed, by level
-        width: guesses of each row, more than any of `rows.ranks`
+        order: the order of all rows, with any position   positions: position of the token to be guessed, by token and
+        level   width: guesses of each row, more than any of `rows.ranks`
         """
         from tree_kernels.ranking.triton import ranked_of
 
-        layers, first = self._levels.layers, rows.first
-        table = self._table(rows, width)
-        memory = table.memory
-        own = layers.numbers(rows.nodes.slots, first.texts[0], self._levels.scratch)
-        numbers = table.numbers
-        tokens = token_read(first.tokens, self._levels.model).tolist()
+        levels, table = self._levels, self._table(rows, width)
+        memory, numbers = table.memory, table.numbers
+        path = tuple(levels.chain_nodes[: rows.text_rows])
+        own = levels.layers.numbers([*path, *rows.nodes.slots], (rows.source, rows.text), levels.scratch)
+        tokens = [token if token < self._embedded else FOREIGN for token in rows.tokens]
         of_tree = [*own, *tokens, *order, *positions]
         numbers[: len(of_tree)] = of_tree
-        np.take(numbers, table.pattern, out=memory.given.flat, mode="clip")
+        numbers.take(table.pattern, out=memory.given.flat, mode="clip")
         for level in memory.levels:  # the first one begins while the others are launched
+            if path and level.number == len(path):
+                self._fold([TextFold(rows.start, rows.source, rows.text, path)])
             self.recordings.run(level, partial(self._run, memory, level.number))
         if self._done is not None:
             self._done.record()
-        if table.taps is not None:  # work of the host while the device runs
-            layers.record(np.array(rows.nodes.slots[-rows.count :]), numbers[table.taps])
-        if self._done is not None:
             self._done.synchronize()
         return ranked_of(memory.found.numpy()[table.rows])
 
@@ -128,10 +129,10 @@ class DeviceTrees:
         levels, model, suffix = self._levels, self._levels.model, f" {number}"
         given = memory.given.device
         its = {name.removesuffix(suffix): array for name, array in given.items() if name.endswith(suffix)}
-        if number:
-            hidden = embed_guesses(memory.best, its["places"], model.embedding, FOREIGN, model.residual)
-        else:
+        if "tokens" in its:
             hidden = embed_tokens(its["tokens"], model.embedding, model.residual)
+        else:
+            hidden = embed_guesses(memory.best, its["places"], model.embedding, FOREIGN, model.residual)
         level, start = memory.size.levels[number], memory.size.starts[number]
         made = memory.best[start : start + level.rows]
         levels.ranked(levels.layers.run(its, hidden), its["orders"], level.width, made)
@@ -140,8 +141,7 @@ class DeviceTrees:
         return memory.best
 
     def _table(self, rows: Levels, width: int) -> TreeTable:
-        form = rows.nodes.above, rows.counts, rows.ranks
-        key = *(tuple(each) for each in form), width
+        key = rows.text_rows, tuple(rows.nodes.above), tuple(rows.counts), tuple(rows.ranks), width
         found = self._tables.get(key)
         if found is None:
             if len(self._tables) >= MOST_FORMS:
@@ -151,32 +151,35 @@ class DeviceTrees:
 
     def _made(self, rows: Levels, width: int) -> TreeTable:
         """The table of trees of this form, and the memory of its size."""
-        layers, above, count = self._levels.layers, rows.nodes.above, len(rows.nodes.above)
-        ends = list(accumulate(rows.counts, initial=count - rows.count))
-        levels = [
-            Level(np.zeros(new, np.int64), [new], [1], [0], [depth], [Nodes(range(1, end + 1), above[:end])])
-            for depth, (new, end) in enumerate(zip(rows.counts, ends[1:], strict=True), rows.first.depths[0])
+        layers, above, before = self._levels.layers, rows.nodes.above, rows.text_rows
+        count, ends = before + len(above), list(accumulate(rows.counts, initial=len(above) - len(rows.ranks)))
+        of_text = [(0, 1, depth, Nodes(range(1, depth + 2), range(-1, depth))) for depth in range(before)]
+        of_tree = [
+            (1, new, depth, Nodes(range(1 + before, 1 + before + end), above[:end]))
+            for depth, (new, end) in enumerate(zip(rows.counts, ends[1:], strict=True), rows.depth)
         ]
-        size = DeviceTreeSize(tuple(layers.size_of(level, width) for level in levels))
-        tokens = len(layers.numbers(range(count), 0, 0))
-        orders = tokens + rows.counts[0]
+        levels = [
+            Level(np.zeros(new, np.int64), [new], [text], [0], [depth], [nodes])
+            for text, new, depth, nodes in of_text + of_tree
+        ]
+        size = DeviceTreeSize(tuple(layers.size_of(level, width) for level in levels), before)
+        tokens = len(layers.numbers(range(count), (0, 0), 0))
+        orders = tokens + len(rows.tokens)
         first_place = orders + len(RowOrder._fields) + len(levels)
-        arrays, taps, ranks = dict[str, IntArray](), [], np.array(rows.ranks)
+        arrays, ranks = dict[str, IntArray](), np.array(rows.ranks)
         for number, (level, its) in enumerate(zip(levels, size.levels, strict=True)):
             pattern = layers.pattern(level, its, count)
             fields = orders + np.arange(len(RowOrder._fields))
             fields[RowOrder._fields.index("position")] = orders + len(fields) + number
             pattern["orders"] = np.repeat(fields[:, None], its.rows, 1)
-            if number == 0:
-                pattern["tokens"] = np.resize(tokens + np.arange(level.count), its.rows)
+            if number <= before:
+                pattern["tokens"] = np.resize(tokens + number + np.arange(level.count), its.rows)
             else:
-                new = slice(ends[number], ends[number + 1])
-                parents = np.array(above[new]) - ends[number - 1]
+                new = slice(ends[number - before], ends[number - before + 1])
+                parents = np.array(above[new]) - ends[number - before - 1]
                 chosen = ranks[new.start - ends[0] : new.stop - ends[0]]
                 guesses = first_place + (size.starts[number - 1] + parents) * width + chosen
                 pattern["places"] = np.resize(guesses, its.rows)
-            if "taps" in pattern:
-                taps.append(pattern["taps"][: level.count])
             arrays |= {f"{name} {number}": array for name, array in pattern.items()}
         memory = self._memory_of(size, {name: array.shape for name, array in arrays.items()}, width)
         memory.given.clear()
@@ -188,7 +191,6 @@ class DeviceTrees:
             memory.given.flat.copy(),
             np.concatenate([np.zeros(first_place, np.int64), np.arange(size.rows * width)]),
             np.concatenate(real),
-            np.concatenate(taps) if taps else None,
         )
 
     def _memory_of(self, size: DeviceTreeSize, shapes: dict[str, tuple[int, ...]], width: int) -> TreeMemory:

@@ -49,8 +49,7 @@ class DraftIds:
 
     def _rows(self, rows: Chains | Level | Levels) -> Chains | Level | Levels:
         if isinstance(rows, Levels):
-            text = None if rows.text is None else replace(rows.text, tokens=self.inside(rows.text.tokens))
-            return replace(rows, first=replace(rows.first, tokens=self.inside(rows.first.tokens)), text=text)
+            return replace(rows, tokens=self.inside(np.array(rows.tokens)).tolist())
         return replace(rows, tokens=self.inside(rows.tokens))
 
     def _mask(self, mask: Bits | None) -> Bits | None:

@@ -288,6 +288,10 @@ class FixedForm:
     counts: tuple[int, ...]  # number of processed rows of each level
 
 
+ROOT_ALONE = FixedForm(above=(-1,), ranks=(0,), counts=(1,))
+"""The first level of any tree."""
+
+
 @functools.lru_cache(maxsize=1024)
 def fixed_form(shape: TreeShape) -> FixedForm | None:
     """The form of all trees of this shape; None if it depends on the candidates."""

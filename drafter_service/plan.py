@@ -8,7 +8,7 @@ empty text, and no node.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -90,11 +90,6 @@ class Level:
         """Number of tokens that go through the model."""
         return len(self.tokens)
 
-    @property
-    def is_path(self) -> bool:
-        """True for the end of a single tree whose nodes are all on one path, such as a root alone."""
-        return len(self.trees) == 1 and len(self.trees[0].slots) == self.depths[0] + 1
-
     @cached_property
     def slots(self) -> IntArray:
         """Node slot of each row, [rows]."""
@@ -117,6 +112,23 @@ class Level:
     def positions(self) -> IntArray:
         """Position of each row's token in its text, [rows]."""
         return np.repeat(np.add(self.starts, self.depths), self.counts)
+
+    def ancestors(self, count: int) -> IntArray:
+        """Node slots of each row's ancestors in order of depth, [rows, count], those nearest to the row last; NO_NODE
+        before the root."""
+        slots, above, at = list[int](), list[int](), list[int]()
+        first = 0
+        for nodes, new in zip(self.trees, self.counts, strict=True):
+            slots += nodes.slots
+            above += [first + each if each >= 0 else -1 for each in nodes.above]
+            first += len(nodes.slots)
+            at += above[-new:]
+        of_slots, of_above = np.array([*slots, NO_NODE], np.int64), np.array([*above, -1], np.int64)  # -1 is the last
+        found, place = np.empty((len(at), count), np.int64), np.array(at, np.int64)
+        for back in range(count):
+            found[:, count - 1 - back] = of_slots[place]
+            place = of_above[place]
+        return found
 
     @cached_property
     def nodes(self) -> IntArray:
@@ -146,28 +158,27 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """All remaining levels of one tree in one forward, for shapes whose form does not depend on the candidates."""
+    """All remaining levels of one tree in one forward, for shapes whose form does not depend on the candidates, or its
+    root alone; after the tokens before the root that the text's memory lacks."""
 
-    first: Level
+    tokens: Sequence[int]  # tokens of the text before the root, then those of the first level
+    source: int  # text slot from which the tokens before the root start
+    text: int  # slot of the tree's text, in which they end
+    start: int  # tokens that the source slot has consumed
+    depth: int  # depth of the first level; 0 if there are tokens before the root
     nodes: Nodes  # nodes of the whole tree, the rows of these levels last
     counts: Sequence[int]  # [levels] nodes of each level
     ranks: Sequence[int]  # [rows] place of each node among its parent's candidates; unused on the first level
-    text: Chains | None = None  # tokens of the text before the root, which go through the model with its level
 
     @property
     def text_rows(self) -> int:
-        """Number of tokens of the text that go through the model with the first level."""
-        return 0 if self.text is None else self.text.count
-
-    @classmethod
-    def of(cls, level: Level) -> Levels:
-        """A level of one tree, alone."""
-        return cls(level, level.trees[0], level.counts, range(level.count))
+        """Number of tokens of the text before the root."""
+        return len(self.tokens) - self.counts[0]
 
     @property
     def count(self) -> int:
         """Number of tokens that go through the model."""
-        return self.text_rows + sum(self.counts)
+        return self.text_rows + len(self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,33 +201,9 @@ class DraftPlan:
             case Level():
                 return self.rows.depths
             case Levels():
-                first = self.rows.first.depths[0]
+                first = self.rows.depth
                 return [0] * self.rows.text_rows + [first + level for level in range(len(self.rows.counts))]
         return [0] * len(self.groups)
-
-    def with_levels(self, nodes: Nodes, counts: Sequence[int], ranks: Sequence[int]) -> DraftPlan:
-        """A plan of the level of this plan and the levels below it, of one tree. Arguments: fields of `Levels`."""
-        assert isinstance(self.rows, Level)
-        first = self.positions[0]
-        positions = range(first, first + len(counts))
-        return DraftPlan(
-            Levels(self.rows, nodes, counts, ranks),
-            None,
-            counts,
-            [self.sessions[0]] * len(counts),
-            positions,
-            self.width,
-        )
-
-    def after(self, text: DraftPlan) -> DraftPlan:
-        """One plan of the tokens of `text` and of the tree's first levels in this plan, whose root follows them.
-        text: a plan of a single chain, all of whose tokens are scored"""
-        rows = self.rows
-        assert isinstance(text.rows, Chains) and not isinstance(rows, Chains)
-        levels = rows if isinstance(rows, Levels) else Levels.of(rows)
-        groups, positions = [*text.groups, *self.groups], [*text.positions, *self.positions]
-        sessions = [*text.sessions, *self.sessions]
-        return DraftPlan(replace(levels, text=text.rows), None, groups, sessions, positions, self.width)
 
 
 class OneForward(NamedTuple):
@@ -224,7 +211,7 @@ class OneForward(NamedTuple):
 
     levels: bool = False  # True: all levels of a tree whose form is known
     longest_chain: int = 0  # most tokens of a chain without a root that runs as levels of one token; 0: none does
-    text_and_levels: bool = False  # True: the tokens before a root and the levels of its tree
+    text_and_levels: bool = False  # True: the tokens before a root, as many as a chain may have, and its tree's levels
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,5 +244,7 @@ class DraftOutcome:
         """Raise FloatingPointError if scores of these rows are not finite. Only scores of removed candidates, which
         come last, may be minus infinity."""
         scores = self.scores[rows]
+        if np.isfinite(scores).all():  # nearly always
+            return
         if not np.isfinite(scores[:, 0]).all() or np.isnan(scores).any():
             raise FloatingPointError("the scores after the text are not finite")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -77,9 +77,10 @@ class RecordableMemory(Protocol):
         """
         ...
 
-    def fold_arrays(self, folds: Sequence[TextFold], longest: int) -> Mapping[str, IntArray]:
-        """Called once for each step with folds. Returns arrays whose shapes depend on the number of folds and `longest`
-        alone. Arrays of zeros are a fold that changes nothing. longest: nodes to which each fold's path is padded"""
+    def fold_numbers(self, folds: Sequence[TextFold], longest: int) -> Mapping[str, list[Any]]:
+        """Called once for each step with folds. Returns lists of whole numbers, one entry for each fold, whose shapes
+        depend on `longest` alone. Zeros are a fold that changes nothing. longest: nodes to which each fold's path is
+        padded"""
         ...
 
     def run_folds(self, given: Mapping[str, Tensor]) -> Tensor:
@@ -156,15 +157,15 @@ class RecordedFolds:
         """Fold accepted nodes into the memories of their texts."""
         size = FoldSize.of(folds)
         padded = [*folds, *[folds[0]] * (size.rows - len(folds))]
-        arrays = self._memory.fold_arrays(padded, size.longest)
+        numbers = self._memory.fold_numbers(padded, size.longest)
         buffers = self._buffers.get(size)
         if buffers is None:
-            shapes = {name: array.shape for name, array in arrays.items()}
+            shapes = {name: np.shape(each) for name, each in numbers.items()}
             buffers = self._buffers[size] = StepBuffers(shapes, torch.int64, self._device)
             self._run(size, buffers)  # recording runs the folds twice, so the buffers still have zeros: no change
         buffers.clear()
-        for name, array in arrays.items():
-            buffers.host[name][:] = array
+        for name, each in numbers.items():
+            buffers.host[name][:] = each
         buffers.upload()
         self._run(size, buffers)
 

@@ -150,7 +150,7 @@ class DraftRunner:
             assert isinstance(model, Backbone)
             self._on_device = DeviceLevels(model, layers, nodes, graphs)
             if whole_trees and head is None:
-                self._trees = DeviceTrees(self._on_device, graphs)
+                self._trees = DeviceTrees(self._on_device, graphs, self._fold)
         self._fused = self.memory if isinstance(self.memory, FusedMemory) else None
         if self._fused is not None and head is not None:
             self._fused.use_head(HeadCalls(head.weights, head.facts.candidates))
@@ -162,7 +162,8 @@ class DraftRunner:
         """What a forward of this session alone may contain besides one level or one chain."""
         by_kernels = session in self._orders
         fused = self._fused is not None and not self._laws[session].warp.masks
-        return OneForward(by_kernels if self._trees is not None else fused, LONGEST_CHAIN if by_kernels else 0, fused)
+        levels = by_kernels if self._trees is not None else fused
+        return OneForward(levels, LONGEST_CHAIN if by_kernels else 0, levels)
 
     @property
     def vocabulary(self) -> int:
@@ -247,10 +248,15 @@ class DraftRunner:
 
     def _compiled(self, plan: DraftPlan) -> FusedMemory | None:
         """The fused memory, if the call that runs the plan can also rank its tokens (no session filters); else None."""
-        return None if any(self._laws[session].warp.masks for session in plan.sessions) else self._fused
+        filtered = self._fused is None or any(self._laws[session].warp.masks for session in plan.sessions)
+        return None if filtered else self._fused
 
     def _run(self, plan: DraftPlan) -> DraftOutcome:
         """Run one forward. The plan and the outcome have the model's ids."""
+        if self._trees is not None and isinstance(plan.rows, Levels):
+            order = self._orders[plan.sessions[0]]
+            width = min(plan.width, order.vocabulary)
+            return DraftOutcome(*self._trees.guesses(plan.rows, order, plan.positions, width))
         compiled = self._compiled(plan)
         laws = [self._laws[session] for session in plan.sessions]
         return self._run_by_parts(plan, laws) if compiled is None else self._run_in_one(compiled, plan, laws)
@@ -272,19 +278,15 @@ class DraftRunner:
     def _run_by_parts(self, plan: DraftPlan, laws: list[DraftLaw]) -> DraftOutcome:
         """Run one forward by the model, and rank its tokens by kernels, where these have their orders, or in torch."""
         rows = plan.rows
-        if isinstance(rows, Levels):
-            assert self._trees is not None
-            order, width = self._orders[plan.sessions[0]], _width(laws[:1], plan)
-            return DraftOutcome(*self._trees.guesses(rows, order, plan.positions, width))
+        assert not isinstance(rows, Levels)
         by_row = self._device_orders(plan)
         if by_row and self._on_device is not None and isinstance(rows, Level):
             whole = by_row if plan.scored is None else _scattered(by_row, plan.scored, rows.count)
-            ids, scores = self._guesses_of_level(rows, whole, _width(laws, plan))
+            ids, scores = self._on_device.guesses(rows, whole, _width(laws, plan))
             chosen = slice(None) if plan.scored is None else plan.scored
             return DraftOutcome(ids[chosen], scores[chosen])
         if len(by_row) == rows.count and self._on_device is not None and isinstance(rows, Chains) and is_short(rows):
-            runs = self._fold, self._guesses_of_level
-            return DraftOutcome(*self._on_device.chain(rows, by_row, _width(laws, plan), *runs))
+            return DraftOutcome(*self._on_device.chain(rows, by_row, _width(laws, plan), self._fold))
         hidden = self.memory.chain(rows).flatten(0, 1) if isinstance(rows, Chains) else self._level(rows)
         if not plan.groups:
             return NOTHING
@@ -306,13 +308,6 @@ class DraftRunner:
             return []
         groups = zip(orders, plan.positions, plan.groups, strict=True)
         return [order for each, at, count in groups for order in [each._replace(position=at)] * count]
-
-    def _guesses_of_level(self, rows: Level, orders: Sequence[RowOrder], width: int) -> tuple[IntArray, np.ndarray]:
-        """The best guesses of a level by kernels. The table of a path is kept, as most drafts begin with one."""
-        assert self._on_device is not None
-        if self._trees is not None and rows.is_path:
-            return self._trees.guesses(Levels.of(rows), orders[0], [orders[0].position], width)
-        return self._on_device.guesses(rows, orders, width)
 
     def _level(self, rows: Level) -> Tensor:
         if self._on_device is not None:

@@ -33,8 +33,8 @@ from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service.confidence import CANDIDATES, Calibrations
-from drafter_service.grow import fixed_form, growth_of, ranks
-from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, Nodes, OneForward, TextFold
+from drafter_service.grow import ROOT_ALONE, fixed_form, growth_of, ranks
+from drafter_service.plan import EMPTY_TEXT, Chains, DraftOutcome, DraftPlan, DraftStep, OneForward, TextFold
 from drafter_service.prepared import NEXT_TOKEN, Outcome, Preparations, PreparedCounters, PreparedText
 from drafter_service.sampled import GuessDraws, check_drawn_shape, drawn_growth_of
 from drafter_service.structures import DraftStructure, keep_allowed
@@ -47,6 +47,7 @@ from drafter_service.texts import (
     TextMasks,
     check_tokens,
     level_of,
+    levels_of,
 )
 
 log = logging.getLogger("dendro.drafter")
@@ -224,7 +225,7 @@ class DraftScheduler:
         self._drop_cancelled()
         self._folds, self._planned = [], []
         for session in list(self._sessions.values()):
-            if session.closing is not None or (session.round is not None and not session.round.growth.processed):
+            if session.closing is not None or (session.round is not None and not session.is_growing):
                 self._fold_kept(session)
         self._answer_complete()
         plan = self._plan() or self._catch_up() or self._plan_prepared()  # all may add folds
@@ -232,34 +233,27 @@ class DraftScheduler:
 
     def _plan(self) -> DraftPlan | None:
         """The next forward that a caller waits for."""
-        growing, starting, prompts = [], [], []
-        drafted = [session for session in self._sessions.values() if session.is_drafted(self.chunk)]
-        ready = self.text_masks.ready(drafted)
-        room = True  # rounds get slots in order: once one waits for slots, later ones wait too, so that none starves
-        for session in list(self._sessions.values()):
-            if session.round is not None and session.is_drafted(self.chunk):
-                if session not in ready:
-                    continue
-                if session.round.growth.processed:
-                    growing.append(session)
-                    continue
-                room = room and self._reserve(session)
-                if room:
-                    starting.append(session)
+        growing, starting, drafted, prompts = [], [], [], []
+        for session in self._sessions.values():
+            if session.is_drafted(self.chunk):
+                drafted.append(session)
             elif session.needs_prefill:
                 prompts.append(session)
-        singles = [session for session in starting if session.base - session.covers == 1]
-        chains = [session for session in starting if session.base - session.covers > 1]
+        room = True  # rounds get slots in order: once one waits for slots, later ones wait too, so that none starves
+        for session in self.text_masks.ready(drafted):
+            if session.is_growing:
+                growing.append(session)
+            elif room := room and self._reserve(session):
+                starting.append(session)
         self._turn += 1
         if prompts and (self._turn % PREFILL_EVERY == 0 or not (growing or starting)):
             return self._plan_prompts(prompts[:PREFILL_ROWS])
         alone = len(growing) + len(starting) == 1 and not prompts
-        if chains:
-            joined = alone and self._is_joined(chains[0])
-            return self._plan_text_and_levels(chains[0]) if joined else self._plan_chains(chains)
-        if alone:
-            return self._plan_levels(growing + singles)
-        return self._plan_level(growing + singles) if growing or singles else None
+        if alone and (plan := self._plan_levels(*growing, *starting)) is not None:
+            return plan
+        if chains := [session for session in starting if session.base - session.covers > 1]:
+            return self._plan_chains(chains)
+        return self._plan_level(growing + starting) if growing or starting else None
 
     def _catch_up(self) -> DraftPlan | None:
         """Plan a prefill of idle sessions whose memory lags by CATCH_UP tokens; None if there is none."""
@@ -331,20 +325,6 @@ class DraftScheduler:
     def _is_short(self, session: DrafterText) -> bool:
         return session.base - 1 - session.covers <= self.one_forward(session.number).longest_chain
 
-    def _is_joined(self, session: DrafterText) -> bool:
-        """True if the tokens that a session's memory lacks go through the model with the levels of its tree. Masks and
-        draws need the candidates of a level before the next."""
-        assert session.round is not None
-        return not (session.structured or session.round.draws) and self.one_forward(session.number).text_and_levels
-
-    def _plan_text_and_levels(self, session: DrafterText) -> DraftPlan:
-        """Plan the tokens before a root, the root, and further levels if the tree's form is known."""
-        self._kind, self._planned = "chain", [(session, range(session.covers, session.base - 1))]
-        text, levels = self._chain_plan([]), self._plan_levels([session])
-        ((_, nodes),) = self._planned
-        self._kind, self._planned = "chain", [(session, range(session.covers, session.base - 1 + len(nodes)))]
-        return levels.after(text)
-
     def _chain_plan(self, roots: list[int]) -> DraftPlan:
         """Plan one row of consecutive tokens per planned session, scored unless they are prompts."""
         tokens = [session.tokens(span) for session, span in self._planned]
@@ -371,19 +351,29 @@ class DraftScheduler:
         numbers = [session.number for session in sessions]
         return DraftPlan(level, None, level.counts, numbers, guessed, self._width(), self._masks)
 
-    def _plan_levels(self, sessions: list[DrafterText]) -> DraftPlan:
-        """Plan all remaining levels of one session if their form is known and one call can run them, else the next."""
-        plan, (session,) = self._plan_level(sessions), sessions
-        assert session.round is not None
-        growth, form = session.round.growth, fixed_form(session.round.shape)
-        counts = () if form is None else form.counts[growth.level :]
-        if form is None or session.round.draws or len(counts) < 2 or not self.one_forward(session.number).levels:
-            return plan
-        if self._masks or (growth.processed and session.structured):  # masks decide the tree's form
-            return plan
-        done, count = growth.processed, len(form.above)
-        self._planned = [(session, range(done, count))]
-        return plan.with_levels(Nodes(session.round.slots, form.above), counts, form.ranks[done:])
+    def _plan_levels(self, session: DrafterText) -> DraftPlan | None:
+        """Plan all remaining levels of one session, or its root if the tree's form depends on candidates, after the
+        tokens before the root that its memory lacks. None if one call cannot run them."""
+        can, draft_round = self.one_forward(session.number), session.round
+        assert draft_round is not None
+        # Draws need the candidates of a level before the next.
+        form, begun = None if draft_round.draws else fixed_form(draft_round.shape), session.is_growing
+        source, covers, before = session.slot, session.covers, session.base - 1 - session.covers
+        if not can.levels or (begun and form is None):
+            return None
+        if before and (not can.text_and_levels or 0 < can.longest_chain < before):
+            return None
+        if session.structured and (before or begun or session.masks(session.base - 1)[0] is not None):
+            return None  # masks decide the tree's form
+        if before:
+            self._own_slot(session)
+        rows = levels_of(session, form or ROOT_ALONE, source)
+        self._kind, self._planned, self._masks = "chain", [(session, range(covers, covers + rows.count))], ()
+        groups = [*[1] * before, *rows.counts]
+        first = covers + 1 + rows.depth + session.ahead
+        guessed = range(first, first + len(groups))
+        width = max(CANDIDATES, draft_round.width)
+        return DraftPlan(rows, None, groups, [session.number] * len(groups), guessed, width)
 
     def _width(self) -> int:
         rounds = (session.round for session, _ in self._planned)
@@ -400,9 +390,14 @@ class DraftScheduler:
             raise NotFound("opening: is being closed")
         check_tokens(session, update)
         before, common = session.base, session.text.follow(update)  # tokens shared by the old and new text
-        if common < before:
-            self._drop_prepared(session)
         self._sessions[update.opening] = self._sessions.pop(update.opening)
+        if common < before:
+            self._cut(session, common)
+        return session
+
+    def _cut(self, session: DrafterText, common: int) -> None:
+        """Discard a session's state past the first `common` tokens of its text, which are those of its old text."""
+        self._drop_prepared(session)
         for draft_round in (session.kept, session.round):
             if draft_round is not None and common < draft_round.base:
                 self._drop_tree(session, draft_round)
@@ -418,7 +413,6 @@ class DraftScheduler:
         if session.traced is not None and session.traced > common:
             session.traced = common
         session.ranks = {position: rank for position, rank in session.ranks.items() if position < common}
-        return session
 
     def _fold_kept(self, session: DrafterText) -> None:
         """Fold the last tree into the text's memory, if there is one, and free its nodes. A fault ends this session

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,8 +20,8 @@ from dendro.shapes import TreeShape
 from dendro.tree import LAW_TOKENS, DraftTree
 
 from drafter_service.confidence import CANDIDATES, Calibration, Calibrations
-from drafter_service.grow import Growth, Numbers, growth_of
-from drafter_service.plan import EMPTY_TEXT, Level, Nodes
+from drafter_service.grow import FixedForm, Growth, Numbers, growth_of
+from drafter_service.plan import EMPTY_TEXT, Level, Levels, Nodes
 from drafter_service.sampled import GuessDraws
 from drafter_service.structures import DraftStructure
 
@@ -166,7 +166,12 @@ class DrafterText:
 
     @property
     def base(self) -> int:
-        return len(self.text.tokens)
+        return len(self.text.tokens.ids)
+
+    @property
+    def is_growing(self) -> bool:
+        """True if rows of the round's tree have gone through the model."""
+        return self.round is not None and self.round.growth.processed > 0
 
     def tokens(self, span: range) -> list[int]:
         """Tokens of the text at these positions."""
@@ -177,7 +182,7 @@ class DrafterText:
         text in a forward"""
         if self.round is None:
             return False
-        return bool(self.round.growth.processed) or (self.opened is None and self.base - self.covers <= chunk)
+        return self.is_growing or (self.opened is None and self.base - self.covers <= chunk)
 
     def record_rank(
         self,
@@ -262,6 +267,24 @@ def level_of(sessions: Sequence[DrafterText]) -> Level:
     )
 
 
+def levels_of(session: DrafterText, form: FixedForm, source: int) -> Levels:
+    """The remaining levels of a session's tree of this form, after the tokens before the root that its memory lacks.
+    source: text slot from which these start"""
+    draft_round = session.round
+    assert draft_round is not None
+    growth, before = draft_round.growth, session.tokens(range(session.covers, session.base - 1))
+    return Levels(
+        tokens=[*before, *[growth.tokens[row] for row in growth.frontier]],
+        source=source,
+        text=session.slot,
+        start=session.covers,
+        depth=growth.level,
+        nodes=Nodes(draft_round.slots[: len(form.above)], form.above),
+        counts=form.counts[growth.level :],
+        ranks=form.ranks[growth.processed :],
+    )
+
+
 def rank_of(token: int, candidates: Sequence[int]) -> int:
     """Place of a token among a row's candidates; CANDIDATES if it is not among the first of so many."""
     shown = candidates[:CANDIDATES]
@@ -287,14 +310,14 @@ class TextMasks:
         """Seconds until a text that the last `ready` left out is drafted without its structure; None if it left out
         none."""
 
-    def ready(self, texts: Collection[DrafterText]) -> set[DrafterText]:
+    def ready(self, texts: Sequence[DrafterText]) -> Sequence[DrafterText]:
         """The texts that need no masks, or whose masks are known after a short wait."""
         self.patience_s = None
-        if any(text.structure is not None for text in texts):
+        if any([text.structure is not None for text in texts]):
             return self._masked(texts)
-        return set(texts)
+        return texts
 
-    def _masked(self, texts: Collection[DrafterText]) -> set[DrafterText]:
+    def _masked(self, texts: Sequence[DrafterText]) -> Sequence[DrafterText]:
         """The texts whose masks are known after a short wait. Texts whose masks took longer the last time are not
         waited for, so that they delay the others only once."""
         now_s, begun, awaited = self._clock(), [], []
@@ -310,7 +333,7 @@ class TextMasks:
         late = {text: text.begun.begun_s for text in texts if not text.has_masks and text.begun is not None}
         if late:
             self.patience_s = max(0.0, min(late.values()) + LATE_S - now_s)
-        return set(texts).difference(late)
+        return [text for text in texts if text not in late]
 
     def _begun(self, text: DrafterText, now_s: float) -> RowMasks | None:
         """Begin to find the masks that the text's round needs. None if nothing was begun: none are needed, or they are

@@ -194,7 +194,7 @@ class OneCallLevels(ABC):
         """
 
     @abstractmethod
-    def _enter_text(self, root: Ints, text: Chains) -> None:
+    def _enter_text(self, root: Ints, rows: Levels) -> None:
         """Called after `_enter` where a text's tokens come before the root of its tree. root: the root's entry"""
         ...
 
@@ -221,14 +221,13 @@ class OneCallLevels(ABC):
         slots, before = np.array(rows.nodes.slots, np.int64), len(rows.nodes.slots) - nodes
         above = np.array(rows.nodes.above[before:], np.int64)
         levels.reserve(count, width)
-        levels.tokens[first : first + rows.first.count] = rows.first.tokens
+        levels.tokens[: len(rows.tokens)] = rows.tokens
         levels.above[first:count], levels.ranks[first:count] = above + (first - before), rows.ranks
         places = np.array([place for each in rows.counts for place in range(each)], np.int64)
         parents = np.where(above < 0, NO_NODE, slots[above])
-        self._enter(levels.table[:nodes], places, slots[before:], parents, rows.first.texts[0])
-        if rows.text is not None:
-            levels.tokens[:first] = rows.text.tokens[0]
-            self._enter_text(levels.table[0], rows.text)
+        self._enter(levels.table[:nodes], places, slots[before:], parents, rows.text)
+        if first:
+            self._enter_text(levels.table[0], rows)
         counts, groups = [first + rows.counts[0], *rows.counts[1:]], [1] * first + [*rows.counts]
         return self._ranked(counts, groups, depths, orders, width, rows.counts[0])
 
@@ -306,10 +305,10 @@ class FusedInputMemory(OneCallLevels, SavedTexts):
         table[:, 0], table[:, 1], table[:, 2] = slots, parents, texts
         self._call[shapes.SEQUENCES] = 0
 
-    def _enter_text(self, root: Ints, text: Chains) -> None:
-        row = self._text[0]
-        row[shapes.SOURCE], row[shapes.TARGET] = text.source[0], text.target[0]
-        row[shapes.FIRST], row[shapes.KEPT], row[shapes.COUNT], row[shapes.END] = 0, text.count, text.count, NONE
+    def _enter_text(self, root: Ints, rows: Levels) -> None:
+        row, count = self._text[0], rows.text_rows
+        row[shapes.SOURCE], row[shapes.TARGET] = rows.source, rows.text
+        row[shapes.FIRST], row[shapes.KEPT], row[shapes.COUNT], row[shapes.END] = 0, count, count, NONE
         self._call[shapes.SEQUENCES], self._call[shapes.SEQUENCE_TABLE] = 1, self._text.ctypes.data
 
     def chain(self, rows: Chains) -> Tensor:
@@ -438,10 +437,10 @@ class FusedStateMemory(OneCallLevels, StateSlots):
         table[:, shapes.KEPT] = table[:, shapes.COUNT] = 1
         table[:, shapes.END] = NONE
 
-    def _enter_text(self, root: Ints, text: Chains) -> None:
+    def _enter_text(self, root: Ints, rows: Levels) -> None:
         root[shapes.END] = root[shapes.TARGET]
-        root[shapes.SOURCE], root[shapes.TARGET] = text.source[0], text.target[0]
-        root[shapes.KEPT], root[shapes.COUNT] = text.count, text.count + 1
+        root[shapes.SOURCE], root[shapes.TARGET] = rows.source, rows.text
+        root[shapes.KEPT], root[shapes.COUNT] = rows.text_rows, rows.text_rows + 1
 
     def chain(self, rows: Chains) -> Tensor:
         texts, time = rows.tokens.shape

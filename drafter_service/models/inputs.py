@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -63,8 +63,6 @@ class InputSlots(SavedTexts):
         source, kept = torch.from_numpy(rows.source).to(device), torch.from_numpy(rows.kept).to(device)
         target, root = as_slots(rows.target, device), None
         if len(rows.roots):
-            # Taps of the roots point to the inputs at the ends of their texts, which this chain writes.
-            memory.hang(rows.roots, rows.target, np.full_like(rows.roots, NO_NODE))
             root = Root(torch.arange(len(rows.roots), device=device), *memory.slots(rows.roots))
 
         def mix(layer: int, mixer: NodeMixer, u: Tensor) -> Tensor:
@@ -76,7 +74,7 @@ class InputSlots(SavedTexts):
         """Prepare a level. The returned function runs a layer, which writes its part of the new nodes' slots."""
         memory, device = self._memory, self._device
         written = rows.slots
-        taps = memory.hang(written, rows.text_of_rows, rows.parents)
+        taps = memory.taps(written, rows.text_of_rows, rows.ancestors(memory.back))
         trees, new = len(rows.counts), max(rows.counts)
         places = None
         if len(written) < trees * new:
@@ -105,17 +103,20 @@ class InputSlots(SavedTexts):
         return mix
 
     def fold(self, folds: Sequence[TextFold]) -> None:
-        arrays = self.fold_arrays(folds, max(len(fold.path) for fold in folds))
-        target = as_slots(arrays.pop("target"), self._device)
-        given = {name: torch.from_numpy(array).to(self._device) for name, array in arrays.items()}
+        numbers = self.fold_numbers(folds, max(len(fold.path) for fold in folds))
+        target = as_slots(np.array(numbers.pop("target")), self._device)
+        given = {name: torch.tensor(each, device=self._device) for name, each in numbers.items()}
         self._memory.fold(NodeFolds(target=target, **given), self._factors)
 
-    def fold_arrays(self, folds: Sequence[TextFold], longest: int) -> dict[str, IntArray]:
-        source = np.array([fold.source for fold in folds], np.int64)
-        target = np.array([fold.target for fold in folds], np.int64)
-        paths = np.array([[*fold.path, *[NO_NODE] * (longest - len(fold.path))] for fold in folds], np.int64)
-        tails, into = self._memory.last_inputs([fold.path[-1] for fold in folds], target)
-        return {"source": source, "target": target, "paths": paths, "tails": tails, "into": into}
+    def fold_numbers(self, folds: Sequence[TextFold], longest: int) -> dict[str, list[Any]]:
+        first, back, tail = self._memory.first, self._memory.back, self._memory.tail
+        return {
+            "source": [fold.source for fold in folds],
+            "target": [fold.target for fold in folds],
+            "paths": [[*fold.path, *[NO_NODE] * (longest - len(fold.path))] for fold in folds],
+            "tails": [[*tail(fold.source), *[first + node for node in fold.path]][-back:] for fold in folds],
+            "into": [tail(fold.target) for fold in folds],
+        }
 
     def run_folds(self, given: Mapping[str, Tensor]) -> Tensor:
         self._memory.fold(NodeFolds(**given), self._factors)
@@ -140,7 +141,8 @@ class InputMemory(InputSlots):
 
     def padded(self, rows: Level, size: LevelSize, scratch: int) -> PaddedLevel:
         """Lay out each tree as padding, the nodes before the level, the level's nodes, and their padding."""
-        memory, taps = self._memory, self._memory.hang(rows.slots, rows.text_of_rows, rows.parents)
+        memory, near = self._memory, rows.ancestors(self._memory.back)
+        taps = memory.taps(rows.slots, rows.text_of_rows, near)
         first_new = size.nodes - size.new
         places = np.concatenate([tree * size.new + np.arange(count) for tree, count in enumerate(rows.counts)])
         nodes = np.full((size.trees, size.nodes), NO_NODE)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from dendro.state import Arrays
-from dendro.tree import IntArray
 from torch import Tensor
 from tree_kernels.state_step import Slots
 from tree_layers.mixers import Mamba1Mixer, Stop
@@ -60,10 +59,9 @@ class StateSlots(SavedTexts):
         for fold in folds:
             self._saved.copy(self.first_node + fold.path[-1], fold.target)
 
-    def fold_arrays(self, folds: Sequence[TextFold], longest: int) -> dict[str, IntArray]:
-        both = [(self.first_node + fold.path[-1], fold.target) for fold in folds]
-        source, target = np.array(both, np.int64).T
-        return {"source": source, "target": target}
+    def fold_numbers(self, folds: Sequence[TextFold], longest: int) -> dict[str, list[Any]]:
+        ends = [self.first_node + fold.path[-1] for fold in folds]
+        return {"source": ends, "target": [fold.target for fold in folds]}
 
     def run_folds(self, given: Mapping[str, Tensor]) -> Tensor:
         for memory in (*self.states.recurrent, *self.states.conv):

@@ -122,28 +122,18 @@ class NodeStates:
         for store in (self._x, self._B, self._dt):
             store[:, 0] = 0
         self.first = texts * self.back  # slot of node slot 0 among the raw inputs
-        self._taps = np.zeros((nodes, self.back + 1), np.int64)  # [nodes, W] taps of each node
         stores = zip(self.texts.recurrent, self.texts.conv, raw, self._x, self._B, self._dt, strict=True)
         self.layers = [LayerNodes(*each) for each in stores]
 
-    def tail(self, texts: Ints) -> Ints:
-        """Slots of the last raw inputs of texts, [texts, W - 1]."""
-        return texts[:, None] * self.back + np.arange(self.back)
+    def tail(self, text: int) -> range:
+        """Slots of a text's last W - 1 raw inputs."""
+        return range(self.back * text, self.back * (text + 1))
 
-    def hang(self, slots: Ints, texts: Ints, parents: Ints) -> Ints:
-        """Record and return the taps [rows, W] of new nodes below `parents`, or below the text where a parent is 0."""
-        taps = np.empty((len(slots), self.back + 1), np.int64)
-        taps[:, :-1] = self._taps[parents, 1:]
-        taps[:, -1] = self.first + slots
-        roots = np.flatnonzero(parents == 0)
-        if len(roots):
-            taps[roots, :-1] = self.tail(texts[roots])
-        self.record(slots, taps)
-        return taps
-
-    def record(self, slots: Ints, taps: Ints) -> None:
-        """Record the taps [rows, W] of new nodes."""
-        self._taps[slots] = taps
+    def taps(self, slots: Ints, texts: Ints, near: Ints) -> Ints:
+        """Taps [rows, W] of nodes. texts: slots of their texts   near [rows, W - 1]: their nearest ancestors, the
+        parent last; 0 where tokens of the text come before the root"""
+        of_text = texts[:, None] * self.back + np.arange(self.back) + (near != 0).sum(1)[:, None]
+        return np.concatenate([np.where(near == 0, of_text, self.first + near), self.first + slots[:, None]], 1)
 
     def slots(self, slots: Ints) -> tuple[Slots, Slots]:
         """Node slots to write to, and their slots among the raw inputs."""
@@ -151,10 +141,6 @@ class NodeStates:
         if isinstance(found, slice):
             return found, slice(self.first + found.start, self.first + found.stop)
         return found, self.first + found
-
-    def last_inputs(self, ends: Sequence[int], texts: Ints) -> tuple[Ints, Ints]:
-        """Slots of the last raw inputs of paths that end with these nodes, and of texts, [rows, W - 1] each."""
-        return self._taps[ends, 1:], self.tail(texts)
 
     def fold(self, folds: NodeFolds, factors: Tensor) -> None:
         """Advance texts by accepted nodes, in all layers.

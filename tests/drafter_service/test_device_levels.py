@@ -11,7 +11,7 @@ import torch
 from dendro.text import Sampling
 
 from drafter_service import device_levels
-from drafter_service.device_levels import DeviceLevels, ancestors_of, layers_of
+from drafter_service.device_levels import DeviceLevels, layers_of
 from drafter_service.plan import EMPTY_TEXT, Chains, DraftPlan
 from drafter_service.runner import DraftRunner
 from tests.drafter_service.test_memory import compare_rounds
@@ -166,4 +166,4 @@ def test_padded_rows_write_no_node_of_a_tree(device_model):
 
 def test_ancestors_are_in_order_of_depth():
     case = TextCase(1, [1], tokens=[0] * 5, slots=[9, 4, 7, 5, 6], parents=[-1, 0, 1, 2, 1], level=[3, 4])
-    assert ancestors_of(level_of([case]), 4).tolist() == [[0, 9, 4, 7], [0, 0, 9, 4]]
+    assert level_of([case]).ancestors(4).tolist() == [[0, 9, 4, 7], [0, 0, 9, 4]]

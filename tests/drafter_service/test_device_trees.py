@@ -14,7 +14,7 @@ from dendro.tree import DraftTree
 from tree_layers.states import SlotPool
 
 from drafter_service import device_trees
-from drafter_service.plan import Chains, Level, Levels
+from drafter_service.plan import Levels
 from drafter_service.runner import DraftRunner
 from drafter_service.scheduler import DraftScheduler
 from tests.support.launches import launches
@@ -102,9 +102,9 @@ def test_whole_trees_are_those_of_level_after_level_bit_for_bit(device_model):
     for number, shape in enumerate(SHAPES):
         trees = [each.draft(shape) for each in (by_level, whole)]
         assert same(*trees)
-        assert len(by_level.plans) > len(whole.plans)
-        assert sum(isinstance(plan.rows, Levels) for plan in whole.plans) == 1
-        assert isinstance(whole.plans[0].rows, Levels) == (number < 2), "the last begins with a chain"
+        (plan,) = whole.plans
+        assert len(by_level.plans) > 1 and isinstance(plan.rows, Levels)
+        assert plan.rows.text_rows == (2 if number == 2 else 0), "the last begins with a leaf and a token after it"
         last = trees[0].tokens[-1]  # a leaf of the last level, and the path to it
         path, row = [], len(trees[0].tokens) - 1
         while row:
@@ -145,15 +145,18 @@ def test_a_drafted_tree_downloads_once(device_model, monkeypatch):
     assert not downloads and not uploads, "the arrays go through memory that is pinned on a GPU"
 
 
-def test_a_short_chain_and_a_root_alone_make_no_arrays_of_their_own(device_model, monkeypatch):
+@pytest.mark.parametrize("shape", ["(2)", "dynamic(2,1,2)"])
+def test_a_tree_after_a_leaf_that_no_forward_has_read_is_one_forward_and_makes_no_arrays_of_its_own(
+    device_model, shape, monkeypatch
+):
     whole = whole_trees_of(device_model)
-    for _ in range(2):  # the second round goes through a leaf, which a chain reads
-        whole.text.extend([int(whole.draft("(2)").tokens[1]), 3])
-    plans = whole.plans
+    for _ in range(2):  # each round after the first begins with the leaf of the one before
+        whole.text.extend([int(whole.draft(shape).tokens[1]), 3])
     monkeypatch.setattr(torch.Tensor, "cpu", None)
     monkeypatch.setattr(torch, "from_numpy", None)
-    whole.draft("(2)")
-    assert [type(plan.rows) for plan in whole.plans] == [type(plan.rows) for plan in plans] == [Chains, Level]
+    whole.draft(shape)
+    (plan,) = whole.plans
+    assert isinstance(plan.rows, Levels) and (plan.rows.text_rows, plan.rows.count) == (1, 2)
 
 
 def test_a_tree_that_cannot_be_recorded_is_run(device_model):

@@ -119,7 +119,7 @@ def test_a_session_alone_gets_all_levels_of_a_fixed_tree_in_one_forward_and_two_
         scheduler.answers.clear()
         draft(scheduler, first, SMALL)
         alone = [plan.groups for plan in forwards(scheduler)]
-        assert alone == ([(1, 2)] if runs_levels else [[1], [2]])
+        assert alone == ([[1, 2]] if runs_levels else [[1], [2]])
         draft(scheduler, first, SMALL)
         draft(scheduler, second, SMALL)
         assert [plan.groups for plan in forwards(scheduler)] == [[1, 1], [2, 2]]
@@ -134,7 +134,7 @@ def test_the_rest_of_a_fixed_tree_is_one_forward_after_a_chain_to_its_root():
     forwards(scheduler)
     update = TextUpdate.of(session.opening, Tokens((*PROMPT, 8, 9)), len(PROMPT))
     scheduler.draft(Ticket(0.0), DraftCall(update, LevelShape((2, 1, 1))))
-    assert [plan.groups for plan in forwards(scheduler)] == [[1, 1, 1], (2, 2)]
+    assert [plan.groups for plan in forwards(scheduler)] == [[1, 1, 1], [2, 2]]
     (tree,) = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
     assert tree.parents.tolist() == [-1, 0, 0, 1, 2, 3, 4]
 
@@ -149,10 +149,10 @@ def test_a_chain_that_runs_as_levels_ends_before_its_root_and_the_whole_tree_is_
         scheduler.draft(Ticket(0.0), DraftCall(update, LevelShape((2, 1, 1))))
         plans = forwards(scheduler)
         if longest_chain == 2:  # the prompt's last token and the first new one, then the root and all of its levels
-            assert [plan.groups for plan in plans] == [[1, 1], (1, 2, 2)]
+            assert [plan.groups for plan in plans] == [[1, 1], [1, 2, 2]]
             assert plans[0].rows.tokens.tolist() == [[PROMPT[-1], 8]] and not len(plans[0].rows.roots)
         else:
-            assert [plan.groups for plan in plans] == [[1, 1, 1], (2, 2)]
+            assert [plan.groups for plan in plans] == [[1, 1, 1], [2, 2]]
         (tree,) = [tree for _, tree in scheduler.answers if isinstance(tree, DraftTree)]
         found.append((tree.tokens.tolist(), tree.parents.tolist(), list(tree.trace)))
     assert found[0] == found[1] == found[2]

@@ -20,7 +20,7 @@ from drafter_service.models import load_model
 from drafter_service.models.fused import FUSED, FusedEnds
 from drafter_service.models.memory import FusedMemory
 from drafter_service.options import DrafterOptions
-from drafter_service.plan import EMPTY_TEXT, Chains, Level, Levels, Nodes
+from drafter_service.plan import EMPTY_TEXT, Chains, Levels, Nodes
 from tests.support.text_cases import ints
 from tests.support.tiny_mamba import Family, make_checkpoint, tiny_config
 
@@ -55,11 +55,10 @@ def computed(model: FusedEnds, memory: FusedMemory) -> tuple[list[np.ndarray], i
     hidden = memory.chain(Chains(tokens, ints(TOKENS), ints(0), ints(EMPTY_TEXT), ints(1), ints()))[0]
     slots = list(range(1, 1 + len(FORM.above)))
     joined = model.team.joined
-    root = Level(ints(7), [1], [1], [0], [0], [Nodes(slots[:1], FORM.above[:1])])
     known = model.vocabulary
     noise = list(gumbel_noise(5, range(1, 1 + len(FORM.counts)), known))
     orders = Orders([0.7] * len(noise), noise, [known] * len(noise))
-    rows = Levels(root, Nodes(slots, FORM.above), FORM.counts, FORM.ranks)
+    rows = Levels([7], 1, 1, 0, 0, Nodes(slots, FORM.above), FORM.counts, FORM.ranks)
     ids, scores, _ = memory.guesses_of_levels(rows, range(len(FORM.counts)), orders, WIDTH)
     joined += model.team.joined
     return [hidden.numpy(), ids, scores, model.logits(hidden).numpy()], joined

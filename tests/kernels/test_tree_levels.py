@@ -71,7 +71,8 @@ def test_levels_in_one_call_are_those_of_a_call_each(tmp_path, family, shape):
         again = memory if first else memory_of(model, 60)
         orders = Orders([0.7] * len(noise[first:]), noise[first:], [model.vocabulary] * len(noise[first:]))
         ranks = form.ranks[sum(form.counts[:first]) :]
-        rows = Levels(levels[first], Nodes(slots, form.above), form.counts[first:], ranks)
+        tokens = levels[first].tokens.tolist()
+        rows = Levels(tokens, 0, 0, 0, first, Nodes(slots, form.above), form.counts[first:], ranks)
         ids, scores, _ = again.guesses_of_levels(rows, range(first, len(form.counts)), orders, WIDTH)
         assert np.array_equal(ids, np.concatenate([each.ids for each in wanted[first:]]))
         assert np.array_equal(scores, np.concatenate([each.scores for each in wanted[first:]]))
@@ -110,18 +111,12 @@ def test_tokens_of_the_text_before_the_levels_give_what_a_chain_of_their_own_giv
     wanted = [apart.guesses_of_hidden(hidden, [1] * len(hidden), [0] * len(hidden), one_order(0, len(hidden)), WIDTH)]
     if len(form.counts) > 1:
         child = [wanted[0].ids[-1][rank] for rank in form.ranks[1 : 1 + form.counts[1]]]
-        nodes = Nodes(slots[: 1 + form.counts[1]], form.above[: 1 + form.counts[1]])
-        below = Levels(
-            Level(np.array(child), [form.counts[1]], [1], [1 + length], [1], [nodes]),
-            Nodes(slots, form.above),
-            form.counts[1:],
-            form.ranks[1:],
-        )
+        below = Levels(child, 1, 1, 1 + length, 1, Nodes(slots, form.above), form.counts[1:], form.ranks[1:])
         later = one_order(len(hidden), len(form.counts) - 1)
         wanted.append(apart.guesses_of_levels(below, range(1, len(form.counts)), later, WIDTH))
     joined = begun()
     joined.fold_first([fold])
-    every = Levels(first, Nodes(slots, form.above), form.counts, form.ranks, text=chain_of(text, roots=[]))
+    every = Levels([*text, root], 1, 1, 1, 0, Nodes(slots, form.above), form.counts, form.ranks)
     depths = [0] * len(text) + list(range(len(form.counts)))
     ids, scores, _ = joined.guesses_of_levels(every, depths, one_order(0, rows), WIDTH)
     assert np.array_equal(ids, np.concatenate([each.ids for each in wanted]))
