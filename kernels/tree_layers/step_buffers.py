@@ -51,7 +51,7 @@ class StepBuffers:
     def clear(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
-        self._host.zero_()
+        self.flat.fill(0)
 
     def copy(self) -> None:
         """Upload as part of a recorded step. The caller waits for the step before it writes the host's arrays again."""

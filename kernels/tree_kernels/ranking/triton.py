@@ -103,9 +103,8 @@ def _embedded(
 
 def ranked_of(best: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """The tokens and their scores, of numbers of `rank_rows`."""
-    ids = 0xFFFFFFFF - (best & 0xFFFFFFFF)
     bits = (best >> 32).astype(np.int32)
-    return ids, np.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(np.int32).view(np.float32)
+    return ~best & 0xFFFFFFFF, (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32)
 
 
 LEAST: tl.constexpr = tl.constexpr(-(2**63))
