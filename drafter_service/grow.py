@@ -71,7 +71,7 @@ class Growth(ABC):
         """
         above = [self.values[row] for row in self.frontier]
         reached = [
-            [max(chance, LEAST_CHANCE) + value for chance in chances[: self.width]]
+            [(chance if chance > LEAST_CHANCE else LEAST_CHANCE) + value for chance in chances[: self.width]]
             for chances, value in zip(confidences, above, strict=True)
         ]
         first = len(self.tokens)
