@@ -11,10 +11,16 @@ from typing import Any
 
 import redis.asyncio
 import redis.exceptions
+from dendro.tasks import BackgroundTasks
 from redis.asyncio.client import Pipeline
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool, SentinelManagedSSLConnection
-from redis.backoff import ExponentialBackoff
+from redis.asyncio.sentinel import (
+    MasterNotFoundError,
+    Sentinel,
+    SentinelConnectionPool,
+    SentinelManagedSSLConnection,
+)
+from redis.backoff import ExponentialBackoff, NoBackoff
 
 from cluster.redis_address import SeveralNodes, has_several_nodes
 from cluster.redis_cluster import RedisClusterClient
@@ -33,6 +39,8 @@ Beside a retry, redis-py's own health check recurses without end where the serve
 STATES_FIRST = frozenset({"volatile-ttl", "noeviction"})
 """The maxmemory-policies that evict no session before a saved state, unless the session has less time left."""
 
+
+_ASKED = BackgroundTasks(expected=Exception)  # Sentinels that are asked; the first answer ends the wait for the others
 
 AnyClient = redis.asyncio.Redis | RedisClusterClient
 """Clients of a server, of the primary that Sentinels name, or of a cluster."""
@@ -58,14 +66,31 @@ def connect(url: str, budget_s: float) -> AnyClient:
 def _of_primary(several: SeveralNodes, options: dict[str, Any]) -> redis.asyncio.Redis:
     """A client of the primary; each new connection asks the Sentinels which server that is."""
     trust = {name: value for name, value in options.items() if name.startswith("ssl_")}
-    asking: dict[str, Any] = {"socket_timeout": options["socket_connect_timeout"]}
+    asking: dict[str, Any] = {"socket_timeout": options["socket_connect_timeout"], "retry": Retry(NoBackoff(), 1)}
     asking |= {"socket_connect_timeout": options["socket_connect_timeout"], **trust}
     asking |= {"ssl": True} if several.tls else {}
     asking |= {"password": several.sentinel_password} if several.sentinel_password else {}
-    sentinel = Sentinel(several.nodes, sentinel_kwargs=asking)
+    sentinel = _Sentinels(several.nodes, sentinel_kwargs=asking)
     kind = {"connection_class": SentinelManagedSSLConnection} if several.tls else {}
     pool = _PrimaryPool(several.service, sentinel, **options, **kind)  # type: ignore[no-untyped-call]  # redis-py's
     return redis.asyncio.Redis.from_pool(pool)
+
+
+class _Sentinels(Sentinel):
+    """Asks all Sentinels at once: redis-py asks one after another, and a call's time ends at the first that is gone."""
+
+    async def discover_master(self, service_name: str) -> tuple[str, int]:
+        asked = [_ASKED.start(each.sentinel_masters()) for each in self.sentinels]
+        failed: Exception | None = None
+        for answer in asyncio.as_completed(asked):
+            try:
+                state = (await answer).get(service_name)
+            except redis.exceptions.RedisError as error:
+                failed = error
+            else:
+                if state and self.check_master_state(state, service_name):
+                    return state["ip"], state["port"]
+        raise MasterNotFoundError(f"no Sentinel names a primary of {service_name}") from failed
 
 
 class _PrimaryPool(SentinelConnectionPool):

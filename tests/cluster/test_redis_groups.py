@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import socket
+from contextlib import ExitStack, asynccontextmanager
 
 import pytest
 from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
@@ -14,7 +15,7 @@ from cluster.redis_address import SeveralNodes, unreadable
 from cluster.redis_client import warning_at
 from cluster.sessions import Record, RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
-from tests.support.redis_groups import SERVICE, cluster_of, sentinels
+from tests.support.redis_groups import PASSWORD, PLAIN, SERVICE, Node, cluster_of, free_ports, sentinels, watching
 
 BUDGET_S = 10.0
 TARGETS = {"demo": {"checkpoint": "x"}}
@@ -120,6 +121,28 @@ async def written_through_a_failover(sessions: RedisSessions, token: str) -> Non
     await eventually(lambda: sessions.write(token, "", record(4)))
     with pytest.raises(Conflict):
         await eventually(lambda: sessions.write(token, "", record(3)))
+
+
+@pytest.mark.parametrize("gone", ["silent", "closed"])
+async def test_a_sentinel_that_is_gone_takes_no_time_from_a_call(tmp_path, gone):
+    first, second, port = free_ports(3)
+    with ExitStack() as stack:
+        if gone == "silent":
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # accepts nothing
+            port = silent.getsockname()[1]
+        for node in (Node(tmp_path, first, PLAIN), Node(tmp_path, second, watching(first, 1), sentinel=True)):
+            stack.callback(node.stop)
+            node.ready()
+        url = f"redis+sentinel://:{PASSWORD}@127.0.0.1:{port},127.0.0.1:{second}/{SERVICE}"
+        async with stores(url) as (sessions, states):
+            assert await states.save("a", b"x") and await states.load("a", 8) == b"x"
+            assert not await sessions.fault()
+
+
+async def test_the_fault_of_sentinels_that_are_all_gone_says_why(tmp_path):
+    first, second = free_ports(2)
+    async with stores(f"redis+sentinel://127.0.0.1:{first},127.0.0.1:{second}/{SERVICE}") as (sessions, _):
+        assert "Connect call failed" in await sessions.fault()
 
 
 def test_an_address_of_several_nodes_is_read_with_its_credentials_and_options():

@@ -80,10 +80,20 @@ class Node:
 PLAIN = ["save ''", "appendonly no", f"requirepass {PASSWORD}", f"masterauth {PASSWORD}"]
 
 
+def watching(primary: int, quorum: int) -> list[str]:
+    """The lines of a Sentinel's configuration; it takes a second to notice a loss. primary: its port"""
+    return [
+        f"sentinel monitor {SERVICE} 127.0.0.1 {primary} {quorum}",
+        f"sentinel auth-pass {SERVICE} {PASSWORD}",
+        f"sentinel down-after-milliseconds {SERVICE} 1000",
+        f"sentinel failover-timeout {SERVICE} 5000",
+    ]
+
+
 @contextmanager
 def sentinels(folder: Path) -> Iterator[tuple[str, Node, Node, list[Node]]]:
     """Yields a url, the primary, its replica, and three Sentinels, which take a second to notice a loss."""
-    first, second, *watching = free_ports(5)
+    first, second, *ports = free_ports(5)
     with ExitStack() as stack:
 
         def start(port: int, lines: list[str], sentinel: bool = False) -> Node:
@@ -95,16 +105,10 @@ def sentinels(folder: Path) -> Iterator[tuple[str, Node, Node, list[Node]]]:
         primary = start(first, PLAIN)
         replica = start(second, [*PLAIN, f"replicaof 127.0.0.1 {first}"])
         until(lambda: replica.client.info("replication")["master_link_status"] == "up", "replication")
-        lines = [
-            f"sentinel monitor {SERVICE} 127.0.0.1 {first} 2",
-            f"sentinel auth-pass {SERVICE} {PASSWORD}",
-            f"sentinel down-after-milliseconds {SERVICE} 1000",
-            f"sentinel failover-timeout {SERVICE} 5000",
-        ]
-        nodes = [start(port, lines, True) for port in watching]
+        nodes = [start(port, watching(first, 2), True) for port in ports]
         for node in nodes:
             until(lambda node=node: _knows_others(node), "Sentinels")
-        hosts = ",".join(f"127.0.0.1:{port}" for port in watching)
+        hosts = ",".join(f"127.0.0.1:{port}" for port in ports)
         yield f"redis+sentinel://:{PASSWORD}@{hosts}/{SERVICE}", primary, replica, nodes
 
 
