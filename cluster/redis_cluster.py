@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import redis.asyncio
 import redis.exceptions
+from dendro.tasks import BackgroundTasks
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import SSLConnection
 
@@ -18,6 +20,8 @@ class RedisClusterClient(redis.asyncio.RedisCluster):
         super().__init__(startup_nodes=[ClusterNode(*each) for each in nodes], ssl=tls, **options)
         self._options = options | ({"connection_class": SSLConnection} if tls else {})
         self._nodes: dict[tuple[str, int], redis.asyncio.Redis] = {}
+        self._background = BackgroundTasks(expected=Exception)
+        self._learning: asyncio.Task[None] | None = None
 
     async def node_of(self, key: str) -> redis.asyncio.Redis:
         """A client of the node that has the key now. Raises one of redis-py's errors where none has it."""
@@ -36,6 +40,10 @@ class RedisClusterClient(redis.asyncio.RedisCluster):
         await self.nodes_manager.initialize()
 
     async def drop_idle(self) -> None:
+        """Called where a node does not answer in a call's time, of which redis-py learns nothing. A replica may have
+        become the primary; a node that is gone may be asked first, so no call waits for the answer."""
+        if self._learning is None or self._learning.done():
+            self._learning = self._background.start(self.learn_nodes())
         for node in self.get_nodes():
             await node.disconnect_free_connections()
         for client in self._nodes.values():
@@ -43,6 +51,7 @@ class RedisClusterClient(redis.asyncio.RedisCluster):
 
     async def aclose(self) -> None:
         """Also called by redis-py after a fault, whereupon its next command asks for the nodes anew."""
+        self._background.cancel()
         nodes, self._nodes = self._nodes, {}
         for client in nodes.values():
             await client.connection_pool.disconnect(inuse_connections=False)

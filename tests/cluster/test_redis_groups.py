@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 
 import pytest
 from dendro.errors import BadRequest, Conflict, NotFound, PeerLost
@@ -15,7 +16,17 @@ from cluster.redis_address import SeveralNodes, unreadable
 from cluster.redis_client import warning_at
 from cluster.sessions import Record, RedisSessions
 from cluster.state_store import RedisPriors, RedisStates
-from tests.support.redis_groups import PASSWORD, PLAIN, SERVICE, Node, cluster_of, free_ports, sentinels, watching
+from tests.support.redis_groups import (
+    PASSWORD,
+    PLAIN,
+    SERVICE,
+    Node,
+    cluster_of,
+    free_ports,
+    sentinels,
+    until,
+    watching,
+)
 
 BUDGET_S = 10.0
 TARGETS = {"demo": {"checkpoint": "x"}}
@@ -97,6 +108,30 @@ async def test_a_session_goes_on_at_the_replica_that_replaces_a_node_of_a_cluste
             nodes[0].kill()
             for token in tokens:
                 await written_through_a_failover(sessions, token)
+
+
+@pytest.mark.slow
+async def test_states_of_a_node_of_a_cluster_that_froze_between_calls_are_loaded_from_its_replica(tmp_path):
+    names = {f"s{number}" for number in range(12)}
+    with cluster_of(tmp_path, replicas=1) as (url, nodes):
+        states, loaded = RedisStates(url, 60, 2.0), set()
+        for name in names:
+            await eventually(partial(saved, states, name))
+        nodes[0].client.execute_command("WAIT", 1, 5000)
+        nodes[0].freeze()
+        until(lambda: nodes[3].client.info("replication")["role"] == "master", "failover")
+        for node in nodes[1:]:
+            until(lambda node=node: b"cluster_state:ok" in node.client.execute_command("CLUSTER", "INFO"), "cluster")
+        async with asyncio.timeout(40):
+            while loaded != names:
+                loaded |= {name for name in names if await states.load(name, 8) == b"x"}
+                await asyncio.sleep(0.1)
+        await states.close()
+
+
+async def saved(states: RedisStates, name: str) -> None:
+    if not await states.save(name, b"x"):
+        raise PeerLost(name)
 
 
 @pytest.mark.slow
