@@ -478,6 +478,10 @@ class Config(Section):
             if port in taken:
                 raise ValueError(f"{field}: is {port}, as {taken[port]} is; set another port")
             taken[port] = field
+        for field, ports in self.router_ports.items():
+            for port in ports[1:]:
+                if port in taken:
+                    raise ValueError(f"{taken[port]}: is {port}, a port of {field} for a further router; set another")
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 raise ValueError(f"name {name!r}: only letters, digits, '-', '_' and '.' are allowed")
@@ -541,8 +545,11 @@ class Config(Section):
     @property
     def _reachable_section(self) -> str:
         """The first section of a host that other machines reach; empty: there is none."""
-        sections: dict[str, ClientPort] = {"grpc": self.grpc, "http": self.http}
-        return next((name for name, each in sections.items() if not is_loopback(each.host)), "")
+        return next((name for name, each in self._client_sections if not is_loopback(each.host)), "")
+
+    @property
+    def _client_sections(self) -> tuple[tuple[str, ClientPort], ...]:
+        return ("grpc", self.grpc), ("http", self.http)
 
     @property
     def ports(self) -> dict[str, int]:
@@ -555,6 +562,12 @@ class Config(Section):
             "grpc.replica_status_port": grpc.replica_status_port,
         }
         return {field: port for field, port in found.items() if port}
+
+    @property
+    def router_ports(self) -> dict[str, range]:
+        """The ports that clients call, by field, where they are set: one for each router that does not share it."""
+        routers = self.router.most_replicas
+        return {f"{name}.port": each.client_ports(routers) for name, each in self._client_sections if each.port}
 
     @property
     def has_gateways(self) -> bool:

@@ -57,6 +57,12 @@ def serve_config(config: Config) -> dict[str, Any]:
     for field, port in config.ports.items():
         if port == HTTP_PORT:  # both share their port, so the kernel would divide the calls between them
             raise BadRequest(field, f"is {port}, as that of Serve's HTTP proxy is; set another port")
+    for field, ports in config.router_ports.items():
+        if HTTP_PORT in ports:
+            which = ports.index(HTTP_PORT) + 1
+            raise BadRequest(
+                field, f"gives router {which} the port {HTTP_PORT}, that of Serve's HTTP proxy; set another"
+            )
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": "0.0.0.0", "port": HTTP_PORT},

@@ -177,6 +177,20 @@ def test_two_equal_ports_are_refused_by_field(load, text, fault):
         load("targets: {t: {checkpoint: x}}\n" + text)
 
 
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("grpc: {port: 9000, share_port: false}\nhttp: {port: 9001}", r"http\.port: is 9001, a port of grpc\.port for"),
+        ("grpc: {port: 9000, share_port: false, status_port: 9002}", r"grpc\.status_port: is 9002, a port of grpc\.p"),
+        ("grpc: {port: 9001}\nhttp: {port: 9000, share_port: false}", r"grpc\.port: is 9001, a port of http\.port for"),
+    ],
+)
+def test_a_port_that_a_further_router_takes_is_refused_by_field(load, text, fault):
+    with pytest.raises(BadRequest, match=fault):
+        load("targets: {t: {checkpoint: x}}\nrouter: {autoscaling: {max_replicas: 3}}\n" + text)
+    assert load("targets: {t: {checkpoint: x}}\n" + text), "one router takes one port"
+
+
 def test_ports_that_are_left_to_the_system_are_not_taken_for_equal(load):
     assert load("targets: {t: {checkpoint: x}}\ngrpc: {port: 0}\nhttp: {port: 0}").ports == {}
 

@@ -140,6 +140,13 @@ def test_the_port_of_serves_proxy_is_refused_by_field(tmp_path, ports, field):
         serve_config(Config.load(tmp_path / "c.yaml"))
 
 
+def test_a_port_of_a_further_router_may_not_be_that_of_serves_proxy(tmp_path):
+    ports = "grpc: {port: 7999, share_port: false}\nrouter: {replicas: 2}"
+    (tmp_path / "c.yaml").write_text(CONFIG.replace("grpc: {port: 9000}", ports))
+    with pytest.raises(BadRequest, match=r"^grpc\.port: gives router 2 the port 8000, that of Serve's HTTP proxy"):
+        serve_config(Config.load(tmp_path / "c.yaml"))
+
+
 def test_the_command_writes_the_file(tmp_path, config):
     source, target = tmp_path / "cluster.yaml", tmp_path / "serve.yaml"
     assert CliRunner().invoke(cli.app, ["config", str(source), "-o", str(target)]).exit_code == 0
