@@ -85,3 +85,14 @@ async def test_a_text_that_has_begun_waits_until_there_is_room():
     verdict = await handle.verify(text, DraftTree.root_only(text.root))
     assert list(verdict.tokens) == plain([5, 6, 7, 8], 1) and engine.sent > 3
     await handle.close(text)
+
+
+@virtual_time
+async def test_a_text_waits_for_a_place_as_long_as_its_request_may_take():
+    engine = CountedVerifier()
+    engine.open_pause_s = 500.0
+    text = new_text()
+    handle = handle_of(text, ReplicasInTurn(engine))
+    verdict = await handle.verify(text, DraftTree.root_only(text.root))
+    assert list(verdict.tokens) == plain(text.ids, 1) and engine.sent == 1
+    await handle.close(text)
