@@ -218,10 +218,10 @@ class Peers:
         patience_s: float = PATIENCE_S,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`patience_s`: how long a request tries to open its text at a verifier."""
+        """`patience_s`: how long a request tries to open its text at a verifier, at most half of its time limit."""
         self._clock = clock
         self._config = config
-        self._patience_s = patience_s
+        self._patience_s = min(patience_s, config.router.request_timeout_s / 2)
         self._targets = targets
         self._drafters = drafters
         self._facts: ClusterFacts | None = None

@@ -156,3 +156,13 @@ async def test_only_a_target_that_may_sleep_waits_for_its_load_longer_than_the_p
             await hello
     hello.cancel()
     await handle.close(text)
+
+
+@virtual_time
+async def test_a_request_of_a_short_time_limit_is_told_before_it_that_no_replica_runs():
+    handles, text = ({"toy": FakeHandle(no_replica)}, {"helper": FakeHandle(no_replica)}), new_text()
+    handle = VirtualPeers(toy_config(router={"request_timeout_s": PATIENCE_S}), *handles).verifier("toy", text)
+    with pytest.raises(PeerLost, match="none opens the text in time"):
+        async with asyncio.timeout(PATIENCE_S):
+            await handle.first_hello()
+    await handle.close(text)
