@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import replace
@@ -34,7 +35,8 @@ from cluster.peers.opening import (
 )
 
 STEP_S = 30.0
-"""Seconds that a verifier may take for a round, queue included, before it counts as hung."""
+"""Seconds that a verifier may take for a round, queue included, before it counts as hung; or as many as a step of its
+target may take, where these are more."""
 PATIENCE_S = 60.0
 """Seconds for which a request tries to open its text at a verifier."""
 SLOW_OPENING = 1 / 3
@@ -164,7 +166,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         """The target's verdict. Raises BadRequest for a text that verifiers refuse, PeerLost or Overloaded after the
         patience, EngineFailed when a second opening or round since the last verdict fails by a verifier's own fault,
         the same one's or another's."""
-        give_up_s = self._clock() + self._patience_s
+        give_up_s = math.inf  # the patience begins with the first failure: a round may take longer
         forgotten, refused = 0, False
         while True:
             opening = await self._current_opening()
@@ -176,6 +178,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 verdict = await self._limit.wait(opening.peer.verify(call), more_s)
                 _check_verdict(verdict, tree, text, opening.hello, self._order)
             except (DendroError, TimeoutError) as error:
+                give_up_s = min(give_up_s, self._clock() + self._patience_s)
                 forgotten += isinstance(error, NotFound)
                 if await self._recover(error, opening, call, text, forgotten, give_up_s):
                     tree, refused = DraftTree.root_only(text.root), True

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from dendro.errors import Overloaded, PeerLost
+from dendro.tree import DraftTree
 
 from cluster.peers import pools
-from cluster.peers.pools import ServePeers, ServePool
+from cluster.peers.pools import Peers, ServePeers, ServePool
 from cluster.peers.stream import VERIFIER, PeerStream, RemoteVerifier, Streams
 from cluster.peers.verifier import PATIENCE_S
-from tests.support.fakes import new_text
+from tests.support.fakes import FakePool, FakeVerifier, new_text, plain
 from tests.support.serve_handles import FakeHandle, no_replica
 from tests.support.toy_cluster import toy_config
 from tests.support.virtual_time import virtual_time
@@ -165,4 +166,35 @@ async def test_a_request_of_a_short_time_limit_is_told_before_it_that_no_replica
     with pytest.raises(PeerLost, match="none opens the text in time"):
         async with asyncio.timeout(PATIENCE_S):
             await handle.first_hello()
+    await handle.close(text)
+
+
+@virtual_time
+async def test_a_round_may_take_as_long_as_a_step_of_its_target_may():
+    target = {"checkpoint": "none", "longest_step_s": 300}
+    pool, text = FakePool(FakeVerifier(pause_s=250.0)), new_text()
+    peers = Peers(toy_config(targets={"toy": target}), {"toy": pool}, {}, clock=asyncio.get_running_loop().time)
+    handle = peers.verifier("toy", text)
+    verdict = await handle.verify(text, DraftTree.root_only(text.root))
+    assert list(verdict.tokens) == plain(text.ids, 1) and handle.moves == 0
+    await handle.close(text)
+
+
+@virtual_time
+async def test_a_text_whose_verifier_is_lost_late_in_a_long_round_is_opened_at_another():
+    text, lost = new_text(), FakeVerifier(pause_s=PATIENCE_S)
+
+    async def break_off(call):
+        await asyncio.sleep(PATIENCE_S + 1)
+        raise PeerLost("the stream has ended")
+
+    lost.verify = break_off
+    pool = FakePool(lost)
+    target = {"checkpoint": "none", "longest_step_s": 300}
+    peers = Peers(toy_config(targets={"toy": target}), {"toy": pool}, {}, clock=asyncio.get_running_loop().time)
+    handle = peers.verifier("toy", text)
+    await handle.ready()
+    pool.engine = FakeVerifier()
+    verdict = await handle.verify(text, DraftTree.root_only(text.root))
+    assert list(verdict.tokens) == plain(text.ids, 1) and handle.moves == 1
     await handle.close(text)
