@@ -131,8 +131,9 @@ async def transaction(client: AnyClient, key: str) -> AsyncIterator[Pipeline]:
 
 
 def answers(error: BaseException) -> bool:
-    """True if a fault is the server's own answer to a command, so that other commands may succeed."""
-    return isinstance(error, redis.exceptions.ResponseError)
+    """True if a fault is the server's own answer to a command, so that other commands may succeed. ClusterError: nodes
+    sent the command to each other, as its slot moves."""
+    return isinstance(error, redis.exceptions.ResponseError | redis.exceptions.ClusterError)
 
 
 def reason_of(error: BaseException) -> str:

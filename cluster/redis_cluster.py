@@ -17,7 +17,9 @@ class RedisClusterClient(redis.asyncio.RedisCluster):
     over a new connection, where no key is watched."""
 
     def __init__(self, nodes: tuple[tuple[str, int], ...], tls: bool, options: dict[str, Any]) -> None:
-        super().__init__(startup_nodes=[ClusterNode(*each) for each in nodes], ssl=tls, **options)
+        found = [ClusterNode(*each) for each in nodes]
+        # redis-py would else break all connections after five redirections, as come of a key whose slot moves.
+        super().__init__(startup_nodes=found, ssl=tls, reinitialize_steps=0, **options)
         self._options = options | ({"connection_class": SSLConnection} if tls else {})
         self._nodes: dict[tuple[str, int], redis.asyncio.Redis] = {}
         self._background = BackgroundTasks(expected=Exception)

@@ -129,6 +129,27 @@ async def test_states_of_a_node_of_a_cluster_that_froze_between_calls_are_loaded
         await states.close()
 
 
+@pytest.mark.slow
+async def test_a_session_whose_slot_moves_stops_no_call_of_others(tmp_path):
+    with cluster_of(tmp_path) as (url, nodes):
+        async with stores(url) as (sessions, states):
+            names = [f"s{number}" for number in range(12)]
+            for name in names:
+                await eventually(partial(saved, states, name))
+            ids = [node.client.execute_command("CLUSTER", "MYID").decode() for node in nodes]
+            moving = (await asyncio.to_thread(nodes[0].client.keys, "*"))[0]
+            slot = nodes[0].client.execute_command("CLUSTER", "KEYSLOT", moving)
+            nodes[1].client.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+            nodes[0].client.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+            nodes[0].client.execute_command("MIGRATE", "127.0.0.1", nodes[1].port, moving, 0, 5000, "AUTH", PASSWORD)
+            moved = moving.decode().removeprefix(states.prefix)
+            for _ in range(4):
+                await asyncio.gather(*(states.load(moved, 8) for _ in range(8)))
+                for name in names:
+                    assert name == moved or await states.load(name, 8) == b"x"
+            assert states.breaker.counters.failed == 0
+
+
 async def saved(states: RedisStates, name: str) -> None:
     if not await states.save(name, b"x"):
         raise PeerLost(name)
