@@ -36,7 +36,18 @@ from cluster.model_paths import absolute_path, hub_name, kept_folder, resolved_p
 from cluster.policies import POLICIES, unknown_policy
 from cluster.proposers import PROPOSERS
 from cluster.redis_address import SCHEMES, SENTINEL, SENTINEL_PASSWORD, unreadable
-from cluster.sections import Autoscaling, Replicated, Resources, RouterScaling, Section, Tls, TraceExport, first_fault
+from cluster.sections import (
+    Auth,
+    Autoscaling,
+    Replicated,
+    Resources,
+    RouterScaling,
+    Section,
+    Tls,
+    TraceExport,
+    auth_section,
+    first_fault,
+)
 
 DEMO_MODELS = Path(__file__).parent / "demo" / "models"
 
@@ -348,28 +359,6 @@ STATUS_PORTS = 64
 that drains keeps its port while its successor starts."""
 
 
-class Auth(Section):
-    """Who may call the routers (docs/security.md). `auth: none`: whoever reaches them. A host of `grpc` or
-    `http` beyond this machine needs this section."""
-
-    keys: Path | None = None
-    """The file of API keys, which `dendro keys` writes and routers read again when it changes. Calls without one of its
-    keys are refused; a key decides the tenant and has limits."""
-    open: bool = False
-    """True is what `auth: none` means; without keys alone."""
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.open and self.keys is not None:
-            raise ValueError("open: is set beside keys")
-        return self
-
-
-def _auth_section(value: Any) -> Any:
-    """`none` as a section."""
-    return {"open": True} if value == "none" else value
-
-
 class ClientPort(Section):
     """The port of each router for clients of one protocol."""
 
@@ -435,7 +424,7 @@ class Config(Section):
     speculation: SpeculationConfig = SpeculationConfig()
     redis: Redis = Redis()
     grpc: Grpc = Grpc()
-    auth: Annotated[Auth, BeforeValidator(_auth_section)] = Auth()
+    auth: Annotated[Auth, BeforeValidator(auth_section)] = Auth()
     http: Http = Http()
     tls: Tls = Tls()
     trace: TraceExport | None = None
@@ -479,9 +468,8 @@ class Config(Section):
                 raise ValueError(f"{field}: is {port}, as {taken[port]} is; set another port")
             taken[port] = field
         for field, ports in self.router_ports.items():
-            for port in ports[1:]:
-                if port in taken:
-                    raise ValueError(f"{taken[port]}: is {port}, a port of {field} for a further router; set another")
+            for port in taken.keys() & set(ports[1:]):
+                raise ValueError(f"{taken[port]}: is {port}, a port of {field} for a further router; set another")
         for name in (*self.targets, *self.drafters):
             if not name or not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
                 raise ValueError(f"name {name!r}: only letters, digits, '-', '_' and '.' are allowed")
@@ -565,9 +553,8 @@ class Config(Section):
 
     @property
     def router_ports(self) -> dict[str, range]:
-        """The ports that clients call, by field, where they are set: one for each router that does not share it."""
-        routers = self.router.most_replicas
-        return {f"{name}.port": each.client_ports(routers) for name, each in self._client_sections if each.port}
+        """The ports that clients call, by field: one for each router that does not share it; 0 is a free one."""
+        return {f"{name}.port": each.client_ports(self.router.most_replicas) for name, each in self._client_sections}
 
     @property
     def has_gateways(self) -> bool:

@@ -172,6 +172,28 @@ class CertificatePair(Section):
     """The key's file."""
 
 
+class Auth(Section):
+    """Who may call the routers (docs/security.md). `auth: none`: whoever reaches them. A host of `grpc` or
+    `http` beyond this machine needs this section."""
+
+    keys: Path | None = None
+    """The file of API keys, which `dendro keys` writes and routers read again when it changes. Calls without one of its
+    keys are refused; a key decides the tenant and has limits."""
+    open: bool = False
+    """True is what `auth: none` means; without keys alone."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.open and self.keys is not None:
+            raise ValueError("open: is set beside keys")
+        return self
+
+
+def auth_section(value: Any) -> Any:
+    """`none` as a section."""
+    return {"open": True} if value == "none" else value
+
+
 class ClientTls(Section):
     """TLS of the ports that clients call. Without this section they have none."""
 

@@ -30,7 +30,7 @@ from dendro.errors import BadRequest, EngineFailed
 
 from cluster import deploy
 from cluster.api.keys import ApiKeys, new_key, write_keys
-from cluster.config import Auth, Config
+from cluster.config import Config
 from cluster.measure.load import GrpcDoor, LoadAnswer, LoadBlock, LoadedDoor, Stats, percentiles, ratio, times_row
 from cluster.measure.ours import TenantClients
 from cluster.measure.processes import Call, ContenderProcess, Reply, contender_process, serve_calls
@@ -38,7 +38,7 @@ from cluster.measure.report import Row
 from cluster.measure.statistics import estimate
 from cluster.router.allowance import KeyLimits
 from cluster.running import running_cluster
-from cluster.sections import ClientTls, Tls, TraceExport
+from cluster.sections import Auth, ClientTls, Tls, TraceExport
 
 BARE, WHOLE = "gRPC", "HTTP, TLS, keys, metrics, traces"
 SURFACE = "surface"
