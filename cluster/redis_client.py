@@ -70,7 +70,7 @@ def _of_primary(several: SeveralNodes, options: dict[str, Any]) -> redis.asyncio
     asking |= {"socket_connect_timeout": options["socket_connect_timeout"], **trust}
     asking |= {"ssl": True} if several.tls else {}
     asking |= {"password": several.sentinel_password} if several.sentinel_password else {}
-    sentinel = _Sentinels(several.nodes, sentinel_kwargs=asking)
+    sentinel = _Sentinels(several.nodes, sentinel_kwargs=asking)  # type: ignore[no-untyped-call]  # redis-py's
     kind = {"connection_class": SentinelManagedSSLConnection} if several.tls else {}
     pool = _PrimaryPool(several.service, sentinel, **options, **kind)  # type: ignore[no-untyped-call]  # redis-py's
     return redis.asyncio.Redis.from_pool(pool)
@@ -80,7 +80,7 @@ class _Sentinels(Sentinel):
     """Asks all Sentinels at once: redis-py asks one after another, and a call's time ends at the first that is gone."""
 
     async def discover_master(self, service_name: str) -> tuple[str, int]:
-        asked = [_ASKED.start(each.sentinel_masters()) for each in self.sentinels]
+        asked = [_ASKED.start(_masters_of(each)) for each in self.sentinels]
         failed: Exception | None = None
         for answer in asyncio.as_completed(asked):
             try:
@@ -91,6 +91,10 @@ class _Sentinels(Sentinel):
                 if state and self.check_master_state(state, service_name):
                     return state["ip"], state["port"]
         raise MasterNotFoundError(f"no Sentinel names a primary of {service_name}") from failed
+
+
+async def _masters_of(sentinel: redis.asyncio.Redis) -> Any:
+    return await sentinel.sentinel_masters()
 
 
 class _PrimaryPool(SentinelConnectionPool):
