@@ -274,6 +274,25 @@ async def test_a_message_that_openais_client_has_parsed_can_be_sent_back(tmp_pat
         assert await prompt_after(message) == await prompt_after({"role": "assistant", "tool_calls": [plain]})
 
 
+MARK = {"cache_control": {"type": "ephemeral"}}
+
+
+async def test_marks_of_what_to_cache_change_no_prompt(tmp_path):
+    """LiteLLM writes them for Claude Code and others, at a message, at a part of its content, and at a tool."""
+    async with scripted(scripted_tokenizer(tmp_path, HERMES)) as target:
+
+        async def prompt_of(messages, tools):
+            target.peers.will_say("So.")
+            await target.client.chat.completions.create(model="demo", messages=messages, tools=tools)
+            return target.prompt()
+
+        (asked,) = HELLO
+        parts = [{"type": "text", "text": asked["content"], **MARK}]
+        expected = await prompt_of(HELLO, TOOLS)
+        assert await prompt_of([{**asked, **MARK}], [{**each, **MARK} for each in TOOLS]) == expected
+        assert await prompt_of([{**asked, "content": parts}], TOOLS) == expected
+
+
 LATE = (
     "{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}{% for m in messages %}"
     "{% if tools and m is sameas last %}tools: {{ tools | tojson }}\n{% endif %}"

@@ -20,13 +20,13 @@ from cluster.api.openai.errors import line_field, naming, renamed
 from cluster.api.openai.fields import Fields, HttpRequest, Tokenizers, http_request, typed
 from cluster.api.openai.mixed import MixedForm, MixedParts
 from cluster.api.openai.reasoning import ReasoningMarkers, ReasoningPlace, is_plain, markers_of, rule_of
-from cluster.api.openai.tools import ArgumentsBudget, Tools, read_calls, read_tools
+from cluster.api.openai.tools import CACHE_CONTROL, ArgumentsBudget, Tools, read_calls, read_tools
 from cluster.router.prompts import check_messages, special_tokens_of, text_of_chat
 from cluster.router.tokenizer import Tokenizer
 
 NAMES = {"prompt": "messages", "logprobs": "top_logprobs"}
 """HTTP's names of our fields."""
-WITHOUT_EFFECT = ("name", "parsed", "provider_specific_fields")
+WITHOUT_EFFECT = ("name", "parsed", "provider_specific_fields", CACHE_CONTROL)
 """Keys of messages that are accepted without effect. OpenAI's client adds `parsed`, its own reading of the content;
 LiteLLM's proxy adds `provider_specific_fields` to the answers that it passes on, and passes them back."""
 UNUSED = ("refusal", "annotations", "audio", "function_call")
@@ -192,5 +192,6 @@ def _content(field: str, given: str | list[Any] | None, joint: str = "\n") -> st
         if kind != "text":
             raise BadRequest(f"{field}[{index}].type", f"is {shown(kind)}; only text is read")
         texts.append(part.take("text", JsonType.STRING) or "")
+        part.take(CACHE_CONTROL, *JsonType)
         part.finish()
     return joint.join(texts)

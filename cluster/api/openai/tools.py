@@ -20,6 +20,8 @@ from cluster.distinct_keys import json_of
 
 MAX_TOOLS = 128
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+CACHE_CONTROL = "cache_control"
+"""Anthropic's mark of what to cache, which LiteLLM passes on in messages and tools. It has no effect here."""
 NOT_BESIDE = ("structure", "response_format", "show_special_tokens")
 """Fields that a call has no place for."""
 
@@ -55,6 +57,7 @@ def read_tools(fields: Fields) -> Tools:
         if name in schemas:
             raise BadRequest(f"tools[{index}].function.name", f"{name} is described twice")
         schemas[name] = schema
+    given = [{key: value for key, value in each.items() if key != CACHE_CONTROL} for each in given]
     choice = fields.take("tool_choice", JsonType.STRING, JsonType.OBJECT)
     parallel = fields.take("parallel_tool_calls", JsonType.BOOLEAN)
     if choice == "none" or (choice is None and not given):
@@ -86,6 +89,7 @@ def _function(field: str, given: Any) -> tuple[str, str]:
     schema = function.take("parameters", JsonType.OBJECT) or {"properties": {}, "additionalProperties": False}
     if schema.get("type", "object") != "object":
         raise BadRequest(f"{field}.function.parameters.type", f"is {shown(schema['type'])}; arguments are an object")
+    parts.take(CACHE_CONTROL, *JsonType)
     for each in (function, parts):
         each.finish()
     try:
