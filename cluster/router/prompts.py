@@ -47,14 +47,14 @@ async def ids_of_prompt(
         _size("chat_template_kwargs", request.chat.chat_template_kwargs, most_bytes)
         _size("answer_start", request.chat.answer_start, most_bytes)
         return await off_loop(
-            LONG, lambda: _in_vocabulary(_ids_of_chat(request.chat, served, earlier, described), served)
+            LONG, lambda: _in_vocabulary("messages", _ids_of_chat(request.chat, served, earlier, described), served)
         )
     if kind != "text" or not request.text:
         return []
     size = _size("prompt", request.text, most_bytes)
     encode = served.tokenizer.encode_literally if request.literal_prompt else served.tokenizer.encode
     work = LONG if request.literal_prompt else size // 2  # the first literal prompt makes the encoder
-    return await off_loop(work, lambda: _in_vocabulary(encode(request.text, not earlier), served))
+    return await off_loop(work, lambda: _in_vocabulary("prompt.text", encode(request.text, not earlier), served))
 
 
 async def predicted_texts(texts: Sequence[str], served: Served, most_bytes: int) -> list[PredictedText]:
@@ -201,9 +201,9 @@ def _parsed(field: str, text: str) -> Any:
     return found
 
 
-def _in_vocabulary(ids: list[int], served: Served) -> list[int]:
+def _in_vocabulary(name: str, ids: list[int], served: Served) -> list[int]:
     if max(ids, default=0) >= served.vocabulary:
-        raise BadRequest("prompt.text", f"has the token {max(ids)}; the model has {served.vocabulary}")
+        raise BadRequest(name, f"has the token {max(ids)}; the model has {served.vocabulary}")
     return ids
 
 

@@ -184,6 +184,12 @@ async def test_what_a_template_refuses_is_the_messages_fault(tmp_path):
         await written(served, chat_of(("assistant", "a")))
 
 
+async def test_a_token_that_the_model_lacks_is_the_messages_fault(served):
+    fewer = replace(served, vocabulary=END)
+    with pytest.raises(BadRequest, match=f"^messages: has the token {END}; the model has {END}"):
+        await ids_of_prompt(chat_of(("user", "hello")), fewer, 1 << 20)
+
+
 async def test_a_template_without_earlier_answers_cannot_continue_a_session(tmp_path):
     served = served_with(tmp_path, "[{{ messages[-1].content }}]")
     with pytest.raises(BadRequest, match="messages: cannot continue a session"):

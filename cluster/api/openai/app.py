@@ -177,7 +177,7 @@ class HttpApi:
     async def tokenize(self, request: Request) -> Response:
         body = await self._bodies.read(request, self._callers.caller(request.headers.items()))
         asked = await off_loop(body.size // BODY_WORK, lambda: _tokenize_request(Fields(body.fields)))
-        with naming({"prompt.text": "messages" if asked.HasField("chat") else "prompt"}):
+        with naming({"prompt.text": "prompt"}):
             answer = await self._ingress.tokenize(asked)
         return _json(
             {"tokens": list(answer.token_ids), "count": len(answer.token_ids), "max_model_len": answer.max_length}
