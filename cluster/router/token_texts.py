@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dendro.errors import BadRequest
 
-from cluster.router.tokenizer import Tokenizer
+from cluster.router.tokenizer import ANCHORS, Tokenizer
 
 
 class VocabularyTexts:
@@ -19,16 +19,24 @@ class VocabularyTexts:
             self._bytes = tokenizer.token_bytes()
         except BadRequest:  # the tokenizer's ids do not stand for bytes
             self._bytes = {}
+        ids = [] if self._bytes else [tokenizer.visible(tokenizer.encode(text, begins=False)) for text in ANCHORS]
+        self._before: Sequence[int] = next(filter(tokenizer.decode, ids), ())
 
     def text(self, token: int) -> str:
         """The token's text; bytes that are no whole character are replacement characters."""
         found = self._bytes.get(token)
-        return self._tokenizer.decode([token]) if found is None else found.decode(errors="replace")
+        return self._added(token) if found is None else found.decode(errors="replace")
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that the token stands for; those of its text if the tokenizer's ids do not stand for bytes."""
         found = self._bytes.get(token)
-        return self._tokenizer.decode([token]).encode() if found is None else found
+        return self._added(token).encode() if found is None else found
+
+    def _added(self, token: int) -> str:
+        """The text that a token adds to a text: tokens that do not stand for bytes may have another after others, as
+        WordPiece's `##s`, or `snake` with a space before it."""
+        alone, whole = (self._tokenizer.decode([*self._before, *ids]) for ids in ((), (token,)))
+        return whole.removeprefix(alone) if whole.startswith(alone) else self._tokenizer.decode([token])
 
     def special(self, token: int) -> bool:
         """True if texts have the token only where they show special tokens."""

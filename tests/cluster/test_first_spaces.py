@@ -15,7 +15,7 @@ from dendro.text import Finish, StopStrings
 from dendro.v1 import generation_pb2 as pb
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from cluster.api.local import LocalClient
 from cluster.router.ingress import Ingress
@@ -60,6 +60,27 @@ def test_each_token_is_at_its_offset_of_the_text_that_begins_and_of_one_that_con
     for token, offset in zip(ids, TokenOffsets(texts, False, begins).of(ids), strict=True):
         if not texts.special(token):
             assert text[offset:].startswith(texts.text(token)[texts.left_out(token) if not offset and begins else 0 :])
+
+
+@pytest.mark.parametrize("before", [[], [2, 4]], ids=["begins", "continues"])
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), None], ids=["wordpiece", "words"])
+def test_tokens_that_are_no_bytes_are_the_text_that_they_add_at_its_offset(tmp_path: Path, decoder, before):
+    words = ["[UNK]", "[SEP]", "the", "snake", "##s", "walk", "."]
+    made = Tokenizer(models.WordPiece({word: token for token, word in enumerate(words)}, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    if decoder is not None:
+        made.decoder = decoder
+    made.add_special_tokens(["[UNK]", "[SEP]"])
+    tokenizer, ids = loaded(tmp_path, made), [2, 3, 4, 1, 5, 4, 6, 2]
+    text, texts = answer_text(tokenizer, before, ids), VocabularyTexts(tokenizer)
+    offsets = TokenOffsets(texts, False, not before).of(ids)
+    visible = [token for token in ids if token > 1]
+    assert "".join(map(texts.text, visible))[texts.left_out(visible[0]) * (not before) :] == text
+    assert b"".join(map(texts.bytes_of, visible)).decode().endswith(text)
+    for token, offset in zip(ids, offsets, strict=True):
+        assert token == 1 or text[offset:].startswith(
+            texts.text(token)[texts.left_out(token) * (not offset and not before) :]
+        )
 
 
 @settings(max_examples=60, deadline=None)
