@@ -40,13 +40,15 @@ def falls_back_to_bytes(decoder: Any) -> bool:
 
 
 def form_of(decoder: Any) -> TokenForm:
-    """Spelling of bytes by a tokenizer with this decoder; empty if its tokens do not stand for bytes, a space is not
-    `▁`, or the decoder strips every token."""
+    """Spelling of bytes by a tokenizer with this decoder; empty if its tokens do not stand for bytes, another character
+    than `▁` stands for a space, the decoder replaces anything else, or it strips every token."""
     steps = list(_steps(decoder))
     kinds = [step.get("type") for step in steps]
     joined = next((at for at, kind in enumerate(kinds) if kind in ("Fuse", "ByteLevel")), len(kinds))
     spaces = [step.get("replacement", SPACE) for step in steps if step.get("type") == "Metaspace"]
-    if "Strip" in kinds[:joined] or any(space != SPACE for space in spaces):
+    replaced = [(step.get("pattern"), step.get("content")) for step in steps if step.get("type") == "Replace"]
+    strange = any(each != ({"String": SPACE}, " ") for each in replaced) or any(space != SPACE for space in spaces)
+    if "Strip" in kinds[:joined] or strange:
         return ""
     if _mentions(decoder, "ByteLevel"):
         return "byte-level"

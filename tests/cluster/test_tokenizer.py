@@ -175,6 +175,7 @@ def test_tokens_that_are_only_in_added_tokens_json_need_no_tokenizer_config(tmp_
         (decoders.Metaspace(replacement="▁", prepend_scheme="never"), "▁"),
         (decoders.Metaspace(replacement="_", prepend_scheme="never"), "_"),
         (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(replacement="_")]), "_"),
+        (decoders.Sequence([decoders.Replace("_", " "), decoders.ByteFallback(), decoders.Fuse()]), "_"),
         (decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 1, 0)]), "▁"),
         (decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.ByteFallback()]), "▁"),
         (decoders.Sequence([decoders.Strip("s", 1, 0), decoders.ByteLevel()]), "Ġ"),
