@@ -20,15 +20,15 @@ from cluster.config import Config, DrafterConfig, TargetConfig
 
 LEVELS = {"mamba": "mamba1", "mamba2": "mamba2"}
 """Modules of fused Mamba drafters, by the checkpoint's kind."""
-NOISE = "noise.loops"
-"""The module of the noise, which a processor computes wherever the layers run."""
+ANYWHERE = ("noise.loops", "row_softmax.loops")
+"""The modules of noise and of probabilities, which processes load wherever the layers run."""
 PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def kernel_modules(config: Config) -> list[str]:
-    """The modules whose kernels the configuration's engines use on a processor: the noise's, those of its drafters,
-    those of its targets."""
-    found: dict[str, None] = {NOISE: None}
+    """The modules whose kernels the configuration's engines use on a processor: those of all, of its drafters, of its
+    targets."""
+    found: dict[str, None] = dict.fromkeys(ANYWHERE)
     for drafter in config.drafters.values():
         found.update(dict.fromkeys(_of_drafter(drafter)))
     for target in config.targets.values():

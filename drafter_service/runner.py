@@ -17,6 +17,7 @@ from torch import Tensor
 from tree_kernels.acceptance_head.cpu import HeadCalls
 from tree_kernels.noise import NoiseRows, NoiseTokens, prepare_kernel
 from tree_kernels.ranking import Orders
+from tree_kernels.row_softmax import prepare_softmax
 from tree_kernels.warp import Warp, drafter_ranking
 from tree_layers.graphs import CudaGraphs, Graphs
 from tree_layers.launching import on_its_device
@@ -157,6 +158,7 @@ class DraftRunner:
         self._laws: dict[int, DraftLaw] = {}
         self._orders: dict[int, RowOrder] = {}  # orders at position 0, by sessions that kernels rank
         prepare_kernel()
+        prepare_softmax()
 
     def one_forward(self, session: int) -> OneForward:
         """What a forward of this session alone may contain besides one level or one chain."""

@@ -27,6 +27,7 @@ from torch import Tensor, device
 from tree_kernels.kernel_cache import NoKernelsError
 from tree_kernels.noise import NoiseRows, prepare_kernel
 from tree_kernels.row_draw import UNUSABLE, RowDraw
+from tree_kernels.row_softmax import log_probabilities, prepare_softmax, softmax
 from tree_kernels.sampled_walk import Floats, NoiseCoins, SparseLaw, block, drawn_order, lenient_greedy, multi_step
 from tree_kernels.tree_walk import Walk, walk
 from tree_kernels.warp import History, Warp, tokens_of, warp
@@ -183,6 +184,7 @@ class Walker:
             with suppress(NoKernelsError):
                 self._row_draw = RowDraw(vocabulary)
         prepare_kernel()
+        prepare_softmax()
 
     def walk(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None = None) -> Walk:
         """Walk a draw's tree from the root, drawing a token after each visited row.
@@ -271,12 +273,10 @@ def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprobs:
     """Log-probabilities after a row, by a softmax in float32, of a token and of the `top` tokens with the greatest
     logits; of equal logits the lower id comes first.
 
-    logits [1, V]: one row at a time, and copied: on an accelerator the bits of a softmax depend on the row's address
+    logits [1, V] float32
     """
-    logits = logits.to(torch.float32, copy=True)
-    logprobs = torch.log_softmax(logits, 1)[0]
     likeliest = likeliest_tokens(logits[0], top)
-    found = logprobs[torch.cat([likeliest.new_tensor([token]), likeliest])].tolist()
+    found = log_probabilities(logits, torch.cat([likeliest.new_tensor([token]), likeliest])).tolist()
     return TokenLogprobs(found[0], tuple(zip(likeliest.tolist(), found[1:], strict=True)))
 
 
@@ -365,7 +365,7 @@ def walk_by_mode(
         return lenient_greedy(tokens, parents, lambda row: _numbers(scores(row)), sampling.lenience)
 
     def target_probs(row: int) -> Floats:
-        return _numbers(torch.softmax(warp(scores(row), settings), dim=1))
+        return _numbers(softmax(warp(scores(row), settings)))
 
     laws = {law.row: SparseLaw(law.ids, law.probabilities) for law in tree.laws}
     coins = NoiseCoins(sampling.seed, base, sampling.sample_index)

@@ -14,7 +14,7 @@ from cluster.config import DrafterConfig, TargetConfig, demo_config
 from cluster.precompiling import kernel_modules, precompiled
 from cluster.sections import Resources
 
-NOISE_ALONE = ["tree_kernels.noise.loops"]
+OF_ALL = ["tree_kernels.noise.loops", "tree_kernels.row_softmax.loops"]
 LOADED = """
 from tree_kernels import kernel_cache
 load, names = kernel_cache.load_kernels, []
@@ -38,7 +38,7 @@ def test_the_kernels_of_the_demo_are_those_that_its_engines_load():
     assert found.stdout.split() == sorted(kernel_modules(demo_config()))
 
 
-def test_engines_on_an_accelerator_and_eager_ones_need_the_noise_and_a_verifier_the_slots_of_rows():
+def test_engines_on_an_accelerator_and_eager_ones_need_noise_and_softmax_and_a_verifier_the_slots_of_rows():
     config, gpu = demo_config(), Resources(gpu=1)
     targets = {"one": TargetConfig(checkpoint=next(iter(config.targets.values())).checkpoint, resources=gpu)}
     checkpoint = next(iter(config.drafters.values())).checkpoint
@@ -47,14 +47,14 @@ def test_engines_on_an_accelerator_and_eager_ones_need_the_noise_and_a_verifier_
         "two": DrafterConfig(checkpoint=checkpoint, form="eager"),
     }
     slots = "tree_kernels.row_slots.loops"
-    assert kernel_modules(config.model_copy(update={"targets": targets, "drafters": drafters})) == [*NOISE_ALONE, slots]
-    assert kernel_modules(config.model_copy(update={"targets": {}, "drafters": drafters})) == NOISE_ALONE
+    assert kernel_modules(config.model_copy(update={"targets": targets, "drafters": drafters})) == [*OF_ALL, slots]
+    assert kernel_modules(config.model_copy(update={"targets": {}, "drafters": drafters})) == OF_ALL
 
 
 def test_a_missing_checkpoint_is_no_error_here(tmp_path):
     config = demo_config()
     drafter = DrafterConfig(checkpoint=tmp_path / "nowhere")
-    assert kernel_modules(config.model_copy(update={"targets": {}, "drafters": {"one": drafter}})) == NOISE_ALONE
+    assert kernel_modules(config.model_copy(update={"targets": {}, "drafters": {"one": drafter}})) == OF_ALL
 
 
 @pytest.mark.parametrize("kept", [True, False])

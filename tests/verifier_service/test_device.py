@@ -18,6 +18,7 @@ from dendro.modes import VerificationMode, draft_seed
 from dendro.text import Sampling
 from dendro.tree import ChildLaw, DraftTree
 from tree_kernels.noise import gumbel_noise
+from tree_kernels.row_softmax import log_probabilities
 from tree_kernels.sampled_walk import drawn_order, law_of_scores
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.warp import History, Processors, Warp, processed, tokens_of
@@ -127,7 +128,7 @@ async def test_log_probabilities_are_those_of_each_tokens_own_row(engine):
     for place, its in enumerate(found, 1):
         ids = router.text.ids[:place]
         logits = engine.logits_of(ids, DraftTree.root_only(ids[-1]))[0]
-        values = torch.log_softmax(logits.to(DEVICE)[None], 1)[0].tolist()
+        values = log_probabilities(logits.to(DEVICE)[None], torch.arange(len(logits), device=DEVICE)).tolist()
         order = sorted(range(len(values)), key=lambda token: (-float(logits[token]), token))[:3]
         assert its == TokenLogprobs(values[router.text.ids[place]], tuple((each, values[each]) for each in order))
     assert len(found) == len(prompt) - 1 + COUNT

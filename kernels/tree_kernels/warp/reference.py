@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tree_kernels.row_softmax import softmax
+
 SMALLEST_TEMPERATURE = 1e-6
 """Least temperature above 0, which is greedy: dividing by less may overflow float32."""
 LARGEST_TEMPERATURE = 1e30
@@ -89,11 +91,11 @@ def _removed(scores: Tensor, warp: Warp) -> Tensor | None:
     vocabulary = scores.shape[1]
     if 0 < warp.top_k < vocabulary:
         best = _largest(scores, warp.top_k + 1)  # one more than is kept, to detect a tie with the last one
-        law = torch.softmax(best[:, : warp.top_k], dim=1)
+        law = softmax(best[:, : warp.top_k])
         return _all_but(scores, best, _nucleus(law, _mass(law), warp))
     if warp.top_p == 1 and warp.min_p == 0:
         return None
-    law = torch.softmax(scores, dim=1)
+    law = softmax(scores)
     mass = _mass(law)
     for width in (*(width for width in FIRST_WIDTHS if 4 * width <= vocabulary), vocabulary):
         # A longer list begins with the shorter one, so the width does not change the result.
