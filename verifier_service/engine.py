@@ -498,8 +498,9 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
     kind = target.model.device.type  # and so does an accelerator
     arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
-    by_library = kind == "cpu" and target.direct is None  # some of its scans, norms, activations or routers are torch's
-    library = f"-{library_digest()}" if by_library else ""  # MKL and torch choose instructions by the processor
+    library = ""  # MKL and torch choose instructions by the processor
+    if kind == "cpu":  # by parts only the rotary embedding is torch's; else also scans, norms, activations or routers
+        library = f"-{library_digest() if target.direct is None else target.direct.rotations}"
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,

@@ -555,6 +555,14 @@ def test_fingerprints_tell_the_librarys_arithmetic_unless_all_parts_are_our_own(
     assert (_hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint == here) is by_parts
 
 
+def test_fingerprints_tell_the_cosines_of_rotary_embeddings(loaded, monkeypatch):
+    """They are torch's in every target."""
+    target = loaded().runner.target
+    here = _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint
+    monkeypatch.setattr(target.direct, "rotations", "elsewhere")
+    assert _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint != here
+
+
 def test_fingerprints_identify_weights_and_tokenizer(loaded, folders, tmp_path):
     first = load_target(folders["llama"][0], torch.float32, torch.device("cpu"), [8])
     make_checkpoint(tmp_path, "llama", seed=9)

@@ -32,6 +32,19 @@ def test_rows_are_those_of_the_module_at_any_positions():
         assert torch.equal(found.cos, cos[0]) and torch.equal(found.sin, sin[0])
 
 
+def test_the_digest_tells_the_last_bit_of_each_frequency():
+    """torch's powers may have another last bit with AVX2 than with AVX-512, as for heads of 48 numbers."""
+    rotate = rotary()
+    found = {RotationTable(rotate, ROWS, 4096).digest}
+    for frequency in rotate.inv_freq:
+        before = frequency.clone()
+        frequency.copy_(torch.nextafter(before, torch.tensor(2.0)))
+        found.add(RotationTable(rotate, ROWS, 4096).digest)
+        frequency.copy_(before)
+    assert len(found) == 1 + len(rotate.inv_freq)
+    assert RotationTable(rotate, ROWS, 4096).digest in found
+
+
 def test_a_table_has_a_bound_and_none_is_made_for_a_model_of_few_positions():
     assert RotationTable(rotary(1 << 20), ROWS, 1 << 20).most == MOST_POSITIONS
     assert not RotationTable(rotary(BLOCK), ROWS, BLOCK).fits

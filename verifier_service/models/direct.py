@@ -9,6 +9,7 @@ the head's results are larger, as the library may cap logits.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -58,6 +59,14 @@ class RotationTable:
             for part, (row, own) in enumerate(zip(alone, (found.cos, found.sin), strict=True))
         )
 
+    @property
+    def digest(self) -> str:
+        """8 hex digits of a SHA-256 of the module's last cosines and sines in float32. They are made from powers, of
+        which torch rounds some differently with AVX2 than with AVX-512."""
+        stop = max(self.most, BLOCK)
+        made = self._rotate(self._like.float(), torch.arange(stop - BLOCK, stop)[None])
+        return hashlib.sha256(b"".join(each.numpy().tobytes() for each in made)).hexdigest()[:8]
+
     def at(self, positions: Tensor, furthest: int) -> RowRotation:
         """The cosines and sines of positions [rows]. furthest: the greatest of these positions, below `most`"""
         while self._filled <= furthest:
@@ -81,6 +90,7 @@ class DirectForward:
         self._embedding: Tensor | None = embed.weight.detach() if plain else None
         table = RotationTable(stack.parts.rotate, embed(torch.zeros(1, 1, dtype=torch.int64)), positions)
         self._rotations = table if table.fits else None
+        self.rotations = table.digest  # part of the fingerprint
 
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor | None:
         """Logits [k, vocabulary] float32 of the wanted rows [k] of tokens and positions [rows]; None where the layers
