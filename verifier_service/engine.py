@@ -51,6 +51,7 @@ from tree_layers.memory import pages_for
 
 from verifier_service.memory import most_pages, working_bytes
 from verifier_service.models import LoadedTarget, load_target
+from verifier_service.models.gpu_products import accelerator_digest
 from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
 from verifier_service.requests import Call, Capacity, OrderedRound, PendingCall, Saved, VerifierText
@@ -496,7 +497,8 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     # Sums of shards round differently: texts move only between replicas of one degree.
     degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
-    kind = target.model.device.type  # and so does an accelerator
+    kind = target.model.device.type
+    on = "" if kind == "cpu" else f"-{kind}-{accelerator_digest(target.model.device)}"  # GPUs differ, too
     arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
     library = ""  # MKL and torch choose instructions by the processor
     if kind == "cpu":  # by parts only the rotary embedding is torch's; else also scans, norms, activations or routers
@@ -504,7 +506,7 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,
-        fingerprint=target.fingerprint + arithmetic + own + ("" if kind == "cpu" else f"-{kind}") + degree + library,
+        fingerprint=target.fingerprint + arithmetic + own + on + degree + library,
         tokenizer=target.facts.tokenizer,
         vocabulary=target.vocabulary,
         max_length=options.max_length,

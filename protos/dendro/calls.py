@@ -183,8 +183,8 @@ class Hello:
 
 TARGET_FACTS = ("fingerprint", "dtype", "exactness", "tokenizer", "vocabulary", "end_ids")
 """Fields of a verifier's Hello that an answer's tokens depend on besides the text. The fingerprint includes the degree
-of sharding, the kind of an accelerator, and whether the arithmetic is this project's own. The limits (`max_*`) do not
-change tokens; calls outside them are refused."""
+of sharding, the kind and model of an accelerator, and whether the arithmetic is this project's own. The limits
+(`max_*`) do not change tokens; calls outside them are refused."""
 
 PROTOCOL_VERSION = 8
 

@@ -521,8 +521,9 @@ def test_damaged_weights_are_refused(folders, tmp_path):
         load_target(folder, torch.float32, torch.device("cpu"), [8])
 
 
-async def test_an_answer_does_not_continue_on_another_kind_of_device(loaded):
+async def test_an_answer_does_not_continue_on_another_kind_of_device(loaded, monkeypatch):
     """Its bits are others there, whether or not both run this project's arithmetic."""
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
     engine = loaded()
     target, options = engine.runner.target, VerifierOptions(name="tiny", dtype=torch.float32)
     at_gpu = replace(target, model=SimpleNamespace(device=torch.device("cuda", 1)))
@@ -531,6 +532,8 @@ async def test_an_answer_does_not_continue_on_another_kind_of_device(loaded):
     assert here.target == replace(await engine.hello(), exactness="bitwise").target
     assert there.target != here.target
     assert there.target == _hello_of(options, at_gpu, "bitwise", (8,)).target
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "another GPU")
+    assert there.target != _hello_of(options, at_gpu, "bitwise", ()).target
 
 
 def test_fingerprints_name_the_arithmetic_and_the_forms_of_the_products(loaded, monkeypatch):

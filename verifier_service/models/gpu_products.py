@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from typing import Any
 
@@ -40,3 +41,12 @@ def settle_products() -> None:
 def may_split_k(kind: str) -> bool:
     """True if products of a type, `bf16` or `fp16`, may split their inner dimension."""
     return bool(getattr(torch.backends.cuda.matmul, f"allow_{kind}_reduced_precision_reduction_split_k", True))
+
+
+def accelerator_digest(device: torch.device) -> str:
+    """8 hex digits of a SHA-256 of a GPU's model and of the versions of the libraries that compute on it, which choose
+    the order of a sum by these."""
+    import triton  # a CPU may have none
+
+    about = torch.cuda.get_device_name(device), torch.__version__, torch.version.cuda, triton.__version__
+    return hashlib.sha256(repr(about).encode()).hexdigest()[:8]
