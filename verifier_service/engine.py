@@ -501,7 +501,7 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     on = "" if kind == "cpu" else f"-{kind}-{accelerator_digest(target.model.device)}"  # GPUs differ, too
     arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
     library = ""  # MKL and torch choose instructions by the processor
-    if kind == "cpu":  # by parts only the rotary embedding is torch's; else also scans, norms, activations or routers
+    if kind == "cpu":  # a forward by parts has only cosines and sines from torch, others also scans, norms or routers
         library = f"-{library_digest() if target.direct is None else target.direct.rotations}"
     return Hello(
         protocol=PROTOCOL_VERSION,
