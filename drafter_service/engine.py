@@ -371,7 +371,8 @@ class DrafterEngine:
         return True
 
     def _forward(self, plan: DraftPlan) -> None:
-        began_s, prepared = self._clock(), self._scheduler.planned_prepared
+        prepared = self._scheduler.planned_prepared if self._options.draft_ahead else None
+        began_s = self._clock()
         try:
             self._scheduler.apply(self._runner.run(plan))
         except BaseException as error:  # a panic of a native library is no Exception

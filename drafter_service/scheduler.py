@@ -160,7 +160,7 @@ class DraftScheduler:
         session = self._follow(call.update)
         session.ahead, session.drafted = ahead, call
         self._stop_round(session)
-        if (prepared := self._claim(session, call.shape)) is not None:
+        if session in self._prepared and (prepared := self._claim(session, call.shape)) is not None:
             self._use(session, prepared, ticket)
             return
         root, grown = session.text.ids[-1], growth_of
@@ -179,7 +179,8 @@ class DraftScheduler:
         """End a session once its memory has consumed the text up to its root."""
         session = self._follow(call.update)
         self._stop_round(session)
-        self._drop_prepared(session)
+        if session in self._prepared:
+            self._drop_prepared(session)
         if session.opened is not None:
             self.answers.append((session.opened[0], NotFound("opening: was closed before it was ready")))
             session.opened = None
@@ -228,7 +229,9 @@ class DraftScheduler:
             if session.closing is not None or (session.round is not None and not session.is_growing):
                 self._fold_kept(session)
         self._answer_complete()
-        plan = self._plan() or self._catch_up() or self._plan_prepared()  # all may add folds
+        plan = self._plan() or self._catch_up()  # both may add folds
+        if plan is None and self._prepared:
+            plan = self._plan_prepared()
         return DraftStep(tuple(self._folds), plan)
 
     def _plan(self) -> DraftPlan | None:
@@ -564,10 +567,7 @@ class DraftScheduler:
 
     def _claim(self, session: DrafterText, shape: TreeShape) -> PreparedText | None:
         """Take the prepared text that equals the session's text now, if there is one; drop the others."""
-        preparations = self._prepared.get(session)
-        if preparations is None:
-            return None
-        calibration = self.calibrations[session.scored_by]
+        preparations, calibration = self._prepared[session], self.calibrations[session.scored_by]
         for place, prepared in enumerate(preparations.texts):
             assert prepared.round is not None
             if prepared.is_next(shape) and prepared.round.recalibrated(calibration):
@@ -681,8 +681,9 @@ class DraftScheduler:
                 self._stop_round(session)
 
     def _end(self, session: DrafterText, reason: Exception) -> None:
-        self._drop_prepared(session)
-        self._prepared.pop(session, None)
+        if session in self._prepared:
+            self._drop_prepared(session)
+            del self._prepared[session]
         for draft_round in (session.kept, session.round):
             if draft_round is not None:
                 self._drop_tree(session, draft_round)
