@@ -164,6 +164,21 @@ def test_layers_in_one_call_give_the_bits_of_one_call_each(threads):
         assert all(torch.equal(*each) for each in zip(pools, others, strict=True))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_wanted_rows_alone_have_the_bits_that_they_have_among_all(dtype, layers, threads):
+    its = [weights(dtype, eps=(each, 0.5)) for each in (1e-5, 1e-3, 0.5)[:layers]]
+    together = DecoderLayers(its, Workspace(), threads)
+    for rows, wanted in ((1, [0]), (5, [4, 0, 0]), (33, [32]), (5, [2]), (33, [*range(1, 30, 2)])):
+        x, rotation = given(rows, dtype)
+        step = compiled_step(step_of(rows, rows), threads)
+        pools, others = ([LAYOUT.pool(64, x.device) for _ in its] for _ in range(2))
+        few = together(x, pools, step, rotation, torch.tensor(wanted))
+        assert torch.equal(few, together(x, others, step, rotation)[wanted])
+        assert all(torch.equal(*each) for each in zip(pools, others, strict=True))
+
+
 def test_a_layer_is_near_its_formula():
     its = weights(torch.float32)
     x, rotation = given(8, torch.float32)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from transformers.models.llama import modeling_llama
+from tree_kernels.decoder_layer.cpu import OPERATIONS, DecoderLayers
 
 from tests.support import tiny_models
 from tests.support.made_once import made_once
@@ -59,11 +60,19 @@ def test_the_keys_of_rows_that_are_not_wanted_are_written(folder_of):
     assert kept[0][-1].any()
 
 
-def test_the_last_mlp_runs_on_the_wanted_rows(folder_of):
+def test_the_last_mlp_runs_on_the_wanted_rows(folder_of, monkeypatch):
+    """By a program of the compiled layers, or by the module where none can be compiled."""
     runner = runner_of(folder_of("llama"))
-    rows = []
+    rows, program = [], DecoderLayers._program
     last = runner.target.model.model.layers[-1]
     last.mlp.register_forward_hook(lambda module, given, made: rows.append(made.shape[1]))
+
+    def noted(layers, count, columns, first, end):
+        if end == OPERATIONS * len(layers.weights):
+            rows.append(count)
+        return program(layers, count, columns, first, end)
+
+    monkeypatch.setattr(DecoderLayers, "_program", noted)
     logits(runner, WANTED)
     assert rows == [8]
 

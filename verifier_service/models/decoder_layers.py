@@ -30,7 +30,6 @@ from verifier_service.models.attention_layers import (
     RECORDING,
     ROWS,
     Attends,
-    CompiledAttention,
     hidden_of,
     projected,
     recorded_step,
@@ -100,28 +99,18 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
     if len(weights) < len(layers):
         return None
     own = DecoderLayers(weights, workspace, run.threads)
-    before = DecoderLayers(weights[:-1], workspace, run.threads) if weights[1:] else None
-    last: Any = layers[-1]
     numbers = [attention_of(layer).dendro_attends.layer for layer in layers]
 
-    def run_all(x: Tensor, rotation: RowRotation, norm: nn.Module) -> Tensor:
+    def run_layers(x: Tensor, rotation: RowRotation, norm: nn.Module, wanted: Tensor | None = None) -> Tensor:
         assert run.pages is not None
-        pools = run.pages.layers
-        made: Tensor = norm(own(x[0], [pools[number] for number in numbers], run.compiled_step, rotation)[None])
+        pools = [run.pages.layers[number] for number in numbers]
+        made: Tensor = norm(own(x[0], pools, run.compiled_step, rotation, wanted)[None])
         return made
 
-    def run_few(x: Tensor, rotation: RowRotation, norm: nn.Module, wanted: Tensor) -> Tensor:
-        assert run.pages is not None
-        if before is not None:
-            pools = [run.pages.layers[number] for number in numbers[:-1]]
-            x = before(x[0], pools, run.compiled_step, rotation)[None]
-        attends: Attends = last.self_attn.dendro_attends
-        heads = projected(last.self_attn, attends.layout, last.input_layernorm(x))
-        rows = CompiledAttention().attend(heads, run, attends, rotation)[wanted]
-        made: Tensor = norm(_after_attention(last, x[:, wanted], last.self_attn.o_proj(rows.flatten(1)[None])))
-        return made
+    def serves() -> bool:
+        return isinstance(run.step, TreeRows)
 
-    return use_decoder_stack(model, run, layers, run_all, lambda: isinstance(run.step, TreeRows), positions, run_few)
+    return use_decoder_stack(model, run, layers, run_layers, serves, positions, run_layers)
 
 
 def _has_parts(module: Any) -> bool:

@@ -39,6 +39,8 @@ MOST_PROGRAMS = 64
 """Programs that are kept, one for each number of rows and of near keys."""
 OPERATIONS = 13
 """Operations of a layer."""
+ATTENDED = 6
+"""Operations of a layer up to its attention, whose results are widened by the next one."""
 
 
 def why_not_compiled() -> str:
@@ -92,6 +94,11 @@ class Workspace:
         first = -(-self.address // LINE) * LINE
         return self.address, [first + int(end) - size for end, size in zip(ends, room, strict=True)]
 
+    def rows(self, address: int, rows: int, width: int, dtype: torch.dtype) -> Tensor:
+        """The array [rows, width] at an address of this memory, not a copy."""
+        first = address - self.address
+        return torch.from_numpy(self._memory[first : first + rows * width * dtype.itemsize]).view(dtype).view(rows, -1)
+
 
 def _x_kind(rows: int, *weights: PackedWeight) -> Precision:
     """Type in which all these weights can read the same rows."""
@@ -106,6 +113,7 @@ class _LayersProgram:
     words: Words
     address: int  # address of the words
     calls: tuple[Words, ...]  # calls whose addresses are in the words
+    widening: Words  # the call that widens what the last layer's attention gives
     workspace: int  # address of the workspace when the program was made
     norms: Words
     attentions: Words
@@ -132,7 +140,7 @@ class DecoderLayers:
         for its, norms in zip(self.weights, self._norms, strict=True):
             self._check(its, norms)
         kernels = _kernels()
-        self._run, self._operations = kernels.functions["run"], kernels.address("operations")
+        self._start, self._operations = kernels.functions["run"], kernels.address("operations")
 
     def _check(self, its: LayerWeights, norms: Sequence[Tensor]) -> None:
         layout, own = its.layout, (its.query, its.key, its.value, its.gate, its.up)
@@ -150,8 +158,16 @@ class DecoderLayers:
         if not all(shapes.values()):
             raise ValueError(f"weights do not fit each other: {[name for name, fits in shapes.items() if not fits]}")
 
-    def __call__(self, x: Tensor, pools: Sequence[Tensor], step: CompiledStep, rotation: RowRotation) -> Tensor:
-        """Run all layers: x [rows, D] -> [rows, D]. pools: each layer's [slots, kv_heads, width], written; float32 or
+    def __call__(
+        self,
+        x: Tensor,
+        pools: Sequence[Tensor],
+        step: CompiledStep,
+        rotation: RowRotation,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """Run all layers: x [rows, D] -> [rows, D], or the results of the `wanted` rows [k] alone, [k, D]: the last
+        layer runs on these only, after its attention. pools: each layer's [slots, kv_heads, width], written; float32 or
         of x's dtype. Raises ValueError for rows of another dtype or number than the weights', the step's or the
         rotation's."""
         rows, words = len(x), step.words
@@ -169,7 +185,9 @@ class DecoderLayers:
         if not all(pool.dtype in (torch.float32, self.dtype) for pool in pools):
             raise ValueError(f"a pool's dtype is neither float32 nor that of the rows, {x.dtype}")
         x, cos, sin, made = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.empty_like(x)
-        program = self._program(rows, step.columns)
+        end = len(self.weights) * OPERATIONS
+        attended = end - OPERATIONS + ATTENDED
+        program = self._program(rows, step.columns, 0, end if wanted is None else attended)
         # A layer writes its result when nothing reads its rows any more, so all layers' results have one place.
         result = made.data_ptr()
         program.norms[:, NormArgument.X] = program.outputs[:, Argument.RESIDUAL] = result
@@ -183,48 +201,57 @@ class DecoderLayers:
             sin.data_ptr(),
             cos.shape[1],
         )
+        self._run(program)
+        if wanted is None:
+            return made
+        results = int(program.widening[WidenArgument.SOURCE])
+        few = self._workspace.rows(results, rows, self.weights[-1].output.inputs, self.dtype)[wanted]
+        x, made = (made if len(self.weights) > 1 else x)[wanted], made.new_empty(len(wanted), self.width)
+        program = self._program(len(wanted), 0, attended, end)
+        program.widening[WidenArgument.SOURCE] = few.data_ptr()
+        program.outputs[-1, Argument.RESIDUAL], program.downs[-1, Argument.TARGET] = x.data_ptr(), made.data_ptr()
+        self._run(program)
+        return made
+
+    def _run(self, program: _LayersProgram) -> None:
         shared = helpers()
         held = self._threads > 1 and shared.lock.acquire(blocking=False)  # the bits do not depend on the threads
         try:
             count = shared.at_most(self._threads - 1) if held else 0
-            self._run(program.address, self._operations, shared.address, count)
+            self._start(program.address, self._operations, shared.address, count)
         finally:
             if held:
                 shared.lock.release()
-        return made
 
-    def _program(self, rows: int, columns: int) -> _LayersProgram:
-        """The program for steps of `rows` rows, with `columns` near keys each."""
-        key = rows, columns, *(limit.rows for limit in self._limits)
+    def _program(self, rows: int, columns: int, first: int, end: int) -> _LayersProgram:
+        """The program of the operations [first, end) of all layers' for `rows` rows, with `columns` near keys each."""
+        key = rows, columns, first, end, *(limit.rows for limit in self._limits)
         found = self._programs.get(key)
         while found is None or found.workspace != self._workspace.address:  # making it may have moved the workspace
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.clear()
-            found = self._programs[key] = self._made(rows, columns)
+            found = self._programs[key] = self._made(rows, columns, first, end)
         return found
 
-    def _made(self, rows: int, columns: int) -> _LayersProgram:
+    def _made(self, rows: int, columns: int, first: int, end: int) -> _LayersProgram:
         count = len(self.weights)
         workspace = self._workspace.address
-        program = _LayersProgram(
-            np.zeros(RECORDS + count * OPERATIONS * Operation.SIZE, np.int64),
-            0,
-            (),
-            workspace,
-            *(
-                np.zeros((count, len(arguments)), np.int64)
-                for arguments in (NormArgument, AttentionArgument, Argument, Argument)
-            ),
+        words = np.zeros(RECORDS + (end - first) * Operation.SIZE, np.int64)
+        set_by_steps = (
+            np.zeros((count, len(arguments)), np.int64)
+            for arguments in (NormArgument, AttentionArgument, Argument, Argument)
         )
+        program = _LayersProgram(words, 0, (), words[:0], workspace, *set_by_steps)
         calls: list[Words] = []
-        for layer in range(count):
-            listed = self._listed(layer, program, rows, columns)
+        for layer in range(first // OPERATIONS, count):
+            listed, before = self._listed(layer, program, rows, columns), layer * OPERATIONS - first
             calls += [call for _, call, _, _ in listed]
-            for number, (kernel, call, counter, needs) in enumerate(listed, layer * OPERATIONS):
-                place, own = RECORDS + number * Operation.SIZE, call.ctypes.data
-                needed = layer * OPERATIONS + needs
-                program.words[place : place + Operation.ENTERED] = kernel, own, own + 8 * counter, needed
-        program.words[LENGTH] = count * OPERATIONS
+            for number, (kernel, call, counter, needs) in enumerate(listed, before):
+                if 0 <= number < end - first:
+                    place, own = RECORDS + number * Operation.SIZE, call.ctypes.data
+                    program.words[place : place + Operation.ENTERED] = kernel, own, own + 8 * counter, before + needs
+            program.widening = listed[ATTENDED][1]
+        program.words[LENGTH] = end - first
         program.address, program.calls = program.words.ctypes.data, tuple(calls)
         return program
 
