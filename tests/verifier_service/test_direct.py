@@ -88,13 +88,13 @@ def test_a_model_that_changes_its_logits_keeps_the_librarys_forward(computes, fo
 
 
 def test_a_last_layer_that_computes_other_bits_for_few_rows_is_not_run_by_parts(folder_of, monkeypatch):
-    norm = decoder_layers.DecoderStack.normed_rows
+    norm = decoder_layers.CompiledStack.normed_rows
 
     def other(self, x, rotation, wanted):
         found = norm(self, x, rotation, wanted)
         return found if len(wanted) == x.shape[1] else found + 1
 
-    monkeypatch.setattr(decoder_layers.DecoderStack, "normed_rows", other)
+    monkeypatch.setattr(decoder_layers.CompiledStack, "normed_rows", other)
     assert loaded(folder_of("llama")).direct is None
 
 

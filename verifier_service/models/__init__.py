@@ -43,7 +43,7 @@ from verifier_service.collectives import Collectives
 from verifier_service.models.activations import make_activations_safe
 from verifier_service.models.attention_layers import CompiledAttention, use_attention_layers
 from verifier_service.models.comparing import check_logits, short_text
-from verifier_service.models.decoder_layers import DecoderStack, use_decoder_layers
+from verifier_service.models.decoder_layers import CompiledStack, use_decoder_layers
 from verifier_service.models.device_blocks import use_device_blocks
 from verifier_service.models.device_layers import use_device_layers
 from verifier_service.models.device_norms import use_norm_kernel
@@ -283,7 +283,7 @@ def _load(
     by_kernels = device.type != "cpu" and run_from_tables(mixers) and not (mixers and group is not None)
     attention = _choose_attention(run, device, by_kernels)
     layouts = _layouts(run, by_kernels)
-    stack: DecoderStack | None = None
+    stack: CompiledStack | None = None
     if run.compiled and group is None:
         use_attention_layers(model, run, positions, CompiledAttention())
         stack = use_decoder_layers(model, run, positions)

@@ -11,11 +11,13 @@ very tensor that the layer before it returned, the first layer the embedding's, 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +73,7 @@ def noted(modules: Iterable[nn.Module]) -> Iterator[list[NotedCall]]:
         yield calls
 
 
-def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: int) -> DecoderStack | None:
+def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: int) -> CompiledStack | None:
     """Replace the forwards of all qualifying decoder layers. Returns the stack if all layers qualify and run as one
     call.
 
@@ -99,18 +101,7 @@ def use_decoder_layers(model: PreTrainedModel, run: ForwardContext, positions: i
     if len(weights) < len(layers):
         return None
     own = DecoderLayers(weights, workspace, run.threads)
-    numbers = [attention_of(layer).dendro_attends.layer for layer in layers]
-
-    def run_layers(x: Tensor, rotation: RowRotation, norm: nn.Module, wanted: Tensor | None = None) -> Tensor:
-        assert run.pages is not None
-        pools = [run.pages.layers[number] for number in numbers]
-        made: Tensor = norm(own(x[0], pools, run.compiled_step, rotation, wanted)[None])
-        return made
-
-    def serves() -> bool:
-        return isinstance(run.step, TreeRows)
-
-    return use_decoder_stack(model, run, layers, run_layers, serves, positions, run_layers)
+    return use_decoder_stack(model, layers, positions, partial(CompiledStack, run, layers, own))
 
 
 def _has_parts(module: Any) -> bool:
@@ -241,6 +232,9 @@ def _after_attention(layer: Any, x: Tensor, attended: Tensor) -> Tensor:
     return made
 
 
+Stack = TypeVar("Stack", bound="DecoderStack")
+
+
 # All layers as one call
 @dataclass(frozen=True, slots=True)
 class StackParts:
@@ -257,23 +251,23 @@ TOKENS, PLACES = "input_ids", "position_ids"
 """Arguments of the model below the head that a step sets."""
 
 
-class DecoderStack:
+class DecoderStack(ABC):
     """All layers of a model as one call, between its embeddings and its norm."""
 
-    def __init__(
-        self,
-        run: ForwardContext,
-        layers: Sequence[Any],
-        parts: StackParts,
-        whole: Callable[[Tensor, RowRotation, nn.Module], Tensor],
-        serves: Callable[[], bool],
-        few: Callable[[Tensor, RowRotation, nn.Module, Tensor], Tensor] | None = None,
-    ) -> None:
-        """Arguments: see `use_decoder_stack`; parts: the parts of the model below the head"""
+    def __init__(self, run: ForwardContext, layers: Sequence[Any], parts: StackParts) -> None:
+        """layers: all layers of the model, in order, with our forwards"""
         self.parts = parts
-        self._run, self._layers, self._whole, self._serves, self._few = run, layers, whole, serves, few
+        self._run, self._layers = run, layers
         self._forwards = [layer.forward for layer in layers]
         self._config = attention_of(layers[0]).config
+
+    @abstractmethod
+    def serves(self) -> bool:
+        """Called before `normed`. True if the call can run the rows of the current forward."""
+
+    @abstractmethod
+    def normed(self, x: Tensor, rotation: RowRotation) -> Tensor:
+        """Called in a forward. Runs the layers, then the norm: embeddings x [1, rows, D] -> [1, rows, D]."""
 
     @property
     def ready(self) -> bool:
@@ -283,7 +277,7 @@ class DecoderStack:
             self._run.pages is not None
             and self._config._attn_implementation == ATTENTION
             and not self._layers[0]._forward_hooks
-            and self._serves()
+            and self.serves()
         )
 
     @property
@@ -301,16 +295,31 @@ class DecoderStack:
         assert found is not None
         return found
 
-    def normed(self, x: Tensor, rotation: RowRotation) -> Tensor:
-        """The norm's results [1, rows, D] for embeddings x [1, rows, D]."""
-        return self._whole(x, rotation, self.parts.norm)
+
+class CompiledStack(DecoderStack):
+    """All layers as one compiled call, on a CPU."""
+
+    def __init__(self, run: ForwardContext, layers: Sequence[Any], own: DecoderLayers, parts: StackParts) -> None:
+        super().__init__(run, layers, parts)
+        self.own = own
+        self._numbers = [attention_of(layer).dendro_attends.layer for layer in layers]
+
+    def serves(self) -> bool:
+        return isinstance(self._run.step, TreeRows)
+
+    def normed(self, x: Tensor, rotation: RowRotation, wanted: Tensor | None = None) -> Tensor:
+        """The norm's results [1, rows, D] for embeddings x [1, rows, D], or those of the `wanted` rows [k] alone."""
+        assert self._run.pages is not None
+        pools = [self._run.pages.layers[number] for number in self._numbers]
+        made: Tensor = self.parts.norm(self.own(x[0], pools, self._run.compiled_step, rotation, wanted)[None])
+        return made
 
     def normed_rows(self, x: Tensor, rotation: RowRotation, wanted: Tensor) -> Tensor:
         """The norm's results [k, D] of the wanted rows [k], for embeddings x [1, rows, D]. If few rows are wanted, the
         last layer's output projection and MLP run on them alone: only that layer's keys and values of the other rows
         are read later."""
-        if self._few is not None and are_few(len(wanted), x.shape[1]):
-            return self._few(x, rotation, self.parts.norm, wanted)[0]
+        if are_few(len(wanted), x.shape[1]):
+            return self.normed(x, rotation, wanted)[0]
         hidden = self.normed(x, rotation)
         taken = hidden.new_empty(len(wanted), hidden.shape[-1])
         take_rows(wanted, (hidden[0], taken))
@@ -318,19 +327,12 @@ class DecoderStack:
 
 
 def use_decoder_stack(
-    model: PreTrainedModel,
-    run: ForwardContext,
-    layers: Sequence[Any],
-    whole: Callable[[Tensor, RowRotation, nn.Module], Tensor],
-    serves: Callable[[], bool],
-    positions: int,
-    few: Callable[[Tensor, RowRotation, nn.Module, Tensor], Tensor] | None = None,
-) -> DecoderStack | None:
+    model: PreTrainedModel, layers: Sequence[Any], positions: int, made: Callable[[StackParts], Stack]
+) -> Stack | None:
     """Replace the forward of the model below the head by a stack, if nothing but the stack's parts is computed there.
     Returns the stack; None if something else is.
 
-    layers: all layers, in order, with our forwards   whole: runs the layers on rows [1, rows, D], then a norm
-    serves: True if `whole` can run the rows of the current forward   few: `whole` for wanted rows [k] of the result
+    layers: all layers, in order, with our forwards   made: makes the stack of these parts of the model
     """
     with noted(model.modules()) as calls, recording(model, positions):
         pass
@@ -338,7 +340,7 @@ def use_decoder_stack(
     parts = inner and _parts_of(inner, calls, layers)
     if not inner or not parts:
         return None
-    stack = DecoderStack(run, layers, parts, whole, serves, few)
+    stack = made(parts)
     module: Any = inner.module
     library = module.forward
     fixed = {name: value for name, value in parts.given.items() if name not in (TOKENS, PLACES)}

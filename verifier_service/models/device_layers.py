@@ -6,8 +6,9 @@ this project's forward. In a layer the MLP may follow the attention, as in Llama
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ from tree_kernels.tree_attention import RowRotation
 from tree_layers.linear import RowForms
 
 from verifier_service.models.attention_layers import RECORDING, Attends, hidden_of, recording, use_attention_layers
-from verifier_service.models.decoder_layers import NotedCall, agrees_at, attention_of, noted, use_decoder_stack
+from verifier_service.models.decoder_layers import (
+    DecoderStack,
+    NotedCall,
+    StackParts,
+    agrees_at,
+    attention_of,
+    noted,
+    use_decoder_stack,
+)
 from verifier_service.models.device_attention import PagedAttention
 from verifier_service.models.device_mlps import use_gated_mlps
 from verifier_service.models.device_norms import norm_of
@@ -61,13 +70,28 @@ def use_device_layers(model: PreTrainedModel, run: ForwardContext, positions: in
         norms = norm_of(layer.input_layernorm), norm_of(layer.post_attention_layernorm)
         assert norms[0] is not None and norms[1] is not None
         own.append(_Layer(norms[0], attention_of(layer).dendro_attention, norms[1], layer.mlp, beside))
-    attends = [attention_of(layer).dendro_attends for layer in layers]
-
-    def serves() -> bool:
-        return all(attention.serves(run, each) for each in attends)
-
     if own:
-        use_decoder_stack(model, run, layers, lambda *given: _run(own, *given), serves, positions)
+        use_decoder_stack(model, layers, positions, partial(_DeviceStack, run, layers, own, attention))
+
+
+class _DeviceStack(DecoderStack):
+    def __init__(
+        self,
+        run: ForwardContext,
+        layers: Sequence[Any],
+        own: list[_Layer],
+        attention: PagedAttention,
+        parts: StackParts,
+    ) -> None:
+        super().__init__(run, layers, parts)
+        self._own, self._attention = own, attention
+        self._attends = [attention_of(layer).dendro_attends for layer in layers]
+
+    def serves(self) -> bool:
+        return all(self._attention.serves(self._run, each) for each in self._attends)
+
+    def normed(self, x: Tensor, rotation: RowRotation) -> Tensor:
+        return _run(self._own, x, rotation, self.parts.norm)
 
 
 def _has_parts(module: Any) -> bool:

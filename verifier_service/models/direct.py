@@ -19,7 +19,7 @@ from tree_kernels.taken_rows import take_rows
 from tree_kernels.tree_attention import RowRotation
 
 from verifier_service.models.comparing import by_our_seats
-from verifier_service.models.decoder_layers import DecoderStack
+from verifier_service.models.decoder_layers import CompiledStack
 from verifier_service.models.head import Head
 from verifier_service.models.scaled_rows import SCALES, same_bits
 from verifier_service.models.seats import ForwardContext
@@ -82,7 +82,7 @@ class RotationTable:
 class DirectForward:
     """The forward of a target by its parts."""
 
-    def __init__(self, stack: DecoderStack, head: Head, positions: int) -> None:
+    def __init__(self, stack: CompiledStack, head: Head, positions: int) -> None:
         """positions: number of positions that the model has"""
         self._stack, self._head = stack, head
         embed: Any = stack.parts.embed
@@ -121,7 +121,7 @@ class DirectForward:
 def direct_forward(
     model: PreTrainedModel,
     head: Head,
-    stack: DecoderStack | None,
+    stack: CompiledStack | None,
     run: ForwardContext,
     tokens: Tensor,
     positions: int,
