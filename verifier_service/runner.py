@@ -181,8 +181,11 @@ class StepRunner:
         self.target.run.recurrent.load(arrays, self._tensor(slots), place.state_slot(block))
 
     def warm_up(self) -> None:
-        """Compile and record in advance, so that no kind of step is slow the first time. Called once, before any text
-        is open."""
+        """Compile, record and prepare in advance, so that no kind of step is slow the first time. Called once, before
+        any text is open."""
+        if self.target.direct is not None:
+            for rows in reversed(self.buckets):
+                self.target.direct.prepare(rows, 2 * self.near, self.buckets[0])
 
     def keeps_noise(self, session: int) -> bool:
         """True if noise of a session may be computed in advance."""

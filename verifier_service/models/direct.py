@@ -101,6 +101,11 @@ class DirectForward:
         hidden = self._stack.normed_rows(x, self._rotation(x, positions), wanted)
         return self._head.product(hidden[None])[0]
 
+    def prepare(self, rows: int, columns: int, wanted: int) -> None:
+        """Make in advance what steps of so many rows need, with `columns` near keys each, of which all or `wanted` rows
+        are wanted."""
+        self._stack.own.prepare(rows, columns, wanted)
+
     def _embedded(self, tokens: Tensor) -> Tensor:
         """The embeddings [1, rows, D] of tokens [rows]."""
         if self._embedding is None:

@@ -133,6 +133,8 @@ class DecoderLayers:
         self._sinks = [
             None if its.sinks is None else (its.sinks.detach().float() * LOG2_E).contiguous() for its in weights
         ]
+        self._end = len(weights) * OPERATIONS
+        self._attended = self._end - OPERATIONS + ATTENDED  # operations up to the last layer's attention
         self._programs: dict[tuple[int, ...], _LayersProgram] = {}
         products = (each for its in weights for each in its.products)
         self._limits = [*{id(each.limit): each.limit for each in products if each.limit is not None}.values()]
@@ -141,6 +143,13 @@ class DecoderLayers:
             self._check(its, norms)
         kernels = _kernels()
         self._start, self._operations = kernels.functions["run"], kernels.address("operations")
+
+    def prepare(self, rows: int, columns: int, wanted: int) -> None:
+        """Make in advance the programs of steps of so many rows, with `columns` near keys each, of which all or
+        `wanted` rows are wanted."""
+        for end in (self._end, self._attended):
+            self._program(rows, columns, 0, end)
+        self._program(wanted, 0, self._attended, self._end)
 
     def _check(self, its: LayerWeights, norms: Sequence[Tensor]) -> None:
         layout, own = its.layout, (its.query, its.key, its.value, its.gate, its.up)
@@ -185,9 +194,7 @@ class DecoderLayers:
         if not all(pool.dtype in (torch.float32, self.dtype) for pool in pools):
             raise ValueError(f"a pool's dtype is neither float32 nor that of the rows, {x.dtype}")
         x, cos, sin, made = x.contiguous(), cos.contiguous(), sin.contiguous(), torch.empty_like(x)
-        end = len(self.weights) * OPERATIONS
-        attended = end - OPERATIONS + ATTENDED
-        program = self._program(rows, step.columns, 0, end if wanted is None else attended)
+        program = self._program(rows, step.columns, 0, self._end if wanted is None else self._attended)
         # A layer writes its result when nothing reads its rows any more, so all layers' results have one place.
         result = made.data_ptr()
         program.norms[:, NormArgument.X] = program.outputs[:, Argument.RESIDUAL] = result
@@ -207,7 +214,7 @@ class DecoderLayers:
         results = int(program.widening[WidenArgument.SOURCE])
         few = self._workspace.rows(results, rows, self.weights[-1].output.inputs, self.dtype)[wanted]
         x, made = (made if len(self.weights) > 1 else x)[wanted], made.new_empty(len(wanted), self.width)
-        program = self._program(len(wanted), 0, attended, end)
+        program = self._program(len(wanted), 0, self._attended, self._end)
         program.widening[WidenArgument.SOURCE] = few.data_ptr()
         program.outputs[-1, Argument.RESIDUAL], program.downs[-1, Argument.TARGET] = x.data_ptr(), made.data_ptr()
         self._run(program)
