@@ -63,7 +63,9 @@ class DraftLaw:
         ids [vocabulary]: target ids of the guessed tokens, ascending; None: 0, 1, ...
         """
         warp = Warp.of(sampling)
-        shift = shift_of(sampling, np.arange(vocabulary) if ids is None else ids)
+        shift = None
+        if sampling.changes_logits:
+            shift = shift_of(sampling, np.arange(vocabulary) if ids is None else ids)
         if not (warp.greedy or sampling.shares_noise):
             nothing = torch.zeros(vocabulary)  # scores at a temperature above 0 are ranked with something added
             return cls(Warp(sampling.temperature), vocabulary, None, nothing if shift is None else shift)

@@ -213,9 +213,9 @@ class VerifierText:
         parameters, sampling = call.parameters, call.parameters.sampling
         warp = Warp.of(sampling)
         memory = TextMemory(salt_of(parameters.tenant))
-        processors = processors_of(parameters, capacity.end_ids)
         history = None
-        if ask.structure is not None or not processors.off:
+        if ask.structure is not None or sampling.changes_logits or parameters.limits.min_length:
+            processors = processors_of(parameters, capacity.end_ids)
             history = History(processors, capacity.vocabulary, parameters.prompt_length)
             history.follow(text.ids, 0)
         return cls(

@@ -128,6 +128,13 @@ class Sampling(SamplingNumbers):
         return not self.draws_guesses and not self.mode.lossy
 
     @property
+    def changes_logits(self) -> bool:
+        """True if logits are changed before the temperature: by biases, penalties or the removal of tokens."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        listed = self.logit_bias or self.banned_ids or self.allowed_ids or self.bad_words
+        return penalties != (1.0, 0.0, 0.0) or bool(listed)
+
+    @property
     def of_drafters(self) -> Sampling:
         """The parameters that drafters get: in LISTED_MODES with another seed, which hides the verifier's noise."""
         return replace(self, seed=draft_seed(self.seed)) if self.mode in LISTED_MODES else self

@@ -53,6 +53,23 @@ def test_bad_sampling_is_refused_by_the_name_of_its_field(field, value):
         Sampling(**{field: value})
 
 
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("repetition_penalty", 1.1),
+        ("presence_penalty", -0.5),
+        ("frequency_penalty", 0.5),
+        ("logit_bias", ((7, 0.0),)),
+        ("banned_ids", (7,)),
+        ("allowed_ids", (7,)),
+        ("bad_words", ((7, 8),)),
+    ],
+)
+def test_parameters_that_change_logits_before_the_temperature_are_told_from_those_that_do_not(field, value):
+    assert not Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.1, seed=3).changes_logits
+    assert Sampling(**{field: value}).changes_logits
+
+
 def test_a_peer_follows_a_cut_and_a_continuation():
     peer = PeerText()
     assert peer.follow(update([1, 2, 3], 0)) == 0

@@ -213,5 +213,7 @@ def test_a_bad_parameter_is_refused_by_name(field: str, values):
 
 
 def test_the_defaults_change_nothing():
-    assert Processors().off and Processors(ending=END).off
-    assert not any(its.off for its in EACH.values())
+    text, logits = [1, 2, 2, 2, 2, 7], random_logits(0)[0]
+    for its in (Processors(), Processors(ending=END)):
+        assert torch.equal(processed(logits, its, text, 3), logits)
+    assert not any(torch.equal(processed(logits, its, text, 3), logits) for its in EACH.values())

@@ -44,12 +44,6 @@ class Processors:
         """True if tokens of the text are counted."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
-    @property
-    def off(self) -> bool:
-        """True if no row is changed."""
-        removes = self.banned or self.allowed or self.bad_words or (self.ending and self.min_length)
-        return not (self.counts or self.logit_bias or removes)
-
 
 def processed(logits: Tensor, processors: Processors, text: Sequence[int], prompt_length: int) -> Tensor:
     """logits [V] of the token after `text` -> scores [V] float32, -inf where a token is removed.
