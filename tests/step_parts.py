@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from cluster.demo.real_pair import real_config
 from cluster.hub import fetched, pinned
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
-from verifier_service.rows import pack, text_rows
+from verifier_service.rows import text_rows
 from verifier_service.runner import StepRunner
 
 STEPS, PROMPT_STEPS = 240, 40
@@ -57,9 +58,9 @@ def loaded(config: Config) -> VerifierEngine:
 def read_prompt(runner: StepRunner, tokens: int) -> None:
     """One step of a prompt."""
     window, rows = runner.target.window, np.arange(tokens)
-    part = text_rows(IDS[:tokens], rows, None, runner.own_pages, runner.pages.scratch, runner.near, window)
+    plan = text_rows(IDS[:tokens], rows, None, runner.own_pages, runner.pages.scratch, runner.near, window)
     with torch.inference_mode():
-        runner.forward(pack(part, rows[-1:]))
+        runner.forward(replace(plan, wanted=rows[-1:]))
 
 
 def main(config: Config) -> None:

@@ -121,8 +121,8 @@ class StepPlan:
     homes: Ints  # [rows] slot of the row's position in its text, to which an accepted guess is copied
     near: Ints  # [rows, 2 * near] slots of the keys at near * (p // near - 1) + column; 0 where there is none
     far: tuple[Far, ...]
-    wanted: Ints  # [k] rows whose logits are needed
-    draws: tuple[Draw, ...]
+    wanted: Ints = field(default_factory=lambda: NO_ROWS)  # [k] rows whose logits are needed
+    draws: tuple[Draw, ...] = ()
     recurrent: RecurrentRows | None = None  # the rows for mixers; None for a target without states
     echoes: tuple[Echo, ...] = ()
 
@@ -145,19 +145,6 @@ class StepOutcome:
     echoed: tuple[tuple[TokenLogprobs, ...] | DendroError, ...] = ()  # one per echo; an error ends its text alone
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TextRows:
-    """The rows of one or several texts of a step; the fields are those of `StepPlan`."""
-
-    tokens: Ints
-    positions: Ints
-    slots: Ints
-    homes: Ints
-    near: Ints
-    far: tuple[Far, ...]
-    recurrent: RecurrentRows | None = None
-
-
 def text_rows(
     ids: Sequence[int],
     committed: Ints,
@@ -166,15 +153,15 @@ def text_rows(
     scratch: int,
     near: int,
     window: int | None = None,
-) -> TextRows:
+) -> StepPlan:
     """Rows of one text in a step (`rows_of_texts`)."""
     return rows_of_texts(RowPaths.of([TextPart(ids, committed, tree)]), [pages], scratch, near, window)
 
 
 def rows_of_texts(
     rows: RowPaths, pages: Sequence[Sequence[int]], scratch: int, near: int, window: int | None = None
-) -> TextRows:
-    """Rows of texts in a step.
+) -> StepPlan:
+    """The plan of a step of these texts' rows, of which no logits are wanted yet.
 
     pages: each text's pages by position   scratch: first slot for keys of guesses, which are used in order; all other
     keys go to their homes   window: the widest sliding window; None if a layer sees all positions
@@ -194,20 +181,4 @@ def rows_of_texts(
         end = max(first_seen(most, near) + PAGE - 1, 0) // PAGE  # pages from here on begin in the last row's columns
         if end > begin:
             far.append(Far(start, stop, tuple(its[begin:end]), begin))
-    return TextRows(rows.tokens, rows.positions, slots.own, slots.homes, slots.columns, tuple(far))
-
-
-def pack(rows: TextRows, wanted: Ints, draws: Sequence[Draw] = (), echoes: Sequence[Echo] = ()) -> StepPlan:
-    """Make the plan of a step of these rows."""
-    return StepPlan(
-        tokens=rows.tokens,
-        positions=rows.positions,
-        slots=rows.slots,
-        homes=rows.homes,
-        near=rows.near,
-        far=rows.far,
-        wanted=wanted,
-        draws=tuple(draws),
-        recurrent=rows.recurrent,
-        echoes=tuple(echoes),
-    )
+    return StepPlan(rows.tokens, rows.positions, slots.own, slots.homes, slots.columns, tuple(far))

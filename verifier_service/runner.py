@@ -26,7 +26,7 @@ from verifier_service.models import LoadedTarget
 from verifier_service.models.head import HEAD_ROWS, Logits
 from verifier_service.recurrent import TextStates, last_writers, on_device, recurrent_rows, recurrent_step
 from verifier_service.row_check import RowTrace
-from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, pack, text_rows
+from verifier_service.rows import NO_ROWS, StepOutcome, StepPlan, text_rows
 from verifier_service.shards import AcceptedSlots, Bounds, Crew
 from verifier_service.walk import BegunMasks, StepMasks, Walker, echo_logprobs, guarded, walk_with_logprobs
 
@@ -286,12 +286,12 @@ class StepRunner:
 
     def _text_rows(self, ids: Sequence[int], committed: Ints, tree: DraftTree | None) -> Tensor:
         """Logits of these rows of a text on the runner's own pages, in one step."""
-        part = text_rows(ids, committed, tree, self.own_pages, self.pages.scratch, self.near, self.target.window)
+        plan = text_rows(ids, committed, tree, self.own_pages, self.pages.scratch, self.near, self.target.window)
+        plan = replace(plan, wanted=np.arange(len(plan.tokens)))
         if self.target.mixers:
             scratch = self.arrangement.scratch
             rows = recurrent_rows(self._own_place, committed, len(ids) - 1, tree, scratch)
-            part = replace(part, recurrent=rows)
-        plan = pack(part, np.arange(len(part.tokens)))
+            plan = replace(plan, recurrent=rows)
         with torch.inference_mode():
             logits = self.forward(plan)
             if self.target.mixers and tree is None:

@@ -53,7 +53,7 @@ from verifier_service.requests import (
     next_in_turn,
     texts_by_tenant,
 )
-from verifier_service.rows import NO_ROWS, RowPaths, StepOutcome, StepPlan, TextPart, pack, rows_of_texts
+from verifier_service.rows import NO_ROWS, RowPaths, StepOutcome, StepPlan, TextPart, rows_of_texts
 from verifier_service.walk import Draw, Echo, MasksPending, guarded
 
 log = logging.getLogger("dendro.verifier")
@@ -690,10 +690,11 @@ def packed(shares: Sequence[StepShare], capacity: Capacity) -> StepPlan:
         committed = np.arange(done, done + share.prefill) if share.prefill else NO_ROWS
         parts.append(TextPart(session.text.ids, committed, tree))
     paths, memories = RowPaths.of(parts), [share.session.memory for share in shares]
-    rows = rows_of_texts(
+    plan = rows_of_texts(
         paths, [memory.pages for memory in memories], capacity.first_scratch, capacity.near, capacity.window
     )
+    recurrent = None
     if capacity.recurrent is not None:
         places = [memory.place for memory in memories if memory.place is not None]
-        rows = replace(rows, recurrent=recurrent_rows_of(paths, places, capacity.recurrent.scratch))
-    return pack(rows, np.concatenate(wanted), draws, echoes)
+        recurrent = recurrent_rows_of(paths, places, capacity.recurrent.scratch)
+    return replace(plan, wanted=np.concatenate(wanted), draws=tuple(draws), recurrent=recurrent, echoes=tuple(echoes))

@@ -20,7 +20,7 @@ from tree_kernels.warp.batched import WarpRows, _filtered, _softmax, tokens_of_r
 
 from tests.support.compiled import printed_by
 from tests.support.joined_rows import joined
-from verifier_service.rows import NO_ROWS, pack, text_rows
+from verifier_service.rows import NO_ROWS, text_rows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.commit.triton import commit_rows  # noqa: E402
@@ -192,7 +192,7 @@ class Step:
         """The plan of these texts, and their queries."""
         starts = np.cumsum([0] + [len(part.tokens) for part in self.parts])
         rows = np.concatenate([np.arange(starts[text], starts[text + 1]) for text in texts])
-        return pack(joined([self.parts[text] for text in texts]), NO_ROWS), self.queries[rows]
+        return joined([self.parts[text] for text in texts]), self.queries[rows]
 
     def reference(self, texts, window=None, **more):
         plan, queries = self.take(texts)

@@ -30,7 +30,7 @@ from tree_kernels.tree_attention.splits import (
 from tests.support.compiled import printed_by
 from tests.support.joined_rows import joined
 from tests.support.tensor_core_products import multiply_as_tensor_cores
-from verifier_service.rows import NO_ROWS, Far, pack, text_rows
+from verifier_service.rows import NO_ROWS, Far, text_rows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.tree_attention import tensor_cores  # noqa: E402
@@ -96,7 +96,7 @@ class PagedTexts:
             fields = {name: getattr(part, name)[own] for name in ("tokens", "positions", "slots", "homes", "near")}
             parts.append(replace(part, **fields, far=tuple(replace(each, stop=len(own)) for each in part.far)))
         numbers = [self.starts[text] + own for text, own in zip(texts, picked, strict=True)]
-        return pack(joined(parts), NO_ROWS), np.concatenate(numbers)
+        return joined(parts), np.concatenate(numbers)
 
     def reference(self, **more):
         plan, numbers = self.plan(range(len(self.parts)))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 
-from verifier_service.rows import RecurrentRows, TextRows
+from verifier_service.rows import RecurrentRows, StepPlan
 
 
-def joined(parts: Sequence[TextRows]) -> TextRows:
-    """Rows without recurrent parts, in this order."""
+def joined(parts: Sequence[StepPlan]) -> StepPlan:
+    """The rows of these plans, without recurrent parts, in this order."""
     arrays = {name: np.concatenate([getattr(part, name) for part in parts]) for name in ARRAYS}
     starts = np.cumsum([0, *(len(part.tokens) for part in parts)]).tolist()
     far = [
@@ -19,10 +19,10 @@ def joined(parts: Sequence[TextRows]) -> TextRows:
         for part, start in zip(parts, starts, strict=False)
         for each in part.far
     ]
-    return TextRows(**arrays, far=tuple(far))
+    return StepPlan(**arrays, far=tuple(far))
 
 
-ARRAYS = tuple(each.name for each in fields(TextRows) if each.name not in ("far", "recurrent"))
+ARRAYS = ("tokens", "positions", "slots", "homes", "near")
 
 
 def joined_recurrent(parts: Sequence[RecurrentRows]) -> RecurrentRows:

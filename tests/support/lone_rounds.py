@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from dendro.text import Sampling
 from dendro.tree import DraftTree
 from tree_kernels.warp import History, Warp
 
-from verifier_service.rows import NO_ROWS, StepPlan, pack, text_rows
+from verifier_service.rows import NO_ROWS, StepPlan, text_rows
 from verifier_service.runner import StepRunner
 from verifier_service.walk import Draw
 
@@ -24,6 +25,6 @@ def lone_round(
 ) -> StepPlan:
     """The round of a text whose rows, before its last one, were kept by earlier steps. tree: a lone root by default"""
     tree = tree or DraftTree.root_only(ids[-1])
-    part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
+    plan = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
     draw = Draw(1, 0, 0, len(ids), tree, warp or Warp(), sampling or Sampling(), history)
-    return pack(part, np.arange(tree.rows), [draw])
+    return replace(plan, wanted=np.arange(tree.rows), draws=(draw,))

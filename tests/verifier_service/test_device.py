@@ -41,7 +41,7 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.models import LoadedTarget, load_target
 from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement
-from verifier_service.rows import NO_ROWS, pack, text_rows
+from verifier_service.rows import NO_ROWS, text_rows
 from verifier_service.shards import Bounds
 from verifier_service.walk import Draw, Walker
 
@@ -265,7 +265,8 @@ def test_a_structure_that_raises_ends_its_draw_alone(folder):
             Draw(number, number, number, len(ids), tree, Warp(), Sampling(), history, structure=structure)
             for number, structure in enumerate(structures)
         ]
-        return runner.run(pack(joined([part] * len(draws)), np.arange(len(draws)), draws)).walks
+        plan = joined([part] * len(draws))
+        return runner.run(replace(plan, wanted=np.arange(len(draws)), draws=tuple(draws))).walks
 
     alone, _ = walks([None, None])
     for part in ("masks", "foresee"):

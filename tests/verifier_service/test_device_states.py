@@ -32,7 +32,7 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions
 from verifier_service.recurrent import Arrangement, place_of, recurrent_rows
-from verifier_service.rows import NO_ROWS, NOT_KEPT, FoldOf, RecurrentRows, pack, text_rows
+from verifier_service.rows import NO_ROWS, NOT_KEPT, FoldOf, RecurrentRows, text_rows
 from verifier_service.shards import Bounds
 from verifier_service.walk import Draw
 
@@ -96,11 +96,11 @@ def plan_of(runner, length, parents, committed=NO_ROWS, place=None):
     ids = [(5 * at * at + at) % VOCABULARY for at in range(length)]
     place = runner.arrangement.own_place() if place is None else place
     tree = DraftTree.of([ids[-1], *range(5, 4 + len(parents))], parents) if parents else None
-    part = text_rows(ids, committed, tree, range(1, 17), runner.pages.scratch, runner.near)
+    plan = text_rows(ids, committed, tree, range(1, 17), runner.pages.scratch, runner.near)
     rows = recurrent_rows(place, committed, length - 1, tree, runner.arrangement.scratch)
     wanted = np.arange(len(parents)) + len(committed)
     draws = [Draw(1, len(committed), 0, length, tree, Warp(), Sampling())] if tree is not None else []
-    return pack(replace(part, recurrent=rows), wanted, draws), place
+    return replace(plan, wanted=wanted, draws=tuple(draws), recurrent=rows), place
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU records the steps themselves")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +16,7 @@ from tests.support.made_once import made_once
 from verifier_service.engine import VerifierEngine
 from verifier_service.models import load_target
 from verifier_service.options import VerifierOptions
-from verifier_service.rows import pack, text_rows
+from verifier_service.rows import text_rows
 
 TEXT = list(range(1, 33))
 WANTED = np.array([29, 3, 30, 31, 17, 0, 8, 12])
@@ -34,9 +35,9 @@ def runner_of(folder, dtype=torch.float32):
 
 def logits(runner, wanted):
     rows = np.arange(len(TEXT))
-    part = text_rows(TEXT, rows, None, runner.own_pages, runner.pages.scratch, runner.near, runner.target.window)
+    plan = text_rows(TEXT, rows, None, runner.own_pages, runner.pages.scratch, runner.near, runner.target.window)
     with torch.inference_mode():
-        return runner.forward(pack(part, wanted))
+        return runner.forward(replace(plan, wanted=wanted))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
