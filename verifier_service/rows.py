@@ -14,7 +14,7 @@ from dendro.logprobs import TokenLogprobs
 from dendro.tree import DraftTree
 from tree_kernels.row_slots import Homes, Ints, StepRows, first_seen, path_slots
 from tree_kernels.row_slots.shapes import ABOVE, POSITION, TEXT, TOKEN
-from tree_kernels.tree_attention import PAGE
+from tree_kernels.tree_attention import PAGE, FarRows
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.walk import Draw, Echo
@@ -100,17 +100,6 @@ class RecurrentRows:
     folds: tuple[FoldOf, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Far:
-    """Rows [start, stop) of a plan, which belong to one text, and the text's pages with keys that lie before the rows'
-    near columns (far keys)."""
-
-    start: int
-    stop: int
-    pages: tuple[int, ...]  # page numbers by position
-    first: int  # index of the first of these pages in the text
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """The rows of one step, as plain arrays that can be sent to shards or fill the buffers of a recorded graph."""
@@ -120,7 +109,7 @@ class StepPlan:
     slots: Ints  # [rows] slot to which the row's key and value are written: a scratch slot for a guess, else its home
     homes: Ints  # [rows] slot of the row's position in its text, to which an accepted guess is copied
     near: Ints  # [rows, 2 * near] slots of the keys at near * (p // near - 1) + column; 0 where there is none
-    far: tuple[Far, ...]
+    far: tuple[FarRows, ...]  # pages with keys before the near columns of their texts' rows
     wanted: Ints = field(default_factory=lambda: NO_ROWS)  # [k] rows whose logits are needed
     draws: tuple[Draw, ...] = ()
     recurrent: RecurrentRows | None = None  # the rows for mixers; None for a target without states
@@ -175,10 +164,10 @@ def rows_of_texts(
         table += its[begin:end]
         assert len(table) - offsets[-1] == end
     slots = path_slots(rows.from_lowest(lowest), near, Homes(table, offsets, PAGE, paged=True), scratch, for_all=False)
-    far, stops = list[Far](), [*rows.starts[1:], len(rows.tokens)]
+    far, stops = list[FarRows](), [*rows.starts[1:], len(rows.tokens)]
     for its, start, stop, least, most in zip(pages, rows.starts, stops, rows.least, rows.most, strict=True):
         begin = 0 if window is None else max(least - window + 1, 0) // PAGE
         end = max(first_seen(most, near) + PAGE - 1, 0) // PAGE  # pages from here on begin in the last row's columns
         if end > begin:
-            far.append(Far(start, stop, tuple(its[begin:end]), begin))
+            far.append(FarRows(start, stop, tuple(its[begin:end]), begin))
     return StepPlan(rows.tokens, rows.positions, slots.own, slots.homes, slots.columns, tuple(far))

@@ -16,7 +16,7 @@ from dendro.tree import DraftTree
 from torch import Tensor
 from tree_kernels import FEW_ROWS, ROW_MULTIPLE
 from tree_kernels.row_slots import Ints
-from tree_kernels.tree_attention import PAGE, FarRows, TreeRows
+from tree_kernels.tree_attention import PAGE, TreeRows
 from tree_kernels.tree_walk import Walk
 from tree_layers.launching import on_its_device
 from tree_layers.memory import Pages
@@ -139,7 +139,7 @@ class StepRunner:
                 positions=self._tensor(plan.positions),
                 slots=self._tensor(plan.slots),
                 near=self._tensor(plan.near),
-                far=[FarRows(far.start, far.stop, far.pages, far.first) for far in plan.far],
+                far=plan.far,
                 padded=padded,
             )
         )

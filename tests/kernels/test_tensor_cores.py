@@ -30,7 +30,7 @@ from tree_kernels.tree_attention.splits import (
 from tests.support.compiled import printed_by
 from tests.support.joined_rows import joined
 from tests.support.tensor_core_products import multiply_as_tensor_cores
-from verifier_service.rows import NO_ROWS, Far, text_rows
+from verifier_service.rows import NO_ROWS, text_rows
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 from tree_kernels.tree_attention import tensor_cores  # noqa: E402
@@ -313,7 +313,7 @@ def test_items_hold_each_rows_far_keys_once_and_read_no_page_of_none(group):
             reach = max(int(near * (its.max() // near - 1)), 0)
             pages = tuple(range(first, -(-reach // PAGE)))
             if pages:
-                parts.append(Far(len(positions), len(positions) + len(its), pages, first))
+                parts.append(FarRows(len(positions), len(positions) + len(its), pages, first))
             positions += its.tolist()
         splits = FarSplits.of(21_000, near, group)
         items = np.zeros((splits.most_items(len(positions), 5), ITEM), np.int64)

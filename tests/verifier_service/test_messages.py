@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tree_kernels.tree_attention import FarRows
 
 from verifier_service import shards
 from verifier_service.collectives import WorkerLost
 from verifier_service.messages import HEAD_BYTES, MAX_FRAME_BYTES, BadFrame, packed, unpacked
 from verifier_service.recurrent import Arrangement
-from verifier_service.rows import Far, FoldOf, RecurrentRows, StepPlan
+from verifier_service.rows import FoldOf, RecurrentRows, StepPlan
 from verifier_service.shards import (
     AcceptedSlots,
     Bounds,
@@ -48,7 +49,7 @@ MESSAGES = [
     Bounds(32, 5, 6, 7, 8, Arrangement.of(3, 32, 8, 64)),
     AcceptedSlots(ints(2), ints(2), ints(0), ints(0)),
     plan(),
-    plan(far=(Far(0, 2, (), 0), Far(2, 3, tuple(range(2000)), 4))),
+    plan(far=(FarRows(0, 2, (), 0), FarRows(2, 3, tuple(range(2000)), 4))),
     plan(recurrent=RecurrentRows(ints(3, 32), ints(3), ints(3), ints(3), FOLDS)),
 ]
 KINDS = tuple(dict.fromkeys(type(message) for message in MESSAGES))

@@ -13,7 +13,7 @@ from torch.distributed import DistError
 from transformers import AttentionInterface, PreTrainedModel
 from tree_kernels import ROW_MULTIPLE
 from tree_kernels.row_slots import Ints
-from tree_kernels.tree_attention import FarRows, TreeRows, near_window
+from tree_kernels.tree_attention import TreeRows, near_window
 from tree_layers.errors import CheckpointError
 from tree_layers.library_mixers import is_mixer
 from tree_layers.memory import Pages, pages_for
@@ -198,7 +198,7 @@ def by_our_seats(
                 positions=order.to(model.device),
                 slots=torch.from_numpy(part.slots).to(model.device),
                 near=torch.from_numpy(part.near).to(model.device),
-                far=[FarRows(each.start, each.stop, each.pages, each.first) for each in part.far],
+                far=part.far,
                 padded=len(tokens),
             )
         )
