@@ -296,15 +296,15 @@ class VerifierEngine:
     def link(self, links: DrafterLinks) -> None:
         def ask(wanted: OrderedRound, call: DraftCall) -> None:
             def deliver(outcome: object) -> None:
-                self._thread.post(lambda ticket: self.scheduler.drafted(wanted, outcome, ticket.arrived_s))
+                self._thread.post(lambda ticket: self.scheduler.orders.drafted(wanted, outcome, ticket.arrived_s))
 
             links.draft(wanted.order.drafter, replace(call, take_prepared=take_prepared), deliver)
 
         def take_prepared(sent: object) -> None:
             assert isinstance(sent, PreparedTree)
-            self._thread.post(lambda ticket: self.scheduler.prepared(sent, ticket.arrived_s))
+            self._thread.post(lambda ticket: self.scheduler.orders.prepared(sent, ticket.arrived_s))
 
-        self.scheduler.link(ask)
+        self.scheduler.orders.link(ask)
         self._hello = replace(self._hello, orders=True)
 
     async def start(self) -> None:
@@ -362,7 +362,8 @@ class VerifierEngine:
             idle = False
         if not idle:
             return 0.0
-        waits = [each for each in (self.scheduler.linger_s or None, self.scheduler.late_in_s()) if each is not None]
+        until = self.scheduler.linger_s or None, self.scheduler.orders.late_in_s()
+        waits = [each for each in until if each is not None]
         if not self._ahead:
             return min(waits, default=None)
         if not paused:

@@ -9,9 +9,7 @@ call, right after the verdict, and keeps the round's verdict for the call, so th
 time. At most one round of a text is ahead, and a call with a tree drops it. An opening may announce the first round:
 its root is a row of the step with the prompt's last rows, so it costs no step.
 
-A call may instead order the next round's tree (`dendro.order`). Right after the verdict the drafter is asked for it,
-and the round begins when the tree is there; the call that claims the round may come before, meanwhile or after. A round
-whose tree does not come has its root alone.
+A call may instead order the next round's tree, whose round then begins when the tree is there (`orders.py`).
 """
 
 from __future__ import annotations
@@ -20,29 +18,29 @@ import logging
 import time
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 import numpy as np
-from dendro.calls import CloseCall, Closed, DraftCall, OpenCall, Opened, PeerText, PreparedTree, TextUpdate, VerifyCall
+from dendro.calls import CloseCall, Closed, OpenCall, Opened, PeerText, TextUpdate, VerifyCall
 from dendro.clock import Clock
 from dendro.engine import Ticket
 from dendro.errors import BadRequest, DendroError, EngineFailed, NotFound, Overloaded
-from dendro.failures import described, log_failure
+from dendro.failures import described
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs
 from dendro.measured import microseconds, smoothed, totals_by_size
-from dendro.order import Missed, Order, missed_by
+from dendro.order import Missed
 from dendro.text import Verdict, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
 
 from verifier_service.budget import StepCosts, path_in, worth_waiting, worthwhile
 from verifier_service.memory import PageTable
+from verifier_service.orders import OrderedRounds
 from verifier_service.recurrent import StatePool, recurrent_rows_of
 from verifier_service.requests import (
     Capacity,
-    OrderedRound,
     PendingCall,
     Saved,
     StepShare,
@@ -58,9 +56,6 @@ from verifier_service.walk import Draw, Echo, MasksPending, guarded
 
 log = logging.getLogger("dendro.verifier")
 
-MESSAGE_S = 0.0002
-"""Cost of a prepared tree's message. It pays if the way there and back, times the tree's chance, takes longer."""
-
 
 class StepScheduler:
     """Owns texts, their pages and their order. The engine calls `next` and `apply` in turns."""
@@ -68,8 +63,6 @@ class StepScheduler:
     def __init__(self, capacity: Capacity, clock: Clock = time.monotonic) -> None:
         self.capacity = capacity
         self.clock = clock
-        self._ask_drafter: Callable[[OrderedRound, DraftCall], None] | None = None  # None: no way to drafters
-        self._ordered: list[OrderedRound] = []  # rounds whose trees are awaited
         arranged = capacity.recurrent
         places = StatePool(arranged.places, arranged.extent) if arranged is not None else None
         self.memory = PageTable(capacity.pages, capacity.share_prefixes, capacity.window, capacity.slack, places)
@@ -77,6 +70,7 @@ class StepScheduler:
         self.by_rows = totals_by_size(capacity.sizes)  # steps and their times, as in the counters
         self.costs = StepCosts()
         self.sessions: dict[bytes, VerifierText] = {}  # key: opening; oldest first
+        self.orders = OrderedRounds(capacity, self.counters, self.sessions, clock)
         self._inbox: deque[PendingCall] = deque()  # calls that `next` has not handled yet
         self._numbers = 0  # sessions opened so far
         self._closed: list[int] = []  # numbers of sessions that ended since `take_closed`
@@ -89,11 +83,6 @@ class StepScheduler:
         self.linger_s = 0.0  # seconds that the engine waits for more calls before `next`, if some are pending
         self._size = 0  # rows of the last plan, padded
 
-    def link(self, ask_drafter: Callable[[OrderedRound, DraftCall], None]) -> None:
-        """Called before the first step, if there is a way to drafters. ask_drafter: asks for an ordered tree, which
-        `drafted` takes later"""
-        self._ask_drafter = ask_drafter
-
     def submit(self, ask: PendingCall) -> None:
         """Queue a call, which `next` will handle."""
         self._inbox.append(ask)
@@ -102,8 +91,8 @@ class StepScheduler:
         """Answer calls that need no step, and plan the next step. None if no text needs one, if the step should wait
         for `linger_s`, or if saved memories must be restored first (`take_restoring`)."""
         began = self.clock()
-        for wanted in [each for each in self._ordered if each.late_s <= began]:
-            self.drafted(wanted, Missed.LATE, began)
+        if self.orders.awaited:
+            self.orders.begin_late(began)
         while self._inbox:
             ask = self._inbox.popleft()
             if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
@@ -203,7 +192,7 @@ class StepScheduler:
         if not ended and (order is not None or ask.call.ahead):
             session.text.tokens.extend(verdict.tokens)
         if not ended and order is not None:  # The drafter is asked before the router is answered: the next round waits.
-            self._place_order(session, ask.call.update.opening, order)
+            self.orders.place(session, ask.call.update.opening, order)
         ask.ticket.settle(verdict)
         if not ended and ask.call.ahead:
             self._begin_ahead(session, ask.call.update.opening)
@@ -215,105 +204,6 @@ class StepScheduler:
         session.ahead = PendingCall(call, Ticket(self.clock()))
         session.asks.append(session.ahead)
         self.counters.ahead += 1
-
-    def _place_order(self, session: VerifierText, opening: bytes, order: Order) -> None:
-        """Ask the order's drafter for the tree of the text's next round."""
-        text, last = session.text.tokens, session.latest
-        self._drop_order(session)
-        session.ordered = session.latest = wanted = OrderedRound(session, order, opening, self.clock(), len(text) + 1)
-        if last is not None:
-            wanted.follow(last)
-        self._ordered.append(wanted)
-        self.counters.ordered += 1
-        if self._ask_drafter is None:
-            self.drafted(wanted, Missed.UNLINKED, wanted.began_s)
-            return
-        self._begin_prepared(wanted, wanted.began_s)
-        prepared_from = MESSAGE_S / session.way_s if session.way_s > MESSAGE_S else 0.0
-        update = TextUpdate.of(order.opening, text, min(order.start, len(text)))
-        try:
-            self._ask_drafter(wanted, DraftCall(update, order.shape, prepared_from))
-        except Exception as error:  # the way is broken: this round has no tree, and other texts go on
-            log_failure(log, error, "a drafter could not be asked for an ordered tree")
-            self.drafted(wanted, Missed.UNLINKED, wanted.began_s)
-
-    def prepared(self, sent: PreparedTree, came_s: float) -> None:
-        """Keep a tree that a drafter has sent before it was asked for. Begin its round if that awaits a tree now."""
-        latest = (each.latest for each in self.sessions.values())
-        wanted = next((each for each in latest if each is not None and each.order.opening == sent.opening), None)
-        self.counters.prepared += 1
-        if wanted is None or not wanted.keep(sent):
-            self.counters.prepared_refused += 1
-            return
-        self._begin_prepared(wanted, came_s)
-
-    def _begin_prepared(self, wanted: OrderedRound, came_s: float) -> None:
-        """Begin an ordered round with the tree prepared for its text, if there is one. Its drafter's answer, which has
-        the same tree, is then ignored."""
-        text = wanted.session.text.tokens
-        if wanted.session.ordered is wanted and (tree := wanted.prepared.get((len(text), text.digest()))) is not None:
-            self.counters.prepared_used += 1
-            self._begin_ordered(wanted, tree, came_s)
-
-    def drafted(self, wanted: OrderedRound, outcome: object, came_s: float) -> None:
-        """Begin an ordered round with its tree, or with its root alone where there is none. outcome: the tree, an error
-        of the drafter, or a `Missed`   came_s: when it came"""
-        if isinstance(outcome, DraftTree):
-            way_s = came_s - wanted.began_s - outcome.draft_us / 1e6
-            wanted.session.way_s = smoothed(wanted.session.way_s, max(way_s, 0.0))
-        self._begin_ordered(wanted, outcome, came_s)
-
-    def _begin_ordered(self, wanted: OrderedRound, outcome: object, came_s: float) -> None:
-        session = wanted.session
-        if session.ordered is not wanted:
-            return
-        self._ordered.remove(wanted)
-        session.ordered, text = None, session.text.tokens
-        tree, missed = self._ordered_tree(wanted, outcome)
-        self.counters.ordered_missed += bool(missed)
-        if session.answered is not None:
-            session.away_s, session.answered = smoothed(session.away_s, came_s - session.answered), None
-        if (ask := wanted.claim) is None:
-            update = TextUpdate.of(wanted.opening, text, len(text))
-            ask = PendingCall(VerifyCall(update, tree, ordered=True), Ticket(came_s))
-        assert isinstance(ask.call, VerifyCall)
-        ask.ticket.arrived_s = max(ask.ticket.arrived_s, came_s)
-        took_us = microseconds(max(came_s - wanted.began_s, 0.0))
-        begun = replace(ask, call=replace(ask.call, tree=tree), missed=missed, drafted_us=took_us)
-        if wanted.claim is None:
-            session.ahead = begun
-        session.asks.append(begun)
-
-    def _ordered_tree(self, wanted: OrderedRound, outcome: object) -> tuple[DraftTree, str]:
-        """The tree of an ordered round, and why it is the root alone if it is."""
-        ids, shape = wanted.session.text.ids, wanted.order.shape
-        if isinstance(outcome, DraftTree):
-            try:
-                self.capacity.check_tree(outcome, ids, wanted.session.parameters.sampling)
-                if outcome.rows > shape.rows or outcome.depth > shape.depth:
-                    raise BadRequest("tree", f"has {outcome.rows} rows and depth {outcome.depth}; ordered was {shape}")
-                return outcome, ""
-            except BadRequest as error:
-                outcome = error
-        missed = outcome if isinstance(outcome, Missed) else missed_by(outcome)
-        log.info("an ordered tree of %s did not come: %s: %s", shape, missed, outcome)
-        return DraftTree.root_only(ids[-1]), missed
-
-    def _drop_order(self, session: VerifierText) -> None:
-        """Await the ordered tree of the text's next round no longer. A call that claims it has its root alone."""
-        if (wanted := session.ordered) is None:
-            return
-        self._ordered.remove(wanted)
-        session.ordered = None
-        self.counters.ordered_dropped += 1
-        if wanted.claim is not None:
-            session.asks.append(replace(wanted.claim, missed=Missed.UNKNOWN))
-
-    def late_in_s(self) -> float | None:
-        """Seconds until the first awaited tree is late, which `next` then records; None if none is awaited."""
-        if not self._ordered:
-            return None
-        return max(min(each.late_s for each in self._ordered) - self.clock(), 0.0)
 
     def _claim(self, session: VerifierText, ask: PendingCall, call: VerifyCall) -> bool:
         """Answer a call with the verdict of the round begun ahead of it, or let it take that round's place. False if
@@ -329,7 +219,7 @@ class StepScheduler:
         if call.ordered and same and wanted is not None and wanted.claim is None:
             wanted.claim = ask
             return True
-        self._drop_order(session)
+        self.orders.drop(session)
         if call.ordered and same and begun is not None:
             assert isinstance(begun.call, VerifyCall)
             ask.ticket.arrived_s = max(ask.ticket.arrived_s, begun.ticket.arrived_s)
@@ -518,7 +408,7 @@ class StepScheduler:
         self._fail(session, error or NotFound("opening: it was closed"))
 
     def _fail(self, session: VerifierText, reason: DendroError) -> None:
-        self._drop_order(session)
+        self.orders.drop(session)
         for ask in (*session.asks, *([session.opening] if session.opening else [])):
             ask.ticket.settle(reason)
         session.drop_all()

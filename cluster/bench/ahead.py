@@ -42,7 +42,7 @@ from drafter_service.models import load_model
 from drafter_service.prepared import PreparedText
 from drafter_service.texts import DrafterText
 from verifier_service.engine import VerifierEngine
-from verifier_service.scheduler import MESSAGE_S
+from verifier_service.orders import MESSAGE_S
 
 SMOLLM2 = "smollm2"
 PAIRS = (COSTLY, SMOLLM2)

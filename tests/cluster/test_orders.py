@@ -40,7 +40,7 @@ from cluster.sessions import MemorySessions
 from tests.support.certificates import Authority
 from tests.support.fakes import FakeDrafter, RemotePool
 from tests.support.sockets import until
-from verifier_service import scheduler as scheduler_module
+from verifier_service import orders
 
 SHAPE = "(3,2,1)"
 COUNT = 40
@@ -134,7 +134,7 @@ async def test_answers_with_prepared_trees_are_those_without(config, temperature
 @pytest.fixture
 def sends_ahead(config, monkeypatch):
     """A configuration whose drafter sends every prepared tree before it is asked for it: as if each paid."""
-    monkeypatch.setattr(scheduler_module, "MESSAGE_S", 1e-12)
+    monkeypatch.setattr(orders, "MESSAGE_S", 1e-12)
     drafters = {name: each.model_copy(update={"draft_ahead": "on"}) for name, each in config.drafters.items()}
     return config.model_copy(update={"drafters": drafters})
 

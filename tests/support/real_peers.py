@@ -42,7 +42,7 @@ from cluster.router.ingress import Ingress
 from cluster.sessions import MemorySessions
 from tests.support import other_tokenizers, tiny_models
 from tests.support.fakes import RemotePool
-from verifier_service import scheduler as scheduler_module
+from verifier_service import orders
 
 SLOW_S = 0.4
 """Delay of each draft of a slow drafter; longer than routers wait."""
@@ -178,7 +178,7 @@ async def serve_peer(kind: str, engine: Any) -> tuple[str, str]:
         links = StreamLinks()
         faults.lying_texts(links)
         engine.link(links)
-        scheduler_module.MESSAGE_S = 1e-12  # each prepared tree is sent before its verdict
+        orders.MESSAGE_S = 1e-12  # each prepared tree is sent before its verdict
         served = replace(VERIFIER_REPLICA, answer=faults.lying_verdicts)
     else:
         faults.slow(engine)
@@ -195,7 +195,7 @@ async def serve_peer(kind: str, engine: Any) -> tuple[str, str]:
             case "stop":
                 await replica.stop()
             case "stats":
-                awaited = len(engine.scheduler._ordered) if kind == "verifier" else 0
+                awaited = len(engine.scheduler.orders.awaited) if kind == "verifier" else 0
                 answer = engine.stats() | replica.stats() | {"awaited": awaited}
             case _:
                 faults.on.add(word)

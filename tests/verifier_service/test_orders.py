@@ -168,7 +168,7 @@ async def test_a_late_tree_is_dropped_and_its_round_has_the_root_alone(linked):
     await router.ordering(order=router.order(wait_us=20_000))
     verdict = await router.ordering()
     assert verdict.missed == Missed.LATE and verdict.drafted_us >= 20_000
-    assert engine.scheduler.late_in_s() is None
+    assert engine.scheduler.orders.late_in_s() is None
     while len(router.text) < router.end:
         await router.ordering()
     assert router.answer == truth
@@ -204,7 +204,7 @@ async def test_claims_dropped_orders_and_lost_verdicts_in_any_order_change_no_to
                 router.back_to(int(rng.integers(before, len(router.text))))
         await router.close()
         assert router.answer == truth
-        assert engine.scheduler.late_in_s() is None and not engine.scheduler.sessions
+        assert engine.scheduler.orders.late_in_s() is None and not engine.scheduler.sessions
 
 
 async def test_a_claim_of_an_order_that_the_verifier_does_not_have_is_a_round_of_the_root_alone(linked):
@@ -238,7 +238,7 @@ async def test_a_text_that_ends_while_its_tree_is_awaited_leaves_nothing(linked)
         await claim
     kept[0](DraftTree.root_only(0))
     await asyncio.sleep(0.01)
-    assert engine.scheduler.late_in_s() is None and not engine.scheduler.sessions
+    assert engine.scheduler.orders.late_in_s() is None and not engine.scheduler.sessions
     assert engine.stats()["ordered_dropped"] == 1
 
 
@@ -268,7 +268,7 @@ async def test_two_orders_for_one_round_leave_none_behind(linked):
     await router.open()
     await asyncio.gather(*(called(engine, router, order=router.order(wait_us=50_000)) for _ in range(2)))
     await router.close()
-    assert engine.scheduler.late_in_s() is None
+    assert engine.scheduler.orders.late_in_s() is None
     assert engine.stats()["ordered_dropped"] == engine.stats()["ordered"] == 2
 
 
@@ -477,7 +477,7 @@ async def test_whatever_drafters_send_before_they_are_asked_and_when_changes_no_
                 router.back_to(int(rng.integers(before, len(router.text))))
         await router.close()
         assert router.answer == truth
-        assert engine.scheduler.late_in_s() is None and not engine.scheduler.sessions
+        assert engine.scheduler.orders.late_in_s() is None and not engine.scheduler.sessions
     assert engine.stats()["prepared"] > 0
 
 
