@@ -1,7 +1,8 @@
 """The verifier's scheduler: chooses the rows of the next step. It handles requests, plain arrays and page numbers, no
 tensors.
 
-PendingCall -> submit() -> next(): answer calls that need no forward, then pack one step -> StepPlan
+PendingCall -> submit(): answer a call that needs no forward, queue any other
+next(): pack one step -> StepPlan
 StepOutcome -> apply(): record what the memory now covers, and answer
 
 A call may announce that the text's next round has the root alone. The scheduler then begins that round ahead of its
@@ -71,7 +72,6 @@ class StepScheduler:
         self.costs = StepCosts()
         self.sessions: dict[bytes, VerifierText] = {}  # key: opening; oldest first
         self.orders = OrderedRounds(capacity, self.counters, self.sessions, clock)
-        self._inbox: deque[PendingCall] = deque()  # calls that `next` has not handled yet
         self._numbers = 0  # sessions opened so far
         self._closed: list[int] = []  # numbers of sessions that ended since `take_closed`
         self._restoring: list[tuple[VerifierText, Saved]] = []  # saved memories to restore before the next step
@@ -84,27 +84,21 @@ class StepScheduler:
         self._size = 0  # rows of the last plan, padded
 
     def submit(self, ask: PendingCall) -> None:
-        """Queue a call, which `next` will handle."""
-        self._inbox.append(ask)
+        """Answer a call that needs no step, or queue it for one."""
+        if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
+            return
+        error = guarded(partial(self._take, ask))
+        if isinstance(error, EngineFailed):
+            self._free(ask.call.update.opening, error)
+        if error is not None:
+            ask.ticket.settle(error)
 
     def next(self) -> StepPlan | None:
-        """Answer calls that need no step, and plan the next step. None if no text needs one, if the step should wait
-        for `linger_s`, or if saved memories must be restored first (`take_restoring`)."""
+        """Plan the next step. None if no text needs one, if the step should wait for `linger_s`, or if saved memories
+        must be restored first (`take_restoring`)."""
         began = self.clock()
         if self.orders.awaited:
             self.orders.begin_late(began)
-        while self._inbox:
-            ask = self._inbox.popleft()
-            if ask.ticket.cancelled and not isinstance(ask.call, CloseCall):
-                continue
-            error = guarded(partial(self._take, ask))
-            if isinstance(error, EngineFailed):
-                self._free(ask.call.update.opening, error)
-            if error is not None:
-                ask.ticket.settle(error)
-        for opening, session in list(self.sessions.items()):
-            if session.opening is not None and session.opening.ticket.cancelled:
-                self._free(opening)
         self._admit()
         self.linger_s, self._running = 0.0, []
         if self._restoring:  # a step packed now would read checkpoints that are not restored yet
@@ -245,9 +239,6 @@ class StepScheduler:
 
     def give_up(self, reason: DendroError) -> None:
         """End all texts and fail all pending calls with `reason`."""
-        for ask in self._inbox:
-            ask.ticket.settle(reason)
-        self._inbox.clear()
         for _, ask in self._leaving:
             ask.ticket.settle(reason)
         self._leaving.clear()
