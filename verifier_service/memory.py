@@ -105,7 +105,8 @@ class PageTable:
             text.consumed += ids[start : start + PAGE]
         self.shared_tokens += len(text.consumed)
         self.peak = max(self.peak, self.held)
-        self._drop_unseen(text)
+        if self._window is not None:
+            self._drop_unseen(text)
         return len(text.consumed)
 
     def grow(self, text: TextMemory, tokens: int) -> bool:
@@ -139,7 +140,8 @@ class PageTable:
             text.place.append(len(text.consumed))
         if self._share:
             self._publish(text)
-        self._drop_unseen(text)
+        if self._window is not None:
+            self._drop_unseen(text)
 
     def _drop_unseen(self, text: TextMemory) -> None:
         seen = self._seen_from(len(text.consumed) - self._slack)

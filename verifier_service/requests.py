@@ -23,7 +23,7 @@ from dendro.errors import BadRequest
 from dendro.grammars import GrammarText
 from dendro.logprobs import TokenLogprobs, check_echo
 from dendro.order import Order
-from dendro.text import Finish, Sampling, Verdict, check_choice
+from dendro.text import Sampling, Verdict, check_choice
 from dendro.tree import DraftTree
 from tree_kernels.tree_attention import PAGE, near_window
 from tree_kernels.tree_walk import Walk
@@ -250,12 +250,11 @@ class VerifierText:
             self.history.follow(self.text.ids, common)
         return common
 
-    def follow_structure(self) -> None:
+    def follow_structure(self, structure: GrammarText) -> None:
         """Bring the answer's structure up to the text. Raises BadRequest if the structure is complete."""
-        if self.structure is not None:
-            self.structure.follow(self.text.ids)
-            if self.structure.complete:
-                raise BadRequest("structure", "is complete: no token may follow the answer")
+        structure.follow(self.text.ids)
+        if structure.complete:
+            raise BadRequest("structure", "is complete: no token may follow the answer")
 
     def before_stuck(self, walked: Walk, structure: GrammarText) -> Walk:
         """Cut a walk before a row after which the structure allows no token. Raises BadRequest if that row is the root.
@@ -267,11 +266,6 @@ class VerifierText:
             )
             raise BadRequest("structure", f"{reason}: {structure.why_stuck}")
         return Walk(walked.path[:kept], walked.tokens[:kept], walked.ranks[: kept - 1])
-
-    def completed(self, verdict: Verdict) -> Verdict:
-        """Cut a verdict after the token that completes the answer's structure, if one does."""
-        count = self.structure.take(verdict.tokens) if self.structure is not None else None
-        return verdict if count is None else verdict.cut(count, Finish.STRUCTURE)
 
     @property
     def trimmed(self) -> bool:

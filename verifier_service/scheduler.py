@@ -32,7 +32,7 @@ from dendro.failures import described
 from dendro.logprobs import NOT_ECHOED, EchoedLogprobs
 from dendro.measured import microseconds, smoothed, totals_by_size
 from dendro.order import Missed
-from dendro.text import Verdict, cut_verdict
+from dendro.text import Finish, Verdict, cut_verdict
 from dendro.tree import DraftTree
 from tree_kernels.tree_walk import Walk
 
@@ -436,7 +436,8 @@ class StepScheduler:
                 shares.append(StepShare(session, session.lacking, ask, ask.call.tree))
                 taken.add(session.number)
                 room -= needed
-        self._trim(shares, room)
+        if len(shares) > 1 or any(share.tree.guesses > room for share in shares if share.tree is not None):
+            self._trim(shares, room)
         room = step_rows
         if shares:
             used = sum(share.prefill + share.tree.rows for share in shares if share.tree is not None)
@@ -466,7 +467,7 @@ class StepScheduler:
         must = sum(share.prefill + share.session.least_rows(share.tree) for share in shares if share.tree is not None)
         shares = [share for share in shares if share.session.trimmed]
         trees = [share.tree for share in shares if share.tree is not None]
-        if len(trees) < 2 and all(tree.guesses <= room for tree in trees):
+        if not trees:
             return
         kept = worthwhile(trees, must, room, self.capacity.sizes, self.costs)
         for share, tree in zip(shares, kept, strict=True):
@@ -503,7 +504,8 @@ class StepScheduler:
         if call.update.base >= session.parameters.limits.max_length:
             raise BadRequest("text", f"has reached its limit of {session.parameters.limits.max_length} tokens")
         self._follow_text(session, call.update)
-        session.follow_structure()
+        if session.structure is not None:
+            session.follow_structure(session.structure)
         self.capacity.check_tree(call.tree, session.text.ids, session.parameters.sampling)
 
     def _follow_text(self, session: VerifierText, update: TextUpdate) -> None:
@@ -544,7 +546,8 @@ class StepScheduler:
         )
         if ask.call.ordered:
             verdict = replace(verdict, tree=ask.call.tree, missed=ask.missed, drafted_us=ask.drafted_us)
-        verdict = session.completed(verdict)
+        if session.structure is not None and (count := session.structure.take(verdict.tokens)) is not None:
+            verdict = verdict.cut(count, Finish.STRUCTURE)  # after the token that completes the answer
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)
 
 
