@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tree_kernels.row_functions import gated_silu, rms_norm, why_not_compiled
+from tree_kernels.row_functions import CompiledNorm, gated_silu, why_not_compiled
 
 from verifier_service.models.scaled_rows import SCALES, SMALL, near, scaled_results
 
@@ -54,14 +54,14 @@ def _norm(module: Any) -> tuple[int, Callable[[Tensor], Tensor]] | None:
     weight, eps = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
     if not isinstance(weight, Tensor) or not isinstance(eps, float) or weight.dim() != 1 or not _served(weight):
         return None
-    own, library = weight.detach().contiguous(), module.forward
+    own, library = CompiledNorm(weight.detach().contiguous(), eps), module.forward
 
     def run(x: Tensor) -> Tensor:
         # Some Mambas norm float32 residuals with a bfloat16 weight, without rounding in between.
-        made: Tensor = rms_norm(x, own, eps) if x.dtype == own.dtype else library(x)
+        made: Tensor = own(x) if x.dtype == own.weight.dtype else library(x)
         return made
 
-    return len(own), run
+    return len(weight), run
 
 
 def _gated_mlp(module: Any) -> tuple[int, Callable[[Tensor], Tensor]] | None:

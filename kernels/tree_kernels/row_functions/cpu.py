@@ -34,21 +34,36 @@ def why_not_compiled() -> str:
     return why_missing(MODULE)
 
 
+class CompiledNorm:
+    """An RMS norm with a contiguous weight [D] of bfloat16, float16 or float32."""
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """Raises ValueError for a weight that is not contiguous, NoKernelsError where nothing can be compiled."""
+        if not weight.is_contiguous():
+            raise ValueError(f"a weight {list(weight.shape)} is not contiguous")
+        self.weight = weight
+        self._run, self._scratch = _kernels().functions["norms"], norm_scratch(len(weight))
+        kind = PRECISIONS[weight.dtype]
+        self._numbers = len(weight), kind, kind, float_bits(eps)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The norms of rows x [..., D] of the weight's dtype. Raises ValueError for others."""
+        weight = self.weight
+        if x.dtype != weight.dtype or x.shape[-1:] != weight.shape:
+            raise ValueError(
+                f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
+            )
+        given = x.contiguous()
+        made, scratch = torch.empty_like(given), torch.empty(self._scratch)
+        addresses, rows = (given.data_ptr(), weight.data_ptr(), made.data_ptr()), given.numel() // len(weight)
+        call = np.array([*addresses, rows, *self._numbers, scratch.data_ptr(), 0], np.int64)
+        self._run(call.ctypes.data, 0)
+        return made
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm of rows x [..., D] with a contiguous weight [D] of the same dtype: bfloat16, float16 or float32. Raises
-    ValueError for others."""
-    if x.dtype != weight.dtype or x.shape[-1:] != weight.shape or not weight.is_contiguous():
-        raise ValueError(
-            f"rows {list(x.shape)} of {x.dtype} do not fit a weight {list(weight.shape)} of {weight.dtype}"
-        )
-    given = x.contiguous()
-    made = torch.empty_like(given)
-    width = len(weight)
-    scratch, kind = torch.empty(norm_scratch(width)), PRECISIONS[x.dtype]
-    addresses, sizes = (given.data_ptr(), weight.data_ptr(), made.data_ptr()), (given.numel() // width, width)
-    call = np.array([*addresses, *sizes, kind, kind, float_bits(eps), scratch.data_ptr(), 0], np.int64)
-    _kernels().functions["norms"](call.ctypes.data, 0)
-    return made
+    """RMS norm of rows x [..., D] (`CompiledNorm`)."""
+    return CompiledNorm(weight, eps)(x)
 
 
 def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
