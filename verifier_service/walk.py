@@ -313,17 +313,11 @@ def walk_with_logprobs(
 ) -> tuple[Walk, tuple[TokenLogprobs, ...]]:
     """Walk a tree (`Walker.walk`). Returns the walk and the log-probabilities of its tokens; none if the draw does not
     ask for them."""
+    walked = walker.walk(draw, logits, masks)
     if draw.logprobs is None:
-        return walker.walk(draw, logits, masks), ()
-    visited: list[Tensor] = []
-
-    def row(place: int) -> Tensor:
-        visited.append(logits(place))
-        return visited[-1]
-
-    walked, top = walker.walk(draw, row, masks), draw.logprobs
-    pairs = zip(visited, walked.tokens, strict=False)
-    return walked, tuple(token_logprobs(here, token, top) for here, token in pairs)
+        return walked, ()
+    rows = zip(walked.path, walked.tokens, strict=True)
+    return walked, tuple(token_logprobs(logits(draw.wanted + row), token, draw.logprobs) for row, token in rows)
 
 
 # Modes whose tokens are not those of plain decoding
