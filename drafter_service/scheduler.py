@@ -159,7 +159,8 @@ class DraftScheduler:
         """
         session = self._follow(call.update)
         session.ahead, session.drafted = ahead, call
-        self._stop_round(session)
+        if session.round is not None:
+            self._stop_round(session, session.round)
         if session in self._prepared and (prepared := self._claim(session, call.shape)) is not None:
             self._use(session, prepared, ticket)
             return
@@ -178,7 +179,8 @@ class DraftScheduler:
     def close(self, ticket: Ticket, call: CloseCall) -> None:
         """End a session once its memory has consumed the text up to its root."""
         session = self._follow(call.update)
-        self._stop_round(session)
+        if session.round is not None:
+            self._stop_round(session, session.round)
         if session in self._prepared:
             self._drop_prepared(session)
         if session.opened is not None:
@@ -650,11 +652,8 @@ class DraftScheduler:
                 self.answers.append((session.closing, ready))
                 session.closing, session.ended = None, True
 
-    def _stop_round(self, session: DrafterText) -> None:
-        """Stop the unfinished round, if there is one. Its processed nodes are kept like a finished tree's."""
-        draft_round = session.round
-        if draft_round is None:
-            return
+    def _stop_round(self, session: DrafterText, draft_round: DraftRound) -> None:
+        """Stop a session's unfinished round. Its processed nodes are kept like a finished tree's."""
         session.round = None
         if draft_round.ticket is not None:
             self.answers.append((draft_round.ticket, DraftTree.root_only(draft_round.growth.root, self.name)))
@@ -678,7 +677,7 @@ class DraftScheduler:
     def _drop_cancelled(self) -> None:
         for session in list(self._sessions.values()):
             if session.round is not None and session.round.ticket is not None and session.round.ticket.cancelled:
-                self._stop_round(session)
+                self._stop_round(session, session.round)
 
     def _end(self, session: DrafterText, reason: Exception) -> None:
         if session in self._prepared:
