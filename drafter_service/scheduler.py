@@ -52,8 +52,6 @@ from drafter_service.texts import (
 
 log = logging.getLogger("dendro.drafter")
 
-CATCH_UP = 8
-"""Least number of tokens lacking in an idle session's memory that are prefilled without waiting for a call."""
 PREFILL_EVERY = 4
 """One in this many forwards is a prefill while both prompts and rounds wait."""
 PREFILL_ROWS = 8
@@ -231,9 +229,9 @@ class DraftScheduler:
             if session.closing is not None or (session.round is not None and not session.is_growing):
                 self._fold_kept(session)
         self._answer_complete()
-        plan = self._plan() or self._catch_up()  # both may add folds
+        plan = self._plan()
         if plan is None and self._prepared:
-            plan = self._plan_prepared()
+            plan = self._plan_prepared()  # may add folds
         return DraftStep(tuple(self._folds), plan)
 
     def _plan(self) -> DraftPlan | None:
@@ -259,14 +257,6 @@ class DraftScheduler:
         if chains := [session for session in starting if session.base - session.covers > 1]:
             return self._plan_chains(chains)
         return self._plan_level(growing + starting) if growing or starting else None
-
-    def _catch_up(self) -> DraftPlan | None:
-        """Plan a prefill of idle sessions whose memory lags by CATCH_UP tokens; None if there is none."""
-        for session in list(self._sessions.values()):
-            if session.lag >= CATCH_UP:
-                self._fold_kept(session)
-        late = [session for session in self._sessions.values() if session.lag >= CATCH_UP]
-        return self._plan_prompts(late[:PREFILL_ROWS]) if late else None
 
     def apply(self, outcome: DraftOutcome) -> None:
         """Apply the outcome of the last plan's forward."""

@@ -222,12 +222,6 @@ class DrafterText:
         return [None for _ in (growth.frontier if growth.processed else range(first, self.base))]
 
     @property
-    def lag(self) -> int:
-        """Number of tokens before the root that an idle text's memory lacks; 0 if the text is busy."""
-        idle = self.round is None and self.closing is None
-        return self.base - 1 - self.covers if idle else 0
-
-    @property
     def needs_prefill(self) -> bool:
         """True if a caller waits and the memory does not reach up to the root."""
         waits = self.opened is not None or self.closing is not None or self.round is not None
