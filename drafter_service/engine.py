@@ -352,7 +352,11 @@ class DrafterEngine:
         self._scheduler.calibrations.learn()
         for session, positions in self._scheduler.noise_wanted.items():
             self._runner.forget_noise(session, positions.start)
-        return self._scheduler.text_masks.patience_s if step.plan is None and not self._prepare_noise() else 0.0
+        if step.plan is None and not self._scheduler.noise_wanted:
+            return self._scheduler.text_masks.patience_s
+        if step.plan is None:
+            self._prepare_noise()
+        return 0.0
 
     def _end_texts(self, reason: DendroError) -> None:
         self._scheduler = self._fresh()
@@ -412,18 +416,16 @@ class DrafterEngine:
             log_failure(log, error, "the memory of a closed text could not be copied")
             return EngineFailed(f"drafter: {described(error)}")
 
-    def _prepare_noise(self) -> bool:
-        """Compute one row of noise for later rounds, while idle; False if none was wanted."""
+    def _prepare_noise(self) -> None:
+        """Compute one row of the noise that later rounds want."""
         wanted = self._scheduler.noise_wanted
-        waits = bool(wanted)
         for session in list(wanted):
             try:
                 if self._runner.prepare(session, wanted[session]):
-                    return True
+                    return
             except BaseException as error:  # the round that needs this noise computes it then, or fails
                 log_failure(log, error, "noise could not be computed ahead")
             del wanted[session]
-        return waits
 
 
 def longest_forked(memory: DrafterMemory, longest: int) -> int:

@@ -330,8 +330,7 @@ class DraftScheduler:
         scored = [] if self._kind == "prompt" else self._planned
         numbers = [session.number for session, span in scored for _ in span]
         positions = [covered + 1 + session.ahead for session, span in scored for covered in span]
-        masks = [mask for session, span in scored for mask in session.masks(span.start)]
-        self._masks = masks if any(mask is not None for mask in masks) else ()
+        self._masks = _masks_of([(session, span.start) for session, span in scored])
         places = rows.places if scored else rows.places[:0]
         return DraftPlan(rows, places, [1] * len(places), numbers, positions, self._width(), self._masks)
 
@@ -339,10 +338,9 @@ class DraftScheduler:
         """Plan one row per node of each session's frontier: the roots of some sessions, deeper levels of others."""
         self._kind, level = "level", level_of(sessions)
         self._planned = [(session, session.round.new_rows) for session in sessions if session.round is not None]
-        masks = [mask for session in sessions for mask in session.masks(session.base - 1)]
+        self._masks = _masks_of([(session, session.base - 1) for session in sessions])
         ahead = [session.ahead for session in sessions]
         guessed = [sum(place) + 1 for place in zip(level.starts, level.depths, ahead, strict=True)]
-        self._masks = masks if any(mask is not None for mask in masks) else ()
         numbers = [session.number for session in sessions]
         return DraftPlan(level, None, level.counts, numbers, guessed, self._width(), self._masks)
 
@@ -681,3 +679,12 @@ class DraftScheduler:
         self.noise_wanted.pop(session.number, None)
         del self._sessions[session.opening]
         self.closed.append(session.number)
+
+
+def _masks_of(texts: Sequence[tuple[DrafterText, int]]) -> Sequence[Bits | None]:
+    """Masks of the next rows of texts, whose chains begin at these positions (`DrafterText.masks`); empty if no row has
+    one."""
+    if all(session.structure is None for session, _ in texts):
+        return ()
+    masks = [mask for session, first in texts for mask in session.masks(first)]
+    return masks if any(mask is not None for mask in masks) else ()
