@@ -268,7 +268,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         the last of its openings. `leased`: what the first attempt uses, where it need not lease.
         """
         give_up_s = self._clock() + self._patience_s
-        pause_s = FIRST_BACKOFF_S
+        pause_s, failed = FIRST_BACKOFF_S, False  # failed: whether an opening that was sent has failed
         begun = self.opened is not None or len(text) > text.prompt_length
         full: dict[str, Overloaded] = {}  # replicas without a place to wait, by address
         while True:
@@ -284,6 +284,8 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
                 if text.echo_from is not None or opened.logprobs is not NOT_ECHOED:
                     self._check_echo(opened, text, opening.hello)
             except (DendroError, TimeoutError) as error:
+                if self._pending is not None and not failed:  # The wait before may have been a queue or a long prompt.
+                    failed, give_up_s = True, self._clock() + self._patience_s
                 self._close_pending(text)
                 if error in full.values():
                     raise

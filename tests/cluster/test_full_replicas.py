@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from dendro.errors import Overloaded
+from dendro.errors import Overloaded, PeerLost
 from dendro.text import Limits, Sampling, Text
 from dendro.tree import DraftTree
 
@@ -84,6 +84,26 @@ async def test_a_text_that_has_begun_waits_until_there_is_room():
     handle = handle_of(text, ReplicasInTurn(engine))
     verdict = await handle.verify(text, DraftTree.root_only(text.root))
     assert list(verdict.tokens) == plain([5, 6, 7, 8], 1) and engine.sent > 3
+    await handle.close(text)
+
+
+class DyingVerifier(CountedVerifier):
+    """Ends its first opening, which took long, as a replica that dies."""
+
+    async def open(self, call):
+        opened = await super().open(call)
+        if self.sent == 1:
+            raise PeerLost("replica: died")
+        return opened
+
+
+@virtual_time
+async def test_a_text_whose_verifier_dies_after_a_long_wait_is_opened_again():
+    engine, text = DyingVerifier(), new_text()
+    engine.open_pause_s = 2 * PATIENCE_S
+    handle = handle_of(text, ReplicasInTurn(engine))
+    verdict = await handle.verify(text, DraftTree.root_only(text.root))
+    assert list(verdict.tokens) == plain(text.ids, 1) and engine.sent == 2
     await handle.close(text)
 
 
