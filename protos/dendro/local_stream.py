@@ -37,7 +37,8 @@ JOIN_S = 2.0
 """Seconds that a ticket and its answer may take. Without the answer, gRPC carries the frames."""
 LENGTH_BYTES = 4
 MOST_FRAMES = 64
-"""Frames that wait to be read while more bytes are taken from the socket."""
+"""Frames that wait to be read while more bytes are taken from the socket, and that are read before others of the event
+loop have a turn."""
 MOST_NAME_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end of a socket
 
@@ -52,6 +53,7 @@ class FrameSocket(asyncio.Protocol):
         self._received = bytearray()
         self._messages: deque[bytes] = deque()
         self._reading: asyncio.Future[None] | None = None
+        self._read_at_once = 0  # frames read since others of the event loop had a turn
         self._flows = asyncio.Event()  # set while the transport takes more bytes
         self._flows.set()
         self._fault = ""  # why the connection was ended here; empty if it was not
@@ -98,11 +100,16 @@ class FrameSocket(asyncio.Protocol):
     # A stream calls these.
     async def read(self) -> Any:
         """The next frame; EOF once the connection has ended. Raises PeerLost for bytes that are no frame."""
+        self._read_at_once += 1
+        if self._read_at_once > MOST_FRAMES:
+            self._read_at_once = 1
+            await asyncio.sleep(0)
         while not self._messages:
             if self._fault:
                 raise PeerLost(self._fault)
             if self._ended:
                 return EOF
+            self._read_at_once = 1
             self._reading = asyncio.get_running_loop().create_future()
             await self._reading
         message = self._messages.popleft()
@@ -265,6 +272,8 @@ async def join(name: str, ticket: bytes, frame: type[Any], most_bytes: int) -> F
     joined = FrameSocket(frame, most_bytes)
     try:
         own.connect(_address(name))
+        if _user_of(own.fileno()) != os.getuid():  # a replica that lies could name any socket
+            raise PermissionError
         transport, waiting = await asyncio.get_running_loop().create_unix_connection(lambda: _Waiting(joined), sock=own)
     except OSError:
         own.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
@@ -329,10 +330,11 @@ class StreamServer:
 
         async def take(frames: AsyncIterator[Any], back: Any) -> None:
             nonlocal way
+            numbers = itertools.count(1)
             async for frame in frames:
                 way = back
                 self._stats.frames_in += 1
-                for number, message in enumerate(frame.calls, 1):
+                for message, number in zip(frame.calls, numbers, strict=False):
                     if number % CALLS_AT_ONCE == 0 or len(answers) > MOST_UNREAD:
                         await pause()
                     self._stats.calls += 1

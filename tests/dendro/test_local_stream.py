@@ -102,11 +102,38 @@ async def test_a_socket_that_is_not_here_is_not_joined(name):
 
 async def test_another_user_cannot_join(monkeypatch):
     listener = await LocalListener.listen(verifier_pb2.VerifyFrame, MOST)
-    with listener.expect() as (ticket, other):
+    with listener.expect() as (ticket, other), socket.socket(socket.AF_UNIX) as own:
+        own.setblocking(False)
+        own.connect("\0" + listener.name)
         monkeypatch.setattr(local_stream, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1, dup=os.dup))
-        assert await join(listener.name, ticket, verifier_pb2.VerifyFrame, MOST) is None
+        with contextlib.suppress(ConnectionError):
+            own.send(ticket)
+            assert await asyncio.get_running_loop().sock_recv(own, 1) == b""
         assert not other.done()
     listener.close()
+
+
+async def test_a_socket_of_another_user_is_sent_no_ticket(monkeypatch):
+    monkeypatch.setattr(local_stream, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1, dup=os.dup))
+    with socket.socket(socket.AF_UNIX) as theirs:
+        theirs.bind("\0dendro-theirs")
+        theirs.listen()
+        assert await join("dendro-theirs", bytes(16), verifier_pb2.VerifyFrame, MOST) is None
+        caller, _ = theirs.accept()
+        with caller:
+            assert caller.recv(1) == b""
+
+
+async def test_others_have_a_turn_while_many_frames_are_read():
+    stream = FrameSocket(verifier_pb2.VerifyFrame, MOST)
+    stream.data_received(b"".join(bytes_of(frame(number)) for number in range(1, 1001)))
+    stream.connection_lost(None)
+    reading, most = asyncio.create_task(read_all(stream)), 0
+    while not reading.done():
+        before = len(stream._messages)
+        await asyncio.sleep(0)
+        most = max(most, before - len(stream._messages))
+    assert len(reading.result()) == 1000 and most <= local_stream.MOST_FRAMES
 
 
 async def test_a_caller_without_a_ticket_is_cut(monkeypatch):
