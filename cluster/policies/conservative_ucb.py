@@ -367,6 +367,7 @@ class ConservativeUCB:
     def learn(self, arm: Arm, tree: DraftTree, verdict: Verdict) -> None:
         self._off_rounds = self._off_rounds + 1 if arm.off else 0
         if self._resting:
+            self._last_maker = ""
             return
         ranked = self._trace.learn(arm.maker, tree, verdict)
         self._count(arm, tree, verdict)
