@@ -547,7 +547,7 @@ class StepScheduler:
         if ask.call.ordered:
             verdict = replace(verdict, tree=ask.call.tree, missed=ask.missed, drafted_us=ask.drafted_us)
         if session.structure is not None and (count := session.structure.take(verdict.tokens)) is not None:
-            verdict = verdict.cut(count, Finish.STRUCTURE)  # after the token that completes the answer
+            verdict = verdict.cut(count, Finish.STRUCTURE)  # The last token that is kept completes the answer.
         return cut_verdict(verdict, self.capacity.end_ids, len(session.text.ids), session.parameters.limits)
 
 

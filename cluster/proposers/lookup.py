@@ -73,12 +73,11 @@ class Lookup:
 
     def matched(self, text: Text) -> int:
         """2 if the text's last two tokens occurred before, 1 if only the last one did, else 0."""
-        earlier = self._few(text.root)
-        if earlier is None:
-            earlier = self._earlier(text.root)
+        few = self._few(text.root)
+        earlier = self._earlier(text.root) if few is None else np.array(few, np.int32)
         if not len(earlier):
             return 0
-        before = self._ids[LONGEST + np.asarray(earlier) - 1]  # -1 before the first token
+        before = self._ids[LONGEST + earlier - 1]  # -1 before the first token
         return 2 if (before == self._ids[LONGEST + self._length - 2]).any() else 1
 
     def propose(self, text: Text, max_rows: int, max_depth: int) -> Proposal:
