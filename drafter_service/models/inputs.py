@@ -105,16 +105,16 @@ class InputSlots(SavedTexts):
     def fold(self, folds: Sequence[TextFold]) -> None:
         numbers = self.fold_numbers(folds, max(len(fold.path) for fold in folds))
         target = as_slots(np.array(numbers.pop("target")), self._device)
-        given = {name: torch.tensor(each, device=self._device) for name, each in numbers.items()}
+        given = {name: torch.tensor(each, dtype=torch.int64, device=self._device) for name, each in numbers.items()}
         self._memory.fold(NodeFolds(target=target, **given), self._factors)
 
     def fold_numbers(self, folds: Sequence[TextFold], longest: int) -> dict[str, list[Any]]:
-        first, back, tail = self._memory.first, self._memory.back, self._memory.tail
+        first, tail = self._memory.first, self._memory.tail
         return {
             "source": [fold.source for fold in folds],
             "target": [fold.target for fold in folds],
             "paths": [[*fold.path, *[NO_NODE] * (longest - len(fold.path))] for fold in folds],
-            "tails": [[*tail(fold.source), *[first + node for node in fold.path]][-back:] for fold in folds],
+            "tails": [[*tail(fold.source), *[first + node for node in fold.path]][len(fold.path) :] for fold in folds],
             "into": [tail(fold.target) for fold in folds],
         }
 

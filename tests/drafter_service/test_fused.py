@@ -46,6 +46,7 @@ MAMBA2 = {
     "wide": {"hidden_size": 72, "num_heads": 4, "head_dim": 36, "n_groups": 2, "state_size": 19},
     "tiles": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "n_groups": 2, "state_size": 7},
     "taps": {"hidden_size": 16, "num_heads": 2, "head_dim": 16, "n_groups": 1, "conv_kernel": 3},
+    "one-tap": {"hidden_size": 16, "num_heads": 2, "head_dim": 16, "n_groups": 1, "conv_kernel": 1},
     "plain": {"use_bias": False, "use_conv_bias": False, "time_step_limit": (0.0, float("inf"))},
     "unlimited": {"time_step_limit": (0.0, float("inf")), "num_hidden_layers": 3},
     "one-head": {"hidden_size": 9, "num_heads": 1, "head_dim": 18, "n_groups": 1, "state_size": 1},
