@@ -4,6 +4,7 @@ whose masks take long is left out of the step."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -313,11 +314,12 @@ def walk_with_logprobs(
 ) -> tuple[Walk, tuple[TokenLogprobs, ...]]:
     """Walk a tree (`Walker.walk`). Returns the walk and the log-probabilities of its tokens; none if the draw does not
     ask for them."""
-    walked = walker.walk(draw, logits, masks)
     if draw.logprobs is None:
-        return walked, ()
+        return walker.walk(draw, logits, masks), ()
+    read = functools.cache(logits)  # a block of logits that a later row has replaced would be computed again
+    walked = walker.walk(draw, read, masks)
     rows = zip(walked.path, walked.tokens, strict=True)
-    return walked, tuple(token_logprobs(logits(draw.wanted + row), token, draw.logprobs) for row, token in rows)
+    return walked, tuple(token_logprobs(read(draw.wanted + row), token, draw.logprobs) for row, token in rows)
 
 
 # Modes whose tokens are not those of plain decoding
