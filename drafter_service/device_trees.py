@@ -27,7 +27,7 @@ from drafter_service.plan import Level, Levels, Nodes, TextFold
 
 log = logging.getLogger("dendro.drafter")
 
-MOST_SIZES = 64
+MOST_SIZES = 256
 """Most sizes of trees whose recordings are kept. Before another is recorded, the oldest is dropped."""
 MOST_FORMS = 1024
 """Most forms whose tables are kept. Before another is made, all are dropped."""

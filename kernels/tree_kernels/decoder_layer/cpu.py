@@ -35,8 +35,8 @@ MODULE = "tree_kernels.decoder_layer.loops"
 Words = npt.NDArray[np.int64]
 LINE = 64
 """Bytes of a cache line; every array of the workspace begins at one."""
-MOST_PROGRAMS = 64
-"""Programs that are kept, one for each number of rows and of near keys."""
+MOST_PROGRAMS = 256
+"""Programs that are kept. A target has up to three for each size of its steps."""
 OPERATIONS = 13
 """Operations of a layer."""
 ATTENDED = 6
