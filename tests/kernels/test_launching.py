@@ -106,7 +106,7 @@ STEPS = [
 @pytest.mark.parametrize("method, first, given", STEPS, ids=[method.__qualname__ for method, *_ in STEPS])
 def test_every_step_of_a_verifier_and_a_drafter_runs_on_its_device(current, method, first, given):
     runner = SimpleNamespace(device=SECOND, crew=None, _graphs=None, buckets=(8,), model=SimpleNamespace(vocabulary=8))
-    runner._logits = runner._fused = None  # read before the rows are sent, and after their forward
+    runner._logits = runner._fused = runner._trees = None  # read before the rows are sent, and after their forward
     runner._recorded_folds, runner._fold = None, lambda folds: DraftRunner._fold(runner, folds)
     runner.ids, runner.vocabulary, runner._run = None, 8, lambda plan: DraftRunner._run(runner, plan)
     setattr(runner, first, Parts(current))

@@ -14,6 +14,8 @@ from dendro.serving import BeginSpan, Leases, Replica, ReplicaKind
 
 from tests.support.fakes import FakeDrafter, FakeVerifier, RemotePool
 
+ROUND_S = 0.003
+"""Least seconds of a fake verifier's round."""
 Served = tuple[Replica, RemotePool]
 """An engine behind a socket, and a pool that has its address alone."""
 
@@ -27,6 +29,9 @@ def drafter_at(
 def verifier_at(
     engine: FakeVerifier, leases: Leases | None = None, begin_span: BeginSpan | None = None
 ) -> AbstractAsyncContextManager[Served]:
+    """A fake's rounds take longer than messages, so that a drafter is open after a few of them."""
+    if isinstance(engine, FakeVerifier):
+        engine.pause_s = max(engine.pause_s, ROUND_S)
     return _at("verifier", VERIFIER_REPLICA, engine, leases, begin_span)
 
 

@@ -24,6 +24,7 @@ from tree_layers.memory import pages_for
 from tests.support.cases import few_of
 from tests.support.engines import engine_of
 from tests.support.routers import LAWS, RoundByRound, alone, arrive_at_random, guessing, watch_logits
+from tests.support.sockets import until
 from tests.support.tiny_models import WINDOW, make_checkpoint
 from verifier_service.budget import StepCosts, path_in, reached, subtree, worthwhile
 from verifier_service.engine import _pool_pages
@@ -74,6 +75,7 @@ async def test_a_text_without_a_free_place_waits_and_one_more_than_max_waiting_i
         await asyncio.sleep(0)  # calls are taken in the order in which they are sent
         with pytest.raises(Overloaded, match="2 texts are open and 1 wait"):
             await RoundByRound(engine, [4, 2, 3]).open()
+        await until(lambda: engine.stats()["waited"] == 1)
         assert not waiting.done()
         await first.close()
         assert (await waiting).processed == 2
