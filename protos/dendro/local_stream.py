@@ -27,6 +27,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from dendro.errors import PeerLost
+from dendro.tasks import BackgroundTasks
 
 EOF = cast(Any, grpc.aio).EOF  # missing in its stubs
 
@@ -35,6 +36,8 @@ ACCEPTED = b"\x01"
 """The replica's answer to a ticket that it expects."""
 JOIN_S = 2.0
 """Seconds that a ticket and its answer may take. Without the answer, gRPC carries the frames."""
+ACCEPT_AGAIN_S = 1.0
+"""Seconds until the next attempt to accept a connection after one that failed."""
 LENGTH_BYTES = 4
 MOST_FRAMES = 64
 """Frames that wait to be read while more bytes are taken from the socket, and that are read before others of the event
@@ -145,46 +148,6 @@ class FrameSocket(asyncio.Protocol):
             self._transport.abort()
 
 
-class _Joining(asyncio.Protocol):
-    """A connection to a listener whose ticket has not come."""
-
-    def __init__(self, listener: LocalListener) -> None:
-        self._listener = listener
-        self._received = b""
-        self._late: asyncio.TimerHandle | None = None
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if _user_of(transport.get_extra_info("socket").fileno()) != os.getuid():
-            self._transport.abort()
-            return
-        self._late = asyncio.get_running_loop().call_later(JOIN_S, self._transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        if self._transport is None or len(self._received) < TICKET_BYTES:
-            return
-        ticket, rest = self._received[:TICKET_BYTES], self._received[TICKET_BYTES:]
-        joined = self._listener.join(ticket)
-        if joined is None:
-            self._transport.abort()
-            return
-        self._transport.set_protocol(joined)
-        joined.connection_made(self._transport)
-        self._transport.write(ACCEPTED)
-        if rest:
-            joined.data_received(rest)
-        self._end_wait()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end_wait()
-
-    def _end_wait(self) -> None:
-        if self._late is not None:
-            self._late.cancel()
-
-
 class LocalListener:
     """A replica's socket, where callers of its machine join the streams that they have begun over gRPC."""
 
@@ -194,19 +157,50 @@ class LocalListener:
         self._frame = frame
         self._most_bytes = most_bytes
         self._expected: dict[bytes, asyncio.Future[FrameSocket]] = {}  # key: ticket
-        self._server: asyncio.Server | None = None
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.setblocking(False)
+        self._socket.bind(_address(self.name))
+        self._socket.listen()
+        self._joining = BackgroundTasks()
+        self._joining.start(self._accept())
 
     @classmethod
-    async def listen(cls, frame: type[Any], most_bytes: int) -> LocalListener | None:
-        """Listen. None if the system has no abstract names."""
-        if sys.platform != "linux":
-            return None
-        listener = cls(frame, most_bytes)
-        own = socket.socket(socket.AF_UNIX)
-        own.bind(_address(listener.name))
+    def on_this_system(cls, frame: type[Any], most_bytes: int) -> LocalListener | None:
+        """Listen, in the running event loop. None if the system has no abstract names."""
+        return cls(frame, most_bytes) if sys.platform == "linux" else None
+
+    async def _accept(self) -> None:
+        while True:
+            try:
+                caller, _ = await asyncio.get_running_loop().sock_accept(self._socket)
+            except OSError:  # the process has no free file descriptor
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
+            self._joining.start(self._admit(caller))
+
+    async def _admit(self, caller: socket.socket) -> None:
+        """Read a caller's ticket, and give its connection to the stream of the ticket; else close it."""
         loop = asyncio.get_running_loop()
-        listener._server = await loop.create_unix_server(lambda: _Joining(listener), sock=own)
-        return listener
+        try:
+            if _user_of(caller) != os.getuid():
+                raise PermissionError
+            async with asyncio.timeout(JOIN_S):
+                ticket = await loop.sock_recv(caller, TICKET_BYTES)  # one message of its size is read whole
+                expected = self._expected.pop(ticket, None)
+                if expected is None:
+                    raise PermissionError
+                await loop.sock_sendall(caller, ACCEPTED)
+            joined = FrameSocket(self._frame, self._most_bytes)
+            await loop.connect_accepted_socket(lambda: joined, caller)
+        except BaseException as error:
+            caller.close()
+            if not isinstance(error, (OSError, TimeoutError)):
+                raise
+            return
+        if expected.done():  # the stream has ended meanwhile
+            joined.close()
+        else:
+            expected.set_result(joined)
 
     @contextlib.contextmanager
     def expect(self) -> Iterator[tuple[bytes, asyncio.Future[FrameSocket]]]:
@@ -221,43 +215,9 @@ class LocalListener:
                 joined.result().close()
             joined.cancel()
 
-    def join(self, ticket: bytes) -> FrameSocket | None:
-        """The stream of a ticket, which counts once; None if none is expected."""
-        expected = self._expected.pop(ticket, None)
-        if expected is None or expected.done():
-            return None
-        joined = FrameSocket(self._frame, self._most_bytes)
-        expected.set_result(joined)
-        return joined
-
     def close(self) -> None:
-        if self._server is not None:
-            self._server.close()
-
-
-class _Waiting(asyncio.Protocol):
-    """A caller's connection until its ticket is accepted."""
-
-    def __init__(self, joined: FrameSocket) -> None:
-        self._joined = joined
-        self.accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        assert self._transport is not None, "bytes come after the connection was made"
-        if data != ACCEPTED or self.accepted.done():  # nothing else comes before the first call
-            self._transport.abort()
-            return
-        self._transport.set_protocol(self._joined)
-        self._joined.connection_made(self._transport)
-        self.accepted.set_result(True)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.accepted.done():
-            self.accepted.set_result(False)
+        self._joining.cancel()
+        self._socket.close()
 
 
 async def join(name: str, ticket: bytes, frame: type[Any], most_bytes: int) -> FrameSocket | None:
@@ -267,36 +227,33 @@ async def join(name: str, ticket: bytes, frame: type[Any], most_bytes: int) -> F
     """
     if sys.platform != "linux" or not name or len(name.encode()) > MOST_NAME_BYTES or len(ticket) != TICKET_BYTES:
         return None
+    loop = asyncio.get_running_loop()
     own = socket.socket(socket.AF_UNIX)
     own.setblocking(False)
-    joined = FrameSocket(frame, most_bytes)
     try:
         own.connect(_address(name))
-        if _user_of(own.fileno()) != os.getuid():  # a replica that lies could name any socket
+        if _user_of(own) != os.getuid():  # a replica that lies could name any socket
             raise PermissionError
-        transport, waiting = await asyncio.get_running_loop().create_unix_connection(lambda: _Waiting(joined), sock=own)
-    except OSError:
-        own.close()
-        return None
-    transport.write(ticket)
-    try:
         async with asyncio.timeout(JOIN_S):
-            accepted = await waiting.accepted
+            await loop.sock_sendall(own, ticket)
+            if await loop.sock_recv(own, len(ACCEPTED)) != ACCEPTED:
+                raise PermissionError
+        joined = FrameSocket(frame, most_bytes)
+        await loop.create_unix_connection(lambda: joined, sock=own)
     except BaseException as error:
-        transport.abort()
-        if isinstance(error, TimeoutError):
+        own.close()
+        if isinstance(error, (OSError, TimeoutError)):
             return None
         raise
-    return joined if accepted else None
+    return joined
 
 
 def _address(name: str) -> str:
     return "\0" + name
 
 
-def _user_of(file: int) -> int:
-    """The user of the process at the other end of a Unix socket. file: its descriptor"""
-    with socket.socket(fileno=os.dup(file)) as own:
-        packed = own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _user_of(end: socket.socket) -> int:
+    """The user of the process at the other end of a Unix socket."""
+    packed = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     user: int = _CREDENTIALS.unpack(packed)[1]
     return user

@@ -52,7 +52,7 @@ async def serve_engine(
     fault: called once a second; why the engine cannot serve now, empty if it can. A fault makes the health NOT_SERVING
     """
     hello, secured = await engine.hello(), certificates is not None
-    local = await LocalListener.listen(kind.calls, MAX_MESSAGE_BYTES)
+    local = LocalListener.on_this_system(kind.calls, MAX_MESSAGE_BYTES)
     streams = StreamServer(engine, kind, hello, leases, authenticated=secured, begin_span=begin_span, local=local)
     rounds = grpc.stream_stream_rpc_method_handler(
         streams.run, request_deserializer=kind.calls.FromString, response_serializer=methodcaller("SerializeToString")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from types import SimpleNamespace
@@ -33,7 +34,7 @@ def bytes_of(message) -> bytes:
 @contextlib.asynccontextmanager
 async def joined(most_bytes: int = MOST):
     """Both ends of a stream: the caller's and the replica's."""
-    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, most_bytes)
+    listener = LocalListener(verifier_pb2.VerifyFrame, most_bytes)
     with listener.expect() as (ticket, other):
         caller = await join(listener.name, ticket, verifier_pb2.VerifyFrame, most_bytes)
         assert caller is not None
@@ -80,7 +81,7 @@ def test_frames_go_both_ways_and_the_end_of_one_side_ends_the_other(run):
 
 
 async def test_a_ticket_counts_once_and_others_are_refused():
-    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, MOST)
+    listener = LocalListener(verifier_pb2.VerifyFrame, MOST)
     with listener.expect() as (ticket, other):
         assert await join(listener.name, bytes(16), verifier_pb2.VerifyFrame, MOST) is None
         first = await join(listener.name, ticket, verifier_pb2.VerifyFrame, MOST)
@@ -101,11 +102,11 @@ async def test_a_socket_that_is_not_here_is_not_joined(name):
 
 
 async def test_another_user_cannot_join(monkeypatch):
-    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, MOST)
+    listener = LocalListener(verifier_pb2.VerifyFrame, MOST)
     with listener.expect() as (ticket, other), socket.socket(socket.AF_UNIX) as own:
         own.setblocking(False)
         own.connect("\0" + listener.name)
-        monkeypatch.setattr(local_stream, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1, dup=os.dup))
+        monkeypatch.setattr(local_stream, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1))
         with contextlib.suppress(ConnectionError):
             own.send(ticket)
             assert await asyncio.get_running_loop().sock_recv(own, 1) == b""
@@ -114,7 +115,7 @@ async def test_another_user_cannot_join(monkeypatch):
 
 
 async def test_a_socket_of_another_user_is_sent_no_ticket(monkeypatch):
-    monkeypatch.setattr(local_stream, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1, dup=os.dup))
+    monkeypatch.setattr(local_stream, "os", SimpleNamespace(getuid=lambda: os.getuid() + 1))
     with socket.socket(socket.AF_UNIX) as theirs:
         theirs.bind("\0dendro-theirs")
         theirs.listen()
@@ -138,12 +139,29 @@ async def test_others_have_a_turn_while_many_frames_are_read():
 
 async def test_a_caller_without_a_ticket_is_cut(monkeypatch):
     monkeypatch.setattr(local_stream, "JOIN_S", 0.05)
-    listener = await LocalListener.listen(verifier_pb2.VerifyFrame, MOST)
+    listener = LocalListener(verifier_pb2.VerifyFrame, MOST)
     with socket.socket(socket.AF_UNIX) as own:
         own.setblocking(False)
         own.connect("\0" + listener.name)
         assert await asyncio.get_running_loop().sock_recv(own, 1) == b""
     listener.close()
+
+
+async def test_callers_are_accepted_again_after_no_file_descriptor_was_free(monkeypatch):
+    monkeypatch.setattr(local_stream, "ACCEPT_AGAIN_S", 0.01)
+    loop = asyncio.get_running_loop()
+    accept, failed = loop.sock_accept, []
+
+    async def accept_or_fail(own):
+        if not failed:
+            failed.append(OSError(errno.EMFILE, "no file descriptor is free"))
+            raise failed[0]
+        return await accept(own)
+
+    monkeypatch.setattr(loop, "sock_accept", accept_or_fail)
+    async with joined() as (caller, replica):
+        await caller.write(frame(1))
+        assert failed and (await replica.read()).calls[0].call == 1
 
 
 async def test_a_ticket_without_an_answer_is_given_up(monkeypatch):
