@@ -399,6 +399,22 @@ async def test_a_text_that_is_or_becomes_too_long_for_its_drafter_is_refused_by_
     assert not {"malformed", "struck"} & ran.drafter.fallbacks.keys()
 
 
+@pytest.mark.parametrize("role", ["drafter", "verifier"])
+async def test_a_text_goes_on_where_the_socket_of_a_stream_ends_and_grpc_does_not(role):
+    async with pair(FakeDrafter(), FakeVerifier()) as (drafters, verifiers):
+        pool = {"drafter": drafters, "verifier": verifiers}[role]
+
+        async def cut(number: int) -> None:
+            if number == 10:
+                stream = pool.streams.connected(pool.addresses[0])
+                assert stream is not None and stream.local
+                stream._local.close()
+
+        ran = await run(new_text(count=100), drafters, verifiers, each=cut)
+    assert is_plain(ran) and len(ran.text.answer) == 100 and max(ran.lengths[20:]) > 1
+    assert ran.verifier.reopened + ran.verifier.moves == (role == "verifier")
+
+
 async def test_a_message_that_is_not_a_tree_counts_as_a_malformed_tree(monkeypatch):
     spoil = wire.answer_from
 
