@@ -26,8 +26,8 @@ PRECISIONS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def kernel_modules(config: Config) -> list[str]:
-    """The modules whose kernels the configuration's engines use on a processor: those of all, of its drafters, of its
-    targets."""
+    """The modules whose kernels the configuration's engines use on a processor: those of every engine, of its
+    drafters and of its targets."""
     found: dict[str, None] = dict.fromkeys(ANYWHERE)
     for drafter in config.drafters.values():
         found.update(dict.fromkeys(_of_drafter(drafter)))

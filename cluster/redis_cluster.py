@@ -18,7 +18,7 @@ class RedisClusterClient(redis.asyncio.RedisCluster):
 
     def __init__(self, nodes: tuple[tuple[str, int], ...], tls: bool, options: dict[str, Any]) -> None:
         found = [ClusterNode(*each) for each in nodes]
-        # redis-py would else break all connections after five redirections, as come of a key whose slot moves.
+        # redis-py closes all connections after five redirections by default, which a key whose slot moves can cause.
         super().__init__(startup_nodes=found, ssl=tls, reinitialize_steps=0, **options)
         self._options = options | ({"connection_class": SSLConnection} if tls else {})
         self._nodes: dict[tuple[str, int], redis.asyncio.Redis] = {}
@@ -42,8 +42,8 @@ class RedisClusterClient(redis.asyncio.RedisCluster):
         await self.nodes_manager.initialize()
 
     async def drop_idle(self) -> None:
-        """Called where a node does not answer in a call's time, of which redis-py learns nothing. A replica may have
-        become the primary; a node that is gone may be asked first, so no call waits for the answer."""
+        """Close idle connections and, in the background, ask for the nodes again. Called when a node did not answer in
+        time: a replica may have become the primary. No call waits, since the silent node may be asked first."""
         if self._learning is None or self._learning.done():
             self._learning = self._background.start(self.learn_nodes())
         for node in self.get_nodes():

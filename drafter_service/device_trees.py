@@ -35,7 +35,7 @@ MOST_FORMS = 1024
 
 @dataclass(frozen=True, slots=True)
 class DeviceTreeSize:
-    """The sizes to which the levels of a tree are padded, after those of the tokens before its root."""
+    """The sizes to which levels are padded: a level for each token before the root, then the tree's levels."""
 
     levels: tuple[DeviceLevelSize, ...]
     before: int  # tokens before the root

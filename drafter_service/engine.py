@@ -44,8 +44,8 @@ from drafter_service.texts import Answer, MemoryComplete, Prefilled
 log = logging.getLogger("dendro.drafter")
 
 MOST_FORKED = 16 << 20
-"""Most bytes by which a text's memory may have grown where a tree is prepared: a prepared text is a copy of it. A call
-that comes meanwhile waits for the copy, some 2 ms."""
+"""Most bytes of a text's memory, beyond those of one token, for which trees are prepared. Preparing copies the memory,
+and a call that arrives meanwhile waits some 2 ms."""
 TREES = 8
 """Number of full trees for which there are node slots, kept trees of idle sessions included."""
 

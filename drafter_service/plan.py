@@ -158,8 +158,8 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """All remaining levels of one tree in one forward, for shapes whose form does not depend on the candidates, or its
-    root alone; after the tokens before the root that the text's memory lacks."""
+    """The tokens before a root that the text's memory lacks, then all remaining levels of its tree, in one forward. A
+    tree whose form depends on its candidates has only its root here."""
 
     tokens: Sequence[int]  # tokens of the text before the root, then those of the first level
     source: int  # text slot from which the tokens before the root start
@@ -244,7 +244,7 @@ class DraftOutcome:
         """Raise FloatingPointError if scores of these rows are not finite. Only scores of removed candidates, which
         come last, may be minus infinity."""
         scores = self.scores[rows]
-        if np.isfinite(scores).all():  # nearly always
+        if np.isfinite(scores).all():  # true of nearly all forwards
             return
         if not np.isfinite(scores[:, 0]).all() or np.isnan(scores).any():
             raise FloatingPointError("the scores after the text are not finite")

@@ -252,8 +252,8 @@ class DraftRunner:
 
     def _compiled(self, plan: DraftPlan) -> FusedMemory | None:
         """The fused memory, if the call that runs the plan can also rank its tokens (no session filters); else None."""
-        filtered = self._fused is None or any(self._laws[session].warp.masks for session in plan.sessions)
-        return None if filtered else self._fused
+        apart = self._fused is None or any(self._laws[session].warp.masks for session in plan.sessions)
+        return None if apart else self._fused
 
     def _run(self, plan: DraftPlan) -> DraftOutcome:
         """Run one forward. The plan and the outcome have the model's ids."""

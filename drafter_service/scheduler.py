@@ -105,7 +105,7 @@ class DraftScheduler:
         self._folds: list[TextFold] = []  # folds of the next step
         self._planned: list[tuple[DrafterText, range]] = []  # rows of each session in the current plan
         self._masks: Sequence[Bits | None] = ()  # masks of the current plan's scored rows
-        self._kind = ""  # kind of the current plan: prompt, before (a root), chain or level
+        self._kind = ""  # kind of the current plan: prompt, before (a root), chain (tokens, root, levels) or level
 
     @property
     def sessions(self) -> int:
@@ -283,7 +283,7 @@ class DraftScheduler:
         chances = calibrated(scores) if given is None else given[mine].tolist()
         if self._masks:
             keep_allowed(self._masks[mine], candidates, scores, chances)
-        if self._kind != "level":  # text from `rows.start`; all but a chain's root rank the token after them
+        if self._kind != "level":  # Each token before the root ranks the one after it.
             session.covers = rows.stop if self._kind == "before" else session.base - 1
             for covered in range(rows.start + 1, session.covers + 1):
                 session.record_rank(covered, candidates.pop(0), scores.pop(0), self.calibrations)
@@ -349,7 +349,7 @@ class DraftScheduler:
         tokens before the root that its memory lacks. None if one call cannot run them."""
         can, draft_round = self.one_forward(session.number), session.round
         assert draft_round is not None
-        # Draws need the candidates of a level before the next.
+        # Draws at a level need the candidates of the level above.
         form, begun = None if draft_round.draws else fixed_form(draft_round.shape), session.is_growing
         source, covers, before = session.slot, session.covers, session.base - 1 - session.covers
         if not can.levels or (begun and form is None):

@@ -499,11 +499,11 @@ def _hello_of(options: VerifierOptions, target: LoadedTarget, exactness: str, st
     degree = f"-tp{options.tensor_parallel}" if options.tensor_parallel > 1 else ""
     own = "-own" if target.own_arithmetic else ""  # a replica without compiled kernels rounds differently, too
     kind = target.model.device.type
-    on = "" if kind == "cpu" else f"-{kind}-{accelerator_digest(target.model.device)}"  # GPUs differ, too
+    on = "" if kind == "cpu" else f"-{kind}-{accelerator_digest(target.model.device)}"  # sums differ by GPU
     arithmetic = f"-arithmetic{ARITHMETIC}-{'+'.join(sorted(target.linear.forms))}"
     library = ""  # MKL and torch choose instructions by the processor
     if kind == "cpu":  # a forward by parts has only cosines and sines from torch, others also scans, norms or routers
-        library = f"-{library_digest() if target.direct is None else target.direct.rotations}"
+        library = f"-{library_digest() if target.direct is None else target.direct.rotation_digest}"
     return Hello(
         protocol=PROTOCOL_VERSION,
         model=options.name,

@@ -29,7 +29,7 @@ MESSAGE_S = 0.0002
 
 
 class OrderedRounds:
-    """The ordered rounds whose trees are awaited. A round that begins is put behind its text's calls."""
+    """The ordered rounds whose trees are awaited. A round that begins is appended to its text's calls."""
 
     def __init__(
         self,

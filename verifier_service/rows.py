@@ -143,7 +143,7 @@ def text_rows(
     near: int,
     window: int | None = None,
 ) -> StepPlan:
-    """Rows of one text in a step (`rows_of_texts`)."""
+    """The plan of a step with one text's rows (`rows_of_texts`)."""
     return rows_of_texts(RowPaths.of([TextPart(ids, committed, tree)]), [pages], scratch, near, window)
 
 

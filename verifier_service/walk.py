@@ -316,7 +316,7 @@ def walk_with_logprobs(
     ask for them."""
     if draw.logprobs is None:
         return walker.walk(draw, logits, masks), ()
-    read = functools.cache(logits)  # a block of logits that a later row has replaced would be computed again
+    read = functools.cache(logits)  # A later row may replace the block of logits of this one.
     walked = walker.walk(draw, read, masks)
     rows = zip(walked.path, walked.tokens, strict=True)
     return walked, tuple(token_logprobs(read(draw.wanted + row), token, draw.logprobs) for row, token in rows)

@@ -221,7 +221,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
         """Open the text again, or release the drafter, after a call that failed; returns why the round has no tree."""
         match error:
             case BadRequest() if error.field == TEXT_LENGTH:
-                log.info("drafter %s: drafts no more for this text: %s", self.name, described(error))
+                log.info("drafter %s: refuses the text, which is too long: %s", self.name, described(error))
                 self._given_up = "limits"
                 self._release(opening, text)
                 return "limits"
@@ -353,7 +353,7 @@ class DrafterHandle(PeerHandle[DrafterPeer]):
                     opened = await opening.open(text)
             except (DendroError, TimeoutError) as error:
                 if isinstance(error, BadRequest) and error.field == TEXT_LENGTH:
-                    log.info("drafter %s: drafts not for this text: %s", self.name, described(error))
+                    log.info("drafter %s: refuses the text, which is too long: %s", self.name, described(error))
                     self._given_up = "limits"
                 else:
                     log.info("drafter %s: %s; trying again later", self.name, described(error))

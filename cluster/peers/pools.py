@@ -218,7 +218,7 @@ class Peers:
         patience_s: float = PATIENCE_S,
         clock: Clock = time.monotonic,
     ) -> None:
-        """`patience_s`: how long a request tries to open its text at a verifier, at most half of its time limit."""
+        """patience_s: PATIENCE_S, or less; at most half of the request's time limit is used"""
         self._clock = clock
         self._config = config
         self._patience_s = min(patience_s, config.router.request_timeout_s / 2)

@@ -45,7 +45,7 @@ WRITE_S = 30.0
 """Seconds that a replica may take to read a frame before it counts as lost. gRPC answers pings also for a process that
 hangs, and what that process does not read is kept here."""
 WRITTEN_S = 1.0
-"""Seconds after WRITE_S after which the stream of a frame that is not written counts as lost."""
+"""Seconds beyond WRITE_S after which a stream counts as lost if its frame is still not written."""
 MOST_ON_WAY = 1024
 """Most prepared trees on a stream that this end has not read yet. What a drafter sends beyond is dropped; a frame with
 so many answers beyond one for each open call ends its stream, as reading them would hold up other requests."""
@@ -214,7 +214,7 @@ class PeerStream:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         now_s = loop.time()
-        # If this process itself stood still, the frame may have been written meanwhile: it is looked at again later.
+        # This process may have stood still: check after WRITTEN_S whether the frame is written.
         if now_s - self._writing_s > WRITE_S:
             loop.call_later(WRITTEN_S, self._lose_unread, self._writing_s)
         if self._lost:

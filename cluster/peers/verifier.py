@@ -38,7 +38,8 @@ STEP_S = 30.0
 """Seconds that a verifier may take for a round, queue included, before it counts as hung; or as many as a step of its
 target may take, where these are more."""
 PATIENCE_S = 60.0
-"""Seconds for which a request tries to open its text at a verifier."""
+"""Seconds for which a request tries again to lease a verifier and open its text there: from its first attempt, and from
+the first failure of an opening that was sent."""
 SLOW_OPENING = 1 / 3
 """Share of the patience after which a text whose opening is not answered is also opened at another replica."""
 
@@ -274,7 +275,7 @@ class VerifierHandle(PeerHandle[VerifierPeer]):
         while True:
             try:
                 if leased is None:
-                    leased = await (self._lease_but(full) if full else self._pool.lease())
+                    leased = await self._lease_but(full)
                 self._check_same(leased.hello)
                 self.hello = leased.hello
                 self.greeted.set()

@@ -141,7 +141,7 @@ class PolicyArms:
         drafters, found = drafters_of(arms), tuple(arm for arm in arms if replayed(arm.shape))
         shapes = {name: tuple(arm.shape for arm in found if arm.maker == name) for name in drafters}
         for each in shapes.values():
-            step_tables(each)  # kept there, so that no request computes them
+            step_tables(each)  # `step_tables` keeps them, so no request computes them.
         return cls(tuple(arm for arm in arms if not arm.off), drafters, found, shapes)
 
 

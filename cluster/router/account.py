@@ -1,5 +1,5 @@
-"""What is counted: of an answer its rounds, how it ended, and its line in the log; of a router what it has done since
-its start, plain numbers, which its status port exports. A drafter none of whose guesses is accepted is warned of.
+"""Counts rounds and outcome of an answer and writes its line in the log; counts what a router has done since its start,
+which its status port exports; warns of a drafter none of whose guesses is accepted.
 
 All labels of totals are from closed lists: configured targets, arms and drafters, and our own reasons and outcomes.
 """

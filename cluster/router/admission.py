@@ -233,7 +233,6 @@ class Admission:
         self._experience = experience
         self._clock = clock
         self._arms = {name: TargetArms.of(config, name) for name in config.targets}
-        self._first = config.target_named("")
         self._targets: dict[str, str] = {}  # `Hello.target` of the last verifier, by the target's name
 
     def learn_target(self, name: str, target: str) -> None:
@@ -353,7 +352,7 @@ class Admission:
 
     def _served_for(self, request: pb.GenerateRequest, record: Record | None) -> Served:
         if record is None:
-            return self._served[self._config.target_named(request.model) if request.model else self._first]
+            return self._served[self._config.target_named(request.model)]
         if request.model and request.model != record.model:
             raise BadRequest("model", f"is {request.model!r}, but the session is of {record.model!r}")
         served = self._served[self._config.target_named(record.model)]

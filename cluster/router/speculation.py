@@ -49,7 +49,7 @@ class TargetArms:
     def of(cls, config: Config, target: str) -> Self:
         arms = config.arms_of(target)
         completed = with_chain_and_off(arms)
-        PolicyArms.of(completed)  # kept there, so that no request computes it
+        PolicyArms.of(completed)  # `of` keeps it, so no request computes it.
         return cls(config, target, config.drafters_of(target), config.names_drafters(target), arms, completed)
 
 

@@ -3,7 +3,7 @@
 A caller greets a replica over gRPC (`dendro.serving`), whose connection authenticates it and shows whether the other
 process is gone or stands still. The hello names a socket and a ticket. A caller of the same machine and user that
 presents the ticket there gets all later frames of the stream over the socket; elsewhere the name is unknown, and gRPC
-carries them. A call and its answer then take less than half of the processor time and of the way
+carries them. A call and its answer then take less than half of the processor time and latency
 (docs/design/states.md#streams-between-peers).
 
 The name is an abstract one of unix(7): it is no file, and it ends with its process. A connection begins with a ticket,
@@ -40,8 +40,7 @@ ACCEPT_AGAIN_S = 1.0
 """Seconds until the next attempt to accept a connection after one that failed."""
 LENGTH_BYTES = 4
 MOST_FRAMES = 64
-"""Frames that wait to be read while more bytes are taken from the socket, and that are read before others of the event
-loop have a turn."""
+"""Most unread frames before reading from the socket pauses; also the most frames read before other tasks run."""
 MOST_NAME_BYTES = 64
 _CREDENTIALS = struct.Struct("3i")  # process, user and group at the other end of a socket
 

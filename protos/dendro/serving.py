@@ -277,7 +277,7 @@ class StreamServer:
         answers: list[Any] = []
         ready, written = asyncio.Event(), asyncio.Event()
         tasks: set[asyncio.Task[None]] = set()
-        way: Any = context  # where answers are sent: that of the last frame
+        way: Any = context  # Answers go where the last frame came from.
 
         loop = asyncio.get_running_loop()
 

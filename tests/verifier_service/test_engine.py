@@ -562,7 +562,7 @@ def test_fingerprints_tell_the_cosines_of_rotary_embeddings(loaded, monkeypatch)
     """They are torch's in every target."""
     target = loaded().runner.target
     here = _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint
-    monkeypatch.setattr(target.direct, "rotations", "elsewhere")
+    monkeypatch.setattr(target.direct, "rotation_digest", "elsewhere")
     assert _hello_of(VerifierOptions(name="t"), target, "bitwise", ()).fingerprint != here
 
 

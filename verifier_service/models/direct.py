@@ -90,7 +90,7 @@ class DirectForward:
         self._embedding: Tensor | None = embed.weight.detach() if plain else None
         table = RotationTable(stack.parts.rotate, embed(torch.zeros(1, 1, dtype=torch.int64)), positions)
         self._rotations = table if table.fits else None
-        self.rotations = table.digest  # part of the fingerprint
+        self.rotation_digest = table.digest  # part of the fingerprint
 
     def logits(self, tokens: Tensor, positions: Tensor, wanted: Tensor) -> Tensor | None:
         """Logits [k, vocabulary] float32 of the wanted rows [k] of tokens and positions [rows]; None where the layers

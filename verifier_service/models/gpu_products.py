@@ -44,9 +44,9 @@ def may_split_k(kind: str) -> bool:
 
 
 def accelerator_digest(device: torch.device) -> str:
-    """8 hex digits of a SHA-256 of a GPU's model and of the versions of the libraries that compute on it, which choose
-    the order of a sum by these."""
-    import triton  # a CPU may have none
+    """8 hex digits of a SHA-256 of a GPU's model and the versions of torch, CUDA and Triton, which determine the order
+    of sums."""
+    import triton  # It may be missing on a machine without a GPU.
 
     about = torch.cuda.get_device_name(device), torch.__version__, torch.version.cuda, triton.__version__
     return hashlib.sha256(repr(about).encode()).hexdigest()[:8]

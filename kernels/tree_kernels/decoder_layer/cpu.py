@@ -231,7 +231,8 @@ class DecoderLayers:
                 shared.lock.release()
 
     def _program(self, rows: int, columns: int, first: int, end: int) -> _LayersProgram:
-        """The program of the operations [first, end) of all layers' for `rows` rows, with `columns` near keys each."""
+        """The program of the operations [first, end), numbered through all layers, for `rows` rows with `columns` near
+        keys each."""
         key = rows, columns, first, end, *(limit.rows for limit in self._limits)
         found = self._programs.get(key)
         while found is None or found.workspace != self._workspace.address:  # making it may have moved the workspace

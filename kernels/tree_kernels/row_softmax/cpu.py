@@ -36,9 +36,10 @@ def softmax(scores: Tensor) -> Tensor:
 
 
 def log_probabilities(scores: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities [k] float32 of the tokens `ids` [k] after one row of finite logits, or minus infinity.
+    """Log-probabilities [k] float32 of the tokens `ids` [k] after a row of logits, each finite or minus infinity.
 
-    scores [1, n] float32. An accelerator's softmax adds in an order of the row's address, so it gets a copy.
+    scores [1, n] float32. An accelerator's softmax adds in an order that depends on the row's address, so the
+    row is copied.
     """
     kernel = _kernel() if scores.device.type == "cpu" else None
     if kernel is None:
