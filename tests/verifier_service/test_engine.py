@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -386,22 +387,33 @@ async def test_texts_that_cannot_be_served_are_refused_with_the_numbers(loaded, 
             await TextRouter(engine, prompt, limits=limits).open()
 
 
-async def test_a_caller_that_goes_away_frees_its_place(loaded):
+async def test_a_caller_that_goes_away_frees_its_place(loaded, monkeypatch):
     async with running(loaded()) as engine:
         truth = await plain(engine, 3)
-        gone = [asyncio.ensure_future(TextRouter(engine, PROMPT * 5).open()) for _ in range(6)]
         router = TextRouter(engine)
         await router.open()
+        steps, run, stuck, goes_on = [], engine.runner.run, threading.Event(), threading.Event()
+
+        def held(plan):
+            """Keep the first step, so that no call is answered before all of them are cancelled."""
+            steps.append(plan)
+            stuck.set()
+            assert goes_on.wait(60)
+            return run(plan)
+
+        monkeypatch.setattr(engine.runner, "run", held)
+        gone = [asyncio.ensure_future(TextRouter(engine, PROMPT * 5).open()) for _ in range(6)]
         waiting = asyncio.ensure_future(router.verify())
-        await asyncio.sleep(0)
+        await asyncio.to_thread(stuck.wait, 60)  # the first step has some of the texts, the others wait
         for task in (*gone, waiting):
             task.cancel()
         await asyncio.gather(*gone, waiting, return_exceptions=True)
+        assert all(task.cancelled() for task in (*gone, waiting)) and len(steps) == 1
+        goes_on.set()
         for _ in range(3):
             await router.round()
         assert router.text.ids[len(PROMPT) :] == truth
         await router.close()
-        assert all(task.cancelled() for task in (*gone, waiting))
         assert not engine.scheduler.sessions
 
 
