@@ -139,6 +139,10 @@ class Gate:
     openings: int = 0
     open: bool = False
 
+    async def opened(self) -> None:
+        """Wait until a drafter was asked to open the text and has done so, or was found to be of no use."""
+        await until(lambda: self.openings and not self.open, 60.0)
+
     @contextmanager
     def opening(self) -> Iterator[None]:
         self.openings, self.open = self.openings + 1, True
@@ -150,13 +154,19 @@ PATIENT = {"adaptive": False, "longest_s": 60.0}
 """Options of a drafter's handle whose rounds wait for their drafts on a busy machine."""
 
 
+def opened_first(verifier: FakeVerifier) -> Gate:
+    """A gate whose drafter is open when the first round begins: the verifier opens after it."""
+    gate = Gate()
+    verifier.before_opened = gate.opened
+    return gate
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.8, seed=2**63 + 5)], ids=["greedy", "warm"])
 @pytest.mark.parametrize("shape", ["off", "(1,1,1)", "(3,2,1)"])
 async def test_local_and_remote_peers_give_the_plain_answer(sampling, shape):
     for near in (True, False):
-        drafter, verifier, gate = FakeDrafter(), FakeVerifier(), Gate()
-        if shape != "off":  # the verifier opens after the drafter, so the first round has a tree
-            verifier.before_opened = partial(until, lambda c=gate: c.openings and not c.open)
+        drafter, verifier = FakeDrafter(), FakeVerifier()
+        gate = Gate() if shape == "off" else opened_first(verifier)
         text = new_text(sampling=sampling)
         options = {"policy": Static(Arm.of("helper", TreeShape.parse(shape))), "gate": gate, "drafting": PATIENT}
         if near:
@@ -212,6 +222,8 @@ async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_i
 
     async def open_gate_after_5(round_number: int) -> None:
         gate.speculates = round_number >= 5
+        if round_number == 6:
+            await gate.opened()
 
     drafter = FakeDrafter()
     async with pair(drafter, FakeVerifier()) as (drafters, verifiers):
@@ -222,7 +234,7 @@ async def test_no_drafter_is_opened_while_the_gate_is_closed_when_the_verifier_i
             return await verifier_leased()
 
         verifiers.lease = lease
-        ran = await run(new_text(), drafters, verifiers, each=open_gate_after_5, gate=gate)
+        ran = await run(new_text(), drafters, verifiers, each=open_gate_after_5, gate=gate, drafting=PATIENT)
     assert is_plain(ran)
     assert ran.drafter.fallbacks["unwanted"] == 5 and ran.lengths[:5] == [1] * 5
     assert ran.drafter.leases == 1 and max(ran.lengths) > 1, "opened when the gate opens again"
@@ -265,22 +277,22 @@ async def test_a_prepared_drafter_has_a_tree_for_the_second_round_where_the_gate
 
 
 async def test_a_drafter_is_released_by_the_first_round_without_a_draft_once_the_request_rests():
-    drafter, gate, policy, held = FakeDrafter(), Gate(), Static(CHAIN), list[int]()
-
-    async def rest_after_5(number: int) -> None:
-        if number == 5:
-            policy.arm = OFF_ARM
-            gate.rests = gate_rests
-        await asyncio.sleep(0.01)  # the call that closes the text is sent in the background
-        held.append(len(drafter.held))
-
+    policy = Static(CHAIN)
     for gate_rests in (False, True):
-        gate.rests, policy.arm = False, CHAIN
-        async with pair(drafter, FakeVerifier()) as pools:
+        drafter, verifier, held = FakeDrafter(), FakeVerifier(), list[int]()
+        gate, policy.arm = opened_first(verifier), CHAIN
+
+        async def rest_after_5(number: int, rests=gate_rests, gate=gate, drafter=drafter, held=held) -> None:
+            if number == 5:
+                policy.arm, gate.rests = OFF_ARM, rests
+            if number == 10 and rests:
+                await until(lambda: not drafter.held)  # the call that closes the text is sent in the background
+            held.append(len(drafter.held))
+
+        async with pair(drafter, verifier) as pools:
             ran = await run(new_text(count=60), *pools, each=rest_after_5, gate=gate, policy=policy, drafting=PATIENT)
         assert is_plain(ran)
         assert held[3] == 1 and held[9] == (not gate_rests), "otherwise it is kept for IDLE_ROUNDS rounds"
-        held.clear()
 
 
 @virtual_time
@@ -332,14 +344,17 @@ async def test_a_first_round_waits_for_a_drafter_that_opens_late_where_guesses_a
 
 
 async def test_a_drafter_that_forgot_the_text_is_opened_again_under_the_same_lease():
-    drafter = FakeDrafter()
+    drafter, verifier = FakeDrafter(), FakeVerifier()
+    gate = opened_first(verifier)
 
     async def forget(number: int) -> None:
         if number == 4:
             drafter.forget()
+        if number == 5:
+            await until(lambda: drafter.opens == 2)
 
-    async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(count=100), *pools, each=forget)
+    async with pair(drafter, verifier) as pools:
+        ran = await run(new_text(count=100), *pools, each=forget, gate=gate, drafting=PATIENT)
     assert is_plain(ran) and ran.drafter.fallbacks["stale"] == 1 and drafter.opens == 2
     assert ran.drafter.leases == 1
     assert drafter.held == {}
@@ -355,10 +370,10 @@ async def test_a_drafter_that_forgot_the_text_is_opened_again_under_the_same_lea
     ids=["another root", "past the vocabulary", "deeper than asked"],
 )
 async def test_after_three_malformed_trees_a_request_asks_for_no_more_drafts(spoilt):
-    drafter = FakeDrafter()
-    drafter.spoil = spoilt
-    async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text((5, 6, 7)), *pools)
+    drafter, verifier = FakeDrafter(), FakeVerifier()
+    drafter.spoil, gate = spoilt, opened_first(verifier)
+    async with pair(drafter, verifier) as pools:
+        ran = await run(new_text((5, 6, 7)), *pools, gate=gate, drafting=PATIENT)
     assert is_plain(ran) and set(ran.lengths) == {1}
     assert ran.drafter.fallbacks["malformed"] == 3 == drafter.calls
     assert ran.drafter.fallbacks["struck"] == ran.asked - 3
@@ -401,7 +416,9 @@ async def test_a_text_that_is_or_becomes_too_long_for_its_drafter_is_refused_by_
 
 @pytest.mark.parametrize("role", ["drafter", "verifier"])
 async def test_a_text_goes_on_where_the_socket_of_a_stream_ends_and_grpc_does_not(role):
-    async with pair(FakeDrafter(), FakeVerifier()) as (drafters, verifiers):
+    drafter, verifier = FakeDrafter(), FakeVerifier()
+    gate = opened_first(verifier)
+    async with pair(drafter, verifier) as (drafters, verifiers):
         pool = {"drafter": drafters, "verifier": verifiers}[role]
 
         async def cut(number: int) -> None:
@@ -409,8 +426,10 @@ async def test_a_text_goes_on_where_the_socket_of_a_stream_ends_and_grpc_does_no
                 stream = pool.streams.connected(pool.addresses[0])
                 assert stream is not None and stream.local
                 stream._local.close()
+            if number > 10 and role == "drafter" and drafter.opens == 1:
+                await asyncio.sleep(0.02)  # the answer does not end before the drafter is opened again
 
-        ran = await run(new_text(count=100), drafters, verifiers, each=cut)
+        ran = await run(new_text(count=100), drafters, verifiers, each=cut, gate=gate, drafting=PATIENT)
     assert is_plain(ran) and len(ran.text.answer) == 100 and max(ran.lengths[20:]) > 1
     assert ran.verifier.reopened + ran.verifier.moves == (role == "verifier")
 
@@ -424,8 +443,10 @@ async def test_a_message_that_is_not_a_tree_counts_as_a_malformed_tree(monkeypat
         return spoil(message)
 
     monkeypatch.setattr(wire, "answer_from", garbled)
-    async with pair(FakeDrafter(), FakeVerifier()) as pools:
-        ran = await run(new_text(), *pools)
+    verifier = FakeVerifier()
+    gate = opened_first(verifier)
+    async with pair(FakeDrafter(), verifier) as pools:
+        ran = await run(new_text(), *pools, gate=gate, drafting=PATIENT)
     assert is_plain(ran) and ran.drafter.fallbacks["malformed"] == 3
 
 
@@ -439,9 +460,10 @@ class RefusingVerifier(FakeVerifier):
 
 
 async def test_a_tree_that_the_verifier_refuses_counts_as_malformed_and_changes_no_token():
-    async with pair(FakeDrafter(), RefusingVerifier()) as pools:
-        patient = {"longest_s": 60, "adaptive": False}  # a late draft would leave the verifier no tree to refuse
-        ran = await run(new_text(), *pools, drafting=patient)
+    verifier = RefusingVerifier()
+    gate = opened_first(verifier)
+    async with pair(FakeDrafter(), verifier) as pools:  # a late draft would leave the verifier no tree to refuse
+        ran = await run(new_text(), *pools, gate=gate, drafting=PATIENT)
     assert is_plain(ran) and ran.drafter.fallbacks["struck"] == ran.asked - 3
     assert ran.verifier.reopened == 0 and ran.verifier.moves == 0
 
@@ -460,9 +482,15 @@ class RecordingVerifier(FakeVerifier):
 
 @pytest.mark.parametrize("stays", [True, False])
 async def test_only_a_round_without_a_tree_announces_that_the_next_has_none(stays):
-    recording = RecordingVerifier()
+    recording, gate = RecordingVerifier(), Gate()
+
+    async def wait_for_drafter(number: int) -> None:
+        if number == 3:
+            await gate.opened()
+
     async with pair(FakeDrafter(), recording) as pools:
-        ran = await run(new_text(), *pools, policy=LateChain(2), stays_off=lambda: stays)
+        options = {"policy": LateChain(2), "stays_off": lambda: stays, "drafting": PATIENT}
+        ran = await run(new_text(), *pools, each=wait_for_drafter, gate=gate, **options)
     assert is_plain(ran) and {guessed for guessed, _ in recording.seen} == {True, False}
     assert all(ahead == (stays and not guessed) for guessed, ahead in recording.seen)
 
@@ -499,46 +527,46 @@ FACTS = Facts(
 
 async def test_a_drafter_with_another_tokenizer_than_its_target_is_used_if_its_facts_are_the_routers():
     """Whether the pair fits was checked by their facts before the cluster started."""
-    drafter = FakeDrafter(tokenizer="another", facts_digest="toy-facts")
-    async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(), *pools, drafting={"facts": FACTS})
+    drafter, verifier = FakeDrafter(tokenizer="another", facts_digest="toy-facts"), FakeVerifier()
+    gate = opened_first(verifier)
+    async with pair(drafter, verifier) as pools:
+        ran = await run(new_text(), *pools, gate=gate, drafting={"facts": FACTS})
     assert is_plain(ran) and drafter.calls > 0 and not ran.drafter.fallbacks["mismatch"]
     assert drafter.vocabularies == {VOCABULARY}  # the target's, sent with the opening
 
 
 async def test_a_drafter_loaded_from_another_checkpoint_gets_no_call(caplog):
-    drafter = FakeDrafter(tokenizer="another", facts_digest="other-facts")
-    async with pair(drafter, FakeVerifier()) as pools:
-        ran = await run(new_text(), *pools, drafting={"facts": FACTS})
+    drafter, verifier = FakeDrafter(tokenizer="another", facts_digest="other-facts"), FakeVerifier()
+    gate = opened_first(verifier)
+    async with pair(drafter, verifier) as pools:
+        ran = await run(new_text(), *pools, gate=gate, drafting={"facts": FACTS})
     assert is_plain(ran) and drafter.calls == drafter.opens == 0
     assert ran.drafter.fallbacks["mismatch"] == ran.asked > 30
     assert "loaded from another checkpoint: its tokenizer is another" in caplog.text
 
 
-async def test_a_verifier_loaded_from_another_checkpoint_gets_no_text(caplog):
-    caplog.set_level("INFO", "dendro.peers")
+async def test_a_verifier_loaded_from_another_checkpoint_gets_no_text():
     verifier = FakeVerifier(facts_digest="other-facts")
     async with pair(FakeDrafter(), verifier) as pools:
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost) as lost:
             await run(new_text(), *pools, facts=FACTS, patience_s=0.2)
     assert verifier.opens == 0
-    assert "loaded from another checkpoint: its tokenizer is toy-tokens" in caplog.text
+    assert "loaded from another checkpoint: its tokenizer is toy-tokens" in str(lost.value.__cause__)
 
 
-async def test_a_verifier_that_names_more_tokens_than_the_routers_checkpoint_has_gets_no_text(caplog):
+async def test_a_verifier_that_names_more_tokens_than_the_routers_checkpoint_has_gets_no_text():
     """It could emit tokens that the router cannot write."""
 
     class NamesMoreTokens(FakeVerifier):
         async def hello(self) -> Hello:
             return replace(await super().hello(), vocabulary=VOCABULARY + 1)
 
-    caplog.set_level("INFO", "dendro.peers")
     verifier = NamesMoreTokens(tokenizer=FACTS.tokenizer)
     async with pair(FakeDrafter(), verifier) as pools:
-        with pytest.raises(PeerLost):
+        with pytest.raises(PeerLost) as lost:
             await run(new_text(), *pools, facts=FACTS, patience_s=0.2)
     assert verifier.opens == 0
-    assert "loaded from another checkpoint: its vocabulary is 102, here 101" in caplog.text
+    assert "loaded from another checkpoint: its vocabulary is 102, here 101" in str(lost.value.__cause__)
 
 
 class Pauses(Static):
@@ -643,9 +671,9 @@ async def test_a_killed_drafter_costs_only_speculation_until_another_is_leased()
 
     try:
         verifier = FakeVerifier(pause_s=0.005)
-        verifier.open_pause_s = 1.0  # so the first round finds the drafter open
+        gate = opened_first(verifier)
         async with verifier_at(verifier) as (_, verifiers):
-            ran = await run(new_text(count=400), drafters, verifiers, each=kill)
+            ran = await run(new_text(count=400), drafters, verifiers, each=kill, gate=gate, drafting=PATIENT)
     finally:
         await drafters.streams.close()
         await end(first, second)
@@ -884,8 +912,7 @@ async def test_a_client_that_leaves_frees_both_peers():
     drafter, verifier = FakeDrafter(), FakeVerifier(pause_s=0.01)
     async with pair(drafter, verifier) as pools:
         task = asyncio.create_task(run(new_text(count=1000), *pools))
-        await until(lambda: verifier.calls > 3)
-        assert drafter.held and verifier.held
+        await until(lambda: verifier.calls > 3 and drafter.held and verifier.held)
         task.cancel()
         await asyncio.wait({task})
         await until(lambda: not drafter.held and not verifier.held)
