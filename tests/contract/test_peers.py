@@ -31,7 +31,7 @@ from drafter_service.engine import DrafterEngine
 from drafter_service.options import DrafterOptions
 from tests.support import fakes, tiny_mamba, tiny_models
 from tests.support.fakes import FakeDrafter, FakeVerifier
-from tests.support.sockets import drafter_at, verifier_at
+from tests.support.sockets import drafter_at, until, verifier_at
 from verifier_service.engine import VerifierEngine
 from verifier_service.options import VerifierOptions
 
@@ -262,10 +262,12 @@ async def test_concurrent_requests_do_not_mix(verifier):
 
 @pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
 async def test_calls_of_many_requests_reach_the_engine_concurrently(verifier):
-    verifier.engine.pause_s = 0.01
+    verifier.engine.pause_s = 600.0
     texts = [new_text([token, 2, 3]) for token in range(24)]
-    await first_tokens(verifier.peer, texts)
-    assert verifier.engine.largest_batch == len(texts)
+    asking = asyncio.create_task(first_tokens(verifier.peer, texts))
+    await until(lambda: verifier.engine.largest_batch == len(texts))
+    asking.cancel()
+    await asyncio.wait({asking})
 
 
 @pytest.mark.parametrize("kind", ["fake, near", "fake, far"], indirect=True)
