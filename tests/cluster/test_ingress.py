@@ -7,6 +7,7 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,6 +43,7 @@ from tests.support.edge import (
     plain_answer,
     resume_of,
 )
+from tests.support.sockets import until
 
 PROMPT = "walk the "
 IDS = list(PROMPT.encode())
@@ -255,8 +257,9 @@ async def test_rounds_run_while_chunks_are_sent_but_at_most_a_few_ahead():
     events = ingress(peers).generate(pb.GenerateRequest(text=PROMPT, max_new_tokens=100, speculation=OFF))
     kinds = [(await anext(events)).WhichOneof("event") for _ in range(2)]
     assert kinds == ["started", "chunk"]
-    await asyncio.sleep(0.1)  # without reading
-    assert 1 + AHEAD <= peers.rounds <= 3 + AHEAD
+    await until(lambda: peers.rounds >= 1 + AHEAD)  # without reading
+    await asyncio.sleep(0.1)
+    assert peers.rounds <= 3 + AHEAD
     rest = [event async for event in events]
     assert peers.rounds == len(rest) == 100
     assert rest[-1].WhichOneof("event") == "complete"
@@ -473,7 +476,8 @@ async def test_of_two_concurrent_turns_of_a_session_one_is_aborted(sessions: Ses
     peers = EdgePeers()
     async with edge(peers, sessions) as client:
         token = (await client.generate_text(PROMPT, keep_session=True, max_new_tokens=2)).complete.session
-        peers.pause_s = 0.02
+        # Both have read the record before one writes its turn.
+        peers.before_round = partial(until, lambda: len(peers.texts) == 3)
         turns = await asyncio.gather(
             *(client.generate_text(f"{turn}", session=token, max_new_tokens=4) for turn in range(2)),
             return_exceptions=True,

@@ -135,7 +135,7 @@ class EdgeVerifier:
 
     async def verify(self, text: Text, tree: DraftTree) -> Verdict:
         self.peers.rounds += 1
-        await asyncio.sleep(self.peers.pause_s)
+        await self.peers.before_round()
         if self.peers.dead:
             raise PeerLost("verifier: there is none")
         if self.peers.broken:
@@ -218,6 +218,10 @@ class EdgePeers:
         self.prepared: list[Arm] = []  # the argument, of each drafter that was prepared
         self.closed: list[tuple[str, tuple[int, ...]]] = []
         self.all_closed = asyncio.Event()  # set when both handles of a request are closed
+
+    async def before_round(self) -> None:
+        """Awaited by every round; a test may set another."""
+        await asyncio.sleep(self.pause_s)
 
     def note_closed(self, kind: str, text: Text) -> None:
         self.closed.append((kind, tuple(text.ids)))
