@@ -56,14 +56,16 @@ async def test_a_router_starts_while_one_of_the_same_configuration_drains_and_sa
     config = toy_config(
         grpc={"port": grpc, "status_port": status},
         http={"port": http},
-        router={"resources": {"cpu": 0.1}, "drain_s": 1.0},
+        router={"resources": {"cpu": 0.1}, "drain_s": 60.0},
     )
     old = await started(config)
-    async with AsyncClient((await old.addresses())["clients"], timeout_s=3) as client:
+    async with AsyncClient((await old.addresses())["clients"], timeout_s=60) as client:
         asked = asyncio.ensure_future(client.generate_text([5, 6, 7], max_new_tokens=5))
         await until(old.runs)
         ending = asyncio.create_task(old.end())
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(20):
+            while "new requests" not in (await healthz_of(old))[1]:  # noqa: ASYNC110  # it sets no event
+                await asyncio.sleep(0.01)
         new = await started(config)
         found = [await shell.addresses() for shell in (old, new)]
         assert not ending.done() and old.runs()
