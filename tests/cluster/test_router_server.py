@@ -141,7 +141,8 @@ async def test_an_answer_goes_on_at_another_router_when_its_own_is_stopped():
 
 
 async def test_a_request_past_the_limit_is_refused_while_health_is_answered():
-    peers = EdgePeers(0.01)
+    peers, goes_on = EdgePeers(), asyncio.Event()
+    peers.before_round = goes_on.wait
     async with serving(peers, router={"max_requests": 2}) as server, AsyncClient(server.address) as client:
         running = [asyncio.create_task(client.generate_text(PROMPT, max_new_tokens=60)) for _ in range(2)]
         await until(lambda: server.stats()["running"] == 2)
@@ -149,6 +150,7 @@ async def test_a_request_past_the_limit_is_refused_while_health_is_answered():
             await client.generate_text(PROMPT)
         async with grpc.aio.insecure_channel(server.address) as channel:
             assert await health_of(channel) == SERVING
+        goes_on.set()
         await asyncio.gather(*running)
         await client.generate_text(PROMPT, max_new_tokens=2)
         stats = server.stats()
@@ -209,8 +211,10 @@ class WaitsForever(generation_pb2_grpc.GenerationServiceServicer):
 
 
 def faster(options):
-    """The same options with a hundredth of every time."""
-    return tuple((name, value // 100 if name.endswith("_ms") else value) for name, value in options)
+    """The same options with a hundredth of every time but those for which an answer is waited for."""
+    return tuple(
+        (name, value // 100 if name.endswith("_ms") and "timeout" not in name else value) for name, value in options
+    )
 
 
 @pytest.mark.parametrize("ours", [True, False], ids=["our limits", "gRPC's own"])
@@ -340,7 +344,9 @@ async def test_answers_survive_a_restart_of_both_routers_at_once(monkeypatch, ca
 
 
 async def test_a_full_router_beside_a_free_one_refuses_nothing():
-    async with serving(EdgePeers(0.01), router={"max_requests": 1}) as full, serving() as free:
+    peers = EdgePeers()
+    peers.before_round = asyncio.Event().wait  # its answer does not end
+    async with serving(peers, router={"max_requests": 1}) as full, serving() as free:
         async with (
             AsyncClient(full.address) as other,
             AsyncClient(f"{full.address},{free.address}") as client,
