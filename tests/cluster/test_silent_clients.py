@@ -18,6 +18,7 @@ from tests.support.edge import EdgePeers, ingress
 from tests.support.fakes import FakeDrafter, FakeVerifier
 from tests.support.sockets import until
 from tests.support.toy_edge import asking, edge
+from tests.support.virtual_time import virtual_time
 
 SMALL_WINDOW = (("grpc.http2.lookahead_bytes", 256), ("grpc.http2.bdp_probe", 0))
 """Bytes that a client's connection buffers unread: less than one answer."""
@@ -61,6 +62,7 @@ async def test_a_request_whose_verifier_never_answers_ends_at_its_limit():
         await until(lambda: not verifier.held)
 
 
+@virtual_time
 async def test_a_slow_reader_gets_all_finished_chunks_and_then_the_error():
     places = EdgePeers()
     events = ingress(places, router={"request_timeout_s": 0.2}).generate(
