@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from types import SimpleNamespace
 
 import grpc.aio
@@ -273,8 +274,14 @@ async def test_a_slow_opening_is_tried_at_a_second_replica_within_the_patience()
 
 
 async def test_a_slow_opening_that_is_answered_first_is_used_and_the_second_one_closed():
-    slow, slower = FakeVerifier(), FakeVerifier()
-    slow.open_pause_s, slower.open_pause_s = 0.6, 1000.0
+    """The first one is answered once the second one has begun."""
+    slow, slower, begun = FakeVerifier(), FakeVerifier(), asyncio.Event()
+
+    async def never_opened() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    slow.before_opened, slower.before_opened = begun.wait, never_opened
     async with answered_by_two(slow, slower) as (_, other):
         assert slow.opens == 1 and slower.opens == 0
         await until(lambda: other.stats()["open_openings"] == 0)
@@ -283,8 +290,8 @@ async def test_a_slow_opening_that_is_answered_first_is_used_and_the_second_one_
 async def test_a_slow_opening_is_not_repeated_at_the_same_replica():
     """Two openings of one text at one replica would compete for its places and time."""
     slow = FakeVerifier()
-    slow.open_pause_s = 0.7
     async with verifier_at(slow) as (replica, pool):
+        slow.before_opened = partial(until, lambda: pool.leases > 1)
         text = new_text(count=10)
         handle = VerifierHandle(text, pool, Pace(), patience_s=0.9)
         async with asyncio.timeout(DEADLINE_S):
