@@ -86,6 +86,14 @@ def no_long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attempts_module, "FIRST_PAUSE_S", 0.001)
 
 
+@pytest.fixture
+def _time_flies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each look at the clock 10 s of a request's time have passed: a few calls, however long they take, use up
+    100 s."""
+    attempts = attempts_module.Attempts
+    monkeypatch.setattr("dendro.progress.Attempts", lambda timeout_s: attempts(timeout_s, count(0.0, 10.0).__next__))
+
+
 @pytest.fixture(params=["asyncio", "blocking"])
 def ask(request: pytest.FixtureRequest):
     """Asks for a whole answer with the asyncio or the blocking client."""
@@ -208,6 +216,7 @@ async def test_no_number_of_failures_ends_a_request_before_its_deadline(ask):
     assert len(servicer.requests) == 21
 
 
+@pytest.mark.usefixtures("_time_flies")
 @pytest.mark.parametrize("where", ["closed-port", "stuck"])
 async def test_at_the_deadline_the_error_has_the_reason_of_the_last_call(ask, where: str):
     async def script(call, request, context):
@@ -215,14 +224,15 @@ async def test_at_the_deadline_the_error_has_the_reason_of_the_last_call(ask, wh
         await context.abort(grpc.StatusCode.UNAVAILABLE, "no verifier")
 
     async with serving(script) as (servicer, address):
-        with pytest.raises(PeerLost, match="within 0.4 s; the last call: the stream broke: (no verifier|.*connect)"):
-            await ask("127.0.0.1:1" if where == "closed-port" else address, timeout_s=0.4)
+        with pytest.raises(PeerLost, match="within 100 s; the last call: the stream broke: (no verifier|.*connect)"):
+            await ask("127.0.0.1:1" if where == "closed-port" else address, timeout_s=100)
     assert bool(servicer.requests) == (where == "stuck")
 
 
+@pytest.mark.usefixtures("_time_flies")
 async def test_the_error_of_a_port_that_is_closed_or_speaks_http_says_where_the_address_is_found(ask):
     with pytest.raises(PeerLost, match="Connection refused: is a cluster running there. `dendro serve` prints its"):
-        await ask("127.0.0.1:1", timeout_s=0.4)
+        await ask("127.0.0.1:1", timeout_s=100)
 
     async def answer(reader, writer):
         await reader.readline()
@@ -231,7 +241,7 @@ async def test_the_error_of_a_port_that_is_closed_or_speaks_http_says_where_the_
 
     async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
         with pytest.raises(PeerLost, match="the port is one of HTTP; `dendro serve` prints the address for gRPC first"):
-            await ask(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=0.8)
+            await ask(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", timeout_s=100)
 
 
 FULL = ((REASON_KEY, "Overloaded"),)
