@@ -634,12 +634,16 @@ async def test_after_cancelled_drafts_the_engine_drafts_correctly(path, oracle):
         await client.close()
 
 
-async def test_a_cancelled_open_leaves_nothing_behind(path):
+async def test_a_cancelled_open_leaves_nothing_behind(path, monkeypatch):
+    """The first forward ends only when the call is cancelled, however fast the processor is."""
     async with drafter_of(path, max_sessions=1) as engine:
+        run, left = engine._runner.run, threading.Event()
+        monkeypatch.setattr(engine._runner, "run", lambda plan: left.wait() and run(plan))
         call = asyncio.create_task(DraftClient(engine).open(prompt_of(2000)))
         await until_a_session_opens(engine)
         call.cancel()
         await asyncio.gather(call, return_exceptions=True)
+        left.set()
         client = DraftClient(engine)
         await client.open(prompt_of(3))
         await client.close()
