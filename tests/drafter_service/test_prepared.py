@@ -50,17 +50,19 @@ class Idle:
 
     def __init__(self, engine: DrafterEngine) -> None:
         self._waits = threading.Event()
-        self._step = engine._thread._step
+        self._thread, self._step = engine._thread, engine._thread._step
         engine._thread._step = self._watched
 
     def _watched(self) -> float | None:
-        self._waits.clear()
         wait_s = self._step()
         if wait_s is None:
             self._waits.set()
         return wait_s
 
     async def __call__(self) -> None:
+        """Wait for a step that leaves nothing to do and begins after all calls before this one, also those that were
+        answered without a step."""
+        await asyncio.to_thread(self._thread.run, self._waits.clear)
         await asyncio.to_thread(self._waits.wait)
 
 
