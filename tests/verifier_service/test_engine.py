@@ -475,15 +475,19 @@ async def test_an_engine_whose_thread_has_ended_reports_a_fault_and_fails_its_ca
         engine.scheduler.give_up(PeerLost("the end of the test"))
 
 
-async def test_calls_pending_at_stop_fail_with_peer_lost(loaded):
+async def test_calls_pending_at_stop_fail_with_peer_lost(loaded, monkeypatch):
     async with running(loaded()) as engine:
         router = TextRouter(engine)
         await router.open()
+        run, goes_on = engine.runner.run, threading.Event()
+        monkeypatch.setattr(engine.runner, "run", lambda plan: goes_on.wait(60) and run(plan))
         waiting = asyncio.ensure_future(router.verify())
-        await asyncio.sleep(0)
-        await engine.stop()
+        await asyncio.sleep(0)  # the call is in the engine's inbox
+        stopping = asyncio.ensure_future(engine.stop())
         with pytest.raises(PeerLost, match="stopped"):
             await waiting
+        goes_on.set()
+        await stopping
         with pytest.raises(PeerLost, match="stopped"):
             await router.verify()
 
