@@ -296,9 +296,10 @@ async def test_a_tree_that_waits_for_another_texts_step_waits_in_the_queue(linke
     freed = threading.Event()
     engine._thread.post(lambda ticket: freed.wait())  # stands for a step
     kept[0](DraftTree.of([router.text.ids[-1], 3], [-1, 0]))
-    asyncio.get_running_loop().call_later(0.2, freed.set)
-    verdict = await router.ordering()
-    assert verdict.queue_us > 150_000
+    claim = asyncio.ensure_future(router.ordering())
+    await asyncio.sleep(0.2)
+    freed.set()
+    assert (await claim).queue_us > 150_000
     await router.close()
 
 
