@@ -212,8 +212,8 @@ async def test_a_worker_that_dies_ends_the_replica_within_seconds(folder, idle):
         router = RoundByRound(engine, range(40), Sampling(temperature=1.0, seed=5), count=200)
         await router.open()
         pending = None if idle else asyncio.create_task(router.go_on())
-        await asyncio.sleep(0.2)
-        assert not lost.done()
+        await until(lambda: idle or len(router.text) > 50)
+        assert not lost.done() and (idle or not pending.done())
         os.kill(workers()[0].pid, signal.SIGKILL)
         async with asyncio.timeout(5):
             assert "worker 1 of 2" in await lost
