@@ -98,19 +98,25 @@ async def test_answers_of_ordered_trees_are_those_without_and_nearly_every_tree_
     async with served(config) as cluster:
         off = await cluster.answer("off", temperature)
         assert cluster.verifier.stats()["ordered"] == 0
-        assert (await cluster.answer("(1,1)", temperature)).token_ids == off.token_ids
+        for _ in range(20):  # an answer may end before its drafter has opened the text
+            assert (await cluster.answer("(1,1)", temperature)).token_ids == off.token_ids
+            if cluster.verifier.stats()["ordered"]:
+                break
         assert cluster.verifier.stats()["ordered_missed"] >= 1, "the first order finds no stream to the drafter yet"
         for way in (SHAPE, "dynamic(4,3,12)"):
-            before = cluster.verifier.stats()
-            done = await cluster.answer(way, temperature)
-            assert done.token_ids == off.token_ids
-            statistics, after = done.complete.speculation, cluster.verifier.stats()
-            ordered, missed = (after[name] - before[name] for name in ("ordered", "ordered_missed"))
-            assert statistics.accepted_tokens > 0 and missed <= statistics.late_drafts
-            # Not ordered: the rounds until the drafter has opened the text, and the one after them.
-            (drafter,) = done.complete.drafters
-            assert ordered >= drafter.rounds - 2, f"{ordered} of {drafter.rounds}"
-            assert statistics.contradictions == ()
+            for _ in range(20):
+                before = cluster.verifier.stats()
+                done = await cluster.answer(way, temperature)
+                assert done.token_ids == off.token_ids
+                statistics, after = done.complete.speculation, cluster.verifier.stats()
+                ordered, missed = (after[name] - before[name] for name in ("ordered", "ordered_missed"))
+                assert missed <= statistics.late_drafts and statistics.contradictions == ()
+                # Not ordered: the rounds until the drafter has opened the text, and the one after them.
+                (drafter,) = done.complete.drafters
+                assert ordered >= drafter.rounds - 2, f"{ordered} of {drafter.rounds}"
+                if statistics.accepted_tokens > 0:
+                    break
+            assert statistics.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
