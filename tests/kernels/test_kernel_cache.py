@@ -49,7 +49,9 @@ def module(tmp_path):
 def run(tmp_path, source=USE, **environment):
     """What a new process prints, with this folder for its kernels."""
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    environment = {FOLDER: str(tmp_path / "kernels"), "PYTHONPATH": path} | environment
+    # Python takes bytecode for current where the source has the second and the size of before.
+    own = {FOLDER: str(tmp_path / "kernels"), "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = own | environment
     found = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source)],
         env=os.environ | environment,
