@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,19 @@ from drafter_service.training import loop
 from drafter_service.training.loop import Budget, Recipe
 from tests.support.small_training import plan_of, write_cluster, write_text
 
-# Saves after every step, so that little is waited for.
+# Saves after every step, and is killed in the step that it is given.
 CHILD = """
-import functools, sys
+import functools, os, signal, sys
 from pathlib import Path
 from tests.support.small_training import Length, plan_of
 from cluster.training import drafter
+from drafter_service.training.loop import Trainer
+take_step = Trainer._take_step
+def killed(trainer, rate):
+    if [str(trainer.step)] == sys.argv[2:]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return take_step(trainer, rate)
+Trainer._take_step = killed
 drafter.Recipe = functools.partial(drafter.Recipe, save_every_s=0.0)
 drafter.rows_within = lambda *_: 16
 folder = Path(sys.argv[1])
@@ -46,13 +52,8 @@ def test_a_run_that_is_killed_goes_on_and_ends_with_the_weights_of_an_uninterrup
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", CHILD, str(tmp_path)]
     state = tmp_path / "killed.training" / "distil.state"
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as child:
-        while not state.exists() and child.poll() is None:
-            time.sleep(0.02)
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
-    begun = torch.load(state, weights_only=True)["step"]
-    assert 1 <= begun < 60
+    child = subprocess.run([*command, "20"], env=environment, stdout=subprocess.DEVNULL)
+    assert child.returncode == -signal.SIGKILL and torch.load(state, weights_only=True)["step"] == 20
     subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
     monkeypatch.setattr(drafter, "rows_within", lambda *_: 16)
     whole = plan_of(cluster, text, length=Length(steps=60), out=tmp_path / "whole")
