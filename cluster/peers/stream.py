@@ -422,8 +422,9 @@ class Streams:
             raise
 
     async def close(self) -> None:
-        for task in self._streams.values():
+        """Close all streams, also those that are asked for meanwhile."""
+        while self._streams:
+            _, task = self._streams.popitem()
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, DendroError):
                 await (await task).close()
-        self._streams.clear()

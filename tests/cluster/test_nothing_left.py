@@ -18,7 +18,7 @@ from cluster.arms import Arm
 from cluster.peers.links import StreamLinks
 from cluster.peers.opening import Leased, Opening
 from cluster.peers.pools import Peers
-from cluster.peers.stream import DRAFTER, Streams
+from cluster.peers.stream import DRAFTER, PeerStream, Streams
 from cluster.policies.experience import STOPPED_ARMS, Experience
 from cluster.sessions import MemorySessions
 from tests.support.fakes import FakeDrafter, FakeVerifier, new_text
@@ -122,6 +122,30 @@ async def test_streams_to_replicas_that_are_gone_are_dropped():
     finally:
         await streams.close()
     assert kept == 1
+
+
+async def test_a_stream_that_is_asked_for_while_others_are_closed_is_closed_too(monkeypatch):
+    streams, closed = Streams(DRAFTER), []
+
+    class Closing:
+        lost = ""
+
+        def __init__(self, address):
+            self.address = address
+
+        async def close(self):
+            closed.append(self.address)
+            if len(closed) == 1:
+                await streams.to("late")
+
+    async def connect(address, *_):
+        return Closing(address)
+
+    monkeypatch.setattr(PeerStream, "connect", connect)
+    for address in ("first", "second"):
+        await streams.to(address)
+    await streams.close()
+    assert sorted(closed) == ["first", "late", "second"] and not streams._streams
 
 
 async def test_calls_that_a_replica_does_not_answer_are_forgotten_once_their_callers_have_left():
