@@ -242,6 +242,7 @@ class StepScheduler:
         for _, ask in self._leaving:
             ask.ticket.settle(reason)
         self._leaving.clear()
+        self._restoring.clear()
         for opening in list(self.sessions):
             self._free(opening, reason)
 

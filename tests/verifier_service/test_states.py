@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from dendro.errors import BadRequest, PeerLost
+from dendro.errors import BadRequest, EngineFailed, PeerLost
 from dendro.state import MemoryStates, NoStates
 from dendro.tree import DraftTree
 from dendro.wire import MAX_STEP_SIZES
@@ -475,6 +475,32 @@ async def test_a_text_whose_saved_memory_cannot_be_restored_is_computed_and_no_o
         store.blobs.clear()
         assert found == await alone(engine, [ids, range(50, 80)], [LAWS[1]] * 2, 20)
         assert engine.scheduler.memory.places.free == 8
+    finally:
+        await engine.stop()
+
+
+async def test_a_text_to_be_restored_when_all_texts_end_ends_no_later_text(models, monkeypatch):
+    engine = engine_of(models("mamba2")[0], states=MemoryStates())
+    await engine.start()
+    try:
+        first = RoundByRound(engine, range(40), LAWS[1], 20)
+        await first.finish()
+        plan = engine.scheduler.next
+
+        def failing():
+            planned = plan()
+            if any(each.restored for each in engine.scheduler.sessions.values()):
+                monkeypatch.setattr(engine.scheduler, "next", plan)
+                raise RuntimeError("planted")
+            return planned
+
+        monkeypatch.setattr(engine.scheduler, "next", failing)
+        again = RoundByRound(engine, first.text.ids, LAWS[1], 20)
+        again.parameters = replace(again.parameters, marks=(len(first.text.ids),))
+        with pytest.raises(EngineFailed, match="planted"):
+            await again.open()
+        expected = await alone(engine, [range(50, 80)], [LAWS[1]], 20)
+        assert [await RoundByRound(engine, range(50, 80), LAWS[1], 20).finish()] == expected
     finally:
         await engine.stop()
 
