@@ -24,7 +24,6 @@ from dendro.shapes import MAX_ROWS
 from torch import Tensor
 from tree_kernels.commit.triton import commit_rows
 from tree_kernels.noise.triton import gumbel_rows
-from tree_kernels.row_draw import UNUSABLE
 from tree_kernels.row_slots import Ints
 from tree_kernels.runs import places_in_runs
 from tree_kernels.tree_attention import PAGE
@@ -46,7 +45,7 @@ from verifier_service.models.head import Logits
 from verifier_service.rows import StepOutcome, StepPlan
 from verifier_service.runner import StepRunner, accepted_rows
 from verifier_service.shards import Bounds, Crew
-from verifier_service.walk import BegunMasks, Draw, before_unusable, echo_logprobs, guarded, token_logprobs
+from verifier_service.walk import UNUSABLE, BegunMasks, Draw, before_unusable, echo_logprobs, guarded, token_logprobs
 
 log = logging.getLogger("dendro.verifier")
 
@@ -225,13 +224,6 @@ class DeviceRunner(StepRunner):
             self.keep(self._slots_of(plan, guesses, guesses))
         return walks
 
-    def keeps_noise(self, session: int) -> bool:
-        """False: noise is computed within the step."""
-        return False
-
-    def forget(self, sessions: Sequence[int]) -> None:
-        """Do nothing: no noise is kept."""
-
     # The arrays
 
     def _shape_of(self, plan: StepPlan) -> StepShape:
@@ -408,7 +400,7 @@ def _of_states(arrays: Mapping[str, Array]) -> dict[str, Array]:
 def _with_history(draw: Draw, history: History, logits: Tensor, masks: BegunMasks | None) -> Tensor:
     """Logits [rows, V] of a draw with the effect of the text's history and structure. logits [rows, V]: raw"""
     allowed = [masks.result().allowed(row) for row in range(draw.tree.rows)] if masks is not None else ()
-    return history.scores(logits, draw.paths(), allowed)
+    return history.scores(logits, [draw.path(row) for row in range(draw.tree.rows)], allowed)
 
 
 def _walk(draw: Draw, found: Ints, width: int) -> Walk:

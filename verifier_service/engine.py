@@ -64,12 +64,6 @@ from verifier_service.worker import start_processes
 
 log = logging.getLogger("dendro.verifier")
 
-NOISE_AHEAD = 6
-"""Positions past the next base whose noise is computed in idle time: about the depth of the deepest drafted trees."""
-
-NOISE_PAUSE_S = 0.001
-"""Idle time before each row of noise: callers that were just answered, and drafters on this machine, run first."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Left:
@@ -111,8 +105,6 @@ class VerifierEngine:
         )
         self.dependent = tuple(dependent)
         self.kernels = kernels
-        self._ahead: list[tuple[int, int]] = []  # (session, position) of noise to compute in idle time
-        self._paused = False  # NOISE_PAUSE_S has passed since a step or a row of noise
         self._thread = EngineThread(
             "verifier",
             self._step,
@@ -331,11 +323,9 @@ class VerifierEngine:
     # The engine's thread
 
     def _step(self) -> float | None:
-        """Run one step of the model, if one is wanted, and answer; then copy the memory of closed texts. While idle,
-        compute a row of noise. Returns how many seconds to wait for calls before the next step."""
-        plan, paused, self._paused = self.scheduler.next(), self._paused, False
-        if closed := self.scheduler.take_closed():
-            self.runner.forget(closed)
+        """Run one step of the model, if one is wanted, and answer; then copy the memory of closed texts. Returns how
+        many seconds to wait for calls before the next step; None for no limit."""
+        plan = self.scheduler.next()
         if restoring := self.scheduler.take_restoring():
             for session, saved in restoring:
                 self.scheduler.restored(session, self._restore(session, saved))
@@ -350,12 +340,10 @@ class VerifierEngine:
                 elif not self._thread.lose_if_broken():
                     self.scheduler.fail(error)
                 return 0.0
-            likely = self.scheduler.apply(outcome)
+            self.scheduler.apply(outcome)
             for each in outcome.walks:
                 if isinstance(each, MasksPending):
                     each.work.add_done_callback(lambda _: self._thread.post(lambda ticket: None))  # wakes it
-            kept = [(session, base) for session, base in likely if self.runner.keeps_noise(session)]
-            self._ahead = [(session, base + step) for step in range(NOISE_AHEAD) for session, base in kept]
         idle = plan is None
         while (leaving := self.scheduler.next_leaving()) is not None:
             self._leave(*leaving)
@@ -363,17 +351,7 @@ class VerifierEngine:
         if not idle:
             return 0.0
         until = self.scheduler.linger_s or None, self.scheduler.orders.late_in_s()
-        waits = [each for each in until if each is not None]
-        if not self._ahead:
-            return min(waits, default=None)
-        if not paused:
-            self._paused = True
-            return min([NOISE_PAUSE_S, *waits])
-        try:
-            self.runner.prepare(*self._ahead.pop(0))
-        except BaseException as error:  # the round that needs this noise computes it then, or fails
-            log_failure(log, error, "verifier: noise could not be computed ahead")
-        return 0.0
+        return min((each for each in until if each is not None), default=None)
 
     def _restore(self, session: VerifierText, saved: Saved) -> bool:
         """Restore a saved memory, or copy another text's. False if that fails, which is logged: the text is then

@@ -60,7 +60,7 @@ def with_few_rows(buckets: Sequence[int]) -> tuple[int, ...]:
 
 
 class StepRunner:
-    """Owns the model, its pages and the noise. Not thread-safe: one thread at a time."""
+    """Owns the model and its pages. Not thread-safe: one thread at a time."""
 
     def __init__(self, target: LoadedTarget, bounds: Bounds, buckets: Sequence[int], crew: Crew | None = None) -> None:
         """crew: the workers with the other shards of the target, whose runners have the same bounds; None: no shards"""
@@ -69,7 +69,7 @@ class StepRunner:
         self.near = bounds.near
         self.device = target.model.device
         self.buckets = tuple(buckets)
-        self.walker = Walker(target.vocabulary, self.device)
+        self.walker = Walker(target.vocabulary)
         self.masks = StepMasks()
         self.own_pages = range(1 + bounds.pages, 1 + bounds.pages + bounds.own_pages)
         self._own_text: list[int] = []  # tokens whose keys are on them
@@ -186,19 +186,6 @@ class StepRunner:
         if self.target.direct is not None:
             for rows in reversed(self.buckets):
                 self.target.direct.prepare(rows, 2 * self.near, self.buckets[0])
-
-    def keeps_noise(self, session: int) -> bool:
-        """True if noise of a session may be computed in advance."""
-        return self.walker.keeps_noise(session)
-
-    def prepare(self, session: int, position: int) -> None:
-        """Compute noise in advance, in idle time."""
-        self.walker.prepare(session, position)
-
-    def forget(self, sessions: Sequence[int]) -> None:
-        """Drop the noise of closed sessions."""
-        for session in sessions:
-            self.walker.forget(session)
 
     def tree_logits(self, ids: Sequence[int], tree: DraftTree) -> Tensor:
         """Logits [rows, vocabulary] float32 of a tree whose root is the last token of a text.

@@ -73,7 +73,6 @@ class StepScheduler:
         self.sessions: dict[bytes, VerifierText] = {}  # key: opening; oldest first
         self.orders = OrderedRounds(capacity, self.counters, self.sessions, clock)
         self._numbers = 0  # sessions opened so far
-        self._closed: list[int] = []  # numbers of sessions that ended since `take_closed`
         self._restoring: list[tuple[VerifierText, Saved]] = []  # saved memories to restore before the next step
         self._leaving: deque[tuple[VerifierText, PendingCall]] = deque()  # closed texts whose memory is to be saved
         self._running: list[StepShare] = []  # shares of the last plan
@@ -117,10 +116,9 @@ class StepScheduler:
         self.counters.guesses += sum(draw.tree.guesses for draw in plan.draws)
         return plan
 
-    def apply(self, outcome: StepOutcome) -> list[tuple[int, int]]:
-        """Record the last plan's outcome and answer. Returns (session, base) of likely next rounds that need noise."""
-        walks, echoed = enumerate(outcome.walks), iter(outcome.echoed)
-        likely, verdicts = [], []
+    def apply(self, outcome: StepOutcome) -> None:
+        """Record the last plan's outcome and answer."""
+        walks, echoed, verdicts = enumerate(outcome.walks), iter(outcome.echoed), []
         if not outcome.cold:
             self.costs.learn(self._size, outcome.run_us)
         for share in self._running:
@@ -150,8 +148,6 @@ class StepScheduler:
                     self.memory.append(session.memory, path)
                     verdicts.append((session, share.ask, verdict))
                     session.rows = share.tree.rows if share.tree is not None else 1
-                    if not session.warp.greedy:
-                        likely.append((session.number, len(session.text.ids) + len(verdict.tokens)))
             self._settle_opening(session)
         self._running = []
         self.counters.forward_us += outcome.forward_us
@@ -164,7 +160,6 @@ class StepScheduler:
                 session.early = verdict
             else:
                 self._answer(session, ask, verdict)
-        return likely
 
     def _end(self, session: VerifierText, error: DendroError) -> None:
         """End a text with an error; the other texts of its step go on."""
@@ -245,11 +240,6 @@ class StepScheduler:
         self._restoring.clear()
         for opening in list(self.sessions):
             self._free(opening, reason)
-
-    def take_closed(self) -> tuple[int, ...]:
-        """Numbers of the sessions that ended since `take_closed` was last called."""
-        closed, self._closed = tuple(self._closed), []
-        return closed
 
     # Handling a call
 
@@ -396,7 +386,6 @@ class StepScheduler:
             self.counters.structures += 1
             self.counters.structure_items += session.structure.items
             self.counters.structure_budget += session.structure.budget
-        self._closed.append(session.number)
         self._fail(session, error or NotFound("opening: it was closed"))
 
     def _fail(self, session: VerifierText, reason: DendroError) -> None:
@@ -568,7 +557,7 @@ def packed(shares: Sequence[StepShare], capacity: Capacity) -> StepPlan:
         if tree is not None:
             asked = session.parameters
             laws = session.warp, asked.sampling, session.history, asked.logprobs, session.structure
-            draws.append(Draw(session.number, start, place, len(session.text.ids), tree, *laws))
+            draws.append(Draw(start, place, len(session.text.ids), tree, *laws))
             wanted.append(np.arange(start, start + tree.rows))
             start += tree.rows
             place += tree.rows

@@ -1,6 +1,5 @@
-"""Walks a step's trees, waits for the masks of structured answers, keeps the noise with which texts sample, and
-computes log-probabilities of emitted tokens. A fault in one text's part of a step ends that text alone, and a text
-whose masks take long is left out of the step."""
+"""Walks a step's trees, waits for the masks of structured answers, and computes log-probabilities of emitted tokens. A
+fault in one text's part of a step ends that text alone, and a text whose masks take long is left out of the step."""
 
 from __future__ import annotations
 
@@ -24,10 +23,10 @@ from dendro.logprobs import TokenLogprobs
 from dendro.modes import VerificationMode, draft_seed
 from dendro.text import Sampling
 from dendro.tree import DraftTree
-from torch import Tensor, device
+from torch import Tensor
 from tree_kernels.kernel_cache import NoKernelsError
-from tree_kernels.noise import NoiseRows, prepare_kernel
-from tree_kernels.row_draw import UNUSABLE, RowDraw
+from tree_kernels.noise import gumbel_noise, prepare_kernel
+from tree_kernels.row_draw import RowDraw
 from tree_kernels.row_softmax import log_probabilities, prepare_softmax, softmax
 from tree_kernels.sampled_walk import Floats, NoiseCoins, SparseLaw, block, drawn_order, lenient_greedy, multi_step
 from tree_kernels.tree_walk import Walk, walk
@@ -37,12 +36,14 @@ log = logging.getLogger("dendro.verifier")
 
 Found = TypeVar("Found")
 
+UNUSABLE = -2
+"""Pick after a row from which no token can be drawn (`usable`). No token and no padding (-1) has this id."""
+
 
 @dataclass(frozen=True, slots=True)
 class Draw:
     """A tree to walk and its request's sampling parameters. Plain values."""
 
-    session: int  # number under which the noise is kept
     first: int  # the root's row in the step; the tree's other rows follow
     wanted: int  # the root's row in the step's logits; the tree's other rows follow
     base: int  # length of the text: the position of the token drawn after the root
@@ -53,12 +54,13 @@ class Draw:
     logprobs: int | None = None  # number of likeliest tokens with log-probabilities beside each token's; None: none
     structure: GrammarText | None = None  # structure of the text's answer; if there is one, so is a `history`
 
-    def paths(self) -> list[list[int]]:
-        """Tokens of the guesses on the path to each row, [rows]."""
-        paths = list[list[int]]([[]])
-        for token, parent in zip(self.tree.tokens[1:].tolist(), self.tree.parents[1:].tolist(), strict=True):
-            paths.append([*paths[parent], token])
-        return paths
+    def path(self, row: int) -> list[int]:
+        """Tokens of the guesses on the path to a row."""
+        path = list[int]()
+        while row:
+            path.append(int(self.tree.tokens[row]))
+            row = int(self.tree.parents[row])
+        return path[::-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,21 +171,26 @@ def before_unusable(walked: Walk, base: int) -> Walk:
     return Walk(walked.path[:-1], walked.tokens[:-1], walked.ranks[:-1])
 
 
-CPU = device("cpu")
+def _scores(draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None, row: int) -> Tensor:
+    """Scores [1, vocabulary] of a row of a draw's tree before the temperature: its logits with the effect of the text's
+    history. Raises _UnusableRow."""
+    here = logits(draw.wanted + row)
+    if not usable(here):
+        raise _UnusableRow(row)
+    if draw.history is None:
+        return here
+    allowed = [masks.result().allowed(row)] if masks is not None else ()
+    return draw.history.scores(here, [draw.path(row)], allowed)
 
 
 class Walker:
-    """Walks trees over their logits. Keeps the noise of each session whose rows are not drawn in one pass, so that a
-    position's row of noise is computed once."""
+    """Walks trees over their logits."""
 
-    def __init__(self, vocabulary: int, on: device = CPU) -> None:
-        """on: the device of logits"""
+    def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        self._noise: dict[int, NoiseRows] = {}
         self._row_draw: RowDraw | None = None
-        if on.type == "cpu":
-            with suppress(NoKernelsError):
-                self._row_draw = RowDraw(vocabulary)
+        with suppress(NoKernelsError):
+            self._row_draw = RowDraw(vocabulary)
         prepare_kernel()
         prepare_softmax()
 
@@ -196,77 +203,43 @@ class Walker:
         Raises BadRequest if the logits of the root are not finite; the walk ends before any other such row. In modes
         that do not keep the tokens of plain decoding, it is raised for any visited row.
         """
-        if self._row_draw is None or draw.history is not None or draw.warp.masks or not draw.sampling.keeps_tokens:
-            return self._walk_by_scores(draw, logits, masks)
-        pick = partial(_pick_in_one_pass, self._row_draw, draw, logits)
-        return before_unusable(walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick), draw.base)
-
-    def _walk_by_scores(self, draw: Draw, logits: Callable[[int], Tensor], masks: BegunMasks | None) -> Walk:
-        """Walk a draw's tree by the scores of all tokens after each visited row. Arguments: those of `walk`."""
-        paths = draw.paths() if draw.history is not None else []
-
-        def scores(row: int) -> Tensor:
-            here = logits(draw.wanted + row)
-            if not usable(here):
-                raise _UnusableRow(row)
-            if draw.history is None:
-                return here
-            allowed = [masks.result().allowed(row)] if masks is not None else ()
-            return draw.history.scores(here, [paths[row]], allowed)
-
+        scores = partial(_scores, draw, logits, masks)
         if not draw.sampling.keeps_tokens:
             try:
                 return walk_by_mode(draw.tree, draw.base, draw.warp, draw.sampling, scores)
             except _UnusableRow as found:
                 raise unusable_text(draw.base + int(draw.tree.depths[found.row])) from None
-        pick = self._pick_of_scores(draw, scores)
+        pick = partial(self._pick, draw, logits, scores)
         return before_unusable(walk(draw.tree.tokens.tolist(), draw.tree.parents.tolist(), pick), draw.base)
 
-    def _pick_of_scores(self, draw: Draw, scores: Callable[[int], Tensor]) -> Callable[[int], int]:
-        """The pick of a row from the scores and the noise of all tokens."""
-        noise = self._rows(draw) if not draw.warp.greedy else None
+    def _pick(self, draw: Draw, logits: Callable[[int], Tensor], scores: Callable[[int], Tensor], row: int) -> int:
+        """The token after a row, or UNUSABLE."""
+        position = draw.base + int(draw.tree.depths[row])
+        unchanged = draw.history is None and not draw.warp.masks
+        try:
+            # A draw in one pass finds raw logits that are not usable itself, and is then undecided.
+            token = self._in_one_pass(draw, logits(draw.wanted + row) if unchanged else scores(row), position)
+            return self._from_all_noise(draw, scores(row), position) if token is None else token
+        except _UnusableRow:
+            return UNUSABLE
 
-        def pick(row: int) -> int:
-            try:
-                here, drawn = scores(row), None
-            except _UnusableRow:
-                return UNUSABLE
-            if noise is not None:
-                drawn = noise.row(draw.base + int(draw.tree.depths[row])).to(here.device)[None]
-            return int(tokens_of(here, draw.warp, drawn)[0])
+    def _in_one_pass(self, draw: Draw, scores: Tensor, position: int) -> int | None:
+        """The token at a position, from scores [1, vocabulary] before the temperature; None if it is undecided."""
+        on_cpu, temperature, sampling = scores.device.type == "cpu", draw.warp.temperature, draw.sampling
+        if self._row_draw is None:
+            return None
+        if draw.warp.greedy:
+            return self._row_draw.greedy(scores) if on_cpu else None
+        if draw.warp.masks or not on_cpu:  # an accelerator divides by a temperature in another way
+            scores, temperature = warp(scores, draw.warp).cpu(), 1.0
+        return self._row_draw.sampled(scores, temperature, sampling.seed, position, sampling.sample_index)
 
-        return pick
-
-    def keeps_noise(self, session: int) -> bool:
-        """True if a session's rows are drawn from rows of noise, which may be prepared."""
-        return session in self._noise
-
-    def prepare(self, session: int, position: int) -> None:
-        """Compute the noise of a position in advance, unless it exists or the session is unknown."""
-        if session in self._noise:
-            self._noise[session].prepare([position])
-
-    def forget(self, session: int) -> None:
-        """Drop a closed session's noise."""
-        self._noise.pop(session, None)
-
-    def _rows(self, draw: Draw) -> NoiseRows:
-        noise = self._noise.get(draw.session)
-        if noise is None:
-            sampling = draw.sampling
-            noise = self._noise[draw.session] = NoiseRows(sampling.seed, self._vocabulary, sampling.sample_index)
-        # A dropped verdict's tokens are drawn again, but never from before the base of a later call.
-        noise.forget_before(draw.base)
-        return noise
-
-
-def _pick_in_one_pass(row_draw: RowDraw, draw: Draw, logits: Callable[[int], Tensor], row: int) -> int:
-    """The pick of a row without history and filters, or UNUSABLE."""
-    here, sampling = logits(draw.wanted + row), draw.sampling
-    if draw.warp.greedy:
-        return row_draw.greedy(here)
-    position = draw.base + int(draw.tree.depths[row])
-    return row_draw.sampled(here, draw.warp.temperature, sampling.seed, position, sampling.sample_index)
+    def _from_all_noise(self, draw: Draw, scores: Tensor, position: int) -> int:
+        """The token at a position, from scores [1, vocabulary] before the temperature and the noise of all tokens."""
+        noise, sampling = None, draw.sampling
+        if not draw.warp.greedy:
+            noise = gumbel_noise(sampling.seed, [position], self._vocabulary, sampling.sample_index).to(scores.device)
+        return int(tokens_of(scores, draw.warp, noise)[0])
 
 
 # Log-probabilities, from the raw logits of the rows that a walk visited

@@ -26,5 +26,5 @@ def lone_round(
     """The round of a text whose rows, before its last one, were kept by earlier steps. tree: a lone root by default"""
     tree = tree or DraftTree.root_only(ids[-1])
     plan = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
-    draw = Draw(1, 0, 0, len(ids), tree, warp or Warp(), sampling or Sampling(), history)
+    draw = Draw(0, 0, len(ids), tree, warp or Warp(), sampling or Sampling(), history)
     return replace(plan, wanted=np.arange(tree.rows), draws=(draw,))

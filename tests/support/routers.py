@@ -109,9 +109,10 @@ def watch_logits(engine):
 
     def watched(draw, logits, masks=None):
         walked = walk(draw, logits, masks)
+        number = next(share.session.number for share in engine.scheduler._running if share.tree is draw.tree)
         for row in walked.path:
             position = draw.base + int(draw.tree.depths[row])
-            seen.setdefault(draw.session, {})[position] = logits(draw.wanted + row)[0].clone()
+            seen.setdefault(number, {})[position] = logits(draw.wanted + row)[0].clone()
         return walked
 
     engine.runner.walker.walk = watched

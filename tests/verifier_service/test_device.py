@@ -262,7 +262,7 @@ def test_a_structure_that_raises_ends_its_draw_alone(folder):
     def walks(structures):
         part = text_rows(ids, NO_ROWS, tree, runner.own_pages, runner.pages.scratch, runner.near)
         draws = [
-            Draw(number, number, number, len(ids), tree, Warp(), Sampling(), history, structure=structure)
+            Draw(number, number, len(ids), tree, Warp(), Sampling(), history, structure=structure)
             for number, structure in enumerate(structures)
         ]
         plan = joined([part] * len(draws))

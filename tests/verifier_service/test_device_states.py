@@ -99,7 +99,7 @@ def plan_of(runner, length, parents, committed=NO_ROWS, place=None):
     plan = text_rows(ids, committed, tree, range(1, 17), runner.pages.scratch, runner.near)
     rows = recurrent_rows(place, committed, length - 1, tree, runner.arrangement.scratch)
     wanted = np.arange(len(parents)) + len(committed)
-    draws = [Draw(1, len(committed), 0, length, tree, Warp(), Sampling())] if tree is not None else []
+    draws = [Draw(len(committed), 0, length, tree, Warp(), Sampling())] if tree is not None else []
     return replace(plan, wanted=wanted, draws=tuple(draws), recurrent=rows), place
 
 

@@ -125,7 +125,7 @@ def test_only_rows_that_a_walk_visits_are_computed(loaded, monkeypatch: pytest.M
     tree = DraftTree.of([3, 5, 6, 7, 8], [-1, 0, 0, 1, 2])
     logits = torch.randn(5, 257, generator=torch.Generator().manual_seed(0))
     logits[0, 6] = logits[2, 8] = 50.0
-    draw = Draw(1, 0, 0, 9, tree, Warp(0.0, 0, 1.0, 0.0), Sampling(), None, 2)
+    draw = Draw(0, 0, 9, tree, Warp(0.0, 0, 1.0, 0.0), Sampling(), None, 2)
     walked, found = walk_module.walk_with_logprobs(loaded.runner.walker, draw, lambda row: logits[row : row + 1])
     assert walked.path == (0, 2, 4) and len(found) == len(seen) == 3
     assert all(torch.equal(given[0][0], logits[row]) for given, row in zip(seen, walked.path, strict=True))

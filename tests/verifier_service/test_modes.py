@@ -75,7 +75,7 @@ def first_tokens(sampling: Sampling, shape: LevelShape, count: int) -> tuple[int
         def logits(row, text=text, paths=paths):
             return torch.tensor(small_logits((*text, *paths[row]), 0), dtype=torch.float32)[None]
 
-        draw = Draw(0, 0, 0, base, tree, Warp(sampling.temperature), sampling)
+        draw = Draw(0, 0, base, tree, Warp(sampling.temperature), sampling)
         text += walker.walk(draw, logits).tokens
     return text[:count]
 

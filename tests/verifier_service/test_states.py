@@ -505,28 +505,18 @@ async def test_a_text_to_be_restored_when_all_texts_end_ends_no_later_text(model
         await engine.stop()
 
 
-async def test_faults_in_idle_time_and_while_saving_end_no_text(models, monkeypatch):
-    """Noise that cannot be computed in advance, and a store that raises."""
-
+async def test_a_store_that_raises_while_a_state_is_saved_ends_no_text(models):
     class Raising(MemoryStates):
         async def save(self, name, blob):
             raise RuntimeError("no such store")
 
-    engine, idle = engine_of(models("mamba2")[0], states=Raising()), threading.Event()
-
-    def broken_when_idle(*_):
-        idle.set()
-        broken()
-
-    monkeypatch.setattr(engine.runner, "prepare", broken_when_idle)
+    engine = engine_of(models("mamba2")[0], states=Raising())
     await engine.start()
     try:
         router = RoundByRound(engine, range(40), LAWS[2], 20)
         await router.open()
         for _ in range(5):
             await router.round()
-            assert await asyncio.to_thread(idle.wait, 10)
-            idle.clear()
         assert (await router.close()).saved == 0
         assert len(await RoundByRound(engine, range(40), LAWS[2], 20).finish()) == 20
     finally:

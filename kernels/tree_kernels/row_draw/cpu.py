@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from tree_kernels.kernel_cache import load_kernels
 from tree_kernels.matmul.shapes import float_bits
-from tree_kernels.noise import gumbel_noise
 from tree_kernels.noise.reference import Counters, gumbel_of_uniforms
 from tree_kernels.row_draw import shapes
 
@@ -18,13 +16,14 @@ if TYPE_CHECKING:
     from tree_kernels.machine_code import Kernels
 
 MODULE = "tree_kernels.row_draw.loops"
-UNUSABLE = -2
-"""Result for a row from which no token can be drawn: a logit is NaN or plus infinity, or all are minus infinity. No
-token and no padding (-1) has this id."""
 
 
 class RowDraw:
-    """Draws a row's token. Used by one thread."""
+    """Draws a row's token. Used by one thread.
+
+    The result is None where one pass does not decide: a logit is NaN or plus infinity, all logits or quotients are
+    minus infinity, or more than `shapes.MOST` tokens may have the greatest score.
+    """
 
     def __init__(self, vocabulary: int) -> None:
         """Raises NoKernelsError where the kernels cannot be compiled."""
@@ -47,22 +46,21 @@ class RowDraw:
             self._words[word] = array.ctypes.data
         self._call = self._words.ctypes.data
 
-    def greedy(self, logits: Tensor) -> int:
-        """The token of the greatest logit, the lowest id among equals, or UNUSABLE. logits [1, vocabulary] float32 on a
-        CPU, contiguous"""
+    def greedy(self, logits: Tensor) -> int | None:
+        """The token of the greatest logit, the lowest id among equals. logits [1, vocabulary] float32 on a CPU,
+        contiguous"""
         self._give(logits)
         self._greatest(self._call)
         token = int(self._words[shapes.STATUS])
-        return token if token >= 0 else UNUSABLE
+        return None if token == shapes.NOT_FINITE else token
 
-    def sampled(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
-        """argmax(logits / temperature + noise), the lowest id among equals, or UNUSABLE.
+    def sampled(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int | None:
+        """argmax(logits / temperature + noise), the lowest id among equals.
 
         logits: see `greedy`   temperature: above 0, at most LARGEST_TEMPERATURE
         seed, position, sample_index: those of the noise of the token that is drawn, within the generator's limits
         (`noise/reference.py`)
         """
-        given = temperature, seed, position, sample_index
         words, counters = self._words, Counters(seed, [position], sample_index, stream=0, row=0)
         self._give(logits)
         words[shapes.TEMPERATURE], words[shapes.POSITION] = float_bits(temperature), position
@@ -71,16 +69,9 @@ class RowDraw:
         self._contenders(self._call)
         found = int(words[shapes.STATUS])
         if found == shapes.NOT_FINITE or found > shapes.MOST:  # a quotient may have overflowed; all logits may be equal
-            return self._from_all_noise(logits, *given)
+            return None
         scores = self._warped[:found] + gumbel_of_uniforms(self._uniforms[:found].copy())
         return int(self._ids[scores.argmax()])
-
-    def _from_all_noise(self, logits: Tensor, temperature: float, seed: int, position: int, sample_index: int) -> int:
-        """Compute what `sampled` does, with the noise of all tokens."""
-        if not math.isfinite(logits.max()):
-            return UNUSABLE
-        noise = gumbel_noise(seed, [position], self._vocabulary, sample_index)
-        return int((logits / temperature + noise).argmax())
 
     def _give(self, logits: Tensor) -> None:
         assert logits.shape == (1, self._vocabulary) and logits.is_contiguous()
